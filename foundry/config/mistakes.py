@@ -29,6 +29,7 @@ _KINDS = {
     "Boolean": "true or false",
     "String": "a text",
 }
+_UNION_KINDS = {"int": "a number", "float": "a number", "str": "a text"}
 
 
 def find_mistakes(
@@ -148,6 +149,9 @@ def explain_value(override: Override, message: str) -> Violation:
     if kind := re.search(r"could not be converted to (\w+)|not a valid (\w+)", message):
         name = (kind[1] or kind[2]).capitalize()
         return Violation(key, f"is {value} but must be {_KINDS.get(name, name)}")
+    if union := re.search(r"type hint '.*Union\[([^\]]*)\]", message):
+        kinds = dict.fromkeys(_UNION_KINDS.get(name, name) for name in union[1].split(", "))
+        return Violation(key, f"is {value} but must be {' or '.join(kinds)}")
     return Violation(key, f"cannot be {value}: {_first_line(message)}")
 
 

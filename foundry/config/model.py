@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from foundry.config.errors import Violation
+from foundry.config.init_std import parse_std
 from foundry.config.setting import setting
 
 
@@ -25,7 +26,19 @@ class Transformer:
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", gt=0)
     tie_embeddings: bool = setting(False, "the head shares the embedding's matrix")
-    init_std: float = setting(0.02, "standard deviation of initial weights; outputs of a block / sqrt(2 layers)", gt=0)
+    init_std: int | float | str = setting(
+        0.02,
+        "standard deviation of initial weights: a number, small: sqrt(2 / (5 hidden_size)), or wang: "
+        "sqrt(1 / (3 hidden_size)); outputs of a block / sqrt(2 layers)",
+        parse=parse_std,
+        source="STD init, init_method_std",
+    )
+    embedding_init_std: int | float | str | None = setting(
+        None,
+        "that of the token embedding, and of the head where tied to it; null: init_std",
+        parse=parse_std,
+        source="embedding_init_method_std",
+    )
     logprob_tile_tokens: int = setting(
         0, "tokens per tile of the head's projection, recomputed in backward to save memory; 0: all at once", ge=0
     )
@@ -61,15 +74,46 @@ class HuggingFace:
         "${data.vocab_size}", "tokens of the data: a fresh model's entries, a loaded one's least", ge=1
     )
     max_seq_len: int = setting("${data.seq_len}", "longest sequence in tokens, within the model's positions", ge=1)
+    init_std: int | float | str | None = setting(
+        None,
+        "standard deviation of fresh weights: a number, small: sqrt(2 / (5 hidden_size)), or wang: "
+        "sqrt(1 / (3 hidden_size)); outputs of a block / sqrt(2 layers); null: the architecture's own initialisation",
+        parse=parse_std,
+        source="STD init, init_method_std",
+    )
+    embedding_init_std: int | float | str | None = setting(
+        None,
+        "that of embeddings of tokens and positions, and of the head where tied; null: init_std",
+        parse=parse_std,
+        source="embedding_init_method_std",
+    )
 
     def check(self) -> Iterator[Violation]:
-        """Refuse to build a model of transformers' default size, which is billions of parameters."""
+        """Refuse a model of transformers' default size, which is billions of parameters, and an idle init_std."""
         if self.path is None and not self.config:
             message = (
                 f"is empty and model.path is null; give a folder, or the size of a new {self.architecture}: "
                 "'+model.config={hidden_size: 256, num_hidden_layers: 4, num_attention_heads: 4}'"
             )
             yield Violation("model.config", message)
+        yield from self._check_init_std()
+
+    def _check_init_std(self) -> Iterator[Violation]:
+        given = {
+            f"model.{name}": value
+            for name, value in (("init_std", self.init_std), ("embedding_init_std", self.embedding_init_std))
+            if value is not None
+        }
+        if self.path is not None:
+            for key, value in given.items():
+                yield Violation(key, f"is {value} but the weights are those of model.path={self.path}; set it to null")
+        elif self.init_std is None and given:
+            message = f"is {self.embedding_init_std} but model.init_std is null; set both or neither"
+            yield Violation("model.embedding_init_std", message)
+        elif self.init_std is not None:
+            for name in (name for name in ("initializer_range", "init_std") if name in self.config):
+                message = f"is {self.config[name]} but model.init_std={self.init_std}; remove one"
+                yield Violation(f"model.config.{name}", message)
 
 
 @dataclass(frozen=True, kw_only=True)

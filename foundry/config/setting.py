@@ -67,6 +67,7 @@ def _check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violat
             parse(str(value))
         except ValueError as error:
             yield Violation(key, str(error))
+            return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     bounds = item.metadata.get("bounds", {})

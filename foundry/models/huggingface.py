@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.models.initialisation import draw_weights, resolve_std
 from foundry.models.token_log_probs import TokenLogProbs, log_probs_of
 from foundry.models.transformer import to_compute_dtype
 
@@ -30,13 +32,25 @@ class HuggingFaceCausalLM(nn.Module):
         config: fields of the transformers config, over its defaults or over the folder's.
         vocab_size: tokens of the data; a fresh model gets as many, a loaded one must have at least as many.
         max_seq_len: longest sequence in tokens, which the model's positions must allow.
+        init_std: standard deviation of fresh weights, or a rule of `resolve_std`, for `draw_weights`; None: the
+            architecture's own initialisation.
+        embedding_init_std: that of embeddings; None: init_std.
 
     Raises:
-        ConfigError: there is no such folder, architecture or field, or the vocabulary or the positions do not suffice.
+        ConfigError: there is no such folder, architecture or field, or the vocabulary or the positions do not suffice,
+            or init_std does not know the architecture.
     """
 
     def __init__(
-        self, *, path: str | None, architecture: str, config: dict[str, Any] | None, vocab_size: int, max_seq_len: int
+        self,
+        *,
+        path: str | None,
+        architecture: str,
+        config: dict[str, Any] | None,
+        vocab_size: int,
+        max_seq_len: int,
+        init_std: float | str | None = None,
+        embedding_init_std: float | str | None = None,
     ) -> None:
         super().__init__()
         fields = dict(config or {})
@@ -48,10 +62,17 @@ class HuggingFaceCausalLM(nn.Module):
         hf_config.use_cache = False
         self.config = hf_config
         self.causal_lm = _build(hf_config) if path is None else _load(path, hf_config)
+        if path is None and init_std is not None:
+            self._init_weights(init_std, init_std if embedding_init_std is None else embedding_init_std)
         for module in self.causal_lm.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_to_compute_dtype)
         self._matmul_parameters = _count_matmul_parameters(self.causal_lm)
+
+    def output_head(self) -> nn.Module | None:
+        """The projection onto the vocabulary; tied to the embedding it counts as that."""
+        head: nn.Module | None = self.causal_lm.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return head
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = False) -> TokenLogProbs:
         """Log-probabilities of the targets.
@@ -83,6 +104,15 @@ class HuggingFaceCausalLM(nn.Module):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
         return float(seq_len * (6 * self._matmul_parameters + attention))
+
+    def _init_weights(self, init_std: float | str, embedding_init_std: float | str) -> None:
+        config: Any = self.config
+        std = resolve_std(init_std, config.hidden_size)
+        draw_weights(self, std=std, embedding_std=resolve_std(embedding_init_std, config.hidden_size))
+        # OPT and a few others have the second name.
+        for name in ("initializer_range", "init_std"):
+            if hasattr(config, name):
+                setattr(config, name, std)
 
     def hf_config(self) -> PreTrainedConfig:
         """The transformers config that `export_state` fits; for use, so with the key-value cache on."""
@@ -143,6 +173,8 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
+    if isinstance(torch.empty(0), FakeTensor):
+        return _without_weights(config)
     load: Any = AutoModelForCausalLM.from_pretrained
     model: PreTrainedModel
     try:
@@ -158,6 +190,15 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     if missing := sorted(loading["missing_keys"]):
         message = f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}"
         raise ConfigError(Violation("model.path", message))
+    return model
+
+
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a folder for a plan, which reads no weights: nothing is known of their values."""
+    model = _build(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.empty_like(parameter))
     return model
 
 

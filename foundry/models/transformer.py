@@ -1,6 +1,5 @@
 """A Llama-style decoder in plain PyTorch, under the parameter names of transformers' Llama."""
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.fsdp_block import FSDPBlock
+from foundry.models.initialisation import draw_weights, resolve_std
 from foundry.models.token_log_probs import TokenLogProbs, project_log_probs
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ class Transformer(nn.Module):
         rope_theta: base of the rotary frequencies.
         norm_eps: added to the mean square in RMSNorm.
         tie_embeddings: the embedding's matrix is the head.
-        init_std: standard deviation of initial weights.
+        init_std: standard deviation of initial weights, or a rule of `resolve_std`.
+        embedding_init_std: that of the token embedding; None: init_std.
         logprob_tile_tokens: positions per tile of the head's projection; 0: all at once.
 
     Raises:
@@ -141,14 +142,19 @@ class Transformer(nn.Module):
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-5,
         tie_embeddings: bool = False,
-        init_std: float = 0.02,
+        init_std: float | str = 0.02,
+        embedding_init_std: float | str | None = None,
         logprob_tile_tokens: int = 0,
     ) -> None:
         super().__init__()
         _check_heads(hidden_size, num_heads, num_kv_heads)
         self.intermediate_size, self.num_heads, self.num_kv_heads = intermediate_size, num_heads, num_kv_heads
         self.max_seq_len, self.rope_theta, self.norm_eps = max_seq_len, rope_theta, norm_eps
-        self.init_std, self.logprob_tile_tokens = init_std, logprob_tile_tokens
+        self.logprob_tile_tokens = logprob_tile_tokens
+        self.init_std = resolve_std(init_std, hidden_size)
+        self.embedding_init_std = resolve_std(
+            self.init_std if embedding_init_std is None else embedding_init_std, hidden_size
+        )
         blocks = (
             TransformerBlock(hidden_size, intermediate_size, num_heads, num_kv_heads, norm_eps)
             for _ in range(num_layers)
@@ -189,14 +195,15 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights afresh: N(0, init_std), outputs of a block / sqrt(2 layers) (GPT-2; Megatron-LM)."""
-        output_std = self.init_std / math.sqrt(2 * len(self.model.layers))
-        for name, module in self.named_modules():
+        """Fill all weights afresh: norms with ones, matrices as `draw_weights` says."""
+        for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-            elif isinstance(module, (nn.Linear, nn.Embedding)):
-                std = output_std if name.endswith(("o_proj", "down_proj")) else self.init_std
-                module.weight.normal_(0.0, std)
+        draw_weights(self, std=self.init_std, embedding_std=self.embedding_init_std)
+
+    def output_head(self) -> nn.Module | None:
+        """The projection onto the vocabulary, unless the embedding does it."""
+        return self.lm_head
 
     def flops_per_sample(self, seq_len: int) -> float:
         """FLOPs of a forward and backward pass over one sequence of seq_len tokens.

@@ -1,0 +1,32 @@
+"""The standard deviation of initial weights, as a user writes it: a number, or a rule of the hidden size."""
+
+import math
+from collections.abc import Callable
+
+from foundry.config.errors import nearest
+
+STD_RULES: dict[str, Callable[[int], float]] = {
+    "small": lambda hidden_size: math.sqrt(2 / (5 * hidden_size)),
+    "wang": lambda hidden_size: math.sqrt(1 / (3 * hidden_size)),
+}
+"""Rules by name: `small` of Nguyen and Salazar, 2019 ("Transformers without Tears", SmallInit), and `wang` of
+Smith et al., 2022 ("Using DeepSpeed and Megatron to train Megatron-Turing NLG 530B")."""
+
+
+def parse_std(text: str) -> float | Callable[[int], float]:
+    """Read a standard deviation: the number itself, or the rule that gives it for a hidden size.
+
+    Raises:
+        ValueError: the text is neither a finite number above 0 nor the name of a rule.
+    """
+    if text in STD_RULES:
+        return STD_RULES[text]
+    try:
+        std = float(text)
+    except ValueError:
+        std = math.nan
+    if not 0 < std < math.inf:
+        raise ValueError(
+            f"is {text} but must be a number above 0, or {' or '.join(STD_RULES)}{nearest(text, STD_RULES)}"
+        )
+    return std
