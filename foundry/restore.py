@@ -11,7 +11,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import load_config
 from foundry.config.root import Config
 from foundry.data.splits import DataSplits
-from foundry.plan import PLAN
+from foundry.planning.derive import PLAN
 from foundry.run import TOKENIZER, build_data, build_model
 from foundry.training.checkpoint import find, load_weights
 

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from foundry.config.build import build
-from foundry.config.duration import Budget, Duration
+from foundry.config.duration import Budget, Interval
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import plain, save_config
+from foundry.config.lengths import budget_of, check_lengths
 from foundry.config.root import Config
-from foundry.config.rules import budget_of, check_schedule
-from foundry.config.scheduler import Scheduler
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.splits import DataSplits
@@ -27,14 +26,14 @@ from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, process_group
 from foundry.parallel.watchdog import Watchdog
 from foundry.parallel.wrap import Parallel, parallelize
-from foundry.plan import PLAN, curve_of, plan_of
+from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
 from foundry.tracking.observers import build_observers
 from foundry.training.checkpoint import save
 from foundry.training.ema import WeightAverage
 from foundry.training.evaluation import Evaluator
 from foundry.training.events import Observer, RunEnded, RunStarted
 from foundry.training.progress import Progress
-from foundry.training.protocols import Objective
+from foundry.training.protocols import Objective, Schedule
 from foundry.training.step import TrainStep
 from foundry.training.throughput import Throughput
 from foundry.training.trainer import Trainer
@@ -83,10 +82,22 @@ def run(config: Config, run_dir: Path) -> RunResult:
             if world.is_main:
                 _write_facts(config, plan, data, run_dir)
             trainer.observers = observers
-            curve = curve_of(trainer.schedule, trainer.budget)
-            started = RunStarted(run_dir=run_dir, config=plain(config), config_hash=config_hash, plan=plan, lr=curve)
+            started = _started(config, config_hash, trainer, plan, run_dir)
             with trainer.watchdog:
                 return RunResult(run_dir, trainer.fit(started))
+
+
+def _started(config: Config, config_hash: str, trainer: Trainer, plan: dict[str, Any], run_dir: Path) -> RunStarted:
+    schedule, budget = trainer.schedule, trainer.budget
+    shown = selection_of(schedule, budget)
+    return RunStarted(
+        run_dir=run_dir,
+        config=plain(config),
+        config_hash=config_hash,
+        plan=plan,
+        updates=list(updates_of(schedule, budget, trainer.constant_weight_decay, shown)),
+        phases=phases_of(schedule, budget),
+    )
 
 
 def _write_facts(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> None:
@@ -119,8 +130,8 @@ def _assemble(
     config: Config, config_hash: str, data: DataSplits, run_dir: Path, world: World
 ) -> tuple[Trainer, dict[str, Any]]:
     """Build the parts and hand them to a trainer; also the numbers that follow from the configuration."""
-    hparams = config.hparams
-    budget = _budget(config, data)
+    hparams, interval = config.hparams, config.evaluation.interval
+    budget = build_budget(config, data, world.world_size)
     policy = PrecisionPolicy.from_config(config.precision, world.device)
     model = policy.prepare(build_model(config))
     parallel = parallelize(
@@ -131,7 +142,17 @@ def _assemble(
         grad_checkpointing=hparams.grad_checkpointing,
         torchcompile=hparams.torchcompile,
     )
-    plan = plan_of(config, budget, data, parallel, world)
+    schedule = build_schedule(config, budget)
+    plan = plan_of(
+        config,
+        budget,
+        data,
+        schedule,
+        parallel.model,
+        world_size=world.world_size,
+        strategy=parallel.strategy.value,
+        device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
+    )
     torch.manual_seed(hparams.seed + 1 + world.rank)  # dropout differs between ranks
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
     objective: Objective = build(config.objective)
@@ -145,8 +166,9 @@ def _assemble(
             world=world,
             max_grad_norm=hparams.grad_clip_norm,
         ),
-        source=_loader(config, data, world),
-        schedule=build(config.scheduler, max_lr=hparams.lr, budget=budget),
+        source=_loader(config, budget, data, world),
+        schedule=schedule,
+        constant_weight_decay=constant_weight_decay(config),
         progress=Progress(samples_per_epoch=len(data.train), tokens_per_sample=data.tokens_per_sample),
         budget=budget,
         world=world,
@@ -159,7 +181,7 @@ def _assemble(
         ),
         watchdog=Watchdog(config.distributed.timeout_seconds, world.rank),
         log_every_n_steps=config.tracking.log_every_n_steps,
-        evaluate_every_n_steps=_evaluation_steps(config, budget),
+        evaluation_interval=None if interval is None else Interval.parse(interval, budget),
         evaluator=Evaluator(
             model=parallel.model,
             objective=objective,
@@ -176,21 +198,29 @@ def _assemble(
     return trainer, plan
 
 
-def _budget(config: Config, data: DataSplits) -> Budget:
-    """The size of the run; durations that only the data could resolve are checked against it now."""
-    samples = len(data.train)
-    budget = budget_of(config.hparams, samples_per_epoch=samples, tokens_per_sample=data.tokens_per_sample)
-    if isinstance(config.scheduler, Scheduler) and (wrong := list(check_schedule(config.scheduler, budget))):
+def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:
+    """The size of the run.
+
+    Raises:
+        ConfigError: a length that only the data could resolve does not fit.
+    """
+    budget = budget_of(
+        config.hparams,
+        samples_per_epoch=len(data.train),
+        world_size=world_size,
+        tokens_per_sample=data.tokens_per_sample,
+    )
+    if wrong := list(check_lengths(config, budget)):
         raise ConfigError(wrong)
     return budget
 
 
-def _loader(config: Config, data: DataSplits, world: World) -> Loader:
+def _loader(config: Config, budget: Budget, data: DataSplits, world: World) -> Loader:
     hparams = config.hparams
     return Loader(
         dataset=data.train,
         order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=hparams.seed),
-        batch_size_at=lambda samples: hparams.global_batch_size,
+        batch_size_at=budget.batch_sizes.at,
         per_gpu_batch_size=hparams.per_gpu_batch_size,
         rank=world.rank,
         world_size=world.world_size,
@@ -199,12 +229,14 @@ def _loader(config: Config, data: DataSplits, world: World) -> Loader:
     )
 
 
-def _evaluation_steps(config: Config, budget: Budget) -> int | None:
-    interval = config.evaluation.interval
-    try:
-        return None if interval is None else Duration.parse(interval).steps(budget)
-    except ValueError as error:
-        raise ConfigError(Violation("evaluation.interval", str(error))) from None
+def build_schedule(config: Config, budget: Budget) -> Schedule:
+    """Learning rate and weight decay along the run; says when that replaces the optimizer's own value."""
+    own, start = constant_weight_decay(config), getattr(config.scheduler, "start_weight_decay", None)
+    end = getattr(config.scheduler, "end_weight_decay", None)
+    if start is not None and own not in (start, end):
+        log.warning("optimizer.weight_decay=%g is not used: scheduler sets it from %g to %g", own, start, end)
+    schedule: Schedule = build(config.scheduler, max_lr=config.hparams.lr, budget=budget)
+    return schedule
 
 
 def _saver(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
+from foundry.config.batch_sizes import BatchSizes
+
 _SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _PATTERN = re.compile(r"(?P<number>\d+|\d*\.\d+|\d+\.\d*)(?P<suffix>[kKMBT]?)(?:\s+(?P<unit>[a-z]+))?")
 _FORMS = '"1000" (steps), "0.3" (of the run), "2 epochs", "50k samples" or "250M tokens"'
@@ -25,21 +27,21 @@ class Budget:
     """The size of a run, to which durations are relative.
 
     Attributes:
-        total_samples: samples the run consumes.
-        global_batch_size: samples per optimizer step.
+        total_samples: samples the run consumes, in whole optimizer steps.
+        batch_sizes: samples per optimizer step along the run.
         samples_per_epoch: samples in one pass over the training data.
         tokens_per_sample: tokens in one sample, or None where the data has no tokens.
     """
 
     total_samples: int
-    global_batch_size: int
+    batch_sizes: BatchSizes
     samples_per_epoch: int
     tokens_per_sample: int | None = None
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run."""
-        return self.total_samples // self.global_batch_size
+        return self.batch_sizes.whole_steps(self.total_samples)
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,39 @@ class Duration:
         name = unit if unit.endswith("s") else f"{unit}s"
         if name not in ("steps", "epochs", "samples", "tokens"):
             raise ValueError(f"{text!r} has an unknown unit {unit!r}; write {_FORMS}")
+        if name == "steps" and value != int(value):
+            raise ValueError(f"{text!r} is not a whole number of steps; write {_FORMS}")
         return cls(value, Unit(name))
 
-    def samples(self, budget: Budget) -> float:
-        """The length in samples of a run of this budget; a fraction is not rounded.
+    @classmethod
+    def parse_positive(cls, text: str) -> Self:
+        """Read a duration that may not be empty.
+
+        Raises:
+            ValueError: as `parse`, or the length is zero.
+        """
+        duration = cls.parse(text)
+        if duration.value == 0:
+            raise ValueError(f"is {text}: no length at all")
+        return duration
+
+    def samples(self, budget: Budget, *, whole: float | None = None, end: float | None = None) -> float:
+        """The length in samples; a fraction is not rounded.
+
+        Args:
+            budget: of the run.
+            whole: samples of which a fraction is a part; None: the run.
+            end: samples at which a length in steps ends, where batch sizes differ; None: it starts with the run.
 
         Raises:
             ValueError: the duration counts tokens and the data has none.
         """
         match self.unit:
             case Unit.steps:
-                return self.value * budget.global_batch_size
+                sizes = budget.batch_sizes
+                return sizes.samples_after(self.value) if end is None else sizes.samples_before(end, self.value)
             case Unit.fraction:
-                return self.value * budget.total_samples
+                return self.value * (budget.total_samples if whole is None else whole)
             case Unit.epochs:
                 return self.value * budget.samples_per_epoch
             case Unit.samples:
@@ -94,11 +116,40 @@ class Duration:
                     raise ValueError(f"{self} counts tokens, but a sample of this data has none")
                 return self.value / budget.tokens_per_sample
 
-    def steps(self, budget: Budget) -> int:
-        """The length in optimizer steps, at least one, rounded to the nearest."""
-        return max(1, round(self.samples(budget) / budget.global_batch_size))
-
     def __str__(self) -> str:
         if self.unit is Unit.fraction:
             return f"{self.value} of the run"
         return f"{self.value:g} {self.unit.value}"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """When something that is done again and again is due: every so many optimizer steps, or so many samples.
+
+    Attributes:
+        steps: optimizer steps between, or None.
+        samples: samples between, where `steps` is None; due at the step that reaches a multiple of it.
+    """
+
+    steps: int | None
+    samples: float
+
+    @classmethod
+    def parse(cls, text: str, budget: Budget) -> Self:
+        """Read a duration as the interval of a run of this budget.
+
+        Raises:
+            ValueError: it is none, is empty, or longer than the run.
+        """
+        duration = Duration.parse_positive(text)
+        samples = duration.samples(budget)
+        if samples > budget.total_samples:
+            steps = budget.batch_sizes.steps_at(samples)
+            raise ValueError(f"is {text}, {steps:g} steps, but the run has only {budget.total_steps}")
+        return cls(int(duration.value) if duration.unit is Unit.steps else None, samples)
+
+    def due(self, step: int, samples_before: int, samples_after: int) -> bool:
+        """Whether it is due after optimizer step `step`, which consumed samples `samples_before` to `samples_after`."""
+        if self.steps is not None:
+            return step % self.steps == 0
+        return int(samples_after / self.samples) > int(samples_before / self.samples)

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.root import Config, to_config
-from foundry.config.store import group_schemas
+from foundry.config.store import group_schemas, writable
 
 FILE_NAME = "config.yaml"
 
@@ -53,5 +53,5 @@ def _typed(group: str, node: Any) -> Any:
         default = {item.name: item.default for item in fields(schema)}
         same_part = all(node.get(key) == plain(default[key]) for key in ("_target_", "strategy") if key in default)
         if list(node) == names and same_part:
-            return OmegaConf.merge(OmegaConf.structured(schema), node)
+            return OmegaConf.merge(writable(schema), node)
     return node

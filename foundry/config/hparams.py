@@ -1,8 +1,38 @@
 """`hparams=`: batch sizes, learning rate, budget, loss and gradient handling."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
 
+from foundry.config.batch_sizes import BatchSizes, parse_count
+from foundry.config.errors import Violation
 from foundry.config.setting import setting
+
+
+class ScheduleUnit(Enum):
+    """What the thresholds of `batch_schedule` count."""
+
+    auto = "auto"
+    tokens = "tokens"
+    samples = "samples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp:
+    """A global batch size that grows in equal increments up to `global_batch_size`."""
+
+    start: int | None = setting(None, "global batch size of the first step; null: no ramp", ge=1)
+    increment: int | None = setting(None, "what the size grows by, again and again", ge=1)
+    over_samples: str | None = setting(
+        None, "samples over which the whole ramp extends, such as 300000, 300k or 9.5M", parse=parse_count
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Say which of the three is missing."""
+        names = ("start", "increment", "over_samples")
+        missing = [name for name in names if getattr(self, name) is None]
+        if 0 < len(missing) < len(names):
+            yield Violation("hparams.batch_ramp", f"has no {' and no '.join(missing)}; give all three, or none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,13 +41,28 @@ class HParams:
 
     global_batch_size: int = setting(512, "samples per optimizer step, over all ranks and microbatches", ge=1)
     per_gpu_batch_size: int = setting(8, "samples per forward pass on one rank: the microbatch", ge=1)
+    batch_ramp: BatchRamp = field(default_factory=BatchRamp)
+    batch_schedule: str | None = setting(
+        None,
+        'global batch sizes from thresholds on, such as "0:256 100M:512 1B:1024"; the last is global_batch_size',
+        parse=BatchSizes.parse,
+        source="step_batch_size_schedule",
+    )
+    batch_schedule_unit: ScheduleUnit = setting(
+        ScheduleUnit.auto, "what those thresholds count: tokens, samples, or auto: tokens where the data has them"
+    )
+    allow_rounding: bool = setting(
+        False,
+        "round batch sizes down to a multiple of per_gpu_batch_size x ranks instead of refusing them",
+        source="decrease_batch_size_if_needed",
+    )
     accum_freq: int = setting(
         "${accum_freq:${.global_batch_size},${.per_gpu_batch_size},${distributed.nproc_per_node}}",
-        "microbatches per rank and optimizer step; computed, never set",
+        "microbatches per rank and optimizer step, after any ramp; computed, never set",
     )
     seed: int = setting(42, "seed of initial weights, data order and noise", ge=0)
     lr: float = setting(1e-4, "peak learning rate", gt=0, source="learning_rate")
-    epochs: int | None = setting(None, "budget in passes over the training data; null: not limited by it", ge=1)
+    epochs: float | None = setting(None, "budget in passes over the training data; null: not limited by it", gt=0)
     max_steps: int | None = setting(None, "budget in optimizer steps; null: not limited by it", ge=1)
     train_samples: int | None = setting(
         None, "budget in samples; null: not limited by it; the shortest budget wins", ge=1, source="total_train_samples"
@@ -34,3 +79,7 @@ class HParams:
     ema_decay: float | None = setting(
         None, "decay of the exponential moving average of the weights; null: none is kept", gt=0, lt=1
     )
+
+    def check(self) -> Iterator[Violation]:
+        """Say what is missing from a ramp."""
+        yield from self.batch_ramp.check()

@@ -1,8 +1,34 @@
 """`optimizer=`: PyTorch's own optimizers, with the decay exclusions every run wants."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from foundry.config.setting import setting
+from foundry.config.errors import Violation
+from foundry.config.setting import check_fields, setting
+
+ROLES = ("embeddings", "head")
+"""Names of parameter groups that need no pattern: token embeddings, and the matrix that makes predictions of states."""
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """Parameters with a learning rate or weight decay of their own."""
+
+    match: str | None = setting(
+        None, "regular expression found in parameter names; null for the groups `embeddings` and `head`", parse=_pattern
+    )
+    lr_mult: float = setting(1.0, "factor on the learning rate, from warm-up to floor", ge=0)
+    wd_mult: float | None = setting(
+        None, "factor on the weight decay; null: 1 for matrices, 0 for biases, norms and other vectors", ge=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +39,20 @@ class Optimizer:
     weight_decay: float = setting(
         0.01, "weight decay of matrices; biases, norms and other vectors are exempt", ge=0, source="wd"
     )
+    groups: dict[str, ParamGroup] = setting(
+        dict,
+        "parameters with multipliers of their own, by name: embeddings, head, or any with a match",
+        source="decoupled_lr, apply_wd_to_qk_layernorm",
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Say which groups do not say whom they hold, or are out of bounds."""
+        for name, group in self.groups.items():
+            key = f"optimizer.groups.{name}"
+            yield from check_fields(group, key)
+            if (group.match is None) != (name in ROLES):
+                remedy = "leave it out" if name in ROLES else f"give a regular expression, or use {' or '.join(ROLES)}"
+                yield Violation(f"{key}.match", f"is {'null' if group.match is None else group.match}; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)

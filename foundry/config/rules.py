@@ -1,7 +1,7 @@
 """What a composed configuration must satisfy beyond its types. A rule yields a violation for each thing wrong."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
@@ -10,13 +10,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.distributed import DDP, FSDP, HSDP, GradientSync, Strategy
-from foundry.config.duration import Budget, Duration
+from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation, nearest
-from foundry.config.hparams import HParams
+from foundry.config.hparams import ScheduleUnit
+from foundry.config.lengths import batch_sizes_of, budget_of, check_lengths
 from foundry.config.precision import PrecisionMode
 from foundry.config.root import Config, to_config
-from foundry.config.scheduler import WSD, Scheduler
+from foundry.config.scheduler import Scheduler
 from foundry.config.setting import check_fields
 from foundry.config.store import GROUPS
 
@@ -60,60 +61,6 @@ def check(composed: DictConfig) -> list[Violation]:
     across = [violation for rule in RULES for violation in rule(config, launch)]
     # A rule that looked at a value already known to be wrong has nothing to add.
     return single + [v for v in across if not any(key in str(v) or key.startswith(v.key) for key in wrong)]
-
-
-def budget_of(hparams: HParams, *, samples_per_epoch: int, tokens_per_sample: int | None = None) -> Budget:
-    """The size of the run: the shortest of the budgets given, in whole global batches.
-
-    Raises:
-        ConfigError: it is shorter than one optimizer step.
-    """
-    batch = hparams.global_batch_size
-    given = [
-        None if hparams.max_steps is None else hparams.max_steps * batch,
-        hparams.train_samples,
-        None if hparams.epochs is None else hparams.epochs * samples_per_epoch,
-    ]
-    total = min(samples for samples in given if samples is not None)
-    if total < batch:
-        raise ConfigError(
-            Violation(
-                "hparams.global_batch_size", f"is {batch} but the whole run is {total} samples: not one optimizer step"
-            )
-        )
-    return Budget(
-        total_samples=total // batch * batch,
-        global_batch_size=batch,
-        samples_per_epoch=samples_per_epoch,
-        tokens_per_sample=tokens_per_sample,
-    )
-
-
-def check_schedule(scheduler: Scheduler, budget: Budget) -> Iterator[Violation]:
-    """Warm-up and decay fit into the horizon, and the horizon is not empty."""
-    try:
-        horizon = Duration.parse(scheduler.horizon).samples(budget)
-        warmup = Duration.parse(scheduler.warmup).samples(budget)
-        decay = Duration.parse(scheduler.decay).samples(budget) if isinstance(scheduler, WSD) else 0.0
-    except ValueError as error:
-        yield Violation("scheduler", str(error))
-        return
-    batch = budget.global_batch_size
-    if horizon <= 0:
-        yield Violation("scheduler.horizon", f"is {scheduler.horizon}: no steps at all")
-    elif warmup + decay > horizon or (warmup == horizon and decay == 0 and horizon > batch):
-        phases = f"warm-up of {_steps(warmup, batch)}"
-        if isinstance(scheduler, WSD):
-            phases += f" and decay of {_steps(decay, batch)} (scheduler.decay={scheduler.decay})"
-        yield Violation(
-            "scheduler.warmup",
-            f"is {scheduler.warmup}: a {phases} do not fit into the {_steps(horizon, batch)} of the schedule; "
-            f"shorten them, or give a fraction such as 0.05",
-        )
-
-
-def _steps(samples: float, batch: int) -> str:
-    return f"{samples / batch:g} steps"
 
 
 def _own_keys(composed: DictConfig) -> list[str]:
@@ -169,17 +116,60 @@ def _budget(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
-    hparams = config.hparams
-    total, per_gpu, ranks = hparams.global_batch_size, hparams.per_gpu_batch_size, launch.world_size
-    if per_gpu < 1 or total % (per_gpu * ranks) == 0:
+    """Batch sizes are consistent with each other, and divide over ranks and microbatches."""
+    hparams, tokens = config.hparams, _tokens_per_sample(config)
+    if hparams.per_gpu_batch_size < 1:
+        return
+    total, per_gpu, ranks, ramp = hparams.global_batch_size, hparams.per_gpu_batch_size, launch.world_size, "batch_ramp"
+    if hparams.batch_schedule is not None:
+        ramp = "batch_schedule"
+        if hparams.batch_ramp.start is not None:
+            yield Violation("hparams.batch_schedule", "is given beside hparams.batch_ramp; choose one of them")
+            return
+        if hparams.batch_schedule_unit is ScheduleUnit.tokens and tokens is None and _kind(config.data) == "images":
+            yield Violation("hparams.batch_schedule_unit", "is tokens but a sample of this data has none; set samples")
+            return
+    try:
+        sizes = batch_sizes_of(replace(hparams, allow_rounding=False), world_size=ranks, tokens_per_sample=tokens)
+    except ValueError as error:
+        yield Violation(f"hparams.{ramp}", f"{error}; it must end at hparams.global_batch_size={total}")
+        return
+    if sizes.final != total:
+        yield Violation(
+            "hparams.global_batch_size",
+            f"is {total} but the last size of hparams.batch_schedule is {sizes.final}; give both the same",
+        )
         return
     step = per_gpu * ranks
-    near = sorted({max(step, total // step * step), ceil(total / step) * step})
-    yield Violation(
-        "hparams.global_batch_size",
-        f"is {total} but must be a multiple of per_gpu_batch_size {per_gpu} x "
-        f"{ranks} {'rank' if ranks == 1 else 'ranks'} = {step}; nearest: {' or '.join(map(str, near))}",
-    )
+    product = f"per_gpu_batch_size {per_gpu} x {ranks} {'rank' if ranks == 1 else 'ranks'} = {step}"
+    wrong = [size for size in sizes.sizes if (size < step if hparams.allow_rounding else size % step)]
+    if not wrong:
+        return
+    staged, key = len(sizes.sizes) > 1, f"hparams.{ramp}" if len(sizes.sizes) > 1 else "hparams.global_batch_size"
+    if hparams.allow_rounding:
+        yield Violation(key, f"has {_listed(wrong)}, below {product}, which rounds down to nothing")
+    elif staged:
+        remedy = "change them, or set hparams.allow_rounding=true to round each down"
+        yield Violation(key, f"has stages that are not multiples of {product}: {_listed(wrong)}; {remedy}")
+    else:
+        near = sorted({max(step, total // step * step), ceil(total / step) * step})
+        nearest_sizes = " or ".join(map(str, near))
+        yield Violation(key, f"is {total} but must be a multiple of {product}; nearest: {nearest_sizes}")
+
+
+def _listed(sizes: list[int], most: int = 8) -> str:
+    more = f" and {len(sizes) - most} more" if len(sizes) > most else ""
+    return ", ".join(map(str, sizes[:most])) + more
+
+
+def _tokens_per_sample(config: Config) -> int | None:
+    """What the data's schema says of it, before the data is read."""
+    length = getattr(config.data, "seq_len", None)
+    return length if isinstance(length, int) else None
+
+
+def _kind(part: Any) -> str | None:
+    return getattr(part, "kind", None)
 
 
 def _learning_rates(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -191,31 +181,32 @@ def _learning_rates(config: Config, launch: Launch) -> Iterator[Violation]:
             yield Violation(f"scheduler.{name}", f"is {getattr(scheduler, name):g} but hparams.lr is only {lr:g}")
 
 
-def _phases(config: Config, launch: Launch) -> Iterator[Violation]:
+def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     """Where the length of the run is known without the data; otherwise the run itself checks before its first step."""
-    hparams = config.hparams
+    hparams, tokens = config.hparams, _tokens_per_sample(config)
     given = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
-    if not isinstance(config.scheduler, Scheduler) or hparams.epochs is not None or not given or min(given) < 1:
+    if hparams.epochs is not None or not given or min(given) < 1:
         return
-    lengths = [
-        Duration.parse(getattr(config.scheduler, name)).unit.value
-        for name in ("warmup", "horizon", "decay")
-        if _parses(getattr(config.scheduler, name, None))
-    ]
-    if {"epochs", "tokens"} & set(lengths):
+    named = [(config.scheduler, n) for n in ("warmup", "horizon", "decay", "weight_decay_horizon")]
+    texts = [getattr(node, name, None) for node, name in [*named, (config.evaluation, "interval")]]
+    units = {_unit(str(text)) for text in texts if text is not None}
+    unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and _kind(config.data) is None else set())
+    if units & unknown:
         return
     try:
-        yield from check_schedule(config.scheduler, budget_of(hparams, samples_per_epoch=1))
+        budget = budget_of(hparams, samples_per_epoch=1, world_size=launch.world_size, tokens_per_sample=tokens)
+        yield from check_lengths(config, budget)
+    except ValueError:
+        return  # said of the batch sizes already
     except ConfigError as error:
         yield from error.violations
 
 
-def _parses(text: Any) -> bool:
+def _unit(text: str) -> Unit | None:
     try:
-        Duration.parse(str(text))
+        return Duration.parse(text).unit
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _loss(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -307,7 +298,7 @@ RULES: tuple[Rule, ...] = (
     _batch,
     _accumulation,
     _learning_rates,
-    _phases,
+    _lengths,
     _kinds,
     _loss,
     _launcher,

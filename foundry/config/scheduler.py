@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from foundry.config.duration import Duration
+from foundry.config.duration import Budget, Duration
 from foundry.config.errors import Violation
+from foundry.config.phases import Phases
 from foundry.config.setting import setting
 
 
@@ -25,20 +26,31 @@ class DecayStyle(Enum):
     minus_sqrt = "minus_sqrt"
 
 
+class IncrementStyle(Enum):
+    """How weight decay goes from its start to its end."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """Warm-up, horizon and floor, which every curve has."""
+    """Warm-up, horizon and floor of the learning rate, which every schedule has, and the weight decay's curve."""
 
     _target_: str
     warmup: str = setting(
-        "1000", "duration of the linear warm-up", parse=Duration.parse, source="lr_warmup_iters, warmup_steps"
+        "1000",
+        "duration of the linear warm-up; a fraction is one of the horizon",
+        parse=Duration.parse,
+        source="lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction, warmup_steps",
     )
     warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", ge=0, source="lr_warmup_init")
     horizon: str = setting(
         "1.0",
-        "duration at whose end the curve has reached its floor, warm-up included",
-        parse=Duration.parse,
-        source="lr_decay_iters",
+        "duration at whose end the curve has reached its floor, warm-up included; longer than a run that is cut short",
+        parse=Duration.parse_positive,
+        source="lr_decay_iters, lr_decay_samples",
     )
     min_lr: float = setting(0.0, "learning rate at the end of the horizon", ge=0, source="lr_cooldown_end")
     force_min_lr: float = setting(0.0, "after the warm-up the learning rate never falls below this", ge=0)
@@ -46,16 +58,70 @@ class Scheduler:
         EvaluateAt.end,
         "end: the update that consumes samples a..b uses the rate at b, so the last one reaches min_lr; start: at a",
     )
+    start_weight_decay: float | None = setting(
+        None, "weight decay at the start of its curve; null, as the end's: optimizer.weight_decay throughout", ge=0
+    )
+    end_weight_decay: float | None = setting(None, "weight decay at the end of its curve", ge=0)
+    weight_decay_incr_style: IncrementStyle = setting(
+        IncrementStyle.constant, "the way from start to end, rising or falling: constant, linear, cosine"
+    )
+    weight_decay_horizon: str | None = setting(
+        None,
+        "duration of the weight decay's curve; null: the run, or the horizon where that is longer",
+        parse=Duration.parse_positive,
+        source="wd_incr_steps",
+    )
+
+    def phases(self, budget: Budget) -> Phases:
+        """The lengths in samples of a run of this budget.
+
+        Raises:
+            ValueError: a length counts tokens and the data has none.
+        """
+        return Phases.resolve(
+            budget,
+            warmup=self.warmup,
+            horizon=self.horizon,
+            decay=getattr(self, "decay", None),
+            weight_decay_horizon=self.weight_decay_horizon,
+        )
+
+    def check(self) -> Iterator[Violation]:
+        """Say which settings of the weight decay contradict each other."""
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        if (start is None) != (end is None):
+            given, missing = ("end", "start") if start is None else ("start", "end")
+            yield Violation(
+                f"scheduler.{missing}_weight_decay", f"is null but {given}_weight_decay is given; give both or neither"
+            )
+        elif style is IncrementStyle.constant:
+            if start != end:
+                yield Violation(
+                    "scheduler.weight_decay_incr_style",
+                    f"is constant but start_weight_decay={start:g} and end_weight_decay={end:g} differ; "
+                    "choose linear or cosine",
+                )
+            if self.weight_decay_horizon is not None:
+                yield Violation(
+                    "scheduler.weight_decay_horizon",
+                    f"is {self.weight_decay_horizon} but a constant weight decay has none; set it to null",
+                )
+        elif start is None:
+            yield Violation(
+                "scheduler.weight_decay_incr_style",
+                f"is {style.value} but start_weight_decay and end_weight_decay are null; give both",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Scheduler):
     """The peak rate from the end of the warm-up on."""
 
-    _target_: str = "foundry.optim.schedules.Constant"
+    _target_: str = "foundry.optim.schedules.Constant.from_durations"
 
     def check(self) -> Iterator[Violation]:
         """Say which settings a constant rate would ignore."""
+        yield from super().check()
         for name in ("min_lr", "force_min_lr"):
             if getattr(self, name) != 0:
                 yield Violation(
@@ -68,22 +134,34 @@ class Constant(Scheduler):
 class Linear(Scheduler):
     """A straight line from the peak to min_lr."""
 
-    _target_: str = "foundry.optim.schedules.Linear"
+    _target_: str = "foundry.optim.schedules.Linear.from_durations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Scheduler):
     """Half a cosine from the peak to min_lr."""
 
-    _target_: str = "foundry.optim.schedules.Cosine"
+    _target_: str = "foundry.optim.schedules.Cosine.from_durations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InverseSquareRoot(Scheduler):
+    """The root of warm-up over samples, then an abrupt drop to min_lr past the horizon."""
+
+    _target_: str = "foundry.optim.schedules.InverseSquareRoot.from_durations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WSD(Scheduler):
     """Warm-up, stable at the peak, then a decay at the end of the horizon."""
 
-    _target_: str = "foundry.optim.schedules.WSD"
-    decay: str = setting("0.3", "duration of the decay phase", parse=Duration.parse, source="lr_wsd_decay_iters")
+    _target_: str = "foundry.optim.schedules.WSD.from_durations"
+    decay: str = setting(
+        "0.3",
+        "duration of the decay that ends at the horizon, of which a fraction is one",
+        parse=Duration.parse_positive,
+        source="lr_wsd_decay_iters, lr_wsd_decay_samples",
+    )
     decay_style: DecayStyle = setting(
         DecayStyle.exponential,
         "shape of the decay: exponential, linear, cosine, minus_sqrt",

@@ -40,18 +40,22 @@ def register_schemas() -> None:
     They live apart from the options, so that completion and error messages list only what can be chosen.
     """
     store = ConfigStore.instance()
-    store.store(name="base_config", node=_writable(Config))
+    store.store(name="base_config", node=writable(Config))
     for group in GROUPS:
         for name, schema in group_schemas(group).items():
-            store.store(group=f"schema/{group}", name=name, node=_writable(schema))
+            store.store(group=f"schema/{group}", name=name, node=writable(schema))
 
 
-def _writable(schema: type[Any]) -> DictConfig:
+def writable(schema: type[Any]) -> DictConfig:
     """The schema as a node that composition may fill; a frozen dataclass yields a read-only one."""
     node = OmegaConf.structured(schema)
     assert isinstance(node, DictConfig)
+    _unlock(node)
+    return node
+
+
+def _unlock(node: DictConfig) -> None:
     OmegaConf.set_readonly(node, None)
     for key in node:
         if not OmegaConf.is_missing(node, key) and isinstance(child := node._get_node(key), DictConfig):
-            OmegaConf.set_readonly(child, None)
-    return node
+            _unlock(child)

@@ -198,6 +198,10 @@ class DiT(nn.Module):
         tiles = images.unfold(2, size, size).unfold(3, size, size)
         return tiles.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
+    def output_head(self) -> nn.Module:
+        """The layer that makes pixels of hidden states."""
+        return self.final_layer
+
     def _to_images(self, patches: Tensor) -> Tensor:
         """The inverse of `_to_patches`."""
         grid, size = self.grid_size, self.patch_size

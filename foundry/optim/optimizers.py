@@ -4,40 +4,72 @@ Each function takes the model as it was wrapped and returns the optimizers that 
 parameters. Groups carry `lr_mult` and `wd_mult`, which scale the schedule's values.
 """
 
-from collections.abc import Iterable
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from foundry.config.errors import ConfigError, Violation
 from foundry.models.fsdp_block import find_blocks
 from foundry.optim.muon import Muon
 
+Groups = Mapping[str, Mapping[str, Any]]
+
+
+@runtime_checkable
+class HasHead(Protocol):
+    """A model that says which of its parts makes predictions of hidden states."""
+
+    def output_head(self) -> nn.Module | None:
+        """That part; None where the embedding's matrix does it."""
+        ...
+
 
 def adamw(
-    *, model: nn.Module, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+    *,
+    model: nn.Module,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    groups: Groups | None = None,
 ) -> list[Optimizer]:
     """AdamW (Loshchilov and Hutter, 2019)."""
-    groups = decay_groups(model.parameters(), weight_decay)
-    return [AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
+    return [AdamW(param_groups(model, weight_decay, groups), lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
 
 
 def adam(
-    *, model: nn.Module, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+    *,
+    model: nn.Module,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    groups: Groups | None = None,
 ) -> list[Optimizer]:
     """Adam (Kingma and Ba, 2015); weight decay is an L2 term in the gradient."""
-    groups = decay_groups(model.parameters(), weight_decay)
-    return [Adam(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
+    return [Adam(param_groups(model, weight_decay, groups), lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
 
 
-def sgd(*, model: nn.Module, lr: float, momentum: float, nesterov: bool, weight_decay: float) -> list[Optimizer]:
+def sgd(
+    *,
+    model: nn.Module,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    groups: Groups | None = None,
+) -> list[Optimizer]:
     """Stochastic gradient descent with momentum."""
-    groups = decay_groups(model.parameters(), weight_decay)
     # The fused kernel does not know DTensors.
     fused = _fused(model) and not any(isinstance(p, DTensor) for p in model.parameters())
-    return [SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)]
+    return [SGD(param_groups(model, weight_decay, groups), lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)]
 
 
 def muon(
@@ -51,49 +83,96 @@ def muon(
     beta2: float,
     eps: float,
     weight_decay: float,
+    groups: Groups | None = None,
 ) -> list[Optimizer]:
     """Muon (Jordan et al., 2024) for the matrices inside blocks, AdamW for everything else.
 
     Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025), so that both use `lr`.
     """
     matrices = {p for block in find_blocks(model) for p in block.parameters() if p.requires_grad and p.ndim == 2}
-    rest = [p for p in model.parameters() if p not in matrices]
-    optimizers: list[Optimizer] = [
-        AdamW(decay_groups(rest, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))
-    ]
-    if matrices:
-        ordered = [p for p in model.parameters() if p in matrices]
-        group = {"params": ordered, "weight_decay": weight_decay, "lr_mult": 1.0, "wd_mult": 1.0}
+    own = param_groups(model, weight_decay, groups, only=matrices)
+    rest = param_groups(model, weight_decay, groups, only={p for p in model.parameters() if p not in matrices})
+    optimizers: list[Optimizer] = [AdamW(rest, lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
+    if own:
         options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        optimizers.insert(0, Muon([group], lr=lr, weight_decay=weight_decay, **options))
+        optimizers.insert(0, Muon(own, lr=lr, weight_decay=weight_decay, **options))
     return optimizers
 
 
-def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Split trainable parameters: matrices decay; biases, norms and other vectors do not.
+def param_groups(
+    model: nn.Module,
+    weight_decay: float,
+    groups: Groups | None = None,
+    *,
+    only: Set[nn.Parameter] | None = None,
+) -> list[dict[str, Any]]:
+    """Split trainable parameters into torch's groups.
 
-    Sharded parameters and whole ones go apart as well, since a fused kernel takes only one kind at a time.
+    Matrices decay; biases, norms and other vectors do not, unless a group says so. Sharded parameters and whole ones go
+    apart as well, since a fused kernel takes only one kind at a time.
+
+    Args:
+        model: as it was wrapped.
+        weight_decay: of the parameters with a factor of one.
+        groups: by name, the fields of `foundry.config.optimizer.ParamGroup`.
+        only: leave out all others; None: take all.
+
+    Raises:
+        ConfigError: a group matches no trainable parameter, or two match the same.
     """
-    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            members.setdefault((parameter.ndim < 2, isinstance(parameter, DTensor)), []).append(parameter)
+    chosen = _assign(model, groups or {})
+    members: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad and (only is None or parameter in only):
+            group = chosen.get(parameter)
+            lr_mult, wd_mult = (1.0, None) if group is None else (float(group["lr_mult"]), group["wd_mult"])
+            if wd_mult is None:
+                wd_mult = 0.0 if parameter.ndim < 2 else 1.0
+            members.setdefault((lr_mult, float(wd_mult), isinstance(parameter, DTensor)), []).append(parameter)
     return [
-        {
-            "params": group,
-            "weight_decay": 0.0 if exempt else weight_decay,
-            "lr_mult": 1.0,
-            "wd_mult": 0.0 if exempt else 1.0,
-        }
-        for (exempt, _), group in sorted(members.items(), key=lambda item: item[0])
+        {"params": held, "weight_decay": weight_decay * wd_mult, "lr_mult": lr_mult, "wd_mult": wd_mult}
+        for (lr_mult, wd_mult, _), held in sorted(members.items(), key=lambda item: (item[0][1] == 0, item[0]))
     ]
 
 
-def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
-    """Give every group its learning rate for the next update."""
+def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float | None = None) -> None:
+    """Give every group its learning rate, and its weight decay unless that is None, for the next update."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
+            if weight_decay is not None:
+                group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Any]:
+    """The group of each parameter that has one."""
+    chosen: dict[nn.Parameter, tuple[str, Any]] = {}
+    for name, group in groups.items():
+        found = _members(model, name, group["match"])
+        if not found:
+            whom = (
+                f"no trainable parameter matches {group['match']!r}"
+                if group["match"]
+                else f"the model has no {name} apart"
+            )
+            raise ConfigError(Violation(f"optimizer.groups.{name}", f"is given but {whom}"))
+        for parameter_name, parameter in found:
+            if parameter in chosen:
+                other = chosen[parameter][0]
+                raise ConfigError(Violation(f"optimizer.groups.{name}", f"and {other} both hold {parameter_name}"))
+            chosen[parameter] = name, group
+    return {parameter: group for parameter, (_, group) in chosen.items()}
+
+
+def _members(model: nn.Module, name: str, match: str | None) -> list[tuple[str, nn.Parameter]]:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    if match is not None:
+        return [(n, p) for n, p in named if re.search(match, n)]
+    if name == "embeddings":
+        return [(n, p) for n, p in named if p in embeddings]
+    heads = [module.output_head() for module in model.modules() if isinstance(module, HasHead)]
+    return [(n, p) for head in heads if head is not None for n, p in named if p in {*head.parameters()} - embeddings]
 
 
 def _fused(model: nn.Module) -> bool:

@@ -1,47 +1,129 @@
-"""Learning-rate curves: pure functions of the number of samples consumed.
+"""Learning rate and weight decay as pure functions of the number of samples consumed.
 
-The curves are Megatron-LM's (`optimizer_param_scheduler.py`), whose unit is one sample; the order of operations is
-kept, so that the numbers agree bit for bit.
+The curves are Megatron-LM's (`optimizer_param_scheduler.py`, core 0.20), whose unit is one sample; the order of
+operations is kept, so that the numbers agree bit for bit.
 """
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, Self
 
-from foundry.config.duration import Budget, Duration
-from foundry.config.scheduler import DecayStyle, EvaluateAt
+from foundry.config.duration import Budget
+from foundry.config.phases import Phases
+from foundry.config.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 
 
-class Curve(ABC):
-    """Warm-up, horizon and floor, which every curve has.
+@dataclass(frozen=True, kw_only=True)
+class WeightDecay:
+    """Weight decay from `start` to `end`, rising or falling; it has no warm-up.
 
     Attributes:
-        warmup: samples of the linear warm-up; may be fractional.
-        horizon: samples at whose end the curve has reached `min_lr`, warm-up included.
+        start: the value at the beginning.
+        end: the value from the horizon on.
+        horizon: samples at whose end the value is `end`.
+        style: the way between them.
+
+    Raises:
+        ValueError: the horizon is empty, or the values of a constant differ.
     """
 
-    def __init__(
-        self,
-        *,
-        max_lr: float,
-        budget: Budget,
-        warmup: str,
-        warmup_init: float,
-        horizon: str,
-        min_lr: float,
-        force_min_lr: float,
-        evaluate_at: EvaluateAt,
-    ) -> None:
-        self.max_lr, self.min_lr, self.warmup_init, self.force_min_lr = max_lr, min_lr, warmup_init, force_min_lr
-        self.warmup = Duration.parse(warmup).samples(budget)
-        self.horizon = Duration.parse(horizon).samples(budget)
-        self._at_end = evaluate_at is EvaluateAt.end
+    start: float
+    end: float
+    horizon: float
+    style: IncrementStyle
 
-    def lr(self, samples_before: int, samples_after: int) -> float:
-        """The rate of the update that consumes samples `samples_before` to `samples_after`."""
-        return self.at(samples_after if self._at_end else samples_before)
+    def __post_init__(self) -> None:
+        if self.style is IncrementStyle.constant and self.start != self.end:
+            raise ValueError(f"a constant weight decay cannot go from {self.start:g} to {self.end:g}")
+        if self.style is not IncrementStyle.constant and self.horizon <= 0:
+            raise ValueError(f"weight decay cannot change within {self.horizon:g} samples")
 
     def at(self, samples: float) -> float:
-        """The value of the curve after `samples` samples."""
+        """The value after `samples` samples: start + f (end - start), with r the elapsed share of the horizon.
+
+        f is r for linear and (cos(pi (1 - r)) + 1) / 2 for cosine. At the horizon it is `end` itself, which that sum
+        may miss by a rounding.
+        """
+        if self.style is IncrementStyle.constant or samples >= self.horizon:
+            return self.end
+        share = samples / self.horizon
+        if self.style is IncrementStyle.cosine:
+            share = 0.5 * (math.cos(math.pi * (1 - share)) + 1.0)
+        return self.start + share * (self.end - self.start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(ABC):
+    """What every schedule has: warm-up, horizon and floor of the learning rate, and perhaps a weight decay's curve.
+
+    Attributes:
+        max_lr: the peak.
+        warmup: samples of the linear warm-up; may be fractional.
+        warmup_init: the rate at its start.
+        horizon: samples at whose end the rate has reached `min_lr`, warm-up included.
+        min_lr: the rate past the horizon.
+        force_min_lr: after the warm-up the rate never falls below this.
+        evaluate_at: where an update that consumes samples a to b reads the curves: at b, or at a as Megatron-LM does.
+        weight_decay_curve: None leaves the optimizer's own value alone.
+    """
+
+    max_lr: float
+    warmup: float
+    warmup_init: float = 0.0
+    horizon: float
+    min_lr: float = 0.0
+    force_min_lr: float = 0.0
+    evaluate_at: EvaluateAt = EvaluateAt.end
+    weight_decay_curve: WeightDecay | None = None
+
+    @classmethod
+    def from_durations(
+        cls,
+        *,
+        budget: Budget,
+        warmup: str,
+        horizon: str,
+        decay: str | None = None,
+        weight_decay_horizon: str | None = None,
+        start_weight_decay: float | None = None,
+        end_weight_decay: float | None = None,
+        weight_decay_incr_style: IncrementStyle = IncrementStyle.constant,
+        **shape: Any,
+    ) -> Self:
+        """The schedule of a run of this budget; lengths are given as `foundry.config.duration` reads them.
+
+        Raises:
+            ValueError: a length counts tokens and the data has none.
+        """
+        phases = Phases.resolve(
+            budget, warmup=warmup, horizon=horizon, decay=decay, weight_decay_horizon=weight_decay_horizon
+        )
+        curve = None
+        if start_weight_decay is not None and end_weight_decay is not None:
+            curve = WeightDecay(
+                start=start_weight_decay,
+                end=end_weight_decay,
+                horizon=phases.weight_decay_horizon,
+                style=weight_decay_incr_style,
+            )
+        if phases.decay is not None:
+            shape["decay"] = phases.decay
+        return cls(warmup=phases.warmup, horizon=phases.horizon, weight_decay_curve=curve, **shape)
+
+    def lr(self, samples_before: int, samples_after: int) -> float:
+        """The learning rate of the update that consumes samples `samples_before` to `samples_after`."""
+        return self.lr_at(samples_after if self.evaluate_at is EvaluateAt.end else samples_before)
+
+    def weight_decay(self, samples_before: int, samples_after: int) -> float | None:
+        """The weight decay of that update; None: what the optimizer was given."""
+        if self.weight_decay_curve is None:
+            return None
+        return self.weight_decay_curve.at(samples_after if self.evaluate_at is EvaluateAt.end else samples_before)
+
+    def lr_at(self, samples: float) -> float:
+        """The value of the learning rate's curve after `samples` samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.warmup_init + (self.max_lr - self.warmup_init) * samples / self.warmup
         return max(self.after_warmup(samples), self.force_min_lr)
@@ -49,6 +131,10 @@ class Curve(ABC):
     @abstractmethod
     def after_warmup(self, samples: float) -> float:
         """The value of the curve past the warm-up."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every number the schedule is made of, as plain JSON, and its style."""
+        return {"style": type(self).__name__, **_plain(asdict(self))}
 
     def _between(self, share: float) -> float:
         return self.min_lr + share * (self.max_lr - self.min_lr)
@@ -58,7 +144,7 @@ class Curve(ABC):
         return (samples - self.warmup) / (self.horizon - self.warmup)
 
 
-class Constant(Curve):
+class Constant(Schedule):
     """The peak rate, forever."""
 
     def after_warmup(self, samples: float) -> float:
@@ -66,7 +152,7 @@ class Constant(Curve):
         return self.max_lr
 
 
-class Linear(Curve):
+class Linear(Schedule):
     """A straight line down to `min_lr`."""
 
     def after_warmup(self, samples: float) -> float:
@@ -74,7 +160,7 @@ class Linear(Curve):
         return self.min_lr if samples > self.horizon else self._between(1.0 - self._elapsed(samples))
 
 
-class Cosine(Curve):
+class Cosine(Schedule):
     """Half a cosine down to `min_lr`."""
 
     def after_warmup(self, samples: float) -> float:
@@ -84,24 +170,37 @@ class Cosine(Curve):
         return self._between(0.5 * (math.cos(math.pi * self._elapsed(samples)) + 1.0))
 
 
-class WSD(Curve):
-    """Warm-up, stable at the peak, then a decay that ends at the horizon.
+class InverseSquareRoot(Schedule):
+    """The peak times the root of warm-up over samples, never below `min_lr`, to which it drops past the horizon."""
+
+    def after_warmup(self, samples: float) -> float:
+        """max(min_lr, max_lr sqrt(w) / sqrt(n)), with w and n at least one sample."""
+        if samples > self.horizon:
+            return self.min_lr
+        return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WSD(Schedule):
+    """Warm-up, stable at the peak, then a decay that ends at the horizon (Hu et al., 2024).
 
     Attributes:
         decay: samples of the decay.
+        decay_style: its shape.
     """
 
-    def __init__(self, *, budget: Budget, decay: str, decay_style: DecayStyle, **curve: object) -> None:
-        super().__init__(budget=budget, **curve)  # type: ignore[arg-type] # passed through, typed by Curve
-        self.decay = Duration.parse(decay).samples(budget)
-        self._style = decay_style
+    decay: float
+    decay_style: DecayStyle
 
     def after_warmup(self, samples: float) -> float:
         """The peak until `horizon - decay`; then by `decay_style`, q being the elapsed share of the decay."""
-        if samples > self.horizon:
-            return self.min_lr
         start = self.horizon - self.decay
-        return self.max_lr if samples <= start else self._between(_anneal((samples - start) / self.decay, self._style))
+        if samples <= start:
+            return self.max_lr
+        # At the horizon itself q would miss 1 by a rounding where the decay is fractional.
+        if samples >= self.horizon:
+            return self.min_lr
+        return self._between(_anneal((samples - start) / self.decay, self.decay_style))
 
 
 def _anneal(q: float, style: DecayStyle) -> float:
@@ -114,3 +213,30 @@ def _anneal(q: float, style: DecayStyle) -> float:
             return (2.0 * math.pow(0.5, q)) - 1.0
         case DecayStyle.minus_sqrt:
             return 1.0 - math.sqrt(q)
+
+
+STYLES: dict[str, type[Schedule]] = {cls.__name__: cls for cls in (Constant, Linear, Cosine, InverseSquareRoot, WSD)}
+"""The schedules by the name under which their state is saved."""
+
+
+def from_state(state: dict[str, Any]) -> Schedule:
+    """The schedule whose `state_dict` this is.
+
+    Raises:
+        ValueError: the style is unknown.
+    """
+    if state["style"] not in STYLES:
+        raise ValueError(f"{state['style']!r} is no schedule; there are: {', '.join(STYLES)}")
+    own = {name: value for name, value in state.items() if name != "style"}
+    own["evaluate_at"] = EvaluateAt(own["evaluate_at"])
+    if "decay_style" in own:
+        own["decay_style"] = DecayStyle(own["decay_style"])
+    if (curve := own["weight_decay_curve"]) is not None:
+        own["weight_decay_curve"] = WeightDecay(**{**curve, "style": IncrementStyle(curve["style"])})
+    return STYLES[state["style"]](**own)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value.value if isinstance(value, Enum) else value

@@ -5,18 +5,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from foundry.tracking.canvas import BLUE, GREY, ORANGE, RED, frame, save_figure
 from foundry.tracking.metrics_file import FILE_NAME, read_metrics
 from foundry.tracking.progress import unigram_entropy
+from foundry.tracking.schedule_figure import schedule_figure
 from foundry.tracking.tolerance import tolerant
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
+from foundry.training.events import Evaluated, Phase, PlannedUpdate, RunEnded, RunStarted, StepLogged
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BLUE, _ORANGE, _GREY, _RED = "#2563eb", "#ea580c", "#6b7280", "#dc2626"
 _LARGEST_SHARE_OF_TIME = 0.02
 _MOST_POINTS = 4000  # more cannot be told apart and take seconds to draw
 
@@ -36,14 +37,15 @@ class Plots:
         self._loss: dict[int, float] = {}
         self._val_loss: dict[int, float] = {}
         self._entropy: float | None = None
-        self._lr: Sequence[tuple[int, float]] = ()
+        self._updates: Sequence[PlannedUpdate] = ()
+        self._phases: Sequence[Phase] = ()
         self._next_drawing = 0.0
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
         """Take over what an earlier start of the run measured."""
         self._entropy = unigram_entropy(event.plan)
-        self._lr = event.lr
+        self._updates, self._phases = event.updates, event.phases
         if (self._run_dir / FILE_NAME).exists():
             for record in read_metrics(self._run_dir):
                 if "val_loss" in record:
@@ -76,9 +78,9 @@ class Plots:
         folder.mkdir(parents=True, exist_ok=True)
         points, held_out = sorted(self._loss.items()), sorted(self._val_loss.items())
         if points or held_out:
-            _save(loss_figure(points, held_out, self._entropy), folder / "loss.png")
-        if self._lr:
-            _save(schedule_figure(self._lr, step), folder / "schedule.png")
+            save_figure(loss_figure(points, held_out, self._entropy), folder / "loss.png")
+        if self._updates:
+            save_figure(schedule_figure(self._updates, self._phases, step), folder / "schedule.png")
 
 
 def smoothed(values: Sequence[float], indices: Sequence[int]) -> list[float]:
@@ -105,67 +107,28 @@ def loss_figure(
         held_out: (step, held-out loss), ascending.
         entropy: of the unigram distribution of the text, in nats; None for other data.
     """
-    figure, axes = _frame("Loss", "optimizer step", "loss (mean over the global batch)")
+    figure, axes = frame("Loss", "optimizer step", "loss (mean over the global batch)")
     if points:
         steps, losses = zip(*points, strict=True)
         shown = range(0, len(points), max(1, math.ceil(len(points) / _MOST_POINTS)))
         at, median_losses = [steps[index] for index in shown], smoothed(losses, shown)
         marker = "o" if len(points) == 1 else None
-        axes.plot(at, [losses[index] for index in shown], color=_BLUE, alpha=0.3, linewidth=0.8, marker=marker)
-        axes.plot(at, median_losses, color=_BLUE, linewidth=1.8, label=f"training {_final(losses)}")
+        axes.plot(at, [losses[index] for index in shown], color=BLUE, alpha=0.3, linewidth=0.8, marker=marker)
+        axes.plot(at, median_losses, color=BLUE, linewidth=1.8, label=f"training {_final(losses)}")
         broken = [step for step, loss in points if not math.isfinite(loss)]
         if broken:
             transform = axes.get_xaxis_transform()
             label = f"not finite: {len(broken)}"
-            axes.plot(broken, [0.02] * len(broken), "x", color=_RED, transform=transform, label=label, clip_on=False)
+            axes.plot(broken, [0.02] * len(broken), "x", color=RED, transform=transform, label=label, clip_on=False)
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         label = f"held out {_final(losses)}"
-        axes.plot(steps, losses, color=_ORANGE, linewidth=1.2, marker="o", markersize=5, label=label)
+        axes.plot(steps, losses, color=ORANGE, linewidth=1.2, marker="o", markersize=5, label=label)
     if entropy is not None:
-        axes.axhline(entropy, color=_GREY, linestyle=":", linewidth=1.4, label=f"unigram entropy {entropy:.3f}")
+        axes.axhline(entropy, color=GREY, linestyle=":", linewidth=1.4, label=f"unigram entropy {entropy:.3f}")
     _fit(axes, [loss for _, loss in points], [loss for _, loss in held_out] + ([] if entropy is None else [entropy]))
     axes.legend(frameon=False, loc="upper right")
     return figure
-
-
-def schedule_figure(rates: Sequence[tuple[int, float]], step: int) -> "Figure":
-    """The learning rate over the run, and how far the run has come.
-
-    Args:
-        rates: (step, learning rate) of every update, or of an even selection.
-        step: the last step taken.
-    """
-    figure, axes = _frame("Learning rate", "optimizer step", "learning rate")
-    steps, values = zip(*rates, strict=True)
-    axes.plot(steps, values, color=_BLUE, linewidth=1.8, marker="o" if len(steps) == 1 else None)
-    axes.fill_between(steps, values, color=_BLUE, alpha=0.08, linewidth=0)
-    if 0 < step < steps[-1]:
-        axes.axvline(step, color=_GREY, linestyle=":", linewidth=1.4, label=f"step {step}")
-        axes.legend(frameon=False, loc="upper right")
-    axes.set_ylim(0, max(values) * 1.08 or 1.0)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    return figure
-
-
-def _frame(title: str, x: str, y: str) -> "tuple[Figure, Axes]":
-    """An empty picture without pyplot, whose state the whole process would share."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(8, 4.5))
-    figure.subplots_adjust(left=0.09, right=0.98, bottom=0.12, top=0.9)  # a constrained layout is as costly as drawing
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
-    axes.margins(x=0.01)
-    return figure, axes
 
 
 def _fit(axes: "Axes", losses: Sequence[float], others: Sequence[float]) -> None:
@@ -180,7 +143,7 @@ def _fit(axes: "Axes", losses: Sequence[float], others: Sequence[float]) -> None
     if finite[-1] - low > 4 * (high - low) > 0:
         high += 0.5 * (high - low)
         above = sum(loss > high for loss in finite)
-        axes.text(0.01, 0.97, f"{above} above, up to {finite[-1]:.3g}", transform=axes.transAxes, va="top", color=_RED)
+        axes.text(0.01, 0.97, f"{above} above, up to {finite[-1]:.3g}", transform=axes.transAxes, va="top", color=RED)
     else:
         high = max(high, finite[-1])
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
@@ -189,9 +152,3 @@ def _fit(axes: "Axes", losses: Sequence[float], others: Sequence[float]) -> None
 
 def _final(values: Sequence[float]) -> str:
     return f"{values[-1]:.4f}"
-
-
-def _save(figure: "Figure", path: Path, **options: Any) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png", **options)
-    partial.replace(path)

@@ -1,8 +1,34 @@
 """What observers are told, at step boundaries only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedUpdate:
+    """What one optimizer step will use; a row of schedule.csv.
+
+    Attributes:
+        step: counted from one.
+        samples: consumed when it is done.
+    """
+
+    step: int
+    samples: int
+    global_batch_size: int
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Optimizer steps, counted from one, through which a schedule does one thing: warmup, stable, decay, floor."""
+
+    name: str
+    first_step: int
+    last_step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,14 +40,16 @@ class RunStarted:
         config: the composed configuration as plain containers.
         config_hash: its SHA-256, in hexadecimal.
         plan: derived numbers: world_size, accum_freq, total_steps, total_samples, parameters, …
-        lr: the learning rate of every update of the run, or of an even selection: (step, rate).
+        updates: what the run's updates will use, or a selection that shows it.
+        phases: of the learning rate.
     """
 
     run_dir: Path
     config: dict[str, Any]
     config_hash: str
     plan: dict[str, Any]
-    lr: list[tuple[int, float]] = field(default_factory=list)
+    updates: Sequence[PlannedUpdate] = ()
+    phases: Sequence[Phase] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,10 +87,14 @@ class WindowSource(Protocol):
 
 
 class Schedule(Protocol):
-    """The learning rate as a pure function of the clock."""
+    """Learning rate and weight decay as pure functions of the clock."""
 
     def lr(self, samples_before: int, samples_after: int) -> float:
-        """The rate of the update that consumes samples `samples_before` to `samples_after`."""
+        """The learning rate of the update that consumes samples `samples_before` to `samples_after`."""
+        ...
+
+    def weight_decay(self, samples_before: int, samples_after: int) -> float | None:
+        """The weight decay of that update; None: what the optimizer was given."""
         ...
 
 

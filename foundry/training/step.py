@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from foundry.optim.optimizers import set_lr
+from foundry.optim.optimizers import set_schedule
 from foundry.parallel.grad_norm import clip_, global_grad_norm
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
@@ -55,20 +55,21 @@ class TrainStep:
         self._scaler = precision.scaler(world.device)
         self.guard = FiniteGuard(optimizers, world)
 
-    def __call__(self, window: Window, lr: float, step: int) -> StepResult:
+    def __call__(self, window: Window, lr: float, step: int, *, weight_decay: float | None = None) -> StepResult:
         """Update the model once.
 
         Args:
             window: this rank's microbatches of the global batch.
             lr: the learning rate of this update.
             step: the number of this step, for messages.
+            weight_decay: of this update; None: the optimizers' own.
 
         Raises:
             NonFiniteError: the loss or gradient is NaN or infinite. On a GPU with a fused optimizer this update and all
                 later ones are left out on the device, and the error comes by the next logged step: nothing waits here.
         """
         count = self._count_valid(window.microbatches)
-        set_lr(self._optimizers, lr)
+        set_schedule(self._optimizers, lr, weight_decay)
         sums = self._accumulate(window.microbatches, count)
         self._sync.finish()
         if self._scaler is not None:
@@ -82,11 +83,6 @@ class TrainStep:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         return result
-
-    @property
-    def weight_decay(self) -> float:
-        """The weight decay of the parameters that decay."""
-        return max(float(group["weight_decay"]) for o in self._optimizers for group in o.param_groups)
 
     def _update(self, result: StepResult, local_loss: Tensor, step: int) -> None:
         if self._scaler is None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foundry.config.duration import Budget
+from foundry.config.duration import Budget, Interval
 from foundry.parallel.process_group import World
 from foundry.parallel.watchdog import Watchdog, translate
 from foundry.training.ema import WeightAverage
@@ -25,7 +25,8 @@ class Trainer:
     Attributes:
         step: the optimizer step.
         source: where windows of microbatches come from.
-        schedule: the learning rate of each update.
+        schedule: learning rate and weight decay of each update.
+        constant_weight_decay: what to log where the schedule has no weight decay: the optimizer's own.
         progress: the clock.
         budget: when the run ends.
         world: this rank and the others.
@@ -33,7 +34,7 @@ class Trainer:
         watchdog: ends a process that waits too long for the others.
         observers: told of events; none on ranks above 0.
         log_every_n_steps: optimizer steps between logged ones; the first and the last are always logged.
-        evaluate_every_n_steps: optimizer steps between evaluations; None: only at the end.
+        evaluation_interval: between evaluations; None: only at the end.
         evaluator: measures the model on held-out data and draws samples.
         save: writes a checkpoint; None: nothing is saved.
         ema: averaged weights, which are those evaluated, where kept.
@@ -42,13 +43,14 @@ class Trainer:
     step: TrainStep
     source: WindowSource
     schedule: Schedule
+    constant_weight_decay: float
     progress: Progress
     budget: Budget
     world: World
     throughput: Throughput
     watchdog: Watchdog
     log_every_n_steps: int
-    evaluate_every_n_steps: int | None
+    evaluation_interval: Interval | None
     evaluator: Evaluator
     save: Callable[[Progress], Path] | None
     ema: WeightAverage | None
@@ -95,20 +97,22 @@ class Trainer:
         progress = self.progress
         self._doing("training")
         window = self.source.next_window()
-        lr = self.schedule.lr(progress.samples, progress.samples + window.num_samples)
-        result = self.step(window, lr, progress.steps + 1)
+        before, after = progress.samples, progress.samples + window.num_samples
+        lr, weight_decay = self.schedule.lr(before, after), self.schedule.weight_decay(before, after)
+        result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
         progress.advance(window.num_samples)
         if self.ema is not None:
             self.ema.update()
         done = progress.steps >= self.budget.total_steps
         if done or progress.steps == 1 or progress.steps % self.log_every_n_steps == 0:
-            self._log(result, lr, window.num_samples)
-        every = self.evaluate_every_n_steps
-        if done or (every is not None and progress.steps % every == 0):
+            decay = self.constant_weight_decay if weight_decay is None else weight_decay
+            self._log(result, lr, decay, window.num_samples)
+        due = self.evaluation_interval is not None and self.evaluation_interval.due(progress.steps, before, after)
+        if done or due:
             return result, self._evaluate()
         return result, {}
 
-    def _log(self, result: StepResult, lr: float, global_batch_size: int) -> None:
+    def _log(self, result: StepResult, lr: float, weight_decay: float, global_batch_size: int) -> None:
         loss = result.loss.item()  # the only place where the host waits for the device
         self.step.guard.check()
         rates = self.throughput.log(self.progress.steps, self.progress.samples)
@@ -121,7 +125,7 @@ class Trainer:
                 epoch=self.progress.epoch,
                 loss=loss,
                 lr=lr,
-                weight_decay=self.step.weight_decay,
+                weight_decay=weight_decay,
                 grad_norm=result.grad_norm.item(),
                 global_batch_size=global_batch_size,
                 metrics={name: value.item() for name, value in result.metrics.items()},

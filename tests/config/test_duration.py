@@ -2,9 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundry.config.duration import Budget, Duration, Unit
+from foundry.config.batch_sizes import BatchSizes
+from foundry.config.duration import Budget, Duration, Interval, Unit
 
-BUDGET = Budget(total_samples=1600, global_batch_size=16, samples_per_epoch=400, tokens_per_sample=256)
+BUDGET = Budget(total_samples=1600, batch_sizes=BatchSizes.constant(16), samples_per_epoch=400, tokens_per_sample=256)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_one_step_and_the_whole_run_are_told_apart():
 
 
 def test_tokens_of_data_without_tokens():
-    budget = Budget(total_samples=10, global_batch_size=1, samples_per_epoch=10)
+    budget = Budget(total_samples=10, batch_sizes=BatchSizes.constant(1), samples_per_epoch=10)
     with pytest.raises(ValueError, match="has none"):
         Duration.parse("5 tokens").samples(budget)
 
@@ -60,6 +61,15 @@ def test_fractions_are_not_rounded(text):
     assert Duration.parse(text).samples(BUDGET) == float(text) * 1600
 
 
-def test_steps_are_at_least_one():
-    assert Duration.parse("0.0001").steps(BUDGET) == 1
-    assert Duration.parse("0.25").steps(BUDGET) == 25
+def test_an_interval_in_steps_and_one_in_samples():
+    steps, share = Interval.parse("10", BUDGET), Interval.parse("0.25", BUDGET)
+    assert [step for step in range(1, 101) if steps.due(step, 16 * (step - 1), 16 * step)] == [*range(10, 101, 10)]
+    assert [step for step in range(1, 101) if share.due(step, 16 * (step - 1), 16 * step)] == [25, 50, 75, 100]
+    odd = Interval.parse("50 samples", BUDGET)
+    assert [step for step in range(1, 14) if odd.due(step, 16 * (step - 1), 16 * step)] == [4, 7, 10, 13]
+
+
+@pytest.mark.parametrize(("text", "said"), [("0", "no length"), ("0.0", "no length"), ("101", "101 steps, but .* 100")])
+def test_intervals_that_never_come(text, said):
+    with pytest.raises(ValueError, match=said):
+        Interval.parse(text, BUDGET)

@@ -3,10 +3,10 @@
 import dataclasses
 import inspect
 import re
-from importlib import import_module
 from pathlib import Path
 
 import pytest
+from hydra.utils import get_method, get_object
 from omegaconf import OmegaConf
 
 from foundry.config.compose import config_dir
@@ -39,21 +39,19 @@ def test_there_are_parts_in_every_group_that_has_them():
 
 
 def parameters_of(part):
-    """By name; where a class passes `**curve` on, its base's too."""
+    """By name; what a class's own constructor method passes on as `**shape` are the class's fields."""
     parameters = dict(inspect.signature(part).parameters)
-    passed_on = [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]
-    for name in passed_on:
+    for name in [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]:
         del parameters[name]
-        assert inspect.isclass(part), "it would swallow a misspelt field"
-        parameters |= inspect.signature(part.__mro__[1]).parameters
+        own = inspect.signature(part.__self__).parameters
+        made = {"warmup", "horizon", "decay", "weight_decay_curve"}
+        parameters |= {name: p for name, p in own.items() if name not in made}
     return parameters
 
 
 @pytest.mark.parametrize("key", PARTS, ids="/".join)
 def test_the_part_takes_the_fields_of_its_schema(key):
-    module, _, name = PARTS[key].rpartition(".")
-    part = getattr(import_module(module), name)
-    parameters = parameters_of(part)
+    parameters = parameters_of(get_method(PARTS[key]) if PARTS[key].endswith("_durations") else get_object(PARTS[key]))
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
     given = {item.name for item in dataclasses.fields(SCHEMAS[key])} - {"_target_"} | RUNTIME.get(key[0], set())
     assert given <= set(parameters), "fields that the part does not take"

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from foundry.config.errors import ConfigError
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.optim.muon import Muon, orthogonalise
-from foundry.optim.optimizers import adam, adamw, decay_groups, muon, set_lr, sgd
+from foundry.optim.optimizers import adam, adamw, muon, param_groups, set_schedule, sgd
 
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 MUON = {**ADAM, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
@@ -73,7 +74,7 @@ def test_every_trainable_parameter_is_in_one_group(make, options):
 
 def test_vectors_do_not_decay():
     model = Model()
-    groups = decay_groups(model.parameters(), 0.1)
+    groups = param_groups(model, 0.1)
     assert [(group["weight_decay"], group["wd_mult"], group["lr_mult"]) for group in groups] == [(0.1, 1, 1), (0, 0, 1)]
     assert all(p.ndim >= 2 for p in groups[0]["params"])
     assert all(p.ndim < 2 for p in groups[1]["params"])
@@ -88,7 +89,7 @@ def test_vectors_do_not_decay():
 
 
 def test_a_model_without_vectors_has_one_group():
-    assert len(decay_groups(nn.Linear(3, 3, bias=False).parameters(), 0.1)) == 1
+    assert len(param_groups(nn.Linear(3, 3, bias=False), 0.1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,70 @@ def test_singular_values_come_near_one(shape):
     assert torch.equal(orthogonalise(torch.zeros(shape), 5), torch.zeros(shape, dtype=torch.bfloat16))
 
 
-def test_the_learning_rate_reaches_every_group():
+def test_the_schedule_reaches_every_group():
     model = Model()
     optimizers = muon(model=model, **MUON)
     optimizers[1].param_groups[0]["lr_mult"] = 0.5
-    set_lr(optimizers, 0.25)
-    assert [group["lr"] for optimizer in optimizers for group in optimizer.param_groups] == [0.25, 0.125, 0.25]
+    set_schedule(optimizers, 0.25)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    assert [group["lr"] for group in groups] == [0.25, 0.125, 0.25]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+    set_schedule(optimizers, 0.25, 0.3)
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.3, 0.0]
+
+
+def group(match=None, lr_mult=1.0, wd_mult=None):
+    return {"match": match, "lr_mult": lr_mult, "wd_mult": wd_mult}
+
+
+class WithHead(Model):
+    def output_head(self):
+        return self.head
+
+
+@pytest.mark.parametrize(("make", "options"), [(adamw, ADAM), (adam, ADAM), (sgd, SGD), (muon, MUON)])
+def test_embeddings_and_head_have_rates_of_their_own(make, options):
+    model = WithHead()
+    groups = {"embeddings": group(lr_mult=0.1, wd_mult=0.0), "head": group(lr_mult=0.5)}
+    optimizers = make(model=model, groups=groups, **options)
+    set_schedule(optimizers, 1.0, 0.3)
+    rates = {
+        name: (held["lr"], held["weight_decay"])
+        for optimizer in optimizers
+        for held in optimizer.param_groups
+        for name, p in model.named_parameters()
+        if any(p is other for other in held["params"])
+    }
+    assert len(rates) == len([p for p in model.parameters() if p.requires_grad])
+    assert rates["embedding.weight"] == (0.1, 0.0)
+    assert (rates["head.weight"], rates["head.bias"]) == ((0.5, 0.3), (0.5, 0.0))
+    assert (rates["blocks.0.up.weight"], rates["blocks.0.norm.weight"]) == ((1.0, 0.3), (1.0, 0.0))
+
+
+def test_a_pattern_makes_vectors_decay():
+    groups = param_groups(Model(), 0.1, {"norms": group(match=r"norm\.weight$", wd_mult=2.0)})
+    held = {(g["lr_mult"], g["wd_mult"]): (len(g["params"]), g["weight_decay"]) for g in groups}
+    assert held[(1.0, 2.0)] == (2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            {"mine": group(match="nothing_like_it")},
+            "optimizer.groups.mine: is given but no trainable parameter matches",
+        ),
+        (
+            {"mine": group(match="frozen")},
+            "optimizer.groups.mine: is given but no trainable parameter matches 'frozen'",
+        ),
+        ({"head": group()}, "optimizer.groups.head: is given but the model has no head apart"),
+        (
+            {"embeddings": group(), "mine": group(match="embedding")},
+            "optimizer.groups.mine: and embeddings both hold embedding.weight",
+        ),
+    ],
+)
+def test_groups_that_cannot_be(groups, said):
+    with pytest.raises(ConfigError, match=said):
+        param_groups(Model(), 0.1, groups)

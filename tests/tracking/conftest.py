@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
+from foundry.training.events import Evaluated, PlannedUpdate, RunEnded, RunStarted, StepLogged
 
 
 class Events:
@@ -35,9 +35,18 @@ class Events:
             "device": "NVIDIA H200",
             "notes": {"unigram_entropy": 3.25},
         }
-        lr = [(step, 1e-3 * min(step / 20, (220 - step) / 200)) for step in range(1, 201)]
-        fields = {"run_dir": self.run_dir, "config": config, "config_hash": "c0ffee", "plan": plan, "lr": lr} | changes
-        return RunStarted(**fields)
+        updates = [
+            PlannedUpdate(
+                step=step,
+                samples=32 * step,
+                global_batch_size=32,
+                lr=1e-3 * min(step / 20, (220 - step) / 200),
+                weight_decay=0.1,
+            )
+            for step in range(1, 201)
+        ]
+        fields = {"run_dir": self.run_dir, "config": config, "config_hash": "c0ffee", "plan": plan, "updates": updates}
+        return RunStarted(**(fields | changes))
 
     def step(self, step, **changes):
         fields = {

@@ -5,7 +5,9 @@ from subprocess import run
 import pytest
 
 from foundry.tracking.metrics_file import MetricsFile
-from foundry.tracking.plots import Plots, loss_figure, schedule_figure, smoothed
+from foundry.tracking.plots import Plots, loss_figure, smoothed
+from foundry.tracking.schedule_figure import schedule_figure
+from foundry.training.events import Phase, PlannedUpdate
 
 
 def is_png(path):
@@ -81,11 +83,37 @@ def test_few_points_are_no_error(points, tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_schedule_marks_how_far_the_run_has_come():
-    rates = [(step, 1e-3 * step) for step in range(1, 11)]
-    (axes,) = schedule_figure(rates, 4).axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["step 4"]
-    assert schedule_figure(rates, 10).axes[0].get_legend() is None
+def updates(count, last_batch=8):
+    return [
+        PlannedUpdate(
+            step=s, samples=8 * s, global_batch_size=8 if s < 6 else last_batch, lr=1e-3 * s, weight_decay=0.1 / s
+        )
+        for s in range(1, count + 1)
+    ]
+
+
+def test_the_schedule_shows_rate_decay_and_batch_size_and_how_far_the_run_has_come():
+    phases = [Phase(name="warmup", first_step=1, last_step=4), Phase(name="decay", first_step=5, last_step=10)]
+    rate, decay, batch = schedule_figure(updates(10, 16), phases, 4).axes
+    assert list(rate.lines[0].get_ydata()) == [1e-3 * s for s in range(1, 11)]
+    assert list(decay.lines[0].get_ydata()) == [0.1 / s for s in range(1, 11)]
+    assert list(batch.lines[0].get_ydata()) == [8] * 5 + [16] * 5
+    assert {text.get_text() for text in rate.texts} == {"warmup 1-4", "decay 5-10"}
+    assert batch.get_xlabel() == "optimizer step (dotted: step 4)"
+    assert [axes.lines[-1].get_xdata()[0] for axes in (rate, decay, batch)] == [4] * 3
+    assert len(schedule_figure(updates(10), phases, 10).axes[0].lines) == 1
+
+
+def test_phases_too_short_for_their_names_are_in_the_legend():
+    phases = [Phase(name="warmup", first_step=1, last_step=1), Phase(name="stable", first_step=2, last_step=100)]
+    rate = schedule_figure(updates(100), phases).axes[0]
+    assert [text.get_text() for text in rate.texts] == ["stable 2-100"]
+    assert [text.get_text() for text in rate.get_legend().get_texts()] == ["warmup 1-1"]
+
+
+def test_the_schedule_of_one_step(tmp_path):
+    schedule_figure(updates(1), []).savefig(tmp_path / "schedule.png")
+    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_importing_the_observers_loads_neither_torch_nor_mlflow_nor_matplotlib():

@@ -138,7 +138,16 @@ def test_the_rate_is_the_one_given():
     assert same(before, weights(model))
     step(window(), 1e-3, 2)
     assert not same(before, weights(model))
-    assert step.weight_decay == 0.1
+
+
+def test_the_weight_decay_is_the_optimizers_until_one_is_given():
+    model = linear()
+    step = step_for(model)
+    (optimizer,) = step._optimizers
+    step(window(), 1e-3, 1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    step(window(), 1e-3, 2, weight_decay=0.3)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
 class Broken(Squares):

@@ -1,0 +1,103 @@
+"""The lengths of a run: batch sizes along it, its budget, and whether everything given as a duration fits."""
+
+from collections.abc import Iterator
+
+from foundry.config.batch_sizes import BatchSizes, parse_count
+from foundry.config.duration import Budget, Interval
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.hparams import HParams, ScheduleUnit
+from foundry.config.phases import Phases
+from foundry.config.root import Config
+from foundry.config.scheduler import Scheduler
+
+
+def batch_sizes_of(hparams: HParams, *, world_size: int, tokens_per_sample: int | None) -> BatchSizes:
+    """The global batch size along the run: constant, ramped, or by its schedule; rounded where that is allowed.
+
+    Raises:
+        ValueError: the ramp does not grow to the global batch size, the schedule cannot be read, or a size is rounded
+            down to nothing.
+    """
+    ramp, final = hparams.batch_ramp, hparams.global_batch_size
+    if hparams.batch_schedule is not None:
+        in_tokens = hparams.batch_schedule_unit is not ScheduleUnit.samples
+        sizes = BatchSizes.parse(hparams.batch_schedule, tokens_per_sample=tokens_per_sample if in_tokens else None)
+    elif ramp.start is not None and ramp.increment is not None and ramp.over_samples is not None:
+        over = parse_count(ramp.over_samples)
+        sizes = BatchSizes.ramp(start=ramp.start, increment=ramp.increment, over_samples=over, final=final)
+    else:
+        sizes = BatchSizes.constant(final)
+    return sizes.rounded(hparams.per_gpu_batch_size * world_size) if hparams.allow_rounding else sizes
+
+
+def budget_of(
+    hparams: HParams, *, samples_per_epoch: int, world_size: int, tokens_per_sample: int | None = None
+) -> Budget:
+    """The size of the run: the shortest of the budgets given, in whole optimizer steps.
+
+    Raises:
+        ConfigError: it is shorter than one optimizer step.
+    """
+    sizes = batch_sizes_of(hparams, world_size=world_size, tokens_per_sample=tokens_per_sample)
+    given = [
+        None if hparams.max_steps is None else int(sizes.samples_after(hparams.max_steps)),
+        hparams.train_samples,
+        # 0.29 * 100 is 28.999999999999996: a sample less than was meant, and perhaps a step.
+        None if hparams.epochs is None else int(round(hparams.epochs * samples_per_epoch, 6)),
+    ]
+    total = min(samples for samples in given if samples is not None)
+    steps = sizes.whole_steps(total)
+    if steps < 1:
+        raise ConfigError(
+            Violation(
+                "hparams.global_batch_size",
+                f"is {sizes.at(0)} but the whole run is {total} samples: not one optimizer step",
+            )
+        )
+    return Budget(
+        total_samples=int(sizes.samples_after(steps)),
+        batch_sizes=sizes,
+        samples_per_epoch=samples_per_epoch,
+        tokens_per_sample=tokens_per_sample,
+    )
+
+
+def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
+    """Every length fits: phases into the horizon, the batch ramp and intervals into the run."""
+    horizon = float(budget.total_samples)
+    if isinstance(config.scheduler, Scheduler):
+        try:
+            phases = config.scheduler.phases(budget)
+        except ValueError as error:
+            yield Violation("scheduler", str(error))
+            return
+        horizon = phases.horizon
+        yield from _check_phases(config.scheduler, phases, budget)
+    ramped, last = budget.batch_sizes.stages[-1].first_sample, max(budget.total_samples, horizon)
+    if ramped >= last:
+        yield Violation(
+            "hparams.batch_ramp" if config.hparams.batch_schedule is None else "hparams.batch_schedule",
+            f"reaches its last size, {budget.batch_sizes.final}, after {ramped} samples, but the run has only "
+            f"{budget.total_samples}; shorten it, or give the whole length of a run cut short as scheduler.horizon",
+        )
+    if config.evaluation.interval is not None:
+        try:
+            Interval.parse(config.evaluation.interval, budget)
+        except ValueError as error:
+            yield Violation("evaluation.interval", f"{error}; shorten it, or set it to null: only at the end")
+
+
+def _check_phases(scheduler: Scheduler, phases: Phases, budget: Budget) -> Iterator[Violation]:
+    horizon, warmup, decay, sizes = phases.horizon, phases.warmup, phases.decay or 0.0, budget.batch_sizes
+    whole = sizes.steps_at(horizon)
+    # 0.2 and 0.8 of 3 samples sum to 3.0000000000000004.
+    if warmup + decay > horizon * (1 + 1e-12) or (warmup == horizon and decay == 0 and whole > 1):
+        said = f"warm-up of {sizes.steps_at(warmup):g} steps"
+        if phases.decay is not None:
+            length = whole - sizes.steps_at(max(0.0, horizon - decay))
+            said += f" and decay of {length:g} steps (scheduler.decay={getattr(scheduler, 'decay', '')})"
+        yield Violation(
+            "scheduler.warmup",
+            f"is {scheduler.warmup}: a {said} do not fit into the {whole:g} steps of the schedule; "
+            f"shorten them, or give a fraction such as 0.05",
+        )

@@ -1,0 +1,54 @@
+"""Which schedule a resumed run follows: the configuration's or the checkpoint's."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from foundry.config.checkpoint import SchedulerOnResume
+from foundry.config.errors import ConfigError, Violation
+from foundry.optim.schedules import Schedule, from_state
+
+
+def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnResume) -> Schedule:
+    """Choose between the configured schedule and the one that a checkpoint was trained with.
+
+    Nothing else carries schedule values over a resume: the clock counts samples, both curves are pure functions of it,
+    and what parameter groups held is set anew before every update. (Megatron-LM leaves the checkpoint's bounds in the
+    groups, forgets WSD's decay, and adds the saved count to its own.)
+
+    Args:
+        schedule: as configured.
+        saved: the `state_dict` of the one in the checkpoint.
+        mode: match refuses any difference; config and checkpoint take that side.
+
+    Raises:
+        ConfigError: under match, with a line for every field that differs.
+    """
+    if mode is SchedulerOnResume.config:
+        return schedule
+    if mode is SchedulerOnResume.checkpoint:
+        return from_state(dict(saved))
+    here, there = dict(_flat(schedule.state_dict())), dict(_flat(saved))
+    differing = [
+        Violation(
+            f"scheduler.{name}",
+            f"is {_said(here.get(name))} but the checkpoint was trained with {_said(there.get(name))}; "
+            "resume with the same, or set checkpoint.scheduler_on_resume to config or checkpoint",
+        )
+        for name in {**here, **there}
+        if here.get(name) != there.get(name)
+    ]
+    if differing:
+        raise ConfigError(differing)
+    return schedule
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, value
+
+
+def _said(value: Any) -> str:
+    return "not set" if value is None else f"{value:.10g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,1 @@
+"""What a run will be and need, known before it starts."""

@@ -1,0 +1,199 @@
+"""The numbers that follow from a configuration, its data and the number of ranks: what plan.json holds."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from foundry.config.duration import Budget, Duration
+from foundry.config.root import Config
+from foundry.config.scheduler import EvaluateAt
+from foundry.data.splits import DataSplits
+from foundry.optim.schedules import WSD, Constant
+from foundry.optim.schedules import Schedule as OwnSchedule
+from foundry.training.events import Phase, PlannedUpdate
+from foundry.training.protocols import Schedule
+
+PLAN = "plan.json"
+"""The file in a run directory."""
+
+_LENGTHS = {"lr_warmup": "warmup", "lr_decay": "horizon", "wsd_decay": "decay"}
+
+
+def plan_of(
+    config: Config,
+    budget: Budget,
+    data: DataSplits,
+    schedule: Schedule,
+    model: nn.Module,
+    *,
+    world_size: int,
+    strategy: str,
+    device: str,
+) -> dict[str, Any]:
+    """Derive the plan of a run.
+
+    Lengths are in optimizer steps and, under names that end in `_samples`, in samples; both may be fractional.
+
+    Args:
+        config: the composed configuration.
+        budget: the size of the run.
+        data: its samples.
+        schedule: learning rate and weight decay.
+        model: for its parameters, which need not be allocated.
+        world_size: ranks.
+        strategy: how they train together; never `auto`.
+        device: what they run on.
+    """
+    hparams, tokens, sizes = config.hparams, data.tokens_per_sample, budget.batch_sizes
+    parameters, microbatch = list(model.parameters()), world_size * hparams.per_gpu_batch_size
+    return {
+        "world_size": world_size,
+        "device": device,
+        "strategy": strategy,
+        "precision": config.precision.mode.value,
+        "global_batch_size": sizes.final,
+        "per_gpu_batch_size": hparams.per_gpu_batch_size,
+        "accum_freq": sizes.final // microbatch,
+        "tokens_per_sample": tokens,
+        "tokens_per_step": None if tokens is None else tokens * sizes.final,
+        "total_steps": budget.total_steps,
+        "total_samples": budget.total_samples,
+        "total_tokens": None if tokens is None else tokens * budget.total_samples,
+        "total_epochs": budget.total_samples / budget.samples_per_epoch,
+        "samples_per_epoch": budget.samples_per_epoch,
+        "steps_per_epoch": budget.samples_per_epoch / sizes.final,
+        **_schedule_lengths(schedule, budget),
+        **_schedule_values(config, schedule, budget),
+        "durations": _durations(config, budget),
+        "phases": [vars(phase) for phase in phases_of(schedule, budget)],
+        "batch_stages": [
+            {
+                "first_step": stage.first_step + 1,
+                "first_sample": stage.first_sample,
+                "global_batch_size": stage.global_batch_size,
+                "accum_freq": stage.global_batch_size // microbatch,
+            }
+            for stage in sizes.stages
+        ],
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "notes": data.notes or {},
+    }
+
+
+def constant_weight_decay(config: Config) -> float:
+    """The weight decay where the schedule has none: the optimizer's; 0 for an optimizer without one."""
+    node = config.optimizer
+    return float(node.get("weight_decay", 0.0) if isinstance(node, dict) else getattr(node, "weight_decay", 0.0))
+
+
+def updates_of(
+    schedule: Schedule, budget: Budget, weight_decay: float, steps: Iterable[int] | None = None
+) -> Iterator[PlannedUpdate]:
+    """What the run's updates will use.
+
+    Args:
+        schedule: learning rate and weight decay.
+        budget: the size of the run.
+        weight_decay: the optimizer's own, where the schedule has none.
+        steps: which updates, counted from one; None: all.
+    """
+    sizes = budget.batch_sizes
+    for step in range(1, budget.total_steps + 1) if steps is None else steps:
+        before, after = int(sizes.samples_after(step - 1)), int(sizes.samples_after(step))
+        decay = schedule.weight_decay(before, after)
+        yield PlannedUpdate(
+            step=step,
+            samples=after,
+            global_batch_size=after - before,
+            lr=schedule.lr(before, after),
+            weight_decay=weight_decay if decay is None else decay,
+        )
+
+
+def selection_of(schedule: Schedule, budget: Budget, points: int = 500) -> list[int]:
+    """Steps enough to draw every curve: an even selection, and both sides of each corner."""
+    total = budget.total_steps
+    corners = [stage.first_step for stage in budget.batch_sizes.stages]
+    corners += [step for phase in phases_of(schedule, budget) for step in (phase.first_step, phase.last_step)]
+    near = {step + beside for step in corners[: 4 * points] for beside in (-1, 0, 1)}
+    even = range(1, total + 1, max(1, math.ceil(total / points)))
+    return sorted(step for step in {1, *even, *near, total} if 1 <= step <= total)
+
+
+def phases_of(schedule: Schedule, budget: Budget) -> list[Phase]:
+    """The phases of the learning rate that the run reaches, in order; none for a schedule of the user's own."""
+    if not isinstance(schedule, OwnSchedule):
+        return []
+    ends: list[tuple[str, float]] = [("warmup", schedule.warmup)]
+    if isinstance(schedule, WSD):
+        ends += [("stable", schedule.horizon - schedule.decay), ("decay", schedule.horizon)]
+    elif not isinstance(schedule, Constant):
+        ends += [("decay", schedule.horizon)]
+    ends.append(("constant" if isinstance(schedule, Constant) else "floor", math.inf))
+    # An update belongs to the phase in which it reads the curve: at its last sample, or at its first.
+    sizes, total, late = budget.batch_sizes, budget.total_steps, schedule.evaluate_at is EvaluateAt.start
+    phases, done = list[Phase](), 0
+    for name, end in ends:
+        last = total if end == math.inf else sizes.whole_steps(int(end)) + (late and end > 0)
+        last = min(total, last)
+        if last > done:
+            phases.append(Phase(name=name, first_step=done + 1, last_step=last))
+            done = last
+    return phases
+
+
+def _schedule_values(config: Config, schedule: Schedule, budget: Budget) -> dict[str, dict[str, float]]:
+    shown = list(updates_of(schedule, budget, constant_weight_decay(config), selection_of(schedule, budget)))
+    first, last = shown[0], shown[-1]
+    return {
+        "lr": {"first": first.lr, "highest": max(update.lr for update in shown), "last": last.lr},
+        "weight_decay": {"first": first.weight_decay, "last": last.weight_decay},
+    }
+
+
+def _schedule_lengths(schedule: Schedule, budget: Budget) -> dict[str, float]:
+    if not isinstance(schedule, OwnSchedule):
+        return {}
+    lengths = dict[str, float]()
+    for name, attribute in _LENGTHS.items():
+        samples = getattr(schedule, attribute, None)
+        if samples is not None:
+            lengths[f"{name}_steps"] = _steps(budget, samples, schedule.horizon if attribute == "decay" else None)
+            lengths[f"{name}_samples"] = samples
+    curve = schedule.weight_decay_curve
+    samples = max(schedule.horizon, budget.total_samples) if curve is None else curve.horizon
+    return {**lengths, "wd_incr_steps": _steps(budget, samples), "wd_incr_samples": samples}
+
+
+def _durations(config: Config, budget: Budget) -> dict[str, str]:
+    """Every duration as it was given, and what it came to mean: `"1"` is one step and `"1.0"` the whole run."""
+    given = {
+        f"{group}.{name}": text
+        for group, name in (
+            ("scheduler", "warmup"),
+            ("scheduler", "horizon"),
+            ("scheduler", "decay"),
+            ("scheduler", "weight_decay_horizon"),
+            ("evaluation", "interval"),
+        )
+        if isinstance(text := getattr(getattr(config, group), name, None), str)
+    }
+    whole = None
+    if "scheduler.horizon" in given:
+        whole = Duration.parse(given["scheduler.horizon"]).samples(budget)
+    resolved = {}
+    for key, text in given.items():
+        part = whole if key in ("scheduler.warmup", "scheduler.decay") else None
+        end = whole if key == "scheduler.decay" else None
+        samples = Duration.parse(text).samples(budget, whole=part, end=end)
+        resolved[key] = f"{text} = {_steps(budget, samples, end):.10g} steps = {samples:.10g} samples"
+    return resolved
+
+
+def _steps(budget: Budget, samples: float, end: float | None = None) -> float:
+    """Optimizer steps of the first `samples` samples, or of those before `end`."""
+    sizes, start = budget.batch_sizes, 0.0 if end is None else max(0.0, end - samples)
+    return sizes.steps_at(start + samples) - sizes.steps_at(start)
