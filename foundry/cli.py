@@ -3,7 +3,10 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import hydra._internal.utils as hydra_utils
 from hydra import main as hydra_main
@@ -18,24 +21,38 @@ from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
 from foundry.config.root import to_config
+from foundry.launch.start import discard, start
 from foundry.launch.sweep import Refused
+
+Result = TypeVar("Result")
 
 
 @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
 def task(composed: DictConfig) -> float | None:
     """Run one composed configuration; returns the metric that sweeps minimise."""
-    from foundry.launch.start import start
+    return in_run_dir(partial(start, to_config(composed)))
 
+
+def in_run_dir(work: Callable[[Path], Result]) -> Result:
+    """Do a job in the folder that Hydra made for it; one refused before it started leaves nothing there."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        return start(to_config(composed), Path(HydraConfig.get().runtime.output_dir))
+        return work(run_dir)
     except ConfigError as error:
+        if detect().rank == 0 and not (run_dir / "status.json").exists():
+            discard(run_dir)
         if HydraConfig.get().mode is RunMode.RUN:
             raise Refused(error) from None
         raise  # a sweep goes on with its other jobs
 
 
 def main() -> None:
-    """The entry point: exit code 2 and a line for each mistake in a configuration, 1 for a run that failed."""
+    """The entry point of a run."""
+    enter(task)
+
+
+def enter(task: Callable[[], object]) -> None:
+    """Compose and do a task: exit code 2 and a line for each mistake in the configuration, 1 if the task failed."""
     install()
     # Hydra would print a mistake with its own remarks and leave with 1; and it shortens the traceback of real failures.
     hydra_utils.run_and_report = lambda func: func()

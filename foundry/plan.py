@@ -1,53 +1,153 @@
-"""The numbers that follow from a configuration, its data and the machine: what plan.json holds."""
+"""`python -m foundry.plan [overrides]`: say what a run would do, without doing it."""
 
-import math
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-import torch
+from hydra import main as hydra_main
+from omegaconf import DictConfig
 
-from foundry.config.duration import Budget, Duration
-from foundry.config.root import Config
-from foundry.data.splits import DataSplits
-from foundry.parallel.process_group import World
-from foundry.parallel.wrap import Parallel
-from foundry.training.protocols import Schedule
+from foundry.cli import enter, in_run_dir
+from foundry.config.command import parse_options
+from foundry.config.compose import CONFIG_NAME, config_dir
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.resolvers import world_size
+from foundry.config.root import Config, to_config
+from foundry.config.setting import setting
 
-PLAN = "plan.json"
-"""The file in a run directory."""
+_PREFIX = "plan."
 
 
-def plan_of(config: Config, budget: Budget, data: DataSplits, parallel: Parallel, world: World) -> dict[str, Any]:
-    """Derive the plan of a run; lengths are in optimizer steps and may be fractional."""
-    hparams, tokens, batch = config.hparams, data.tokens_per_sample, budget.global_batch_size
-    parameters, device = list(parallel.model.parameters()), world.device
-    phases = {"lr_warmup_steps": "warmup", "lr_decay_steps": "horizon", "wsd_decay_steps": "decay"}
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What to plan beside the run itself."""
+
+    every: int = setting(1, "write every n-th update to schedule.csv", ge=1)
+    step_seconds: float | None = setting(None, "duration of an optimizer step, for the length of the run", gt=0)
+    measured: str | None = setting(None, "run directory to take that duration from: its median", path=True)
+
+
+def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
+    """Write plan.json, schedule.csv and schedule.png into the run directory and print a table; weights take no memory.
+
+    Raises:
+        ConfigError: the data shows a setting to be wrong, or the run directory holds a run.
+    """
+    from rich.console import Console
+
+    from foundry.planning import report
+    from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, selection_of, updates_of
+    from foundry.run import build_budget, build_data, build_schedule
+
+    if (run_dir / "status.json").exists():
+        raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
+    step_seconds = options.step_seconds or (_measured(Path(options.measured)) if options.measured else None)
+    data, ranks = build_data(config), world_size(config.distributed.nproc_per_node)
+    budget = build_budget(config, data, ranks)
+    schedule, decay = build_schedule(config, budget), constant_weight_decay(config)
+    content = _content(config, budget, data, schedule, ranks)
+    if step_seconds is not None:
+        content["step_seconds"] = step_seconds
+        content["run_seconds"] = step_seconds * budget.total_samples / budget.batch_sizes.final
+    (run_dir / PLAN).write_text(json.dumps(content, indent=2) + "\n")
+    every = range(options.every, budget.total_steps + 1, options.every)
+    files = [run_dir / PLAN, report.write_csv(updates_of(schedule, budget, decay, every), run_dir)]
+    shown = list(updates_of(schedule, budget, decay, selection_of(schedule, budget)))
+    files.append(report.write_picture(shown, phases_of(schedule, budget), run_dir))
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    report.show(content, console)
+    console.print(*(str(file) for file in files), sep="\n")
+    return content
+
+
+def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) -> dict[str, Any]:
+    """The plan with what the model needs and how it starts."""
+    import torch
+
+    from foundry.config.build import build
+    from foundry.data.loader import read_batch
+    from foundry.parallel.wrap import resolve_strategy
+    from foundry.planning.derive import plan_of
+    from foundry.planning.fake import build_fake
+    from foundry.planning.memory import checkpoint_bytes, memory_of
+
+    on_gpu = torch.cuda.is_available()
+    fake = build_fake(partial(build, config.model))
+    microbatch = {
+        **read_batch(data.train, [0] * config.hparams.per_gpu_batch_size),
+        "position": torch.zeros(config.hparams.per_gpu_batch_size, dtype=torch.int64),
+    }
+    memory = memory_of(config, fake, world_size=ranks, microbatch=microbatch, device_type="cuda" if on_gpu else "cpu")
     return {
-        "world_size": world.world_size,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "strategy": parallel.strategy.value,
-        "precision": config.precision.mode.value,
-        "global_batch_size": batch,
-        "per_gpu_batch_size": hparams.per_gpu_batch_size,
-        "accum_freq": batch // (world.world_size * hparams.per_gpu_batch_size),
-        "tokens_per_sample": tokens,
-        "tokens_per_step": None if tokens is None else tokens * batch,
-        "total_steps": budget.total_steps,
-        "total_samples": budget.total_samples,
-        "total_tokens": None if tokens is None else tokens * budget.total_samples,
-        "steps_per_epoch": budget.samples_per_epoch / batch,
-        **{
-            name: Duration.parse(getattr(config.scheduler, field)).samples(budget) / batch
-            for name, field in phases.items()
-            if hasattr(config.scheduler, field)
-        },
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-        "notes": data.notes or {},
+        **plan_of(
+            config,
+            budget,
+            data,
+            schedule,
+            fake.model,
+            world_size=ranks,
+            strategy=resolve_strategy(config.distributed, ranks).value,
+            device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        ),
+        "memory": {**asdict(memory), "total": memory.total},
+        "checkpoint_bytes": checkpoint_bytes(config, fake),
+        "initial_std": _by_layer(fake.initial_std),
     }
 
 
-def curve_of(schedule: Schedule, budget: Budget, points: int = 500) -> list[tuple[int, float]]:
-    """The learning rate of an even selection of the run's updates, the first and the last among them."""
-    batch, total = budget.global_batch_size, budget.total_steps
-    steps = sorted({*range(1, total + 1, max(1, math.ceil(total / points))), total})
-    return [(step, schedule.lr((step - 1) * batch, step * batch)) for step in steps]
+def _by_layer(stds: dict[str, float | None]) -> dict[str, float | None]:
+    """One entry for the same parameter of all layers, as `layers.*.mlp`, where they start alike."""
+    alike: dict[str, set[float | None]] = {}
+    for name, std in stds.items():
+        alike.setdefault(_starred(name), set()).add(std)
+    return {_starred(name) if len(alike[_starred(name)]) == 1 else name: std for name, std in stds.items()}
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _measured(run_dir: Path) -> float:
+    """The median duration of a run's logged steps; the first, which warms up, does not count.
+
+    Raises:
+        ConfigError: it has logged no more than one step.
+    """
+    from foundry.tracking.metrics_file import read_metrics
+
+    try:
+        steps = [line["step_seconds"] for line in read_metrics(run_dir) if "step_seconds" in line][1:]
+    except FileNotFoundError:
+        steps = []
+    if not steps:
+        raise ConfigError(Violation("plan.measured", f"is {run_dir}, but no metrics.jsonl in it logs several steps"))
+    return float(median(steps))
+
+
+def main() -> None:
+    """The entry point; words that start with `plan.` are this command's, all others the run's."""
+    own = [word.removeprefix(_PREFIX) for word in sys.argv[1:] if word.startswith(_PREFIX)]
+    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(_PREFIX)]
+
+    def task() -> None:
+        try:
+            options = parse_options(PlanOptions, own)
+        except ConfigError as error:
+            raise ConfigError(replace(wrong, key=_PREFIX + wrong.key) for wrong in error.violations) from None
+
+        @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
+        def compose_and_plan(composed: DictConfig) -> None:
+            in_run_dir(partial(plan, to_config(composed), options))
+
+        compose_and_plan()
+
+    enter(task)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 from foundry.config.environment import detect
-from foundry.config.errors import ConfigError
 from foundry.config.root import Config
 
 _OURS = (".hydra", "foundry.log", "config.yaml", "plan.json", "tokenizer.json")
@@ -22,17 +21,8 @@ def start(config: Config, run_dir: Path) -> float | None:
         The metric that sweeps minimise: the held-out loss.
 
     Raises:
-        ConfigError: a setting turned out to be wrong before training; what was written for the run is gone again.
+        ConfigError: a setting turned out to be wrong before training.
     """
-    try:
-        return _train(config, run_dir)
-    except ConfigError:
-        if detect().rank == 0 and not (run_dir / "status.json").exists():
-            _discard(run_dir)
-        raise
-
-
-def _train(config: Config, run_dir: Path) -> float | None:
     _yield_to_others()
     from foundry.run import RunResult, run
 
@@ -55,7 +45,7 @@ def _yield_to_others() -> None:
         os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
-def _discard(run_dir: Path) -> None:
+def discard(run_dir: Path) -> None:
     """Remove what a run that never started has written, and folders left empty up to the working directory."""
     for name in _OURS:
         path = run_dir / name

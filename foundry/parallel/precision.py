@@ -64,7 +64,7 @@ class PrecisionPolicy:
         """
         if self.mode is PrecisionMode.pure_bf16:
             model.to(torch.bfloat16)
-            model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+            model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
         return model
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -181,7 +181,7 @@ def _local_grads(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook: floating-point arguments in bfloat16, everything else as it is."""
 
     def cast(value: Any) -> Any:

@@ -74,7 +74,7 @@ def parallelize(
         ConfigError: a strategy, policy or field that cannot act on this model or world.
         RanksDifferError: parameters or buffers that differ between ranks; the first is named.
     """
-    strategy = _resolve(config, world)
+    strategy = resolve_strategy(config, world.world_size)
     blocks = list(find_blocks(model))
     if (grad_checkpointing or torchcompile) and not blocks:
         key = "hparams.grad_checkpointing" if grad_checkpointing else "hparams.torchcompile"
@@ -95,20 +95,25 @@ def parallelize(
     return _wrap_fsdp(model, config, policy, world, strategy)
 
 
-def _resolve(config: Distributed, world: World) -> Strategy:
+def resolve_strategy(config: Distributed, world_size: int) -> Strategy:
+    """What will be done, never `auto`: on one process nothing, unless it offloads.
+
+    Raises:
+        ConfigError: the strategy does not fit the number of processes.
+    """
     strategy = config.strategy
     if strategy is Strategy.auto:
-        strategy = Strategy.none if world.world_size == 1 else Strategy.fsdp
-    if strategy is Strategy.none and world.world_size > 1:
-        message = f"is none but {world.world_size} processes were started: use ddp or fsdp, or start one"
+        strategy = Strategy.none if world_size == 1 else Strategy.fsdp
+    if strategy is Strategy.none and world_size > 1:
+        message = f"is none but {world_size} processes were started: use ddp or fsdp, or start one"
         raise ConfigError(Violation("distributed.strategy", message))
     if strategy is Strategy.hsdp:
         replicas = config.num_replicas if isinstance(config, HSDP) else HSDP().num_replicas
-        if world.world_size % replicas:
-            message = f"is {replicas} but must divide the number of processes, {world.world_size}"
+        if world_size % replicas:
+            message = f"is {replicas} but must divide the number of processes, {world_size}"
             raise ConfigError(Violation("distributed.num_replicas", message))
     offloads = isinstance(config, FSDP) and config.cpu_offload
-    return Strategy.none if world.world_size == 1 and not offloads else strategy
+    return Strategy.none if world_size == 1 and not offloads else strategy
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,101 @@
+"""What a forward pass keeps for the backward pass, counted on fake tensors."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from foundry.models.fsdp_block import find_blocks
+from foundry.training.protocols import Microbatch, Objective
+
+_Storages = dict[int, torch.UntypedStorage]
+
+
+def activation_bytes(
+    objective: Objective,
+    model: nn.Module,
+    microbatch: Microbatch,
+    *,
+    mode: FakeTensorMode,
+    autocast: AbstractContextManager[Any],
+    grad_checkpointing: bool,
+) -> int:
+    """Bytes that autograd saves in the forward pass of one microbatch, parameters and buffers left out.
+
+    With `grad_checkpointing`: what lies outside of blocks, what goes into them, and the largest block, recomputed. Or,
+    where that is more, the matrices of the blocks as autocast rounds them: it caches them until the pass ends.
+
+    Args:
+        objective: whose loss is computed.
+        model: of fake tensors; hooks stay on its blocks.
+        microbatch: real tensors.
+        mode: of the model's tensors.
+        autocast: around the forward pass.
+        grad_checkpointing: count as if each block were recomputed in the backward pass.
+    """
+    saved = _Saved(model)
+    # Outside of the mode: an objective may read `position`, and transformers looks at positions that it makes itself. A
+    # model's own constants are real, then, and as small as in training.
+    fakes = {name: t if name == "position" else mode.from_tensor(t) for name, t in microbatch.items()}
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), autocast:
+        objective.loss(model, fakes)
+    if not grad_checkpointing:
+        return _size(saved.outside | _union(saved.inside))
+    kept = saved.outside | saved.inputs
+    largest = max((_size({k: s for k, s in block.items() if k not in kept}) for block in saved.inside), default=0)
+    return _size(kept) + max(largest, saved.rounded_bytes)
+
+
+class _Saved:
+    """Storages that autograd saves, by the outermost block that computes them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        held = [*model.parameters(), *model.buffers()]
+        self._ignored = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in held}
+        self.outside: _Storages = {}
+        self.inputs: _Storages = {}
+        self.inside: list[_Storages] = []
+        self.rounded_bytes = 0
+        self._current, self._depth = self.outside, 0
+        for block in find_blocks(model):
+            block.register_forward_pre_hook(self._enter, with_kwargs=True)
+            block.register_forward_hook(self._leave)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """The hook of `saved_tensors_hooks`."""
+        self._add(tensor, self._current)
+        return tensor
+
+    def _add(self, tensor: Tensor, storages: _Storages) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._ignored:
+            storages[storage._cdata] = storage  # kept, so that its address is not used again
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._current = {}
+        self.inside.append(self._current)
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor):
+                self._add(value, self.inputs)
+        if torch.is_autocast_enabled("cpu"):
+            wide = [p for p in block.parameters() if p.ndim > 1 and p.dtype is torch.float32 and p.requires_grad]
+            self.rounded_bytes += sum(p.numel() for p in wide) * torch.get_autocast_dtype("cpu").itemsize
+
+    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._current = self.outside
+
+
+def _union(parts: list[_Storages]) -> _Storages:
+    return {key: storage for part in parts for key, storage in part.items()}
+
+
+def _size(storages: _Storages) -> int:
+    return sum(storage.nbytes() for storage in storages.values())

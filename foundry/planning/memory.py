@@ -1,0 +1,340 @@
+"""The memory of a run by part, known from shapes and types alone.
+
+What is sharded where follows `foundry.parallel.wrap`. Weights, gradients, optimizer state, averages and buffers are
+exact; what is in flight is FSDP2's by design, without its collectives' own buffers; activations are an estimate.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from foundry.config.build import build
+from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
+from foundry.config.precision import PrecisionMode
+from foundry.config.root import Config
+from foundry.models.fsdp_block import find_blocks
+from foundry.parallel.precision import PrecisionPolicy, cast_inputs
+from foundry.parallel.wrap import resolve_strategy
+from foundry.planning.activations import activation_bytes
+from foundry.planning.fake import FakeModel
+from foundry.training.protocols import Microbatch
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on rank 0, whose shards are the largest.
+
+    Attributes:
+        weights: parameters, or this rank's shards of them.
+        gathered: transient: whole weights of the FSDP2 units that compute or are fetched ahead.
+        gradients: at their peak; between two microbatches without a reduction FSDP2 keeps whole ones.
+        reducing: transient: gradients on their way through a reduction.
+        optimizer: the optimizers' state without scalars; None where they cannot step on fake tensors.
+        ema: averaged weights.
+        buffers: the model's.
+        activations_estimated: what the forward pass of one microbatch saves; None where it is not known.
+        host: how much of weights, gradients, optimizer and ema lies in host memory instead of the device's.
+        note: why something is None.
+    """
+
+    weights: int
+    gathered: int
+    gradients: int
+    reducing: int
+    optimizer: int | None
+    ema: int
+    buffers: int
+    activations_estimated: int | None
+    host: int
+    note: str | None
+
+    @property
+    def total(self) -> int:
+        """All that is known, in the device's memory at once; a bound, since not all peaks coincide."""
+        known = self.weights + self.gathered + self.gradients + self.reducing + self.ema + self.buffers
+        return known + (self.optimizer or 0) + (self.activations_estimated or 0) - self.host
+
+
+def memory_of(
+    config: Config, fake: FakeModel, *, world_size: int, microbatch: Microbatch | None, device_type: str
+) -> Memory:
+    """Say what a run needs on its fullest rank.
+
+    Args:
+        config: of the run.
+        fake: its model; left as it is.
+        world_size: ranks.
+        microbatch: real tensors of a microbatch's shapes; None: activations are not known.
+        device_type: "cuda" or "cpu"; on a CPU offloading moves nothing.
+
+    Raises:
+        ConfigError: the strategy does not fit the number of ranks, or the optimizer not the model.
+    """
+    policy = PrecisionPolicy(config.precision.mode)
+    model = _as_held(fake.model, policy)
+    layout = _layout(config.distributed, model, policy, world_size)
+    accumulates = config.hparams.global_batch_size > world_size * config.hparams.per_gpu_batch_size
+    state, optimizer_note = _optimizer_state(config, model)
+    activations, activations_note = _activations(config, model, fake.mode, policy, layout, microbatch)
+    shards, gradients = layout.parts(_num_bytes), layout.gradients(config.distributed.gradient_sync, accumulates)
+    optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
+    ema = layout.parts(lambda p: _FLOAT32_BYTES * p.numel() if config.hparams.ema_decay is not None else 0)
+    offloaded = shards[0] + layout.parts(_grad_bytes)[0] + optimizer[0] + ema[0]
+    notes = [note for note in (optimizer_note, activations_note) if note is not None]
+    return Memory(
+        weights=sum(shards),
+        gathered=layout.gathered(config.distributed.gradient_sync),
+        gradients=gradients,
+        reducing=layout.reducing(config.distributed.gradient_sync, accumulates),
+        optimizer=sum(optimizer) if optimizer_note is None else None,
+        ema=sum(ema),
+        buffers=sum(map(_num_bytes, model.buffers())),
+        activations_estimated=activations,
+        host=offloaded if layout.offloads and device_type != "cpu" else 0,
+        note="; ".join(notes) or None,
+    )
+
+
+def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
+    """Size of a checkpoint, written by all ranks together: weights, averages and the optimizers' state.
+
+    Args:
+        config: of the run.
+        fake: its model; left as it is.
+
+    Returns:
+        Bytes of the tensors, a tied one once; None where the optimizers cannot step on fake tensors.
+
+    Raises:
+        ConfigError: the optimizer does not fit the model.
+    """
+    model = _as_held(fake.model, PrecisionPolicy(config.precision.mode))
+    state, note = _optimizer_state(config, model)
+    if note is not None:
+        return None
+    weights = sum(map(_num_bytes, set(model.state_dict(keep_vars=True).values())))
+    ema = 0 if config.hparams.ema_decay is None else sum(_FLOAT32_BYTES * p.numel() for p in model.parameters())
+    return weights + ema + sum(state.values())
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Parameters that FSDP2 gathers and reduces together.
+
+    Attributes:
+        parameters: those that no inner unit has.
+        gather_dtype: of whole weights, and of gradients as they are computed; None: the parameter's own.
+        reduce_dtype: of gradients where they are summed; None: as they are computed.
+    """
+
+    parameters: list[nn.Parameter]
+    gather_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+
+    def gathered(self) -> int:
+        return sum(p.numel() * (self.gather_dtype or p.dtype).itemsize for p in self.parameters)
+
+    def computed(self) -> int:
+        return sum(p.numel() * (self.gather_dtype or p.dtype).itemsize for p in self.parameters if p.requires_grad)
+
+    def reduced(self) -> int:
+        dtype = self.reduce_dtype or self.gather_dtype
+        return sum(p.numel() * (dtype or p.dtype).itemsize for p in self.parameters if p.requires_grad)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a rank holds.
+
+    Attributes:
+        units: FSDP2's, the root last; empty where nothing is sharded.
+        whole: parameters that every rank holds whole.
+        num_shards: ranks among which a unit is divided.
+        keeps_gathered: units stay gathered from forward to backward.
+        prefetches: units are gathered while the one before computes.
+        offloads: shards live in host memory.
+        reduces_whole: gradients of `whole` are copied into one tensor and averaged at the end.
+    """
+
+    units: list[_Unit]
+    whole: list[nn.Parameter]
+    num_shards: int = 1
+    keeps_gathered: bool = False
+    prefetches: bool = False
+    offloads: bool = False
+    reduces_whole: bool = False
+
+    def parts(self, bytes_of: Callable[[nn.Parameter], int]) -> tuple[int, int]:
+        """Bytes of this rank's shards, and of what it holds whole, given those of whole parameters."""
+        shards = sum(bytes_of(p) * self._rows(p) // max(1, p.shape[0]) for unit in self.units for p in unit.parameters)
+        return shards, sum(map(bytes_of, self.whole))
+
+    def gathered(self, sync: GradientSync) -> int:
+        """Whole weights at once: the root and the blocks in flight, or everything where it is kept."""
+        if not self.units:
+            return 0
+        *blocks, root = [unit.gathered() for unit in self.units]
+        if self.keeps_gathered or sync is GradientSync.last_keep_params:
+            return sum(blocks) + root
+        pairs = [sum(pair) for pair in pairwise(blocks)] if self.prefetches else []
+        return root + max([*pairs, *blocks], default=0)
+
+    def gradients(self, sync: GradientSync, accumulates: bool) -> int:
+        """Gradients at their peak, before the window's last reduction where they are summed up whole."""
+        shards, whole = self.parts(_grad_bytes)
+        if not accumulates or sync is GradientSync.every:
+            return shards + whole
+        # Offloaded shards come into being next to the whole gradients; others take their place.
+        return whole + sum(unit.reduced() for unit in self.units) + (shards if self.offloads else 0)
+
+    def reducing(self, sync: GradientSync, accumulates: bool) -> int:
+        """A unit's gradients in the reduction's type, next to those just computed unless these are summed already."""
+        summed = accumulates and sync is not GradientSync.every
+        largest = max((unit.reduced() + (0 if summed else unit.computed()) for unit in self.units), default=0)
+        return max(largest, sum(map(_grad_bytes, self.whole)) if self.reduces_whole else 0)
+
+    def _rows(self, parameter: nn.Parameter) -> int:
+        return -(-parameter.shape[0] // self.num_shards)
+
+
+def _layout(config: Distributed, model: nn.Module, policy: PrecisionPolicy, world_size: int) -> _Layout:
+    """What `foundry.parallel.wrap` makes of a model."""
+    strategy = resolve_strategy(config, world_size)
+    if strategy is Strategy.none:
+        return _Layout([], list(model.parameters()))
+    if strategy is Strategy.ddp:
+        ddp = config if isinstance(config, DDP) else DDP()
+        if not ddp.shard_optimizer:
+            return _Layout([], list(model.parameters()), reduces_whole=not ddp.overlap_grad_reduce)
+        units, whole = _units(model, policy, blocks=ddp.overlap_grad_reduce)
+        return _Layout(units, whole, world_size, keeps_gathered=True, reduces_whole=True)
+    fsdp = config if isinstance(config, FSDP) else HSDP() if strategy is Strategy.hsdp else FSDP()
+    units, whole = _units(model, policy, blocks=True)
+    return _Layout(
+        units,
+        whole,
+        world_size // fsdp.num_replicas if isinstance(fsdp, HSDP) else world_size,
+        keeps_gathered=not fsdp.reshard_after_forward,
+        prefetches=fsdp.overlap_param_gather,
+        offloads=fsdp.cpu_offload,
+        reduces_whole=True,
+    )
+
+
+def _units(model: nn.Module, policy: PrecisionPolicy, *, blocks: bool) -> tuple[list[_Unit], list[nn.Parameter]]:
+    """FSDP2's units, the root last, and the parameters it leaves whole."""
+    modules = list(find_blocks(model)) if blocks else []
+    in_blocks = {parameter for module in modules for parameter in module.parameters()}
+    whole = [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
+    taken, units = set(whole), list[_Unit]()
+    for module in (*modules, model):
+        types = policy.fsdp_policy(root=module is model)
+        units.append(_Unit([p for p in module.parameters() if p not in taken], types.param_dtype, types.reduce_dtype))
+        taken.update(module.parameters())
+    return units, whole
+
+
+def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[nn.Parameter, int], str | None]:
+    """Bytes of state of each whole parameter after a step, scalars left out; or why that is not known."""
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    state: dict[nn.Parameter, int] = {}
+    optimizers = build(config.optimizer, model=model, lr=config.hparams.lr)
+    try:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                # Same state; not every fused kernel knows fake tensors.
+                group.update({"fused": False} if group.get("fused") else {})
+            optimizer.step()
+            for parameter, held in optimizer.state.items():
+                tensors = [value for value in held.values() if isinstance(value, Tensor) and value.ndim > 0]
+                state[parameter] = state.get(parameter, 0) + sum(map(_num_bytes, tensors))
+    except Exception as error:  # whatever a user's optimizer does with numbers that are not there
+        return {}, f"the optimizers cannot step on fake tensors ({_first_line(error)})"
+    return state, None
+
+
+def _activations(
+    config: Config,
+    model: nn.Module,
+    mode: FakeTensorMode,
+    policy: PrecisionPolicy,
+    layout: _Layout,
+    microbatch: Microbatch | None,
+) -> tuple[int | None, str | None]:
+    """Bytes of activations, or why they are not known; `model` holds the parameters of `layout`."""
+    if microbatch is None:
+        return None, "activations need a microbatch's shapes"
+    # FSDP2 hands over weights in the type it gathers them in, which autocast then need not copy.
+    gathered: dict[Tensor, torch.dtype | None] = {
+        p: unit.gather_dtype for unit in layout.units for p in unit.parameters
+    }
+    model = _retyped(model, lambda tensor: gathered.get(tensor) or tensor.dtype)
+    if policy.mode is PrecisionMode.pure_bf16:
+        model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    objective = build(config.objective)
+    try:
+        with _quiet():
+            size = activation_bytes(
+                objective,
+                model,
+                microbatch,
+                mode=mode,
+                autocast=policy.autocast(torch.device("cpu")),
+                grad_checkpointing=config.hparams.grad_checkpointing,
+            )
+    except Exception as error:  # a model may ask for numbers, or for a kernel that fake tensors do not have
+        return None, f"the model cannot run on fake tensors ({_first_line(error)})"
+    return size, None
+
+
+def _as_held(model: nn.Module, policy: PrecisionPolicy) -> nn.Module:
+    """A copy of a fake model in the types that `PrecisionPolicy.prepare` gives it."""
+    is_cast = policy.mode is PrecisionMode.pure_bf16
+    return _retyped(model, lambda t: torch.bfloat16 if is_cast and t.is_floating_point() else t.dtype)
+
+
+def _retyped(model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> nn.Module:
+    """A copy of a fake model in other types; `Module.to` cannot change fake tensors in place."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        data = parameter.detach().to(dtype_of(parameter), copy=True)
+        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to(dtype_of(buffer), copy=True)
+    retyped: nn.Module = copy.deepcopy(model, memo)
+    return retyped
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _grad_bytes(parameter: nn.Parameter) -> int:
+    return _num_bytes(parameter) if parameter.requires_grad else 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log of an operator that fails: the note says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _first_line(error: Exception) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -1,0 +1,142 @@
+"""A plan for people: schedule.csv, schedule.png and a table on the terminal."""
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from foundry.tracking.canvas import save_figure
+from foundry.tracking.figures import count, duration
+from foundry.tracking.schedule_figure import schedule_figure
+from foundry.training.events import Phase, PlannedUpdate
+
+CSV, PICTURE = "schedule.csv", "schedule.png"
+"""The files in a run directory."""
+
+_MEMORY_PARTS = {
+    "weights": "weights",
+    "gathered": "gathered weights (transient)",
+    "gradients": "gradients",
+    "reducing": "gradients in reduction (transient)",
+    "optimizer": "optimizer state",
+    "ema": "averaged weights",
+    "buffers": "buffers",
+    "activations_estimated": "activations (estimate)",
+}
+
+
+def write_csv(updates: Iterable[PlannedUpdate], folder: Path) -> Path:
+    """Write a row per update; numbers read back as the same floats."""
+    path = folder / CSV
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(item.name for item in fields(PlannedUpdate))
+        writer.writerows(asdict(update).values() for update in updates)
+    return path
+
+
+def write_picture(updates: Sequence[PlannedUpdate], phases: Sequence[Phase], folder: Path) -> Path:
+    """Draw learning rate, weight decay and batch size."""
+    path = folder / PICTURE
+    save_figure(schedule_figure(updates, phases), path)
+    return path
+
+
+def show(plan: Mapping[str, Any], console: Console) -> None:
+    """Print the plan."""
+    sections = (
+        ("Step", _step_rows(plan)),
+        ("Run", _run_rows(plan)),
+        ("Durations", [(key, text) for key, text in plan["durations"].items()]),
+        ("Schedule", _schedule_rows(plan)),
+        ("Batch size", _stage_rows(plan)),
+        ("Memory per rank", _memory_rows(plan)),
+        ("Initial weights: standard deviation", _initial_rows(plan)),
+    )
+    width = max(len(name) for _, rows in sections for name, _ in rows)
+    for title, rows in sections:
+        if rows:
+            console.print(title, style="bold")
+        for name, value in rows:
+            console.print(f"  [dim]{name:<{width}}[/dim]  {value}")
+
+
+def num_bytes(value: float) -> str:
+    """1234567890 as 1.15 GiB."""
+    for factor, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= factor:
+            return f"{value / factor:.4g} {suffix}"
+    return f"{value:.0f} B"
+
+
+def _step_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    size, tokens = plan["global_batch_size"], plan["tokens_per_step"]
+    ranks = f"{plan['world_size']} rank{'s' * (plan['world_size'] > 1)}"
+    made = f"{plan['per_gpu_batch_size']} per rank x {ranks} x {plan['accum_freq']} accumulated"
+    return [
+        ("ranks", f"{plan['world_size']} ({plan['strategy']}), {plan['precision']}, {plan['device']}"),
+        ("samples per step", f"{made} = {size}"),
+        *([] if tokens is None else [("tokens per step", f"{plan['tokens_per_sample']} x {size} = {tokens:,}")]),
+    ]
+
+
+def _run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("steps", f"{plan['total_steps']:,}"),
+        ("samples", f"{plan['total_samples']:,}"),
+        *([] if plan["total_tokens"] is None else [("tokens", f"{plan['total_tokens']:,}")]),
+        ("epochs", f"{plan['total_epochs']:.4g} of {plan['samples_per_epoch']:,} samples"),
+        ("steps per epoch", f"{plan['steps_per_epoch']:.6g}"),
+        ("parameters", f"{plan['parameters']:,} ({count(plan['parameters'])})"),
+    ]
+    if plan["trainable_parameters"] != plan["parameters"]:
+        rows.append(("trainable", f"{plan['trainable_parameters']:,}"))
+    if plan["checkpoint_bytes"] is not None:
+        rows.append(("checkpoint", num_bytes(plan["checkpoint_bytes"])))
+    if plan.get("run_seconds") is not None:
+        step = f"{plan['step_seconds']:.4g} s a step of {plan['global_batch_size']} samples"
+        rows.append(("run length", f"{duration(plan['run_seconds'])} at {step}"))
+    return rows
+
+
+def _schedule_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lr, decay = plan["lr"], plan["weight_decay"]
+    return [
+        *((p["name"], f"steps {p['first_step']:,} to {p['last_step']:,}") for p in plan["phases"]),
+        ("learning rate", f"first {lr['first']:.4g}, highest {lr['highest']:.4g}, last {lr['last']:.4g}"),
+        ("weight decay", f"first {decay['first']:.4g}, last {decay['last']:.4g}"),
+    ]
+
+
+def _stage_rows(plan: Mapping[str, Any], most: int = 12) -> list[tuple[str, str]]:
+    """Nothing for a constant size; the middle of a long ramp is left out."""
+    stages = plan["batch_stages"]
+    if len(stages) == 1:
+        return []
+    rows = [
+        (f"from step {s['first_step']:,}", f"{s['global_batch_size']} samples, {s['accum_freq']} accumulated")
+        for s in stages
+    ]
+    return rows if len(rows) <= most else [*rows[: most // 2], ("...", f"{len(rows) - most} more"), *rows[-most // 2 :]]
+
+
+def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The parts that there are, and their sum."""
+    memory = plan["memory"]
+    rows = [
+        (name, "not known" if memory[key] is None else num_bytes(memory[key]))
+        for key, name in _MEMORY_PARTS.items()
+        if memory[key] != 0
+    ]
+    if memory["host"]:
+        rows.append(("of these in host memory", num_bytes(memory["host"])))
+    if memory["note"] is not None:
+        rows.append(("note", memory["note"]))
+    return [*rows, ("at most, together", num_bytes(memory["total"]))]
+
+
+def _initial_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name, "not known" if std is None else f"{std:.6g}") for name, std in plan["initial_std"].items()]

@@ -1,0 +1,167 @@
+"""What ranks really hold, byte for byte, is what was planned."""
+
+import pytest
+from harness import spawn
+from hydra import compose, initialize_config_dir
+
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.root import to_config
+
+pytestmark = pytest.mark.distributed
+
+# No size divides by the number of ranks, and there are more ranks than rows somewhere.
+MODEL = ["model.vocab_size=61", "model.hidden_size=6", "model.intermediate_size=7", "model.num_layers=3"]
+HEADS = ["model.num_heads=3", "model.num_kv_heads=1", "data.vocab_size=300", "data.seq_len=5"]
+BATCH = ["hparams.per_gpu_batch_size=2", "hparams.ema_decay=0.9"]
+
+
+def configure(world_size, *overrides):
+    """Two microbatches a step on each rank."""
+    install()
+    batch = [f"hparams.global_batch_size={4 * world_size}", f"distributed.nproc_per_node={world_size}"]
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return to_config(compose(CONFIG_NAME, [*MODEL, *HEADS, *BATCH, *batch, *overrides]))
+
+
+def plan(config, world_size):
+    from foundry.config.build import build
+    from foundry.planning.fake import build_fake
+    from foundry.planning.memory import memory_of
+
+    fake = build_fake(lambda: build(config.model))
+    return memory_of(config, fake, world_size=world_size, microbatch=None, device_type="cuda")
+
+
+def measure(world, configs):
+    """The bytes that this rank holds in a step of each configuration."""
+    return [_measure_one(world, config) for config in configs]
+
+
+def _measure_one(world, config):
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from foundry.config.build import build
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.wrap import parallelize
+    from foundry.training.ema import WeightAverage
+
+    torch.manual_seed(0)
+    policy = PrecisionPolicy(config.precision.mode)
+    parallel = parallelize(
+        policy.prepare(build(config.model)),
+        config.distributed,
+        policy,
+        world,
+        grad_checkpointing=False,
+        torchcompile=False,
+    )
+    ema = WeightAverage(parallel.inner, config.hparams.ema_decay)
+    optimizers = build(config.optimizer, model=parallel.model, lr=config.hparams.lr)
+    objective = build(config.objective)
+    tokens = torch.randint(61, (2, 5))
+    gradients, gathered = [], 0
+    for last in (False, True):
+        with parallel.sync.microbatch(first=not last, last=last):
+            with policy.autocast(world.device):
+                loss = objective.loss(parallel.model, {"tokens": tokens, "targets": tokens, "position": tokens[:, 0]})
+            loss.loss.backward()
+        if not last:
+            gathered = num_bytes(_gathered(parallel.model))
+        gradients.append(num_bytes(_held_gradients(parallel.model)))
+    parallel.sync.finish()
+    for optimizer in optimizers:
+        optimizer.step()
+    parameters, grads, averages = list(parallel.model.parameters()), _grads(parallel.model), list(ema.average.values())
+    states = [
+        t for o in optimizers for held in o.state.values() for t in held.values() if torch.is_tensor(t) and t.ndim
+    ]
+    sharded = [t for t in (*parameters, *grads, *averages, *states) if isinstance(t, DTensor)]
+    return {
+        "weights": num_bytes(parameters),
+        "gradients": max(*gradients, num_bytes(grads)),
+        "optimizer": num_bytes(states),
+        "ema": num_bytes(averages),
+        "sharded": num_bytes(sharded),
+        "gathered": gathered,
+    }
+
+
+def num_bytes(tensors):
+    from torch.distributed.tensor import DTensor
+
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def _grads(model):
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _fsdp_params(model):
+    from torch.distributed.fsdp import FSDPModule
+
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    return [param for group in groups if group is not None for param in group.fsdp_params]
+
+
+def _held_gradients(model):
+    """All gradients between two microbatches: those of parameters, and the whole ones that FSDP2 sums up."""
+    whole = [param.unsharded_accumulated_grad for param in _fsdp_params(model)]
+    whole += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in _fsdp_params(model)]
+    return list({id(grad): grad for grad in (*_grads(model), *whole) if grad is not None}.values())
+
+
+def _gathered(model):
+    """Whole weights that have storage now."""
+    whole = [param._unsharded_param for param in _fsdp_params(model)]
+    return [tensor for tensor in whole if tensor.untyped_storage().nbytes() > 0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (1, ["", "optimizer=adamw precision=pure_bf16"]),
+        (
+            2,
+            [
+                "distributed=ddp optimizer=adamw",
+                "distributed=ddp distributed.overlap_grad_reduce=false optimizer=sgd",
+                "distributed=ddp distributed.shard_optimizer=true optimizer=adamw",
+                "distributed=ddp distributed.shard_optimizer=true distributed.overlap_grad_reduce=false",
+                "distributed=fsdp",
+                "distributed=fsdp optimizer=adamw distributed.gradient_sync=every",
+                "distributed=fsdp optimizer=adamw precision=pure_bf16",
+                "distributed=fsdp optimizer=sgd precision=fp32 distributed.gradient_sync=last_keep_params",
+            ],
+        ),
+        (
+            4,
+            [
+                "distributed=hsdp optimizer=adamw",
+                "distributed=hsdp distributed.gradient_sync=every",
+                "distributed=fsdp",
+            ],
+        ),
+    ],
+    ids=["one", "two", "four"],
+)
+def test_ranks_hold_what_was_planned(world_size, cases):
+    configs = [configure(world_size, *case.split()) for case in cases]
+    measured = spawn(measure, world_size, configs)[0]
+    for case, config, found in zip(cases, configs, measured, strict=True):
+        planned = plan(config, world_size)
+        for part in ("weights", "gradients", "optimizer", "ema"):
+            assert found[part] == getattr(planned, part), (case, part)
+        if "shard_optimizer" in case or "last_keep_params" in case:
+            assert found["gathered"] == planned.gathered, case
+
+
+def test_offloaded_bytes():
+    """What is sharded goes to the host, and nothing else."""
+    config = configure(2, "distributed=fsdp", "distributed.cpu_offload=true", "distributed.gradient_sync=every")
+    found, planned = spawn(measure, 2, [config])[0][0], plan(config, 2)
+    assert planned.host == found["sharded"]
+    assert planned.weights + planned.gradients + planned.optimizer + planned.ema == sum(
+        found[part] for part in ("weights", "gradients", "optimizer", "ema")
+    )

@@ -1,0 +1,106 @@
+"""`python -m foundry.plan` as a person types it, and that a run does what was planned."""
+
+import csv
+import json
+
+import pytest
+from terminal import TINY_DIT, TINY_LM, Shell
+
+pytestmark = pytest.mark.slow
+
+FULL = ["hparams.max_steps=40", "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=2"]
+RAMP = "hparams.batch_ramp={start: 4, increment: 4, over_samples: 100}"
+STAGES = "hparams.batch_schedule='0:8 100:12 240:16'"
+WSD = ["scheduler=wsd", "scheduler.decay=10", "scheduler.start_weight_decay=0.01", "scheduler.end_weight_decay=0.1"]
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def rows(run_dir):
+    with (run_dir / "schedule.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def logged(run_dir):
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "samples", "global_batch_size", "lr", "weight_decay")
+    return [{name: record[name] for name in names} for record in records if "loss" in record]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([*TINY_LM, *FULL], id="constant batch, cosine"),
+        pytest.param(
+            [*TINY_LM, *FULL, RAMP, *WSD, "scheduler.weight_decay_incr_style=cosine"],
+            id="ramp, wsd, rising weight decay",
+        ),
+        pytest.param(
+            [*TINY_DIT, *FULL, STAGES, "scheduler=linear", "scheduler.evaluate_at=start"],
+            id="batch schedule, linear, read at the start",
+        ),
+        pytest.param(
+            [*TINY_LM, *FULL, "hparams.batch_ramp={start: 8, increment: 8, over_samples: 160}", "distributed=fsdp",
+             "distributed.nproc_per_node=2", "scheduler=inverse_square_root"],
+            id="two processes, ramp, inverse square root",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_logs_what_was_planned_row_by_row(shell, words):
+    words = [*words, "tracking.log_every_n_steps=1", "tracking.mlflow=false", "evaluation.write_samples=false"]
+    shell.run(*words, "hydra.run.dir=plan", module="foundry.plan")
+    shell.run(*words, "hydra.run.dir=run")
+    planned = rows(shell.cwd / "plan")
+    assert len(planned) == 40
+    assert logged(shell.cwd / "run") == planned
+    plan, ran = read(shell.cwd / "plan" / "plan.json"), read(shell.cwd / "run" / "plan.json")
+    assert {name: plan[name] for name in ran} == ran
+    assert planned[-1]["samples"] == ran["total_samples"] == sum(row["global_batch_size"] for row in planned)
+
+
+def test_every_nth_row_and_the_length_of_the_run(shell, lm):
+    run_dir, _, _ = lm
+    words = [*TINY_LM, *FULL, "plan.every=8", f"plan.measured={run_dir}", "hydra.run.dir=plan"]
+    stdout, _ = shell.run(*words, module="foundry.plan")
+    assert [row["step"] for row in rows(shell.cwd / "plan")] == [8, 16, 24, 32, 40]
+    plan = read(shell.cwd / "plan" / "plan.json")
+    assert plan["run_seconds"] == plan["step_seconds"] * 40 > 0
+    assert (shell.cwd / "plan" / "schedule.png").read_bytes().startswith(b"\x89PNG\r\n")
+    for said in (
+        "run length",
+        "samples per step",
+        "2 per rank x 1 rank x 8 accumulated = 16",
+        "activations (estimate)",
+    ):
+        assert said in stdout
+    assert "1.0 = 40 steps = 640 samples" in stdout
+    assert not (shell.cwd / "plan" / "status.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan.evry=2"], "plan.evry: is no option; did you mean every?"),
+        (["plan.every=0"], "plan.every: is 0 but must be at least 1"),
+        (["hparams.lr=-1"], "hparams.lr: is -1 but must be above 0"),
+        (
+            ["plan.measured=.", "hydra.run.dir=plan"],
+            "plan.measured: is ., but no metrics.jsonl in it logs several steps",
+        ),
+    ],
+)
+def test_mistakes_in_a_plan(tmp_path, cache, words, said):
+    _, stderr = Shell(tmp_path, cache).run(*TINY_LM, *words, module="foundry.plan", code=2)
+    assert said in stderr
+    assert "Traceback" not in stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
+
+
+def test_a_plan_never_overwrites_a_run(lm, cache):
+    run_dir, _, _ = lm
+    before = (run_dir / "plan.json").read_text()
+    _, stderr = Shell(run_dir.parent, cache).run(*TINY_LM, "hydra.run.dir=run", module="foundry.plan", code=2)
+    assert "hydra.run.dir: is " in stderr
+    assert (run_dir / "plan.json").read_text() == before

@@ -1,0 +1,246 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from foundry.config.build import build
+from foundry.config.distributed import GradientSync
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.precision import PrecisionMode
+from foundry.models.fsdp_block import find_blocks
+from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.process_group import World
+from foundry.parallel.wrap import parallelize
+from foundry.planning.fake import build_fake
+from foundry.planning.memory import checkpoint_bytes, memory_of
+
+LLAMA_70B = [
+    "model.vocab_size=128256",
+    "model.hidden_size=8192",
+    "model.intermediate_size=28672",
+    "model.num_layers=80",
+    "model.num_heads=64",
+    "model.num_kv_heads=8",
+    "model.max_seq_len=8192",
+    "hparams.per_gpu_batch_size=1",
+    "hparams.global_batch_size=512",
+    "hparams.grad_checkpointing=true",
+    "optimizer=adamw",
+    "distributed=fsdp",
+]
+SMALL = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=2", "optimizer=adamw"]
+
+
+def microbatch_of(config, *, seq_len=256):
+    batch = config.hparams.per_gpu_batch_size
+    position = torch.arange(batch)
+    if config.hparams.loss_function == "mse":
+        return {"images": torch.zeros(batch, 1, 8, 8), "labels": position % 10, "position": position}
+    tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
+    return {"tokens": tokens, "targets": tokens.clone(), "position": position}
+
+
+def plan(config, *, world_size=1, microbatch=None, device_type="cuda"):
+    fake = build_fake(lambda: build(config.model))
+    return memory_of(config, fake, world_size=world_size, microbatch=microbatch, device_type=device_type)
+
+
+class Storages:
+    """Bytes of the storages that autograd really saves, each once, those of `left_out` not."""
+
+    def __init__(self, left_out):
+        self._left_out = {tensor.untyped_storage().data_ptr() for tensor in left_out}
+        self._found = {}
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._left_out:
+            self._found[storage.data_ptr()] = storage
+        return tensor
+
+    def __enter__(self):
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._hooks.__exit__(*error)
+
+    @property
+    def num_bytes(self):
+        return sum(storage.nbytes() for storage in self._found.values())
+
+
+def saved_by_forward(config, microbatch, *, grad_checkpointing):
+    """What a real forward pass saves; with checkpointing also what a block alone saves beyond its inputs.
+
+    Or all matrices of blocks in autocast's type, where these are more.
+    """
+    world, policy = World(0, 0, 1, 1, torch.device("cpu")), PrecisionPolicy(config.precision.mode)
+    torch.manual_seed(0)
+    model = policy.prepare(build(config.model))
+    block = next(find_blocks(model))
+    block_forward, calls = block.forward, []
+    block.register_forward_pre_hook(lambda module, *call: calls.append(call), with_kwargs=True)
+    model = parallelize(
+        model, config.distributed, policy, world, grad_checkpointing=grad_checkpointing, torchcompile=False
+    ).model
+    with Storages(model.parameters()) as saved, policy.autocast(world.device):
+        build(config.objective).loss(model, microbatch)
+    if not grad_checkpointing:
+        return saved.num_bytes
+    args, kwargs = calls[0]
+    inputs = [value for value in tree_leaves(calls[0]) if isinstance(value, torch.Tensor)]
+    for tensor in inputs:
+        saved.add(tensor)  # checkpoint holds keyword arguments without telling autograd
+    with Storages([*model.parameters(), *inputs]) as recomputed, policy.autocast(world.device):
+        block_forward(*args, **kwargs)
+    matrices = sum(p.numel() for block in find_blocks(model) for p in block.parameters() if p.ndim > 1)
+    rounded = 2 * matrices if config.precision.mode is PrecisionMode.amp_bfloat16 else 0
+    return saved.num_bytes + max(recomputed.num_bytes, rounded)
+
+
+@pytest.mark.parametrize("grad_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer=adamw",),
+        ("optimizer=adamw", "precision=pure_bf16", "hparams.z_loss_coefficient=1e-3", "model.tie_embeddings=true"),
+        ("optimizer=adamw", "model=hf_llama", "precision=fp32"),
+        ("hparams=diffusion",),
+        ("hparams=diffusion", "precision=amp_bfloat16"),
+    ],
+    ids=" ".join,
+)
+def test_activations_are_what_autograd_saves(configure, overrides, grad_checkpointing):
+    config = configure(*overrides, f"hparams.grad_checkpointing={grad_checkpointing}", "hparams.per_gpu_batch_size=2")
+    microbatch = microbatch_of(config, seq_len=48)
+    planned = plan(config, microbatch=microbatch)
+    assert planned.note is None
+    expected = saved_by_forward(config, microbatch, grad_checkpointing=grad_checkpointing)
+    assert planned.activations_estimated == expected
+
+
+def test_sharded_weights_need_no_rounded_copies(configure):
+    """FSDP2 gathers blocks in the compute type: autocast's copies of their matrices do not exist."""
+    config = configure(*SMALL, "hparams.global_batch_size=16")
+    microbatch = microbatch_of(config)
+    alone = plan(config, microbatch=microbatch).activations_estimated
+    sharded = plan(config, world_size=2, microbatch=microbatch).activations_estimated
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 48)
+    assert alone - sharded == 2 * matrices
+
+
+def test_offloaded_parts_leave_the_device(configure):
+    config = configure(*SMALL, "distributed=fsdp", "distributed.cpu_offload=true", "hparams.ema_decay=0.9")
+    on_gpu, on_cpu = plan(config), plan(config, device_type="cpu")
+    parts = on_gpu.weights + on_gpu.gradients + on_gpu.optimizer + on_gpu.ema
+    norms = 2 * 2 * 32 * 4 * 5  # five fp32 numbers for each norm weight of a block, which stay on the device
+    assert on_gpu.host > 0
+    assert on_cpu.host == 0
+    assert on_cpu.total - on_gpu.total == on_gpu.host
+    whole_gradients = on_gpu.gradients - sum(p.numel() * 4 for p in build(config.model).parameters())
+    assert parts - whole_gradients - norms == on_gpu.host
+
+
+def test_what_does_not_run_on_fakes_is_said(configure):
+    class Reading(nn.Linear):
+        def forward(self, tokens, targets):
+            return super().forward(tokens.float()) if bool((tokens > 0).any()) else tokens
+
+    config = configure(*SMALL)
+    fake = build_fake(lambda: Reading(4, 4))
+    memory = memory_of(config, fake, world_size=1, microbatch=microbatch_of(config, seq_len=4), device_type="cuda")
+    assert memory.activations_estimated is None
+    assert memory.note.startswith("the model cannot run on fake tensors (DataDependentOutputException")
+    assert memory.total == 16 * (4 * 4 + 4)
+
+    config = replace(config, optimizer={"_target_": f"{__name__}.adafactor"})
+    memory = memory_of(config, fake, world_size=1, microbatch=None, device_type="cuda")
+    assert memory.optimizer is None
+    assert memory.note.startswith("the optimizers cannot step on fake tensors (DataDependentOutputException")
+    assert memory.note.endswith("activations need a microbatch's shapes")
+    assert checkpoint_bytes(config, fake) is None
+
+
+def adafactor(*, model, lr):
+    return [torch.optim.Adafactor(model.parameters(), lr=lr)]
+
+
+def amsgrad(*, model, lr):
+    return [torch.optim.AdamW(model.parameters(), lr=lr, amsgrad=True)]
+
+
+def refusing(*, model, lr):
+    raise ConfigError(Violation("optimizer", "takes other models"))
+
+
+def test_a_users_optimizer_counts(configure):
+    config = replace(configure(*SMALL), optimizer={"_target_": f"{__name__}.amsgrad"})
+    for world_size in (1, 3):
+        memory = plan(config, world_size=world_size)
+        assert memory.optimizer == 3 * memory.weights
+
+
+def test_a_mistake_in_the_optimizer_is_no_note(configure):
+    config = replace(configure(*SMALL), optimizer={"_target_": f"{__name__}.refusing"})
+    with pytest.raises(ConfigError, match="optimizer: takes other models"):
+        plan(config)
+
+
+def test_checkpoint_holds_weights_averages_and_state(configure):
+    words = (*SMALL, "model.tie_embeddings=true")
+    parameters = sum(parameter.numel() for parameter in build(configure(*words).model).parameters())
+
+    def size(*overrides):
+        config = configure(*words, *overrides)
+        return checkpoint_bytes(config, build_fake(lambda: build(config.model)))
+
+    assert size() == parameters * 12
+    assert size("hparams.ema_decay=0.9") == parameters * 16
+    assert size("precision=pure_bf16", "hparams.ema_decay=0.9") == parameters * 10
+    assert size("optimizer=sgd") == parameters * 8
+
+
+def test_the_model_is_left_as_it_is(configure):
+    config = configure(*SMALL, "precision=pure_bf16")
+    fake = build_fake(lambda: build(config.model))
+    before = {name: (id(p), p.dtype) for name, p in fake.model.named_parameters()}
+    microbatch = microbatch_of(config, seq_len=8)
+    first = memory_of(config, fake, world_size=2, microbatch=microbatch, device_type="cuda")
+    assert {name: (id(p), p.dtype) for name, p in fake.model.named_parameters()} == before
+    assert all(parameter.grad is None for parameter in fake.model.parameters())
+    assert first == memory_of(config, fake, world_size=2, microbatch=microbatch, device_type="cuda")
+
+
+def test_a_wrong_world_is_refused(configure):
+    config = configure(*SMALL, "distributed=none")
+    with pytest.raises(ConfigError, match=r"distributed\.strategy: is none but 2 processes"):
+        plan(config, world_size=2)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_seventy_billion_parameters(configure):
+    config = configure(*LLAMA_70B)
+    before = resident_bytes()
+    memory = plan(config, world_size=256, microbatch=microbatch_of(config, seq_len=8192))
+    assert resident_bytes() - before < 1e9
+    block = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672
+    norms, root = 2 * 80 * 8192, 2 * 128256 * 8192 + 8192
+    sharded = (80 * block + root) // 256
+    assert sharded * 256 + norms == 70_553_706_496
+    assert memory.weights == 4 * (sharded + norms)
+    assert memory.optimizer == 2 * memory.weights
+    assert memory.gradients == 4 * 70_553_706_496
+    assert memory.gathered == 4 * root + 2 * 2 * block
+    assert memory.reducing == 4 * root
+    assert memory.activations_estimated > 80 * 8192 * 8192 * 2
+    assert memory.note is None
+    every = replace(config, distributed=replace(config.distributed, gradient_sync=GradientSync.every))
+    assert plan(every, world_size=256).gradients == memory.weights
