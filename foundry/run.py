@@ -192,7 +192,7 @@ def _assemble(
             max_samples=config.evaluation.max_samples,
             samples_dir=run_dir / "plots" if config.evaluation.write_samples else None,
         ),
-        save=_saver(config, config_hash, parallel, ema, run_dir, world),
+        save=_saver(config, config_hash, parallel, ema, schedule, run_dir, world),
         ema=ema,
     )
     return trainer, plan
@@ -240,14 +240,25 @@ def build_schedule(config: Config, budget: Budget) -> Schedule:
 
 
 def _saver(
-    config: Config, config_hash: str, parallel: Parallel, ema: WeightAverage | None, run_dir: Path, world: World
+    config: Config,
+    config_hash: str,
+    parallel: Parallel,
+    ema: WeightAverage | None,
+    schedule: Schedule,
+    run_dir: Path,
+    world: World,
 ) -> Callable[[Progress], Path] | None:
     """What writes a checkpoint, where one is wanted."""
     if not config.checkpoint.save_final:
         return None
 
     def save_now(progress: Progress) -> Path:
-        manifest = {"samples": progress.samples, "tokens": progress.tokens, "config_hash": config_hash}
+        manifest = {
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "config_hash": config_hash,
+            "schedule": schedule.state_dict(),
+        }
         return save(run_dir, progress.steps, model=parallel.model, ema=ema, manifest=manifest, world=world)
 
     return save_now

@@ -93,7 +93,8 @@ class BatchSizes:
             raise ValueError(f"{text!r} starts at {pairs[0][0]} samples; the first threshold must be 0")
         for (earlier, _), (later, _) in pairwise(pairs):
             if earlier == later:
-                raise ValueError(f"{text!r} has two sizes from {later} samples on")
+                unit = f" (of {tokens_per_sample} tokens each)" if tokens_per_sample else ""
+                raise ValueError(f"{text!r} has two sizes from {later} samples{unit} on")
         return cls(pairs)
 
     def rounded(self, multiple: int) -> Self:

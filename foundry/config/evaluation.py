@@ -11,7 +11,10 @@ class Evaluation:
     """Held-out loss and samples during the run and at its end."""
 
     interval: str | None = setting(
-        "0.25", "duration between evaluations; null: only at the end", parse=Duration.parse, source="val_check_interval"
+        "0.25",
+        "duration between evaluations; null: only at the end",
+        parse=Duration.parse_positive,
+        source="val_check_interval",
     )
     max_samples: int | None = setting(
         None, "held-out samples per evaluation, the same on any number of ranks; null: all", ge=1

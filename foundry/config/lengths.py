@@ -92,12 +92,13 @@ def _check_phases(scheduler: Scheduler, phases: Phases, budget: Budget) -> Itera
     whole = sizes.steps_at(horizon)
     # 0.2 and 0.8 of 3 samples sum to 3.0000000000000004.
     if warmup + decay > horizon * (1 + 1e-12) or (warmup == horizon and decay == 0 and whole > 1):
-        said = f"warm-up of {sizes.steps_at(warmup):g} steps"
+        said, verb = f"warm-up of {sizes.steps_at(warmup):g} steps", "does"
         if phases.decay is not None:
             length = whole - sizes.steps_at(max(0.0, horizon - decay))
-            said += f" and decay of {length:g} steps (scheduler.decay={getattr(scheduler, 'decay', '')})"
+            said, verb = said + " and a", "do"
+            said += f" decay of {length:g} steps (scheduler.decay={getattr(scheduler, 'decay', '')})"
         yield Violation(
             "scheduler.warmup",
-            f"is {scheduler.warmup}: a {said} do not fit into the {whole:g} steps of the schedule; "
+            f"is {scheduler.warmup}: a {said} {verb} not fit into the {whole:g} steps of the schedule; "
             f"shorten them, or give a fraction such as 0.05",
         )

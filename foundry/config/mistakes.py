@@ -4,7 +4,7 @@ import copy
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
@@ -133,10 +133,22 @@ def _explain(repo: IConfigRepository, config: DictConfig, override: Override, me
     key = override.key_or_group
     if override.is_delete():
         return Violation(key, "cannot be removed; give it another value, or null where it may have none")
-    if isinstance(override.value(), dict) and OmegaConf.select(config, key) is not None:
+    node = OmegaConf.select(config, key)
+    if isinstance(override.value(), dict) and isinstance(node, DictConfig):
+        if OmegaConf.get_type(node) is not dict:
+            return _explain_mapping(key, override, node, message)
         return Violation(key, f"has no such keys yet; to add them write +{override.input_line}")
     if "not in" in message or "does not exist" in message:
         return Violation(key, _unknown_key(repo, config, key))
+    return explain_value(override, message)
+
+
+def _explain_mapping(key: str, override: Override, node: DictConfig, message: str) -> Violation:
+    """What is wrong with a mapping given to a schema."""
+    given, names = cast(dict[Any, Any], override.value()), [str(name) for name in node]
+    unknown = [str(name) for name in given if str(name) not in names]
+    if unknown:
+        return Violation(f"{key}.{unknown[0]}", f"is no key of {key}{nearest(unknown[0], names)}")
     return explain_value(override, message)
 
 

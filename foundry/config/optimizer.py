@@ -2,13 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from foundry.config.errors import Violation
+from foundry.config.errors import Violation, nearest
 from foundry.config.setting import check_fields, setting
-
-ROLES = ("embeddings", "head")
-"""Names of parameter groups that need no pattern: token embeddings, and the matrix that makes predictions of states."""
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -19,16 +17,44 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamGroup:
-    """Parameters with a learning rate or weight decay of their own."""
+class Multipliers:
+    """A learning rate and weight decay of some parameters' own, as factors on everybody's."""
 
-    match: str | None = setting(
-        None, "regular expression found in parameter names; null for the groups `embeddings` and `head`", parse=_pattern
-    )
     lr_mult: float = setting(1.0, "factor on the learning rate, from warm-up to floor", ge=0)
     wd_mult: float | None = setting(
         None, "factor on the weight decay; null: 1 for matrices, 0 for biases, norms and other vectors", ge=0
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched(Multipliers):
+    """Parameters chosen by their names."""
+
+    match: str = setting("", "regular expression found in parameter names", parse=_pattern)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroups:
+    """Parameters that learn at another rate than the rest."""
+
+    embeddings: Multipliers = field(default_factory=Multipliers)
+    head: Multipliers = field(default_factory=Multipliers)
+    patterns: dict[str, Any] = setting(
+        dict, "more groups: name to a mapping of match (a regular expression), lr_mult and wd_mult"
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Say which patterns cannot be read."""
+        for name, mapping in self.patterns.items():
+            key, names = f"optimizer.groups.patterns.{name}", [item.name for item in fields(Matched)]
+            if not isinstance(mapping, dict) or "match" not in mapping:
+                yield Violation(key, f"is {mapping} but must be a mapping such as {{match: norm, lr_mult: 0.5}}")
+            elif unknown := [word for word in mapping if word not in names]:
+                yield Violation(f"{key}.{unknown[0]}", f"is no key of a group{nearest(str(unknown[0]), names)}")
+            elif wrong := [word for word in ("lr_mult", "wd_mult") if isinstance(mapping.get(word, 0), (str, bool))]:
+                yield Violation(f"{key}.{wrong[0]}", f"is {mapping[wrong[0]]} but must be a number")
+            else:
+                yield from check_fields(Matched(**mapping), key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +65,11 @@ class Optimizer:
     weight_decay: float = setting(
         0.01, "weight decay of matrices; biases, norms and other vectors are exempt", ge=0, source="wd"
     )
-    groups: dict[str, ParamGroup] = setting(
-        dict,
-        "parameters with multipliers of their own, by name: embeddings, head, or any with a match",
-        source="decoupled_lr, apply_wd_to_qk_layernorm",
-    )
+    groups: ParamGroups = field(default_factory=ParamGroups)
 
     def check(self) -> Iterator[Violation]:
-        """Say which groups do not say whom they hold, or are out of bounds."""
-        for name, group in self.groups.items():
-            key = f"optimizer.groups.{name}"
-            yield from check_fields(group, key)
-            if (group.match is None) != (name in ROLES):
-                remedy = "leave it out" if name in ROLES else f"give a regular expression, or use {' or '.join(ROLES)}"
-                yield Violation(f"{key}.match", f"is {'null' if group.match is None else group.match}; {remedy}")
+        """Say which groups of parameters cannot be read."""
+        yield from self.groups.check()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.models.fsdp_block import find_blocks
 from foundry.optim.muon import Muon
 
-Groups = Mapping[str, Mapping[str, Any]]
+Groups = Mapping[str, Any]
 
 
 @runtime_checkable
@@ -114,7 +114,7 @@ def param_groups(
     Args:
         model: as it was wrapped.
         weight_decay: of the parameters with a factor of one.
-        groups: by name, the fields of `foundry.config.optimizer.ParamGroup`.
+        groups: the fields of `foundry.config.optimizer.ParamGroups`.
         only: leave out all others; None: take all.
 
     Raises:
@@ -125,7 +125,9 @@ def param_groups(
     for parameter in model.parameters():
         if parameter.requires_grad and (only is None or parameter in only):
             group = chosen.get(parameter)
-            lr_mult, wd_mult = (1.0, None) if group is None else (float(group["lr_mult"]), group["wd_mult"])
+            lr_mult, wd_mult = (
+                (1.0, None) if group is None else (float(group.get("lr_mult", 1.0)), group.get("wd_mult"))
+            )
             if wd_mult is None:
                 wd_mult = 0.0 if parameter.ndim < 2 else 1.0
             members.setdefault((lr_mult, float(wd_mult), isinstance(parameter, DTensor)), []).append(parameter)
@@ -144,17 +146,17 @@ def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float
                 group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
-def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Any]:
-    """The group of each parameter that has one."""
-    chosen: dict[nn.Parameter, tuple[str, Any]] = {}
-    for name, group in groups.items():
-        found = _members(model, name, group["match"])
+def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Mapping[str, Any]]:
+    """The group of each parameter that has one; embeddings and head left at their defaults are none."""
+    named = {
+        **{name: groups[name] for name in ("embeddings", "head") if not _is_neutral(groups.get(name, {}))},
+        **{f"patterns.{name}": group for name, group in groups.get("patterns", {}).items()},
+    }
+    chosen: dict[nn.Parameter, tuple[str, Mapping[str, Any]]] = {}
+    for name, group in named.items():
+        found, match = _members(model, name, group.get("match")), group.get("match")
         if not found:
-            whom = (
-                f"no trainable parameter matches {group['match']!r}"
-                if group["match"]
-                else f"the model has no {name} apart"
-            )
+            whom = f"no trainable parameter matches {match!r}" if match else f"the model has no {name} apart"
             raise ConfigError(Violation(f"optimizer.groups.{name}", f"is given but {whom}"))
         for parameter_name, parameter in found:
             if parameter in chosen:
@@ -162,6 +164,10 @@ def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Any]:
                 raise ConfigError(Violation(f"optimizer.groups.{name}", f"and {other} both hold {parameter_name}"))
             chosen[parameter] = name, group
     return {parameter: group for parameter, (_, group) in chosen.items()}
+
+
+def _is_neutral(group: Mapping[str, Any]) -> bool:
+    return group.get("lr_mult", 1.0) == 1.0 and group.get("wd_mult") is None
 
 
 def _members(model: nn.Module, name: str, match: str | None) -> list[tuple[str, nn.Parameter]]:

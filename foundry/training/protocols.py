@@ -97,6 +97,10 @@ class Schedule(Protocol):
         """The weight decay of that update; None: what the optimizer was given."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it is made of, as plain JSON, so that a resumed run can tell whether it still follows the same."""
+        ...
+
 
 class Synchroniser(Protocol):
     """When gradients are reduced over ranks, for whatever the model has become."""

@@ -5,6 +5,11 @@ import sys
 
 import pytest
 
+
+def ramp(start, increment, over_samples):
+    return f"hparams.batch_ramp={{start: {start}, increment: {increment}, over_samples: {over_samples}}}"
+
+
 # (words, mistakes, what the answer must contain)
 CASES = [
     (["hparams.leer=1e-3"], 1, "did you mean hparams.lr?"),
@@ -34,8 +39,29 @@ CASES = [
     (["scheduler.warmup=1.5"], 1, "decimal point"),
     (["scheduler.warmup=-10"], 1, "not a duration"),
     (["scheduler.warmup=10 parsecs"], 1, "unknown unit"),
-    (["scheduler.warmup=100000"], 1, "do not fit"),
+    (["scheduler.warmup=100000"], 1, "a warm-up of 100000 steps does not fit into the 500 steps"),
     (["scheduler=wsd", "scheduler.warmup=0.8"], 1, "decay of"),
+    (["scheduler=wsd", "scheduler.decay=0"], 1, "no length at all"),
+    (["scheduler.horizon=0"], 1, "no length at all"),
+    (["scheduler.start_weight_decay=0.1"], 1, "give both or neither"),
+    (["scheduler.start_weight_decay=0.1", "scheduler.end_weight_decay=0.2"], 1, "choose linear or cosine"),
+    (["scheduler.weight_decay_incr_style=linear"], 1, "are null; give both"),
+    (["scheduler.weight_decay_horizon=10"], 1, "has none; set it to null"),
+    (["hparams.batch_ramp.start=4"], 1, "has no increment and no over_samples"),
+    ([ramp(3, 1, 100)], 1, "not multiples of per_gpu_batch_size 4 x 1 rank = 4: 3, 5, 6, 7"),
+    ([ramp(2, 2, 100), "hparams.allow_rounding=true"], 1, "rounds down to nothing"),
+    ([ramp(4, 3, 100)], 1, "4 does not grow to 8 in increments of 3"),
+    ([ramp(4, 4, "1M")], 1, "after 1000000 samples, but the run has only 2000"),
+    ([ramp(4, 4, "1x")], 1, "'1x' is no whole number"),
+    (["hparams.batch_ramp={strat: 4}"], 1, "hparams.batch_ramp.strat: is no key of hparams.batch_ramp; did you mean"),
+    (["hparams.batch_schedule='0:4 10k:16'"], 1, "the last size of hparams.batch_schedule is 16"),
+    (["hparams.batch_schedule='0:4 10k'"], 1, "is not THRESHOLD:SIZE"),
+    (["hparams.batch_schedule='0:4 10k:8'", ramp(4, 4, 100)], 1, "choose one of them"),
+    (["hparams.batch_schedule='0:4 10M:8'"], 1, "reaches its last size, 8, after 39064 samples"),
+    (["+optimizer.groups.patterns.x={match: '('}"], 1, "is no regular expression"),
+    (["+optimizer.groups.patterns.x={match: norm, lr_mul: 2}"], 1, "did you mean lr_mult?"),
+    (["optimizer.groups.head.lr_mult=-1"], 1, "must be at least 0"),
+    (["checkpoint.scheduler_on_resume=both"], 1, "must be one of match, config, checkpoint"),
     (["scheduler.decay=0.3"], 1, "belongs to scheduler=wsd"),
     (["scheduler.min_lr=1"], 1, "hparams.lr is only"),
     (["scheduler=constant", "scheduler.min_lr=1e-5"], 1, "never falls"),
@@ -64,6 +90,8 @@ CASES = [
     (["~hparams.lr"], 1, "cannot be removed"),
     (["~optimizer"], 1, "optimizer"),
     (["evaluation.interval=2 weeks"], 1, "unknown unit"),
+    (["evaluation.interval=0"], 1, "no length at all"),
+    (["evaluation.interval=600"], 1, "600 steps, but the run has only 500"),
     (["tracking.log_every_n_steps=0"], 1, "at least 1"),
     (["hparams.leer=1", "scheduler=wds", "hparams.seed=x"], 3, "did you mean"),
 ]

@@ -180,10 +180,6 @@ def test_the_schedule_reaches_every_group():
     assert [group["weight_decay"] for group in groups] == [0.3, 0.3, 0.0]
 
 
-def group(match=None, lr_mult=1.0, wd_mult=None):
-    return {"match": match, "lr_mult": lr_mult, "wd_mult": wd_mult}
-
-
 class WithHead(Model):
     def output_head(self):
         return self.head
@@ -192,7 +188,7 @@ class WithHead(Model):
 @pytest.mark.parametrize(("make", "options"), [(adamw, ADAM), (adam, ADAM), (sgd, SGD), (muon, MUON)])
 def test_embeddings_and_head_have_rates_of_their_own(make, options):
     model = WithHead()
-    groups = {"embeddings": group(lr_mult=0.1, wd_mult=0.0), "head": group(lr_mult=0.5)}
+    groups = {"embeddings": {"lr_mult": 0.1, "wd_mult": 0.0}, "head": {"lr_mult": 0.5}, "patterns": {}}
     optimizers = make(model=model, groups=groups, **options)
     set_schedule(optimizers, 1.0, 0.3)
     rates = {
@@ -209,26 +205,25 @@ def test_embeddings_and_head_have_rates_of_their_own(make, options):
 
 
 def test_a_pattern_makes_vectors_decay():
-    groups = param_groups(Model(), 0.1, {"norms": group(match=r"norm\.weight$", wd_mult=2.0)})
+    groups = param_groups(Model(), 0.1, {"patterns": {"norms": {"match": r"norm\.weight$", "wd_mult": 2.0}}})
     held = {(g["lr_mult"], g["wd_mult"]): (len(g["params"]), g["weight_decay"]) for g in groups}
     assert held[(1.0, 2.0)] == (2, 0.2)
+
+
+def test_embeddings_and_head_left_alone_are_no_groups():
+    neutral = {"lr_mult": 1.0, "wd_mult": None}
+    assert len(param_groups(Model(), 0.1, {"embeddings": neutral, "head": neutral, "patterns": {}})) == 2
 
 
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
+        ({"patterns": {"mine": {"match": "nothing"}}}, "patterns.mine: is given but no trainable parameter matches"),
+        ({"patterns": {"mine": {"match": "frozen"}}}, "patterns.mine: is given but no trainable parameter matches"),
+        ({"head": {"lr_mult": 0.5}}, "optimizer.groups.head: is given but the model has no head apart"),
         (
-            {"mine": group(match="nothing_like_it")},
-            "optimizer.groups.mine: is given but no trainable parameter matches",
-        ),
-        (
-            {"mine": group(match="frozen")},
-            "optimizer.groups.mine: is given but no trainable parameter matches 'frozen'",
-        ),
-        ({"head": group()}, "optimizer.groups.head: is given but the model has no head apart"),
-        (
-            {"embeddings": group(), "mine": group(match="embedding")},
-            "optimizer.groups.mine: and embeddings both hold embedding.weight",
+            {"embeddings": {"lr_mult": 0.5}, "patterns": {"mine": {"match": "embedding"}}},
+            "optimizer.groups.patterns.mine: and embeddings both hold embedding.weight",
         ),
     ],
 )
