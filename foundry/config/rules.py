@@ -9,11 +9,12 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry.config.batch_sizes import BatchSizes
 from foundry.config.distributed import DDP, FSDP, HSDP, GradientSync, Strategy
 from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation, nearest
-from foundry.config.hparams import ScheduleUnit
+from foundry.config.hparams import HParams, ScheduleUnit
 from foundry.config.lengths import batch_sizes_of, budget_of, check_lengths
 from foundry.config.precision import PrecisionMode
 from foundry.config.root import Config, to_config
@@ -120,41 +121,56 @@ def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
     hparams, tokens = config.hparams, _tokens_per_sample(config)
     if hparams.per_gpu_batch_size < 1:
         return
-    total, per_gpu, ranks, ramp = hparams.global_batch_size, hparams.per_gpu_batch_size, launch.world_size, "batch_ramp"
-    if hparams.batch_schedule is not None:
-        ramp = "batch_schedule"
-        if hparams.batch_ramp.start is not None:
-            yield Violation("hparams.batch_schedule", "is given beside hparams.batch_ramp; choose one of them")
-            return
-        if hparams.batch_schedule_unit is ScheduleUnit.tokens and tokens is None and _kind(config.data) == "images":
-            yield Violation("hparams.batch_schedule_unit", "is tokens but a sample of this data has none; set samples")
-            return
+    if wrong := list(_batch_schedule(config)):
+        yield from wrong
+        return
+    total, staged = hparams.global_batch_size, _staged(hparams)
     try:
-        sizes = batch_sizes_of(replace(hparams, allow_rounding=False), world_size=ranks, tokens_per_sample=tokens)
+        sizes = batch_sizes_of(replace(hparams, allow_rounding=False), world_size=1, tokens_per_sample=tokens)
     except ValueError as error:
-        yield Violation(f"hparams.{ramp}", f"{error}; it must end at hparams.global_batch_size={total}")
+        yield Violation(staged, f"{error}; it must end at hparams.global_batch_size={total}")
         return
     if sizes.final != total:
-        yield Violation(
-            "hparams.global_batch_size",
-            f"is {total} but the last size of hparams.batch_schedule is {sizes.final}; give both the same",
-        )
+        message = f"is {total} but the last size of hparams.batch_schedule is {sizes.final}; give both the same"
+        yield Violation("hparams.global_batch_size", message)
+    else:
+        yield from _division(hparams, sizes, launch.world_size)
+
+
+def _batch_schedule(config: Config) -> Iterator[Violation]:
+    hparams = config.hparams
+    if hparams.batch_schedule is None:
         return
+    if hparams.batch_ramp.start is not None:
+        yield Violation("hparams.batch_schedule", "is given beside hparams.batch_ramp; choose one of them")
+    if hparams.batch_schedule_unit is ScheduleUnit.tokens and _kind(config.data) == "images":
+        yield Violation("hparams.batch_schedule_unit", "is tokens but a sample of this data has none; set samples")
+
+
+def _division(hparams: HParams, sizes: BatchSizes, ranks: int) -> Iterator[Violation]:
+    """Every size is a multiple of what one microbatch on every rank takes, or may be rounded down to one."""
+    total, per_gpu, key = hparams.global_batch_size, hparams.per_gpu_batch_size, _staged(hparams)
     step = per_gpu * ranks
     product = f"per_gpu_batch_size {per_gpu} x {ranks} {'rank' if ranks == 1 else 'ranks'} = {step}"
     wrong = [size for size in sizes.sizes if (size < step if hparams.allow_rounding else size % step)]
     if not wrong:
         return
-    staged, key = len(sizes.sizes) > 1, f"hparams.{ramp}" if len(sizes.sizes) > 1 else "hparams.global_batch_size"
     if hparams.allow_rounding:
         yield Violation(key, f"has {_listed(wrong)}, below {product}, which rounds down to nothing")
-    elif staged:
+    elif len(sizes.sizes) > 1:
         remedy = "change them, or set hparams.allow_rounding=true to round each down"
         yield Violation(key, f"has stages that are not multiples of {product}: {_listed(wrong)}; {remedy}")
     else:
         near = sorted({max(step, total // step * step), ceil(total / step) * step})
         nearest_sizes = " or ".join(map(str, near))
         yield Violation(key, f"is {total} but must be a multiple of {product}; nearest: {nearest_sizes}")
+
+
+def _staged(hparams: HParams) -> str:
+    """The key that gives the batch sizes."""
+    if hparams.batch_schedule is not None:
+        return "hparams.batch_schedule"
+    return "hparams.global_batch_size" if hparams.batch_ramp.start is None else "hparams.batch_ramp"
 
 
 def _listed(sizes: list[int], most: int = 8) -> str:
@@ -187,6 +203,8 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     given = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
     if hparams.epochs is not None or not given or min(given) < 1:
         return
+    if hparams.batch_schedule is not None and tokens is None and _kind(config.data) != "images":
+        return  # its thresholds may count tokens
     named = [(config.scheduler, n) for n in ("warmup", "horizon", "decay", "weight_decay_horizon")]
     texts = [getattr(node, name, None) for node, name in [*named, (config.evaluation, "interval")]]
     units = {_unit(str(text)) for text in texts if text is not None}

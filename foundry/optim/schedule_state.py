@@ -51,4 +51,4 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _said(value: Any) -> str:
-    return "not set" if value is None else f"{value:.10g}" if isinstance(value, float) else str(value)
+    return "not set" if value is None else str(value)

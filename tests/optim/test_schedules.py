@@ -1,51 +1,30 @@
+"""Curves of learning rate and weight decay; their numbers against Megatron's are in tests/parity."""
+
 import json
-from pathlib import Path
+import math
+from dataclasses import replace
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
-from foundry.config.scheduler import DecayStyle, EvaluateAt
-from foundry.optim.schedules import WSD, Constant, Cosine, Linear
+from foundry.config.phases import Phases
+from foundry.config.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear, WeightDecay, from_state
 
-GOLDENS = json.loads((Path(__file__).parents[1] / "parity" / "goldens" / "megatron_schedules.json").read_text())
-CURVES = {"constant": Constant, "linear": Linear, "cosine": Cosine, "WSD": WSD}
-CASES = [c for c in GOLDENS if c["kind"] == "schedule" and c["config"]["lr_decay_style"] in CURVES]
+RAMP = BatchSizes.ramp(start=2, increment=2, over_samples=12, final=8)  # 2 2 2, 4 4, 6, then 8
 
 
-def build(curve, **changes):
-    arguments = {
-        "max_lr": 1e-3,
-        "budget": Budget(total_samples=1000, global_batch_size=10, samples_per_epoch=100),
-        "warmup": "0.1",
-        "warmup_init": 0.0,
-        "horizon": "1.0",
-        "min_lr": 1e-5,
-        "force_min_lr": 0.0,
-        "evaluate_at": EvaluateAt.end,
-    }
+def budget_of(sizes, steps):
+    return Budget(total_samples=sizes.samples_after(steps), batch_sizes=sizes, samples_per_epoch=100)
+
+
+def build(curve, *, budget=None, **changes):
+    arguments = {"max_lr": 1e-3, "warmup": "0.1", "horizon": "1.0", "min_lr": 1e-5}
     if curve is WSD:
         arguments |= {"decay": "0.3", "decay_style": DecayStyle.linear}
-    return curve(**{**arguments, **changes})
-
-
-@pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
-def test_bit_equal_to_megatron(case):
-    config = {**case["config"], **case.get("param_group", {})}
-    curve = build(CURVES[config["lr_decay_style"]], max_lr=config["max_lr"], min_lr=config["min_lr"])
-    curve.warmup_init, curve.warmup, curve.horizon = (
-        config["init_lr"],
-        config["lr_warmup_steps"],
-        config["lr_decay_steps"],
-    )
-    if isinstance(curve, WSD):
-        curve.decay, curve._style = config["wsd_decay_steps"], DecayStyle[config["lr_wsd_decay_style"]]
-    rates = [curve.at(step) for step in case["steps"]]
-    if "lr_dtype" in case:  # upstream keeps the rate in a float32 tensor there
-        rates = torch.tensor(rates, dtype=torch.float32).tolist()
-    assert rates == case["lr"]
+    budget = budget or budget_of(BatchSizes.constant(10), 100)
+    return curve.from_durations(budget=budget, **{**arguments, **changes})
 
 
 @pytest.mark.parametrize("curve", [Linear, Cosine, WSD])
@@ -60,24 +39,105 @@ def test_first_update_moves_and_last_one_reaches_the_floor(curve):
 
 def test_forced_floor_and_shorter_horizon():
     one = build(Cosine, force_min_lr=5e-4, horizon="0.5")
-    assert one.at(900) == 5e-4
-    assert build(Cosine, horizon="0.5").at(500) == pytest.approx(1e-5)
-    assert build(Cosine, horizon="0.5").at(501) == 1e-5
+    assert one.lr_at(900) == 5e-4
+    assert one.lr_at(10) == pytest.approx(2e-4)  # the warm-up, of 50 samples, is not lifted
+    assert build(Cosine, horizon="0.5").lr_at(500) == 1e-5
+    assert build(Cosine, horizon="0.5").lr_at(501) == 1e-5
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    curve=st.sampled_from([Constant, Linear, Cosine, WSD]),
-    warmup=st.floats(0, 0.5),
-    floor=st.floats(0, 1e-3),
-    samples=st.integers(0, 1200),
-    style=st.sampled_from(list(DecayStyle)),
+def test_inverse_square_root_falls_by_the_root_and_drops_past_the_horizon():
+    one = build(InverseSquareRoot)
+    assert [one.lr_at(n) for n in (50, 100, 400, 900)] == pytest.approx([5e-4, 1e-3, 5e-4, 1e-3 / 3])
+    assert (one.lr_at(1000), one.lr_at(1001)) == (pytest.approx(1e-3 / math.sqrt(10)), 1e-5)
+    assert build(InverseSquareRoot, min_lr=6e-4).lr_at(400) == 6e-4
+    assert [build(InverseSquareRoot, warmup="0").lr_at(n) for n in (0, 1, 4)] == [1e-3, 1e-3, 5e-4]
+
+
+@pytest.mark.parametrize(
+    ("style", "half"),
+    [
+        (DecayStyle.linear, 0.5),
+        (DecayStyle.cosine, 0.5),
+        (DecayStyle.exponential, math.sqrt(2) - 1),
+        (DecayStyle.minus_sqrt, 1 - math.sqrt(0.5)),
+    ],
 )
-def test_bounds_and_monotone_warmup(curve, warmup, floor, samples, style):
-    changes = {"decay_style": style} if curve is WSD else {}
-    one = build(curve, warmup=f"{warmup:.9f}", min_lr=floor, **changes)
-    assert 0 <= one.at(samples) <= 1e-3 * (1 + 1e-12)
-    if samples <= one.warmup - 1:
-        assert one.at(samples) <= one.at(samples + 1)
-    if samples > one.warmup:
-        assert one.at(samples) >= floor * (1 - 1e-12)
+def test_wsd_is_stable_until_its_decay_which_ends_at_the_horizon(style, half):
+    one = build(WSD, min_lr=0.0, decay_style=style)
+    assert [one.lr_at(n) for n in (100, 101, 700)] == [1e-3] * 3
+    assert one.lr_at(850) == pytest.approx(half * 1e-3)
+    assert (one.lr_at(1000), one.lr_at(5000)) == (0.0, 0.0)
+
+
+def test_a_fractional_decay_still_ends_at_exactly_the_floor():
+    one = build(WSD, budget=budget_of(BatchSizes.constant(1), 7), min_lr=0.0, warmup="0")
+    assert one.horizon - (one.horizon - one.decay) != one.decay
+    assert one.lr(6, 7) == 0.0
+
+
+def test_constant_stays_at_the_peak():
+    one = build(Constant, min_lr=0.0)
+    assert (one.lr_at(50), one.lr_at(100), one.lr_at(10**9)) == (pytest.approx(5e-4), 1e-3, 1e-3)
+
+
+def test_weight_decay_rises_falls_or_is_the_optimizers():
+    assert build(Linear).weight_decay(0, 10) is None
+    curve = {"start_weight_decay": 0.1, "end_weight_decay": 0.01, "weight_decay_incr_style": IncrementStyle.linear}
+    one = build(Linear, **curve)
+    assert one.weight_decay(0, 500) == pytest.approx(0.055)
+    assert one.weight_decay(990, 1000) == 0.01
+    assert replace(one, evaluate_at=EvaluateAt.start).weight_decay(0, 10) == 0.1
+    cosine = WeightDecay(start=0.0, end=0.1, horizon=100, style=IncrementStyle.cosine)
+    assert [cosine.at(n) for n in (0, 25, 50, 100, 101)] == pytest.approx(
+        [0.0, 0.1 * (1 - math.sqrt(0.5)) / 2, 0.05, 0.1, 0.1]
+    )
+    assert build(Linear, **curve, weight_decay_horizon="50 samples").weight_decay(40, 50) == 0.01
+
+
+def test_weight_decay_that_contradicts_itself():
+    with pytest.raises(ValueError, match=r"cannot go from 0\.1 to 0\.2"):
+        WeightDecay(start=0.1, end=0.2, horizon=10, style=IncrementStyle.constant)
+    with pytest.raises(ValueError, match="within 0 samples"):
+        WeightDecay(start=0.1, end=0.2, horizon=0, style=IncrementStyle.linear)
+
+
+@pytest.mark.parametrize("curve", [Constant, Linear, Cosine, InverseSquareRoot, WSD])
+@pytest.mark.parametrize("style", [None, IncrementStyle.cosine])
+def test_state_survives_json(curve, style):
+    decays = {} if style is None else {"start_weight_decay": 0.1, "end_weight_decay": 0.2}
+    one = build(curve, **decays, weight_decay_incr_style=style, warmup="0.013", evaluate_at=EvaluateAt.start)
+    state = json.loads(json.dumps(one.state_dict()))
+    assert state["style"] == curve.__name__
+    assert from_state(state) == one
+    assert from_state(state).lr_at(777) == one.lr_at(777)
+
+
+def test_state_of_an_unknown_style():
+    with pytest.raises(ValueError, match="'Polynomial' is no schedule; there are: Constant, Linear"):
+        from_state({"style": "Polynomial"})
+
+
+def resolve(budget, **texts):
+    return Phases.resolve(
+        budget, **{"warmup": "0.1", "horizon": "1.0", "decay": None, "weight_decay_horizon": None, **texts}
+    )
+
+
+def test_fractions_are_of_the_horizon_and_weight_decay_goes_on_to_the_longer_end():
+    budget = budget_of(BatchSizes.constant(10), 100)
+    shorter = resolve(budget, horizon="0.5", decay="0.2")
+    assert (shorter.warmup, shorter.horizon, shorter.decay, shorter.weight_decay_horizon) == (50, 500, 100, 1000)
+    longer = resolve(budget, horizon="2 epochs", warmup="20 samples")
+    assert (longer.warmup, longer.horizon, longer.weight_decay_horizon) == (20, 200, 1000)
+    cut_short = resolve(budget, horizon="300", decay="7 samples")
+    assert (cut_short.warmup, cut_short.horizon, cut_short.decay) == (300, 3000, 7)
+    assert cut_short.weight_decay_horizon == 3000
+    assert resolve(budget, weight_decay_horizon="30 samples").weight_decay_horizon == 30
+
+
+def test_lengths_in_steps_count_what_these_steps_consume():
+    budget = budget_of(RAMP, 10)
+    assert [RAMP.samples_after(n) for n in range(9)] == [0, 2, 4, 8, 14, 22, 30, 38, 46]
+    phases = resolve(budget, warmup="3", decay="6")
+    assert (budget.total_samples, phases.warmup, phases.horizon) == (62, 8, 62)
+    assert phases.decay == 62 - 14  # the last six of ten steps

@@ -7,6 +7,8 @@ from hydra import initialize_config_dir
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.root import to_config
 
+pytest.register_assert_rewrite("golden_cases", "golden_checks", "golden_instead")
+
 LM = [
     f"hydra.searchpath=[{Path(__file__).parent / 'conf'}]",
     "data=ragged",
@@ -34,3 +36,10 @@ def configure():
             return to_config(hydra_compose(CONFIG_NAME, words))
 
     return run
+
+
+def pytest_terminal_summary(terminalreporter):
+    from golden_cases import deviations
+
+    for kind, (number, largest) in sorted(deviations.items()):
+        terminalreporter.write_line(f"{kind}: {number} numbers as Megatron's, largest relative deviation {largest:g}")

@@ -1,0 +1,62 @@
+import pytest
+
+from foundry.config.errors import ConfigError
+from foundry.config.hparams import BatchRamp, HParams
+from foundry.config.lengths import budget_of
+
+RAMP = ["hparams.batch_ramp.start=4", "hparams.batch_ramp.increment=4", "hparams.batch_ramp.over_samples=900"]
+
+
+def budget(samples_per_epoch=1000, world_size=1, **fields):
+    return budget_of(HParams(**fields), samples_per_epoch=samples_per_epoch, world_size=world_size)
+
+
+def test_the_shortest_budget_wins_in_whole_steps():
+    given = {"global_batch_size": 32, "train_samples": 1000, "epochs": 2.0, "max_steps": 40}
+    assert (budget(**given).total_steps, budget(**given).total_samples) == (31, 992)
+    assert budget(**{**given, "max_steps": 7}).total_samples == 224
+    assert budget(**{**given, "epochs": 0.5}).total_samples == 480
+
+
+def test_epochs_lose_no_sample_to_binary_fractions():
+    assert int(0.29 * 100) == 28
+    assert budget(global_batch_size=29, epochs=0.29, samples_per_epoch=100).total_steps == 1
+
+
+def test_a_ramp_is_part_of_the_budget():
+    ramp = BatchRamp(start=8, increment=8, over_samples="160")
+    ramped = budget(global_batch_size=16, max_steps=100, batch_ramp=ramp)
+    assert (ramped.total_steps, ramped.total_samples) == (100, 1440)
+
+
+def test_less_than_a_step():
+    with pytest.raises(ConfigError, match="is 32 but the whole run is 31 samples: not one optimizer step"):
+        budget(global_batch_size=32, train_samples=31)
+
+
+@pytest.mark.parametrize("steps", [3, 6, 7, 500])
+def test_phases_that_fill_the_run_fit(compose, steps):
+    compose(f"hparams.max_steps={steps}", "scheduler=wsd", "scheduler.warmup=0.2", "scheduler.decay=0.8")
+
+
+def test_phases_that_do_not_fit(compose):
+    with pytest.raises(ConfigError, match=r"scheduler\.warmup: is 0\.2: a warm-up of 100 steps and"):
+        compose("hparams.max_steps=500", "scheduler=wsd", "scheduler.warmup=0.2", "scheduler.decay=401")
+
+
+def test_a_ramp_must_end_within_the_run_or_the_horizon(compose):
+    with pytest.raises(ConfigError, match=r"hparams\.batch_ramp: reaches its last size, 8, after 900 samples"):
+        compose("hparams.max_steps=100", *RAMP)
+    assert compose("hparams.max_steps=100", *RAMP, "scheduler.horizon=500").hparams.max_steps == 100
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["hparams.global_batch_size=0"], r"^hparams\.global_batch_size: is 0 but must be at least 1$"),
+        (["hparams.global_batch_size=3", "hparams.allow_rounding=true"], r"^hparams\.global_batch_size: has 3, below"),
+    ],
+)
+def test_no_batch_is_empty(compose, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        compose(*overrides)
