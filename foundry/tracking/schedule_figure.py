@@ -54,9 +54,9 @@ def _shade(axes: "Axes", phases: Sequence[Phase]) -> None:
 
 
 def _name(axes: "Axes", phases: Sequence[Phase]) -> None:
-    """Write each phase's name and steps above it, where there is room; else the legend has it."""
+    """Write each phase's name and steps above it, where there is room; else beside the title."""
     whole = phases[-1].last_step - phases[0].first_step + 1 if phases else 1
-    narrow = []
+    narrow = list[str]()
     for phase in phases:
         share = (phase.last_step - phase.first_step + 1) / whole
         text = f"{phase.name} {phase.first_step}-{phase.last_step}"
@@ -65,7 +65,5 @@ def _name(axes: "Axes", phases: Sequence[Phase]) -> None:
             colour = _SHADES[phase.name]
             axes.text(middle, 0.97, text, transform=axes.get_xaxis_transform(), ha="center", va="top", color=colour)
         else:
-            narrow.append((text, _SHADES[phase.name]))
-    handles = [axes.fill_between([], [], color=colour, alpha=0.3, linewidth=0) for _, colour in narrow]
-    if handles:
-        axes.legend(handles, [text for text, _ in narrow], frameon=False, loc="lower right", fontsize="small")
+            narrow.append(text)
+    axes.set_title(", ".join(narrow), loc="right", fontsize="medium", color=GREY)

@@ -104,11 +104,11 @@ def test_the_schedule_shows_rate_decay_and_batch_size_and_how_far_the_run_has_co
     assert len(schedule_figure(updates(10), phases, 10).axes[0].lines) == 1
 
 
-def test_phases_too_short_for_their_names_are_in_the_legend():
+def test_phases_too_short_for_their_names_are_beside_the_title():
     phases = [Phase(name="warmup", first_step=1, last_step=1), Phase(name="stable", first_step=2, last_step=100)]
     rate = schedule_figure(updates(100), phases).axes[0]
     assert [text.get_text() for text in rate.texts] == ["stable 2-100"]
-    assert [text.get_text() for text in rate.get_legend().get_texts()] == ["warmup 1-1"]
+    assert rate.get_title(loc="right") == "warmup 1-1"
 
 
 def test_the_schedule_of_one_step(tmp_path):
