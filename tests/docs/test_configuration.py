@@ -4,14 +4,17 @@ import functools
 import importlib.util
 import json
 import re
-from dataclasses import fields
+import shlex
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.errors import ConfigError
 from foundry.config.root import to_config
 from foundry.config.store import GROUPS, group_schemas
 
@@ -48,11 +51,48 @@ def test_the_tables_are_up_to_date():
     assert load("generate_configuration").page_with_tables(text) == text, "run python docs/generate_configuration.py"
 
 
+def keys_below(path, schema):
+    """The keys of a schema, those of the dataclasses in its fields included."""
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        key, hint = f"{path}.{item.name}", hints[item.name]
+        yield from keys_below(key, hint) if is_dataclass(hint) else [key]
+
+
 def test_every_field_is_in_the_tables():
-    text = PAGE.read_text()
-    keys = {f"{g}.{f.name}" for g in GROUPS for s in group_schemas(g).values() for f in fields(s)}
-    missing = {key for key in keys if not key.endswith("_target_") and f"| `{key}` |" not in text}
-    assert missing == set()
+    text, options = PAGE.read_text(), Path(config_dir()).rglob("*.yaml")
+    chosen = {pair for path in options for pair in re.findall(r"/schema/(\w+)/(\w+)@", path.read_text())}
+    keys = {key for group, name in chosen for key in keys_below(group, group_schemas(group)[name])}
+    assert {"hparams.batch_ramp.start", "optimizer.groups.head.lr_mult"} <= keys
+    assert {key for key in keys if not key.endswith("_target_") and f"| `{key}` |" not in text} == set()
+
+
+def test_types_are_said_in_words():
+    generated = load("generate_configuration").tables()
+    assert "<class" not in generated
+    assert '| `scheduler.horizon` | duration | `"1.0"` |' in generated
+    assert "| `hparams.batch_ramp.over_samples` | count or null |" in generated
+    assert "| `hparams.batch_schedule` | batch sizes or null |" in generated
+    assert "| `model.init_std` | number or rule | `0.02` |" in generated
+
+
+def mistakes():
+    """(words, what they cost) for each `$ python -m foundry` that documentation shows to be refused."""
+    for page in (PAGE, ROOT / "README.md"):
+        for block in re.findall(
+            r"^```text\n(\$ python -m foundry .*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            for entry in block.split("$ python -m foundry ")[1:]:
+                words, _, said = entry.partition("\n")
+                yield page.name, words, said.strip()
+
+
+@pytest.mark.parametrize(("page", "words", "said"), [pytest.param(*row, id=" ".join(row[:2])) for row in mistakes()])
+def test_mistakes_cost_what_the_page_says(page, words, said):
+    install()
+    with initialize_config_dir(config_dir(), version_base="1.3"), pytest.raises(ConfigError) as caught:
+        compose(CONFIG_NAME, shlex.split(words))
+    assert str(caught.value) == said
 
 
 @pytest.mark.parametrize(("names", "key", "where"), [pytest.param(*row, id=row[0]) for row in source_table()])
