@@ -19,20 +19,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from foundry.checkpoint.keeper import NoKeeper
+from foundry.config.batch_sizes import BatchSizes
+from foundry.config.checkpoint import KeepBest
 from foundry.config.duration import Budget
+from foundry.config.evaluation import EarlyStopping as EarlyStoppingSettings
 from foundry.config.precision import PrecisionMode
-from foundry.config.scheduler import EvaluateAt
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.optim.optimizers import adamw
 from foundry.optim.schedules import Constant
+from foundry.parallel.agreement import Agreement
 from foundry.parallel.gradient_sync import LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.parallel.watchdog import Watchdog
+from foundry.training.best import Best
+from foundry.training.early_stopping import EarlyStopping
+from foundry.training.interruption import Interruption
 from foundry.training.progress import Progress
-from foundry.training.protocols import LossSum, Microbatch
-from foundry.training.step import TrainStep
+from foundry.training.protocols import LossSum, Microbatch, Window
+from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
 from foundry.training.trainer import Trainer
 
@@ -109,18 +116,25 @@ def build_order() -> GlobalOrder:
     return GlobalOrder(num_samples=SAMPLES, fingerprint="points", seed=0)
 
 
+class Remembering(TrainStep):
+    """A step whose last result can be asked for."""
+
+    last: StepResult
+
+    def __call__(self, window: Window, lr: float, step: int, *, weight_decay: float | None = None) -> StepResult:
+        self.last = super().__call__(window, lr, step, weight_decay=weight_decay)
+        return self.last
+
+
 def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor]:
     """The trainer's own step, with everything of a run but observers."""
     world = World(0, 0, 1, 1, torch.device("cpu"))
     policy = PrecisionPolicy(PrecisionMode.fp32)
     model = build_mlp()
     steps = (BLOCKS + WARMUP_BLOCKS) * BLOCK_STEPS + 1
-    budget = Budget(
-        total_samples=steps * BATCH, global_batch_size=BATCH, samples_per_epoch=SAMPLES, tokens_per_sample=None
-    )
-    curve = {"warmup": "0", "warmup_init": 0.0, "horizon": "1.0", "min_lr": 0.0, "force_min_lr": 0.0}
+    budget = Budget(total_samples=steps * BATCH, batch_sizes=BatchSizes.constant(BATCH), samples_per_epoch=SAMPLES)
     trainer = Trainer(
-        step=TrainStep(
+        step=Remembering(
             model=model,
             objective=SquaredError(),
             optimizers=adamw(model=model, lr=LR, **ADAMW),
@@ -135,19 +149,31 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
             batch_size_at=lambda samples: BATCH,
             per_gpu_batch_size=BATCH // microbatches,
         ),
-        schedule=Constant(max_lr=LR, budget=budget, evaluate_at=EvaluateAt.end, **curve),
+        schedule=Constant.from_durations(budget=budget, max_lr=LR, warmup="0", horizon="1.0"),
+        constant_weight_decay=ADAMW["weight_decay"],
         progress=Progress(samples_per_epoch=SAMPLES, tokens_per_sample=None),
         budget=budget,
         world=world,
         throughput=Throughput(world_size=1, device=world.device, precision=PrecisionMode.fp32),
         watchdog=Watchdog(600.0, 0),
         log_every_n_steps=steps,
-        evaluate_every_n_steps=None,
+        evaluation_interval=None,
         evaluator=cast(Any, None),  # the budget is never spent, so it is never asked
-        save=None,
+        early_stopping=EarlyStopping(EarlyStoppingSettings()),
+        best=Best(KeepBest()),
+        keeper=NoKeeper(),
+        agreement=Agreement(world),
+        interruption=Interruption(),
         ema=None,
+        max_rollbacks=0,
+        explain_out_of_memory=lambda error, step: str(error),
     )
-    return lambda: trainer._advance()[0].loss
+
+    def step() -> Tensor:
+        trainer._advance()
+        return cast(Remembering, trainer.step).last.loss
+
+    return step
 
 
 def time_block(step: Callable[[], Tensor]) -> tuple[list[float], float]:

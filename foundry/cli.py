@@ -21,6 +21,7 @@ from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
 from foundry.config.root import to_config
+from foundry.config.stopped import Stopped
 from foundry.launch.start import discard, start
 from foundry.launch.sweep import Refused
 
@@ -44,6 +45,20 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
         if HydraConfig.get().mode is RunMode.RUN:
             raise Refused(error) from None
         raise  # a sweep goes on with its other jobs
+    except Stopped as stopped:
+        if detect().rank == 0:
+            sys.stderr.write(f"{stopped}{_how_it_goes_on(stopped)}\n")
+        raise  # its exit code is in it; a sweep ends too
+
+
+def _how_it_goes_on(stopped: Stopped) -> str:
+    if stopped.checkpoint is None:
+        return ""
+    if stopped.state == "requeued":
+        return "; the job is queued again and goes on from there"
+    hydra = HydraConfig.get()
+    folder = f"run.dir={hydra.run.dir}" if hydra.mode is RunMode.RUN else f"sweep.dir={hydra.sweep.dir}"
+    return f"; the same command with hydra.{folder} goes on from there"
 
 
 def main() -> None:

@@ -40,9 +40,9 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     """
     from rich.console import Console
 
+    from foundry.parts import build_budget, build_data, build_schedule
     from foundry.planning import report
     from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, selection_of, updates_of
-    from foundry.run import build_budget, build_data, build_schedule
 
     if (run_dir / "status.json").exists():
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))

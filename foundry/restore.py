@@ -7,13 +7,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from foundry.checkpoint.folder import find
+from foundry.checkpoint.tensors import load_weights
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import load_config
 from foundry.config.root import Config
 from foundry.data.splits import DataSplits
+from foundry.parts import build_data, build_model
 from foundry.planning.derive import PLAN
-from foundry.run import TOKENIZER, build_data, build_model
-from foundry.training.checkpoint import find, load_weights
+from foundry.run import TOKENIZER
 
 
 @dataclass(frozen=True)

@@ -1,41 +1,63 @@
 """One run: the only place where the parts meet."""
 
-import hashlib
+import errno
+import fcntl
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch.optim import Optimizer
 
+from foundry.checkpoint.folder import CheckpointError
+from foundry.checkpoint.init_from import init_from
+from foundry.checkpoint.keeper import NoKeeper, RunKeeper
+from foundry.checkpoint.origin import Origin, check_config, find_origin, is_longer, restore_rng
+from foundry.checkpoint.rng import seed_rng
+from foundry.checkpoint.saver import Checkpointer
+from foundry.checkpoint.tensors import restore_into
 from foundry.config.build import build
-from foundry.config.duration import Budget, Interval
+from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import plain, save_config
-from foundry.config.lengths import budget_of, check_lengths
+from foundry.config.frozen import hash_config, plain, save_config
 from foundry.config.root import Config
-from foundry.data.loader import Loader
-from foundry.data.order import GlobalOrder
 from foundry.data.splits import DataSplits
+from foundry.optim.schedule_state import reconcile
+from foundry.parallel.agreement import Agreement
 from foundry.parallel.host_memory import keep_freed_memory
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, process_group
 from foundry.parallel.watchdog import Watchdog
 from foundry.parallel.wrap import Parallel, parallelize
+from foundry.parts import (
+    build_budget,
+    build_data,
+    build_evaluator,
+    build_loader,
+    build_model,
+    build_schedule,
+    build_throughput,
+    init_from_of,
+)
 from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
 from foundry.tracking.observers import build_observers
-from foundry.training.checkpoint import save
+from foundry.tracking.run_lock import LOCK
+from foundry.tracking.strict_json import encode
+from foundry.training.best import Best
+from foundry.training.early_stopping import EarlyStopping
 from foundry.training.ema import WeightAverage
-from foundry.training.evaluation import Evaluator
 from foundry.training.events import Observer, RunEnded, RunStarted
+from foundry.training.interruption import Interruption
+from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
 from foundry.training.progress import Progress
-from foundry.training.protocols import Objective, Schedule
+from foundry.training.protocols import Keeper, Objective, Schedule
 from foundry.training.step import TrainStep
-from foundry.training.throughput import Throughput
 from foundry.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -58,32 +80,37 @@ class RunResult:
 
 
 def run(config: Config, run_dir: Path) -> RunResult:
-    """Train, on this process and those started with it.
+    """Train, on this process and those started with it; a run directory that holds an unfinished run goes on.
 
     Args:
         config: the composed configuration; every rank has the same.
         run_dir: where rank 0 writes; the other ranks take rank 0's.
 
     Raises:
-        ConfigError: the data or the machine shows a setting to be wrong; nothing has been trained.
+        ConfigError: the data or the machine shows a setting to be wrong, or the run that is to go on had others;
+            nothing has been trained.
         NonFiniteError: the loss or gradient became NaN or infinite.
+        Stopped: a signal came; the run is saved.
     """
     config_hash = hash_config(config)
-    with process_group(config.distributed) as world:
+    with process_group(config.distributed) as world, ExitStack() as held:
         if world.device.type == "cpu":
             keep_freed_memory()
-        run_dir, state = _agree(world, run_dir, config_hash)
-        if state is not None:
-            return _earlier(run_dir, state)
+        run_dir, state = _agree(world, run_dir, config_hash, held)
+        origin = find_origin(config.checkpoint.resume, run_dir, world)
+        if state == "finished" and not is_longer(origin, _recorded(config)):
+            return _earlier(run_dir)
+        if origin is not None:
+            check_config(origin, _recorded(config), config.checkpoint.on_changed_config)
         observers = build_observers(config.tracking, run_dir) if world.is_main else []
         with _told(observers):
             data = build_data(config)
-            trainer, plan = _assemble(config, config_hash, data, run_dir, world)
+            trainer, plan = _assemble(config, config_hash, data, run_dir, world, origin)
             if world.is_main:
                 _write_facts(config, plan, data, run_dir)
             trainer.observers = observers
             started = _started(config, config_hash, trainer, plan, run_dir)
-            with trainer.watchdog:
+            with trainer.watchdog, trainer.interruption:
                 return RunResult(run_dir, trainer.fit(started))
 
 
@@ -97,6 +124,7 @@ def _started(config: Config, config_hash: str, trainer: Trainer, plan: dict[str,
         plan=plan,
         updates=list(updates_of(schedule, budget, trainer.constant_weight_decay, shown)),
         phases=phases_of(schedule, budget),
+        step=trainer.progress.steps,
     )
 
 
@@ -108,42 +136,145 @@ def _write_facts(config: Config, plan: dict[str, Any], data: DataSplits, run_dir
         data.tokenizer.save(str(run_dir / TOKENIZER))
 
 
-def hash_config(config: Config) -> str:
-    """SHA-256 of the configuration, in hexadecimal."""
-    return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
-
-
-def build_model(config: Config) -> nn.Module:
-    """The model with its initial weights, which depend on the seed only."""
-    torch.manual_seed(config.hparams.seed)
-    model: nn.Module = build(config.model)
-    return model
-
-
-def build_data(config: Config) -> DataSplits:
-    """Training and held-out samples."""
-    data: DataSplits = build(config.data, seed=config.hparams.seed)
-    return data
+def _recorded(config: Config) -> dict[str, Any]:
+    """The configuration as a manifest holds it, in strict JSON: no gradient clipping may be a norm of infinity."""
+    recorded: dict[str, Any] = json.loads(encode(plain(config)))
+    return recorded
 
 
 def _assemble(
-    config: Config, config_hash: str, data: DataSplits, run_dir: Path, world: World
+    config: Config, config_hash: str, data: DataSplits, run_dir: Path, world: World, origin: Origin | None
 ) -> tuple[Trainer, dict[str, Any]]:
-    """Build the parts and hand them to a trainer; also the numbers that follow from the configuration."""
-    hparams, interval = config.hparams, config.evaluation.interval
+    """Build the parts, bring them to where they go on from, and hand them to a trainer; also the plan of the run."""
+    hparams = config.hparams
     budget = build_budget(config, data, world.world_size)
     policy = PrecisionPolicy.from_config(config.precision, world.device)
-    model = policy.prepare(build_model(config))
+    model = build_model(config)
+    if origin is None and (weights := init_from_of(config)) is not None:
+        init_from(model, weights)
     parallel = parallelize(
-        model,
+        policy.prepare(model),
         config.distributed,
         policy,
         world,
         grad_checkpointing=hparams.grad_checkpointing,
         torchcompile=hparams.torchcompile,
     )
+    optimizers = build(config.optimizer, model=parallel.model, lr=hparams.lr)
+    ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
+    objective: Objective = build(config.objective)
     schedule = build_schedule(config, budget)
-    plan = plan_of(
+    if origin is not None:
+        try:
+            restore_into(origin.folder, parallel.model, ema, optimizers)
+        except CheckpointError as error:
+            raise ConfigError(Violation("checkpoint.resume", str(error))) from error
+        schedule = reconcile(schedule, origin.manifest.state["schedule"], config.checkpoint.scheduler_on_resume)
+    trainer = Trainer(
+        step=_step(config, parallel, objective, optimizers, policy, world),
+        source=build_loader(config, budget, data, world),
+        schedule=schedule,
+        constant_weight_decay=constant_weight_decay(config),
+        progress=Progress(samples_per_epoch=len(data.train), tokens_per_sample=data.tokens_per_sample),
+        budget=budget,
+        world=world,
+        throughput=build_throughput(config, data, model, world),
+        watchdog=Watchdog(config.distributed.timeout_seconds, world.rank),
+        log_every_n_steps=config.tracking.log_every_n_steps,
+        evaluation_interval=config.evaluation.interval_in(budget),
+        evaluator=build_evaluator(config, data, parallel.model, objective, policy, world, run_dir),
+        early_stopping=EarlyStopping(config.evaluation.early_stopping),
+        best=Best(config.checkpoint.keep_best),
+        keeper=_keeper(config, config_hash, parallel, ema, optimizers, budget, run_dir, world),
+        agreement=Agreement(world),
+        interruption=Interruption(),
+        ema=ema,
+        max_rollbacks=config.guard.max_skips,
+        explain_out_of_memory=partial(_explain_out_of_memory, config, parallel, ema, optimizers, world),
+    )
+    if origin is None:
+        seed_rng(hparams.seed + 1 + world.rank)
+    else:
+        trainer.load_state_dict(origin.manifest.state)
+        restore_rng(origin, world, hparams.seed)
+    return trainer, _plan(config, budget, data, schedule, parallel, world)
+
+
+def _step(
+    config: Config,
+    parallel: Parallel,
+    objective: Objective,
+    optimizers: Sequence[Optimizer],
+    policy: PrecisionPolicy,
+    world: World,
+) -> TrainStep:
+    return TrainStep(
+        model=parallel.model,
+        objective=objective,
+        optimizers=optimizers,
+        sync=parallel.sync,
+        precision=policy,
+        world=world,
+        max_grad_norm=config.hparams.grad_clip_norm,
+        guard=config.guard,
+    )
+
+
+def _explain_out_of_memory(
+    config: Config,
+    parallel: Parallel,
+    ema: WeightAverage | None,
+    optimizers: Sequence[Optimizer],
+    world: World,
+    error: BaseException,
+    step: int,
+) -> str:
+    averages = () if ema is None else ema.average.values()
+    memory = measure_device_memory(parallel.model, optimizers, world.device, averages=averages)
+    return explain_out_of_memory(
+        error, memory, config, strategy=parallel.strategy, step=step, rank=world.rank, world_size=world.world_size
+    )
+
+
+def _keeper(
+    config: Config,
+    config_hash: str,
+    parallel: Parallel,
+    ema: WeightAverage | None,
+    optimizers: Sequence[Optimizer],
+    budget: Budget,
+    run_dir: Path,
+    world: World,
+) -> Keeper:
+    """What writes checkpoints, where any are wanted."""
+    wanted = config.checkpoint
+    if wanted.is_off:
+        return NoKeeper()
+    return RunKeeper(
+        run_dir=run_dir,
+        checkpointer=Checkpointer(
+            run_dir,
+            world,
+            asynchronous=wanted.asynchronous,
+            keep_last=wanted.keep_last,
+            keep_every_steps=wanted.keep_every,
+            strict=wanted.strict_saves,
+        ),
+        model=parallel.model,
+        ema=ema,
+        optimizers=optimizers,
+        world=world,
+        interval=wanted.interval_in(budget),
+        every_minutes=wanted.every_minutes,
+        facts={"config_hash": config_hash, "config": _recorded(config), "strategy": parallel.strategy.value},
+    )
+
+
+def _plan(
+    config: Config, budget: Budget, data: DataSplits, schedule: Schedule, parallel: Parallel, world: World
+) -> dict[str, Any]:
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    return plan_of(
         config,
         budget,
         data,
@@ -151,157 +282,61 @@ def _assemble(
         parallel.model,
         world_size=world.world_size,
         strategy=parallel.strategy.value,
-        device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
+        device=device,
     )
-    torch.manual_seed(hparams.seed + 1 + world.rank)  # dropout differs between ranks
-    ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
-    objective: Objective = build(config.objective)
-    trainer = Trainer(
-        step=TrainStep(
-            model=parallel.model,
-            objective=objective,
-            optimizers=build(config.optimizer, model=parallel.model, lr=hparams.lr),
-            sync=parallel.sync,
-            precision=policy,
-            world=world,
-            max_grad_norm=hparams.grad_clip_norm,
-        ),
-        source=_loader(config, budget, data, world),
-        schedule=schedule,
-        constant_weight_decay=constant_weight_decay(config),
-        progress=Progress(samples_per_epoch=len(data.train), tokens_per_sample=data.tokens_per_sample),
-        budget=budget,
-        world=world,
-        throughput=Throughput(
-            world_size=world.world_size,
-            device=world.device,
-            precision=config.precision.mode,
-            flops_per_sample=_flops_per_sample(model, data),
-            tokens_per_sample=data.tokens_per_sample,
-        ),
-        watchdog=Watchdog(config.distributed.timeout_seconds, world.rank),
-        log_every_n_steps=config.tracking.log_every_n_steps,
-        evaluation_interval=None if interval is None else Interval.parse(interval, budget),
-        evaluator=Evaluator(
-            model=parallel.model,
-            objective=objective,
-            data=data,
-            precision=policy,
-            world=world,
-            per_gpu_batch_size=hparams.per_gpu_batch_size,
-            max_samples=config.evaluation.max_samples,
-            samples_dir=run_dir / "plots" if config.evaluation.write_samples else None,
-        ),
-        save=_saver(config, config_hash, parallel, ema, schedule, run_dir, world),
-        ema=ema,
-    )
-    return trainer, plan
 
 
-def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:
-    """The size of the run.
+def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tuple[Path, str | None]:
+    """Rank 0's run directory, which is held for this run, and the state of the run that it holds already, if any.
 
     Raises:
-        ConfigError: a length that only the data could resolve does not fit.
+        ConfigError: the ranks composed different configurations, or another process trains in the run directory.
     """
-    budget = budget_of(
-        config.hparams,
-        samples_per_epoch=len(data.train),
-        world_size=world_size,
-        tokens_per_sample=data.tokens_per_sample,
-    )
-    if wrong := list(check_lengths(config, budget)):
-        raise ConfigError(wrong)
-    return budget
-
-
-def _loader(config: Config, budget: Budget, data: DataSplits, world: World) -> Loader:
-    hparams = config.hparams
-    return Loader(
-        dataset=data.train,
-        order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=hparams.seed),
-        batch_size_at=budget.batch_sizes.at,
-        per_gpu_batch_size=hparams.per_gpu_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
-        num_workers=getattr(config.data, "num_workers", 0),
-        pin_memory=world.device.type == "cuda",
-    )
-
-
-def build_schedule(config: Config, budget: Budget) -> Schedule:
-    """Learning rate and weight decay along the run; says when that replaces the optimizer's own value."""
-    own, start = constant_weight_decay(config), getattr(config.scheduler, "start_weight_decay", None)
-    end = getattr(config.scheduler, "end_weight_decay", None)
-    if start is not None and own not in (start, end):
-        log.warning("optimizer.weight_decay=%g is not used: scheduler sets it from %g to %g", own, start, end)
-    schedule: Schedule = build(config.scheduler, max_lr=config.hparams.lr, budget=budget)
-    return schedule
-
-
-def _saver(
-    config: Config,
-    config_hash: str,
-    parallel: Parallel,
-    ema: WeightAverage | None,
-    schedule: Schedule,
-    run_dir: Path,
-    world: World,
-) -> Callable[[Progress], Path] | None:
-    """What writes a checkpoint, where one is wanted."""
-    if not config.checkpoint.save_final:
-        return None
-
-    def save_now(progress: Progress) -> Path:
-        manifest = {
-            "samples": progress.samples,
-            "tokens": progress.tokens,
-            "config_hash": config_hash,
-            "schedule": schedule.state_dict(),
-        }
-        return save(run_dir, progress.steps, model=parallel.model, ema=ema, manifest=manifest, world=world)
-
-    return save_now
-
-
-def _flops_per_sample(model: nn.Module, data: DataSplits) -> float | None:
-    """Forward and backward FLOPs of one sample, where the model says them."""
-    count = getattr(model, "flops_per_sample", None)
-    if count is None:
-        return None
-    return float(count() if data.tokens_per_sample is None else count(data.tokens_per_sample))
-
-
-def _agree(world: World, run_dir: Path, config_hash: str) -> tuple[Path, str | None]:
-    """Rank 0's run directory, and the state of the run that it holds already, if any.
-
-    Raises:
-        ConfigError: the ranks composed different configurations.
-    """
-    status = run_dir / "status.json"
-    state = json.loads(status.read_text())["state"] if world.is_main and status.is_file() else None
-    said: list[Any] = [(str(run_dir), config_hash, state)]
+    state, is_free = None, True
+    if world.is_main:
+        status = run_dir / "status.json"
+        is_free = _hold(run_dir, held)
+        state = json.loads(status.read_text())["state"] if status.is_file() else None
+    said: list[Any] = [(str(run_dir), config_hash, state, is_free)]
     if world.world_size > 1:
         said *= world.world_size
         torch.distributed.all_gather_object(said, said[0])
-    different = [rank for rank, (_, other, _) in enumerate(said) if other != said[0][1]]
+    different = [rank for rank, (_, other, _, _) in enumerate(said) if other != said[0][1]]
     if different:
         raise ConfigError(
             Violation("configuration", f"of rank {different[0]} is not rank 0's; start every rank with the same words")
         )
+    if not said[0][3]:
+        message = f"is {said[0][0]}, where another process trains; wait for it, or choose another"
+        raise ConfigError(Violation("hydra.run.dir", message))
     return Path(said[0][0]), said[0][2]
 
 
-def _earlier(run_dir: Path, state: str) -> RunResult:
-    """The result of the finished run that the run directory holds.
+def _hold(run_dir: Path, held: ExitStack) -> bool:
+    """Lock the run directory until this process ends, however it ends; whether that could be done.
 
-    Raises:
-        ConfigError: it holds a run that did not finish.
+    By a POSIX lock, which no forked process inherits: those that read data outlive this one by seconds if it is killed.
+    Where the file system has no locks, the run goes on without one.
     """
-    if state != "finished":
-        raise ConfigError(
-            Violation("hydra.run.dir", f"is {run_dir}, which holds a run that is {state}; choose another")
-        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = held.enter_context((run_dir / LOCK).open("a"))
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        log.warning("%s cannot be locked (%s); see to it that no other process trains there", run_dir, error.strerror)
+        return True
+    file.truncate(0)
+    file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one
+    file.flush()
+    return True
+
+
+def _earlier(run_dir: Path) -> RunResult:
+    """The result of the finished run that the run directory holds."""
     log.warning("%s holds a finished run; choose another hydra.run.dir to train again", run_dir)
     return RunResult(run_dir, json.loads((run_dir / "result.json").read_text()))
 
@@ -311,7 +346,7 @@ def _told(observers: Sequence[Observer]) -> Iterator[None]:
     """Tell the observers when the body fails or is interrupted; a refused configuration is no run to tell of."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, SystemExit):  # Stopped is one, and so is submitit's way out of a job that it has queued again
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Lengths of training: `"1000"` steps, `"0.3"` of the run, `"2 epochs"`, `"50k samples"`, `"250M tokens"`."""
+"""Lengths of training: `"1000"` steps, `"0.3 run"`, `"2 epochs"`, `"50k samples"`, `"250M tokens"`."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from foundry.config.batch_sizes import BatchSizes
 
 _SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _PATTERN = re.compile(r"(?P<number>\d+|\d*\.\d+|\d+\.\d*)(?P<suffix>[kKMBT]?)(?:\s+(?P<unit>[a-z]+))?")
-_FORMS = '"1000" (steps), "0.3" (of the run), "2 epochs", "50k samples" or "250M tokens"'
+_FORMS = '"1000" (steps), "0.3 run", "2 epochs", "50k samples" or "250M tokens"'
 
 
 class Unit(Enum):
@@ -17,6 +17,7 @@ class Unit(Enum):
 
     steps = "steps"
     fraction = "fraction"
+    run = "run"
     epochs = "epochs"
     samples = "samples"
     tokens = "tokens"
@@ -46,7 +47,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Duration:
-    """A length in one of five units; `1` is one step and `1.0` is the whole run."""
+    """A length in one of six units; `1` is one step, `1.0` the whole, and `1 run` the run whatever the whole is."""
 
     value: float
     unit: Unit
@@ -56,7 +57,7 @@ class Duration:
         """Read a duration as a user writes it.
 
         Raises:
-            ValueError: the text is none of the five forms, is negative, or is a fraction above 1.
+            ValueError: the text is none of these forms, is negative, or is a share above 1.
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
@@ -71,6 +72,10 @@ class Duration:
             if value > 1:
                 raise ValueError(f"{text!r} has a decimal point, so it is a fraction of the run, which is at most 1.0")
             return cls(value, Unit.fraction)
+        if unit == "run":
+            if value > 1:
+                raise ValueError(f"{text!r} is longer than the run")
+            return cls(value, Unit.run)
         name = unit if unit.endswith("s") else f"{unit}s"
         if name not in ("steps", "epochs", "samples", "tokens"):
             raise ValueError(f"{text!r} has an unknown unit {unit!r}; write {_FORMS}")
@@ -107,6 +112,8 @@ class Duration:
                 return sizes.samples_after(self.value) if end is None else sizes.samples_before(end, self.value)
             case Unit.fraction:
                 return self.value * (budget.total_samples if whole is None else whole)
+            case Unit.run:
+                return self.value * budget.total_samples
             case Unit.epochs:
                 return self.value * budget.samples_per_epoch
             case Unit.samples:
@@ -153,3 +160,52 @@ class Interval:
         if self.steps is not None:
             return step % self.steps == 0
         return int(samples_after / self.samples) > int(samples_before / self.samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochInterval:
+    """When something is due that is counted anew in each epoch, in batches: optimizer steps.
+
+    A batch belongs to the epoch in which it begins, so where an epoch is no whole number of batches the last one takes
+    its first samples from the next. Batches that grow make epochs of fewer batches.
+
+    Attributes:
+        every: a whole number of batches, or a fraction of the epoch's; at least one batch, at most the epoch.
+        batch_sizes: samples per optimizer step along the run.
+        samples_per_epoch: samples in one pass over the training data.
+    """
+
+    every: int | float
+    batch_sizes: BatchSizes
+    samples_per_epoch: int
+
+    @classmethod
+    def of(cls, every: int | float, budget: Budget) -> Self:
+        """The interval in a run of this budget.
+
+        Raises:
+            ValueError: it is longer than the run.
+        """
+        interval = cls(every=every, batch_sizes=budget.batch_sizes, samples_per_epoch=budget.samples_per_epoch)
+        steps = every if isinstance(every, int) else interval.steps_in(0)
+        if steps > budget.total_steps:
+            share = "" if isinstance(every, int) else " of an epoch"
+            raise ValueError(f"is {every}{share}, {steps} steps, but the run has only {budget.total_steps}")
+        return interval
+
+    def steps_in(self, epoch: int) -> int:
+        """Batches between, in an epoch; the first one is 0."""
+        batches = self._steps_before(epoch + 1) - self._steps_before(epoch)
+        wanted = self.every if isinstance(self.every, int) else int(batches * self.every)
+        return max(1, min(wanted, batches))
+
+    def due(self, step: int, samples_before: int, samples_after: int) -> bool:
+        """Whether it is due after optimizer step `step`, which consumed samples `samples_before` to `samples_after`."""
+        epoch = samples_before // self.samples_per_epoch
+        return (step - self._steps_before(epoch)) % self.steps_in(epoch) == 0
+
+    def _steps_before(self, epoch: int) -> int:
+        """Optimizer steps that begin before the epoch does."""
+        start = epoch * self.samples_per_epoch
+        steps = self.batch_sizes.whole_steps(start)
+        return steps + (self.batch_sizes.samples_after(steps) < start)

@@ -1,22 +1,108 @@
-"""`evaluation=`: when the model is measured on held-out data."""
+"""`evaluation=`: when the model is measured on held-out data, and when that ends the run."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
 
-from foundry.config.duration import Duration
+from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit
+from foundry.config.errors import Violation
 from foundry.config.setting import setting
+
+
+class PatienceUnit(Enum):
+    """What the patience of early stopping counts."""
+
+    evaluations = "evaluations"
+    epochs = "epochs"
+
+
+class Mode(Enum):
+    """Which values of a metric are better."""
+
+    min = "min"
+    max = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Ends the run when a held-out metric no longer improves; one that is not finite ends it at once."""
+
+    patience: int | None = setting(None, "units without improvement after which the run stops; null: never", ge=1)
+    unit: PatienceUnit = setting(
+        PatienceUnit.epochs, "what patience counts; an epoch is that in which the evaluated step began"
+    )
+    min_delta: float = setting(0.001, "a metric must improve on the best by more than this", ge=0)
+    metric: str = setting("val_loss", "name of the metric as in metrics.jsonl")
+    mode: Mode = setting(Mode.min, "whether lower or higher values are better")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Held-out loss and samples during the run and at its end."""
 
-    interval: str | None = setting(
-        "0.25",
-        "duration between evaluations; null: only at the end",
-        parse=Duration.parse_positive,
+    interval: int | float | str | None = setting(
+        "0.25 run",
+        "between evaluations: a whole number of batches, or a fraction of an epoch, both counted anew in each epoch; "
+        'or a duration as text, such as "0.25 run"; null: only at the end',
         source="val_check_interval",
     )
     max_samples: int | None = setting(
         None, "held-out samples per evaluation, the same on any number of ranks; null: all", ge=1
     )
     write_samples: bool = setting(True, "draw or continue samples at each evaluation")
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+
+    def check(self) -> Iterator[Violation]:
+        """Say why the interval is none."""
+        try:
+            self._duration()
+        except ValueError as error:
+            yield Violation("evaluation.interval", str(error))
+
+    def interval_in(self, budget: Budget) -> Interval | EpochInterval | None:
+        """The interval in a run of this budget; None: only at the end.
+
+        Raises:
+            ValueError: it is none, or longer than the run.
+        """
+        if self.interval is None:
+            return None
+        if self._duration() is not None:
+            return Interval.parse(str(self.interval), budget)
+        assert not isinstance(self.interval, str)
+        return EpochInterval.of(self.interval, budget)
+
+    def interval_unit(self) -> Unit | None:
+        """What the interval counts; None: there is none, or it cannot be read."""
+        try:
+            duration = self._duration()
+        except ValueError:
+            return None
+        if duration is not None:
+            return duration.unit
+        # Batches of an epoch are steps; a fraction of an epoch needs the data.
+        return {int: Unit.steps, float: Unit.epochs}.get(type(self.interval))
+
+    def _duration(self) -> Duration | None:
+        """The duration that a text is; None for a number.
+
+        Raises:
+            ValueError: a text is none, or a bare decimal; a number is not above 0, or a fraction of an epoch above 1.
+        """
+        text = self.interval
+        if isinstance(text, str):
+            duration = Duration.parse_positive(text)
+            if duration.unit is Unit.fraction:
+                raise ValueError(
+                    f"is the text {text!r}: of what? {float(text):g} without quotes is a fraction of an epoch, "
+                    f"'{text} run' one of the run"
+                )
+            return duration
+        if text is not None and text <= 0:
+            raise ValueError(f"is {text} but must be above 0")
+        if isinstance(text, float) and text > 1:
+            raise ValueError(
+                f"is {text}, a fraction of an epoch, which is at most 1.0; write '{text:g} epochs', or a whole number "
+                "of batches"
+            )
+        return None

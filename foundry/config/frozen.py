@@ -1,5 +1,7 @@
 """The configuration as it is kept: written into the run directory, hashed, and read back with its types."""
 
+import hashlib
+import json
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,6 +24,13 @@ def plain(node: Any) -> Any:
     if isinstance(node, (list, tuple)):
         return [plain(value) for value in node]
     return node.name if isinstance(node, Enum) else node
+
+
+def hash_config(config: Config) -> str:
+    """SHA-256 of the configuration, in hexadecimal, without what is computed from the number of ranks."""
+    content = plain(config)
+    del content["hparams"]["accum_freq"]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def save_config(config: Config, run_dir: Path) -> Path:

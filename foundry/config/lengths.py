@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from foundry.config.batch_sizes import BatchSizes, parse_count
-from foundry.config.duration import Budget, Interval
+from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.hparams import HParams, ScheduleUnit
 from foundry.config.phases import Phases
@@ -80,11 +80,14 @@ def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
             f"reaches its last size, {budget.batch_sizes.final}, after {ramped} samples, but the run has only "
             f"{budget.total_samples}; shorten it, or give the whole length of a run cut short as scheduler.horizon",
         )
-    if config.evaluation.interval is not None:
-        try:
-            Interval.parse(config.evaluation.interval, budget)
-        except ValueError as error:
-            yield Violation("evaluation.interval", f"{error}; shorten it, or set it to null: only at the end")
+    try:
+        config.evaluation.interval_in(budget)
+    except ValueError as error:
+        yield Violation("evaluation.interval", f"{error}; shorten it, or set it to null: only at the end")
+    try:
+        config.checkpoint.interval_in(budget)
+    except ValueError as error:
+        yield Violation("checkpoint.interval", f"{error}; shorten it, or set it to null: by time only")
 
 
 def _check_phases(scheduler: Scheduler, phases: Phases, budget: Budget) -> Iterator[Violation]:

@@ -10,7 +10,19 @@ from foundry.config.setting import setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transformer:
+class Model:
+    """What every model has."""
+
+    _target_: str
+    init_from: str | None = setting(
+        None,
+        "weights to start from, all else afresh: a run, a checkpoint, a .safetensors file or transformers' folder",
+        path=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer(Model):
     """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 
     kind: ClassVar[str] = "tokens"
@@ -57,7 +69,7 @@ class Transformer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFace:
+class HuggingFace(Model):
     """Any causal language model of transformers, built from its config or read from a local folder."""
 
     kind: ClassVar[str] = "tokens"
@@ -117,7 +129,7 @@ class HuggingFace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiT:
+class DiT(Model):
     """A class-conditional diffusion transformer with adaptive layer norm (Peebles and Xie, 2023)."""
 
     kind: ClassVar[str] = "images"

@@ -8,6 +8,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from foundry.config.checkpoint import Checkpoint
 from foundry.config.distributed import Distributed
 from foundry.config.evaluation import Evaluation
+from foundry.config.guard import Guard
 from foundry.config.hparams import HParams
 from foundry.config.precision import Precision
 from foundry.config.tracking import Tracking
@@ -29,6 +30,7 @@ class Config:
     data: Any = MISSING
     objective: Any = MISSING
     evaluation: Evaluation = field(default_factory=Evaluation)
+    guard: Guard = field(default_factory=Guard)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tracking: Tracking = field(default_factory=Tracking)
 

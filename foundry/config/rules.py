@@ -14,6 +14,7 @@ from foundry.config.distributed import DDP, FSDP, HSDP, GradientSync, Strategy
 from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.guard import SpikeAction
 from foundry.config.hparams import HParams, ScheduleUnit
 from foundry.config.lengths import batch_sizes_of, budget_of, check_lengths
 from foundry.config.precision import PrecisionMode
@@ -205,9 +206,11 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
         return
     if hparams.batch_schedule is not None and tokens is None and _kind(config.data) != "images":
         return  # its thresholds may count tokens
-    named = [(config.scheduler, n) for n in ("warmup", "horizon", "decay", "weight_decay_horizon")]
-    texts = [getattr(node, name, None) for node, name in [*named, (config.evaluation, "interval")]]
+    names = ("warmup", "horizon", "decay", "weight_decay_horizon")
+    texts = [getattr(config.scheduler, name, None) for name in names]
     units = {_unit(str(text)) for text in texts if text is not None}
+    if config.evaluation.interval is not None:
+        units.add(config.evaluation.interval_unit())
     unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and _kind(config.data) is None else set())
     if units & unknown:
         return
@@ -294,6 +297,16 @@ def _precision(config: Config, launch: Launch) -> Iterator[Violation]:
         )
 
 
+def _rollback(config: Config, launch: Launch) -> Iterator[Violation]:
+    guard, checkpoint = config.guard, config.checkpoint
+    goes_back = guard.spike_zscore is not None and guard.spike_action is SpikeAction.rollback
+    if goes_back and checkpoint.interval is None and checkpoint.every_minutes is None:
+        yield Violation(
+            "guard.spike_action",
+            "is rollback but the run saves no checkpoint on its way; set checkpoint.interval or .every_minutes",
+        )
+
+
 def _paths(config: Config, launch: Launch) -> Iterator[Violation]:
     """Files a run would read are there, so that nobody waits in a queue to learn that they are not."""
     for group in fields(config):
@@ -322,5 +335,6 @@ RULES: tuple[Rule, ...] = (
     _launcher,
     _strategy,
     _precision,
+    _rollback,
     _paths,
 )

@@ -14,6 +14,7 @@ GROUPS = (
     "data",
     "distributed",
     "evaluation",
+    "guard",
     "hparams",
     "model",
     "objective",

@@ -34,7 +34,7 @@ class Loader:
     """A window source that reads a dataset in its global order.
 
     Within the window that starts at position c, rank r's microbatch m holds the `per_gpu_batch_size` positions from
-    c + (m * world_size + r) * per_gpu_batch_size on. The only state is the number of samples consumed.
+    c + (m * world_size + r) * per_gpu_batch_size on. The only state is how many samples were consumed, and left out.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Loader:
             pin_memory: put microbatches into page-locked memory, for copies that do not block.
         """
         self.samples = 0
+        self._skipped = 0
         self._reader = _PositionedReader(dataset, order)
         self._batch_size_at, self._per_gpu = batch_size_at, per_gpu_batch_size
         self._rank, self._world_size = rank, world_size
@@ -82,18 +83,24 @@ class Loader:
         return Window(microbatches, num_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of samples consumed, over all ranks."""
-        return {"samples": self.samples}
+        """The number of samples consumed, over all ranks, and of those left out."""
+        return {"samples": self.samples, "skipped": self._skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after `state["samples"]` samples."""
-        self.samples = int(state["samples"])
+        self.samples, self._skipped = int(state["samples"]), int(state["skipped"])
+        self._ahead = None
+
+    def rewind(self, samples: int) -> None:
+        """Count from `samples` samples again, but read on after what was read last."""
+        self._skipped += self.samples - samples
+        self.samples = samples
         self._ahead = None
 
     def _positions(self, start: int) -> Iterator[range]:
         """The positions of each of this rank's microbatches in the window that starts at `start`."""
         stride = self._per_gpu * self._world_size
-        first = start + self._rank * self._per_gpu
+        first = start + self._skipped + self._rank * self._per_gpu
         for offset in range(first, first + self._batch_size_at(start), stride):
             yield range(offset, offset + self._per_gpu)
 
@@ -114,6 +121,8 @@ class Loader:
             collate_fn=cast(Any, _identity),
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
+            # Or it would draw from the generator of dropout, whenever workers are started.
+            generator=torch.Generator().manual_seed(self.samples),
         )
 
 

@@ -1,5 +1,7 @@
 """Starting a run on this machine: in this process, or on several of its own."""
 
+import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 from foundry.config.environment import detect
 from foundry.config.root import Config
 
-_OURS = (".hydra", "foundry.log", "config.yaml", "plan.json", "tokenizer.json")
+_OURS = (".hydra", ".lock", "foundry.log", "config.yaml", "plan.json", "tokenizer.json")
 
 
 def start(config: Config, run_dir: Path) -> float | None:
@@ -22,6 +24,7 @@ def start(config: Config, run_dir: Path) -> float | None:
 
     Raises:
         ConfigError: a setting turned out to be wrong before training.
+        Stopped: a signal came, and the run has saved.
     """
     _yield_to_others()
     from foundry.run import RunResult, run
@@ -46,7 +49,12 @@ def _yield_to_others() -> None:
 
 
 def discard(run_dir: Path) -> None:
-    """Remove what a run that never started has written, and folders left empty up to the working directory."""
+    """Remove what a run that never started has written, and folders left empty up to the working directory.
+
+    Where another process trains, nothing is removed.
+    """
+    if _is_held(run_dir / ".lock"):
+        return
     for name in _OURS:
         path = run_dir / name
         if path.is_dir():
@@ -57,3 +65,14 @@ def discard(run_dir: Path) -> None:
         if Path.cwd() not in folder.parents or any(folder.iterdir()):
             break
         folder.rmdir()
+
+
+def _is_held(lock: Path) -> bool:
+    if not lock.is_file():
+        return False
+    with lock.open("r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False

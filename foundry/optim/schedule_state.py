@@ -5,7 +5,8 @@ from typing import Any
 
 from foundry.config.checkpoint import SchedulerOnResume
 from foundry.config.errors import ConfigError, Violation
-from foundry.optim.schedules import Schedule, from_state
+from foundry.optim.schedules import from_state
+from foundry.training.protocols import Schedule
 
 
 def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnResume) -> Schedule:
@@ -26,7 +27,10 @@ def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnRes
     if mode is SchedulerOnResume.config:
         return schedule
     if mode is SchedulerOnResume.checkpoint:
-        return from_state(dict(saved))
+        try:
+            return from_state(dict(saved))
+        except ValueError as error:
+            raise ConfigError(Violation("checkpoint.scheduler_on_resume", f"is checkpoint but {error}")) from None
     here, there = dict(_flat(schedule.state_dict())), dict(_flat(saved))
     differing = [
         Violation(

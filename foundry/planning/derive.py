@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from foundry.config.duration import Budget, Duration
+from foundry.config.duration import Budget, Duration, EpochInterval
 from foundry.config.root import Config
 from foundry.config.scheduler import EvaluateAt
 from foundry.data.splits import DataSplits
@@ -190,6 +190,8 @@ def _durations(config: Config, budget: Budget) -> dict[str, str]:
         end = whole if key == "scheduler.decay" else None
         samples = Duration.parse(text).samples(budget, whole=part, end=end)
         resolved[key] = f"{text} = {_steps(budget, samples, end):.10g} steps = {samples:.10g} samples"
+    if isinstance(interval := config.evaluation.interval_in(budget), EpochInterval):
+        resolved["evaluation.interval"] = f"{interval.every} = every {interval.steps_in(0)} steps of an epoch"
     return resolved
 
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from foundry.tracking.strict_json import decode, encode
+from foundry.tracking.strict_json import decode, encode, write_atomically
 from foundry.tracking.tolerance import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
@@ -36,7 +36,7 @@ def evaluation_record(event: Evaluated) -> dict[str, Any]:
     return record
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, NaN and infinities as floats.
 
     A last line that is not complete, as a killed run leaves it, is left out. A run that went on from an earlier step
@@ -44,6 +44,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Args:
         path: the file, or the run directory it lies in.
+        having: only the records with this field; other lines are passed over unread, which is much faster.
 
     Raises:
         ValueError: a complete line is not JSON.
@@ -51,7 +52,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     path = path / FILE_NAME if path.is_dir() else path
     lines = path.read_text(encoding="utf-8").split("\n")
     records: dict[tuple[bool, int], dict[str, Any]] = {}
+    wanted = "" if having is None else f'"{having}":'
     for number, line in enumerate(lines[:-1], start=1):
+        if wanted not in line:
+            continue
         try:
             record = decode(line)
         except ValueError as error:
@@ -71,7 +75,9 @@ class MetricsFile:
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
-        """Open the file, and cut off the incomplete line a killed run may have left."""
+        """Open the file; what an earlier start wrote of steps that are taken again is cut off."""
+        _cut_torn_line(self._path)
+        _cut_after(self._path, event.step)
         self._open()
 
     @tolerant
@@ -108,3 +114,13 @@ class MetricsFile:
 def _cut_torn_line(path: Path) -> None:
     if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Keep the records up to a step."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if int(decode(line)["step"]) <= step]
+    if len(kept) < len(lines):
+        write_atomically(path, "".join(kept), durable=True)

@@ -53,7 +53,7 @@ class Progress:
                 console=self._console,
                 refresh_per_second=4,
             )
-            self._task = self._bar.add_task("", total=self._total, numbers="")
+            self._task = self._bar.add_task("", total=self._total, completed=event.step, numbers="")
             self._bar.start()
 
     @tolerant
@@ -152,6 +152,8 @@ def header(event: RunStarted) -> dict[str, str]:
     place = [str(part) for part in (plan.get("device"), getattr(precision, "value", precision)) if part]
     if place:
         rows["device"] = ", ".join(place)
+    if event.step > 0:
+        rows["goes on"] = f"after step {event.step}"
     return rows | {"run directory": str(event.run_dir)}
 
 

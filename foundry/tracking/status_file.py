@@ -42,7 +42,7 @@ class StatusFile:
         self._status = {
             "state": "running",
             "reason": "",
-            "step": self._step_so_far(),
+            "step": event.step,
             "config_hash": event.config_hash,
             "started": now,
             "updated": now,
@@ -75,13 +75,6 @@ class StatusFile:
         self._status["updated"] = _now()
         write_atomically(self._run_dir / "status.json", _pretty(self._status), durable=durable)
         self._written = self._clock()
-
-    def _step_so_far(self) -> int:
-        """The step an earlier start of the same run had come to."""
-        try:
-            return int(json.loads((self._run_dir / "status.json").read_text(encoding="utf-8"))["step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0
 
 
 def _pretty(value: dict[str, Any]) -> str:

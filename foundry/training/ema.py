@@ -1,6 +1,6 @@
 """Exponential moving average of the weights, sharded as they are."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,18 +16,45 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._decay, self._updates = decay, 0
+        self._decay = decay
+        self._updates: int | Tensor = 0
         self._parameters = dict(model.named_parameters())
         # In fp32 whatever the weights are: in bf16 a step of 1 - decay would be rounded away.
         self.average = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take in the weights as they are after an optimizer step."""
-        self._updates += 1
-        decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
+    def update(self, skipped: Tensor | bool = False) -> None:
+        """Take in the weights as they are after an optimizer step.
+
+        Args:
+            skipped: the step changed nothing, and neither does this; a () bool tensor where only the device knows.
+        """
+        if isinstance(skipped, Tensor):
+            self._update_on_device(skipped)
+            return
+        if skipped:
+            return
+        updates = self._updates = int(self._updates) + 1
+        decay = min(self._decay, (1 + updates) / (10 + updates))
         weights = [weight.float() for weight in _local(self._parameters.values())]
         torch._foreach_lerp_(_local(self.average.values()), weights, 1 - decay)
+
+    def _update_on_device(self, skipped: Tensor) -> None:
+        """The same, waiting for nothing: towards the weights by 0 where the step was skipped. A kernel per tensor."""
+        taken = (~skipped).double()
+        self._updates = self._updates + taken
+        decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
+        towards = ((1 - decay) * taken).float()
+        for average, weight in zip(_local(self.average.values()), _local(self._parameters.values()), strict=True):
+            average.lerp_(weight.float(), towards)
+
+    def state_dict(self) -> dict[str, int]:
+        """How many updates it has seen; plain JSON. The averages are tensors, saved beside the weights."""
+        return {"updates": int(self._updates)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from `state_dict()`."""
+        self._updates = int(state["updates"])
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

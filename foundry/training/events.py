@@ -42,6 +42,7 @@ class RunStarted:
         plan: derived numbers: world_size, accum_freq, total_steps, total_samples, parameters, …
         updates: what the run's updates will use, or a selection that shows it.
         phases: of the learning rate.
+        step: optimizer steps taken before, by an earlier start of the same run.
     """
 
     run_dir: Path
@@ -50,6 +51,7 @@ class RunStarted:
     plan: dict[str, Any]
     updates: Sequence[PlannedUpdate] = ()
     phases: Sequence[Phase] = ()
+    step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The clock of a run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -33,3 +34,11 @@ class Progress:
         """Count one optimizer step that consumed `samples` samples."""
         self.steps += 1
         self.samples += samples
+
+    def state_dict(self) -> dict[str, int]:
+        """Steps and samples; plain JSON."""
+        return {"steps": self.steps, "samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from `state_dict()`."""
+        self.steps, self.samples = state["steps"], state["samples"]

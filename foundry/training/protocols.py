@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from foundry.training.progress import Progress
+
 Microbatch = dict[str, Tensor]
 """One rank's share of one forward pass; the first dimension of every tensor is the sample.
 
@@ -85,6 +87,10 @@ class WindowSource(Protocol):
         """Continue from a position."""
         ...
 
+    def rewind(self, samples: int) -> None:
+        """Count from `samples` samples again, but read on after what was read last."""
+        ...
+
 
 class Schedule(Protocol):
     """Learning rate and weight decay as pure functions of the clock."""
@@ -99,6 +105,40 @@ class Schedule(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """What it is made of, as plain JSON, so that a resumed run can tell whether it still follows the same."""
+        ...
+
+
+class Keeper(Protocol):
+    """Keeps checkpoints of a run, and brings one back; all ranks call it together, except `is_time`."""
+
+    def is_time(self) -> bool:
+        """Whether this rank's clock says that a checkpoint is due; true once each time."""
+        ...
+
+    def is_due(self, step: int, samples_before: int, samples_after: int) -> bool:
+        """Whether the interval asks for one after step `step`, which consumed those samples."""
+        ...
+
+    def save(
+        self, progress: Progress, state: dict[str, Any], *, metric: float | None, is_best: bool, wait: bool
+    ) -> Path | None:
+        """Save the run as it is, with what the trainer's `state_dict` says; None where nothing is to be saved.
+
+        Args:
+            progress: the clock.
+            state: plain JSON, the same on every rank.
+            metric: of an evaluation at this step.
+            is_best: no earlier step had a better one.
+            wait: return only when it is on the disk.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk."""
+        ...
+
+    def roll_back(self) -> dict[str, Any] | None:
+        """Bring back the newest checkpoint's weights and optimizers; returns the trainer's state, None without one."""
         ...
 
 

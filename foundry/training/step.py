@@ -1,22 +1,21 @@
 """One optimizer step."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from foundry.config.guard import Guard
 from foundry.optim.optimizers import set_schedule
 from foundry.parallel.grad_norm import clip_, global_grad_norm
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
+from foundry.training.guards import Attempt, UpdateGuard
 from foundry.training.protocols import LossSum, Microbatch, Objective, Synchroniser, Window
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient is not finite; nothing was updated."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,13 @@ class StepResult:
         loss: () float32, the mean over valid items.
         grad_norm: () float32, before clipping.
         metrics: () float32 each, means over valid items.
+        skipped: whether the update was left out, and the run goes on; a () bool tensor where only the device knows.
     """
 
     loss: Tensor
     grad_norm: Tensor
     metrics: dict[str, Tensor]
+    skipped: Tensor | bool = False
 
 
 class TrainStep:
@@ -47,13 +48,26 @@ class TrainStep:
         precision: PrecisionPolicy,
         world: World,
         max_grad_norm: float | None,
+        guard: Guard | None = None,
     ) -> None:
+        """Put the parts together.
+
+        Args:
+            model: as it was wrapped.
+            objective: what is minimised.
+            optimizers: together they cover the trainable parameters.
+            sync: when gradients are reduced.
+            precision: the arithmetic of the run.
+            world: this rank and the others.
+            max_grad_norm: largest global norm of the gradient; None: no clipping.
+            guard: what to do at a fault; None: what is not finite ends the run.
+        """
         self._model, self._objective, self._optimizers = model, objective, optimizers
         self._sync, self._precision, self._world = sync, precision, world
         self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._scaler = precision.scaler(world.device)
-        self.guard = FiniteGuard(optimizers, world)
+        self.guard = UpdateGuard(guard or Guard(), optimizers, world, scaler=self._scaler)
 
     def __call__(self, window: Window, lr: float, step: int, *, weight_decay: float | None = None) -> StepResult:
         """Update the model once.
@@ -65,8 +79,11 @@ class TrainStep:
             weight_decay: of this update; None: the optimizers' own.
 
         Raises:
-            NonFiniteError: the loss or gradient is NaN or infinite. On a GPU with a fused optimizer this update and all
-                later ones are left out on the device, and the error comes by the next logged step: nothing waits here.
+            NonFiniteError: the loss or gradient is NaN or infinite, once more than `guard` lets pass. On a GPU with
+                fused optimizers this update and all later ones are left out on the device, and the error comes by the
+                next logged step: nothing waits here.
+            LossSpike: the loss has jumped, and the answer is to go back to the last checkpoint.
+            PersistentSpikeError: the loss has jumped more often in a row than `guard` lets pass.
         """
         count = self._count_valid(window.microbatches)
         set_schedule(self._optimizers, lr, weight_decay)
@@ -79,21 +96,47 @@ class TrainStep:
         if self._max_norm < math.inf:
             clip_(self._parameters, grad_norm, self._max_norm)
         result = self._reduce(sums, count, grad_norm)
-        self._update(result, sums.loss, step)
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        return result
+        positions = [microbatch["position"] for microbatch in window.microbatches if "position" in microbatch]
+        skipped = self._update(Attempt(step, result.loss, grad_norm, sums.loss, positions))
+        return replace(result, skipped=skipped)
 
-    def _update(self, result: StepResult, local_loss: Tensor, step: int) -> None:
-        if self._scaler is None:
-            self.guard.step(result, local_loss, step)
-            return
-        # A gradient that overflows in fp16 is no fault: the scaler leaves the update out and lowers its scale. The loss
-        # is not scaled; once it is not finite, no scale will mend it. The scaler reads the device anyhow.
-        self.guard.check_loss(result, local_loss, step)
+    def state_dict(self) -> dict[str, Any]:
+        """What the guard and the loss scaler remember; plain JSON."""
+        return {
+            "guard": self.guard.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.guard.load_state_dict(state["guard"])
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _update(self, attempt: Attempt) -> Tensor | bool:
+        """Take the optimizers' step unless the guard objects; whether it was left out."""
+        try:
+            left_out = self.guard.leaves_out(attempt)
+            if isinstance(left_out, Tensor):
+                found_inf = left_out.float()
+                for optimizer in self._optimizers:
+                    optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
+                    optimizer.step()
+                return left_out if self.guard.skips_on_device else False
+            return left_out or not self._step()
+        finally:
+            if self._scaler is not None:
+                self._scaler.update()
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+
+    def _step(self) -> bool:
+        """Update the weights; False where a gradient overflowed in fp16, which is no fault: the scale is lowered."""
+        if self._scaler is not None:
+            return all(self._scaler.step(optimizer) for optimizer in self._optimizers)
         for optimizer in self._optimizers:
-            self._scaler.step(optimizer)
-        self._scaler.update()
+            optimizer.step()
+        return True
 
     def _count_valid(self, microbatches: Sequence[Microbatch]) -> Tensor | int:
         """Valid items of the whole global batch, at least one."""
@@ -131,78 +174,6 @@ class TrainStep:
             return StepResult(sums.loss / count, grad_norm, {k: v / count for k, v in sums.metrics.items()})
         total = self._world.all_reduce_sum(torch.stack([sums.loss, *sums.metrics.values()])) / count
         return StepResult(total[0], grad_norm, dict(zip(sums.metrics, total[1:], strict=True)))
-
-
-class FiniteGuard:
-    """Takes the optimizers' step only if loss and gradient are finite; once they were not, never again."""
-
-    def __init__(self, optimizers: Sequence[Optimizer], world: World, *, on_device: bool | None = None) -> None:
-        """Guard the optimizers.
-
-        Args:
-            optimizers: all of the run.
-            world: this rank and the others.
-            on_device: decide on the device, without waiting for it; None: on a GPU, if every optimizer can.
-        """
-        self._optimizers, self._world = optimizers, world
-        on_gpu = world.device.type == "cuda"
-        if on_device is None:
-            # Fused optimizers skip their update on the device when `found_inf` is 1, as for gradient scaling.
-            on_device = on_gpu and all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
-        self._on_device = on_device
-        self._bad_step = torch.zeros((), device=world.device)
-        self._bad_loss = torch.zeros((), device=world.device)
-        self._seen = torch.zeros((), pin_memory=on_gpu)
-
-    def step(self, result: StepResult, local_loss: Tensor, step: int) -> None:
-        """Update the weights if this step's loss and gradient norm, which all ranks share, are finite.
-
-        Raises:
-            NonFiniteError: they are not; names the step and the ranks.
-        """
-        if not self._on_device:
-            if not math.isfinite(result.loss.item() + result.grad_norm.item()):
-                self._raise(step, local_loss)
-            for optimizer in self._optimizers:
-                optimizer.step()
-            return
-        # Host memory: it tells of an earlier step, and waits for nothing. Several ranks might see it at different
-        # steps; they wait for `check`, and until then nothing is updated.
-        if self._world.world_size == 1 and self._seen.item() > 0:
-            self._raise(int(self._seen.item()), self._bad_loss)
-        first_bad = ~torch.isfinite(result.loss + result.grad_norm) & (self._bad_step == 0)
-        self._bad_step += first_bad * step
-        self._bad_loss = torch.where(first_bad, local_loss, self._bad_loss)
-        found_inf = (self._bad_step > 0).float()
-        for optimizer in self._optimizers:
-            optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
-            optimizer.step()
-        self._seen.copy_(self._bad_step, non_blocking=True)
-
-    def check_loss(self, result: StepResult, local_loss: Tensor, step: int) -> None:
-        """Wait for the device and raise if this step's loss is not finite.
-
-        Raises:
-            NonFiniteError: it is not.
-        """
-        if not math.isfinite(result.loss.item()):
-            self._raise(step, local_loss)
-
-    def check(self) -> None:
-        """Wait for the device and raise if any step so far was not finite; all ranks call it at the same step.
-
-        Raises:
-            NonFiniteError: one was not.
-        """
-        if self._on_device and self._bad_step.item() > 0:
-            self._raise(int(self._bad_step.item()), self._bad_loss)
-
-    def _raise(self, step: int, local_loss: Tensor) -> None:
-        bad = torch.zeros(self._world.world_size, device=self._world.device)
-        bad[self._world.rank] = (~torch.isfinite(local_loss)).float()
-        ranks = self._world.all_reduce_sum(bad).nonzero().flatten().tolist()
-        cause = f"the loss on rank {', '.join(map(str, ranks))}" if ranks else "the gradient norm"
-        raise NonFiniteError(f"step {step}: {cause} is not finite; the weights are as they were before this step")
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:

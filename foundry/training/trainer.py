@@ -1,21 +1,44 @@
 """The order of events of a run."""
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from signal import Signals
+from typing import Any, NoReturn
 
-from foundry.config.duration import Budget, Interval
+import torch
+
+from foundry.config.duration import Budget, EpochInterval, Interval
+from foundry.config.stopped import Stopped
+from foundry.parallel.agreement import Agreement
 from foundry.parallel.process_group import World
 from foundry.parallel.watchdog import Watchdog, translate
+from foundry.training.best import Best
+from foundry.training.early_stopping import EarlyStopping
 from foundry.training.ema import WeightAverage
 from foundry.training.evaluation import Evaluator
 from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
+from foundry.training.guards import LossSpike
+from foundry.training.interruption import Boundary, Interruption
+from foundry.training.memory_error import OutOfMemoryError
 from foundry.training.progress import Progress
-from foundry.training.protocols import Schedule, WindowSource
+from foundry.training.protocols import Keeper, Schedule, WindowSource
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """An evaluation and what follows from it; metrics are empty where there was none."""
+
+    metrics: dict[str, float]
+    is_best: bool
+    stop_reason: str | None
 
 
 @dataclass(kw_only=True)
@@ -36,8 +59,14 @@ class Trainer:
         log_every_n_steps: optimizer steps between logged ones; the first and the last are always logged.
         evaluation_interval: between evaluations; None: only at the end.
         evaluator: measures the model on held-out data and draws samples.
-        save: writes a checkpoint; None: nothing is saved.
+        early_stopping: ends the run when evaluations no longer improve.
+        best: the best evaluation so far.
+        keeper: writes checkpoints, and brings back the last one.
+        agreement: what the ranks tell each other at step boundaries.
+        interruption: signals that came.
         ema: averaged weights, which are those evaluated, where kept.
+        max_rollbacks: how often the run goes back to one checkpoint.
+        explain_out_of_memory: what took the memory, given torch's error and the step.
     """
 
     step: TrainStep
@@ -50,50 +79,88 @@ class Trainer:
     throughput: Throughput
     watchdog: Watchdog
     log_every_n_steps: int
-    evaluation_interval: Interval | None
+    evaluation_interval: Interval | EpochInterval | None
     evaluator: Evaluator
-    save: Callable[[Progress], Path] | None
+    early_stopping: EarlyStopping
+    best: Best
+    keeper: Keeper
+    agreement: Agreement
+    interruption: Interruption
     ema: WeightAverage | None
+    max_rollbacks: int
+    explain_out_of_memory: Callable[[BaseException, int], str]
     observers: Sequence[Observer] = ()
-    _best: dict[str, float] = field(default_factory=dict)
+    _loss: float | None = None
+    _rollbacks: int = 0
+    _rolled_back_to: int = -1
     _now: str = "starting"
 
     def fit(self, started: RunStarted) -> dict[str, Any]:
-        """Run to the end of the budget.
+        """Run to the end of the budget, from wherever the clock stands.
 
         Returns:
             What result.json holds.
 
         Raises:
             NonFiniteError: the loss or the gradient is NaN or infinite.
+            OutOfMemoryError: the device's memory did not suffice.
+            LossSpike: the loss jumped again and again after going back to a checkpoint, or there was none.
+            Stopped: a signal came; the run is saved.
         """
         self._tell("on_start", started)
         self.throughput.start()
-        last: StepResult | None = None
-        evaluation: dict[str, float] = {}
-        with self._collectives_explained():
-            while self.progress.steps < self.budget.total_steps:
-                last, evaluation = self._advance()
-            self.step.guard.check()
-            if self.save is not None:
-                self._doing("saving a checkpoint")
-                self.save(self.progress)
+        last = _Measured({}, is_best=False, stop_reason=None)
+        with self._errors_explained():
+            while self.progress.steps < self.budget.total_steps and last.stop_reason is None:
+                try:
+                    last = self._advance()
+                except LossSpike as spike:
+                    self._roll_back(spike)
+            if not last.metrics:  # everything but the end of the run was done before it was resumed
+                last = self._measure(self.progress.samples)
+            self._save(last, wait=True)
+            self.keeper.finish()
+        val_loss = last.metrics["val_loss"]
         result = {
             "status": "finished",
             "step": self.progress.steps,
             "samples": self.progress.samples,
             "tokens": self.progress.tokens,
-            "loss": None if last is None else last.loss.item(),
-            "val_loss": evaluation.get("loss"),
-            "best": self._best or None,
+            "loss": self._loss,
+            "val_loss": val_loss,
+            "best": self.best.result(),
             "config_hash": started.config_hash,
-            "metric": evaluation.get("loss"),
+            "metric": val_loss,
         }
-        self._tell("on_end", RunEnded(state="finished", reason="", result=result))
+        self._tell("on_end", RunEnded(state="finished", reason=last.stop_reason or "", result=result))
         return result
 
-    def _advance(self) -> tuple[StepResult, dict[str, float]]:
-        """One optimizer step and what is due at its boundary; the evaluation is empty where none was."""
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs beside tensors and random numbers; plain JSON, the same on every rank."""
+        return {
+            "progress": self.progress.state_dict(),
+            "source": self.source.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "step": self.step.state_dict(),
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "early_stopping": self.early_stopping.state_dict(),
+            "best": self.best.state_dict(),
+            "loss": self._loss if self._loss is not None and math.isfinite(self._loss) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`; whose schedule to follow is not decided here."""
+        self.progress.load_state_dict(state["progress"])
+        self.source.load_state_dict(state["source"])
+        self.step.load_state_dict(state["step"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.early_stopping.load_state_dict(state["early_stopping"])
+        self.best.load_state_dict(state["best"])
+        self._loss = state["loss"]
+
+    def _advance(self) -> "_Measured":
+        """One optimizer step and what is due at its boundary."""
         progress = self.progress
         self._doing("training")
         window = self.source.next_window()
@@ -102,18 +169,77 @@ class Trainer:
         result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
         progress.advance(window.num_samples)
         if self.ema is not None:
-            self.ema.update()
+            self.ema.update(result.skipped)
         done = progress.steps >= self.budget.total_steps
         if done or progress.steps == 1 or progress.steps % self.log_every_n_steps == 0:
             decay = self.constant_weight_decay if weight_decay is None else weight_decay
             self._log(result, lr, decay, window.num_samples)
-        due = self.evaluation_interval is not None and self.evaluation_interval.due(progress.steps, before, after)
-        if done or due:
-            return result, self._evaluate()
-        return result, {}
+        measured, interval = _Measured({}, is_best=False, stop_reason=None), self.evaluation_interval
+        if done or (interval is not None and interval.due(progress.steps, before, after)):
+            measured = self._measure(before)
+        if not done and measured.stop_reason is None:
+            self._keep(before, after, measured)
+        return measured
+
+    def _measure(self, samples_before: int) -> "_Measured":
+        """Evaluate, and draw the conclusions."""
+        metrics = self._evaluate()
+        is_best = self.best.update(metrics, self.progress.steps)
+        reason = self.early_stopping.update(metrics, samples_before // self.progress.samples_per_epoch)
+        return _Measured(metrics, is_best, reason)
+
+    def _keep(self, before: int, after: int, measured: "_Measured") -> None:
+        """Save what is due, and stop if a signal came; ranks agree on both."""
+        own = self.interruption.flags | (Boundary.SAVE if self.keeper.is_time() else Boundary(0))
+        agreed = Boundary(self.agreement.exchange(own))
+        if agreed.signum is not None:
+            self._stop(agreed.signum, measured)
+        if measured.is_best or Boundary.SAVE in agreed or self.keeper.is_due(self.progress.steps, before, after):
+            self._save(measured, wait=False)
+
+    def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
+        self._doing("saving a checkpoint")
+        self.step.guard.check()
+        metric = measured.metrics.get("val_loss")
+        with self.throughput.pause():
+            return self.keeper.save(
+                self.progress, self.state_dict(), metric=metric, is_best=measured.is_best, wait=wait
+            )
+
+    def _stop(self, signum: Signals, measured: "_Measured") -> NoReturn:
+        """Save, tell, let a scheduler take over where there is one, and end."""
+        checkpoint = self._save(measured, wait=True)
+        self.keeper.finish()
+        state = self.interruption.state_after(signum) if self.world.is_main else "stopped"
+        self._tell("on_end", RunEnded(state=state, reason=signum.name, result={}))
+        self.interruption.hand_over(signum, is_main=self.world.is_main)
+        raise Stopped(signum, self.progress.steps, checkpoint, state)
+
+    def _roll_back(self, spike: LossSpike) -> None:
+        """Go back to the last checkpoint, and on past the data of the spike.
+
+        Raises:
+            LossSpike: there is no checkpoint, or going back to this one has not helped.
+        """
+        self._doing("going back to the last checkpoint")
+        state = self.keeper.roll_back()
+        if state is None:
+            log.error("%s; there is no checkpoint to go back to", spike)
+            raise spike
+        position = self.source.state_dict()
+        self.load_state_dict(state)
+        self.source.load_state_dict(position)
+        self.source.rewind(self.progress.samples)
+        step = self.progress.steps
+        self._rollbacks, self._rolled_back_to = self._rollbacks + 1 if step == self._rolled_back_to else 1, step
+        if self._rollbacks > self.max_rollbacks:
+            log.error("%s; going back to step %d %d times has not helped", spike, step, self.max_rollbacks)
+            raise spike
+        if self.world.is_main:
+            log.warning("%s; back to step %d, and past its data", spike, step)
 
     def _log(self, result: StepResult, lr: float, weight_decay: float, global_batch_size: int) -> None:
-        loss = result.loss.item()  # the only place where the host waits for the device
+        self._loss = loss = result.loss.item()  # the only place where the host waits for the device
         self.step.guard.check()
         rates = self.throughput.log(self.progress.steps, self.progress.samples)
         self._tell(
@@ -134,7 +260,7 @@ class Trainer:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        """Measure and draw with the averaged weights, where kept; ranks do it together."""
+        """Measure and draw with the averaged weights, where kept; ranks do it together. Names as in metrics.jsonl."""
         self._doing("evaluating")
         with self.throughput.pause():
             if self.ema is None:
@@ -142,15 +268,16 @@ class Trainer:
             else:
                 with self.ema.swapped_in():
                     metrics, file = self._measure_and_draw()
-        loss = metrics["loss"]
-        if not self._best or loss < self._best["val_loss"]:
-            self._best = {"step": self.progress.steps, "val_loss": loss}
         rest = {name: value for name, value in metrics.items() if name != "loss"}
         event = Evaluated(
-            step=self.progress.steps, samples=self.progress.samples, val_loss=loss, metrics=rest, samples_file=file
+            step=self.progress.steps,
+            samples=self.progress.samples,
+            val_loss=metrics["loss"],
+            metrics=rest,
+            samples_file=file,
         )
         self._tell("on_evaluation", event)
-        return metrics
+        return {"val_loss": metrics["loss"], **{f"val_{name}": value for name, value in rest.items()}}
 
     def _measure_and_draw(self) -> tuple[dict[str, float], Path | None]:
         metrics = self.evaluator.measure(lambda: self._doing("evaluating"))
@@ -158,10 +285,12 @@ class Trainer:
         return metrics, self.evaluator.draw(self.progress.steps)
 
     @contextmanager
-    def _collectives_explained(self) -> Iterator[None]:
-        """A collective that failed names this rank, the step and what it was doing."""
+    def _errors_explained(self) -> Iterator[None]:
+        """A failed collective names this rank, the step and what it was doing; memory that ran out, what took it."""
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(self.explain_out_of_memory(error, self.progress.steps + 1)) from error
         except Exception as error:
             explained = translate(error, rank=self.world.rank, step=self.progress.steps, doing=self._now)
             if explained is None:

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget, Duration, Interval, Unit
+from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit
+from foundry.config.evaluation import Evaluation
 
 BUDGET = Budget(total_samples=1600, batch_sizes=BatchSizes.constant(16), samples_per_epoch=400, tokens_per_sample=256)
 
@@ -25,13 +26,17 @@ BUDGET = Budget(total_samples=1600, batch_sizes=BatchSizes.constant(16), samples
         ("1M tokens", 1e6 / 256),
         ("2 steps", 32),
         ("1k", 16000),
+        ("0.25 run", 400),
+        ("1 run", 1600),
     ],
 )
 def test_every_form_in_samples(text, samples):
     assert Duration.parse(text).samples(BUDGET) == samples
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "abc", "10 parsecs", "1e3", "10 k", "nan", "0.5k 3", "1.0001k"])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1.5", "abc", "10 parsecs", "1e3", "10 k", "nan", "0.5k 3", "1.0001k", "2 run", "1k run"]
+)
 def test_anything_else_is_refused_with_its_text(text):
     with pytest.raises(ValueError, match=r"is |has "):
         Duration.parse(text)
@@ -42,6 +47,12 @@ def test_one_step_and_the_whole_run_are_told_apart():
     assert Duration.parse("1.0").unit is Unit.fraction
     assert str(Duration.parse("1")) == "1 steps"
     assert str(Duration.parse("1.0")) == "1.0 of the run"
+
+
+def test_a_bare_fraction_is_one_of_the_whole_and_a_run_is_the_run():
+    assert Duration.parse("0.25").samples(BUDGET, whole=4000) == 1000
+    assert Duration.parse("0.25 run").samples(BUDGET, whole=4000) == 400
+    assert str(Duration.parse("0.25 run")) == "0.25 run"
 
 
 def test_tokens_of_data_without_tokens():
@@ -73,3 +84,99 @@ def test_an_interval_in_steps_and_one_in_samples():
 def test_intervals_that_never_come(text, said):
     with pytest.raises(ValueError, match=said):
         Interval.parse(text, BUDGET)
+
+
+def due(value, budget):
+    """The steps after which an evaluation is due."""
+    interval, sizes = Evaluation(interval=value).interval_in(budget), budget.batch_sizes
+    edges = [int(sizes.samples_after(step)) for step in range(budget.total_steps + 1)]
+    return [step for step in range(1, len(edges)) if interval.due(step, edges[step - 1], edges[step])]
+
+
+def test_a_number_counts_batches_of_an_epoch_and_a_text_a_duration():
+    # 25 batches in each of four epochs.
+    assert due(10, BUDGET) == [10, 20, 35, 45, 60, 70, 85, 95]
+    assert due("10", BUDGET) == due("10 steps", BUDGET) == [*range(10, 101, 10)]
+    assert due(0.25, BUDGET) == [e + b for e in (0, 25, 50, 75) for b in (6, 12, 18, 24)]
+    assert due("0.25 run", BUDGET) == [25, 50, 75, 100]
+    assert due(1, BUDGET) == [*range(1, 101)]
+    assert due(1.0, BUDGET) == due("1 epoch", BUDGET) == due(26, BUDGET) == due(100, BUDGET) == [25, 50, 75, 100]
+    assert due("1 run", BUDGET) == [100]
+
+
+def test_a_batch_belongs_to_the_epoch_in_which_it_begins():
+    budget = Budget(total_samples=40, batch_sizes=BatchSizes.constant(4), samples_per_epoch=10)
+    # Batches begin at 0 4 8 | 12 16 | 20 24 28 | 32 36.
+    assert due(1.0, budget) == [3, 5, 8, 10]
+    assert due(2, budget) == [2, 5, 7, 10]
+    assert due(0.4, budget) == [*range(1, 11)]
+
+
+def test_epochs_of_growing_batches_have_fewer_batches():
+    sizes = BatchSizes([(0, 2), (8, 4)])
+    budget = Budget(total_samples=24, batch_sizes=sizes, samples_per_epoch=8)
+    # Four batches, then two in each epoch.
+    assert due(0.5, budget) == [2, 4, 5, 6, 7, 8]
+    assert due(3, budget) == [3, 6, 8]
+    assert due(1.0, budget) == [4, 6, 8]
+
+
+def test_an_epoch_smaller_than_a_batch():
+    budget = Budget(total_samples=64, batch_sizes=BatchSizes.constant(16), samples_per_epoch=10)
+    for value in (1, 3, 0.1, 1.0):
+        assert due(value, budget) == [1, 2, 3, 4]
+
+
+@given(
+    size=st.integers(1, 7),
+    epoch=st.integers(1, 60),
+    steps=st.integers(1, 80),
+    every=st.integers(1, 80) | st.floats(0.01, 1),
+)
+def test_an_epoch_has_as_many_evaluations_as_fit(size, epoch, steps, every):
+    sizes = BatchSizes.constant(size)
+    budget = Budget(total_samples=size * steps, batch_sizes=sizes, samples_per_epoch=epoch)
+    interval = EpochInterval(every=every, batch_sizes=sizes, samples_per_epoch=epoch)
+    found = [step for step in range(1, budget.total_steps + 1) if interval.due(step, size * (step - 1), size * step)]
+    by_hand, batch, now = [], 0, 0
+    counts = {}
+    for step in range(10 * (steps + epoch)):
+        counts[size * step // epoch] = counts.get(size * step // epoch, 0) + 1
+    for step in range(1, steps + 1):
+        begins_in = size * (step - 1) // epoch
+        batch = batch + 1 if begins_in == now else 1
+        now = begins_in
+        wanted = every if isinstance(every, int) else int(counts[now] * every)
+        if batch % min(counts[now], max(1, wanted)) == 0:
+            by_hand.append(step)
+    assert found == by_hand
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (101, "is 101, 101 steps, but the run has only 100"),
+        ("101", "is 101, 101 steps, but the run has only 100"),
+        (
+            "0.25",
+            "is the text '0.25': of what. 0.25 without quotes is a fraction of an epoch, '0.25 run' one of the run",
+        ),
+        (1.5, "is 1.5, a fraction of an epoch, which is at most 1.0; write '1.5 epochs'"),
+        ("0 run", "no length"),
+    ],
+)
+def test_evaluations_that_never_come(value, said):
+    with pytest.raises(ValueError, match=said):
+        Evaluation(interval=value).interval_in(BUDGET)
+
+
+def test_a_share_of_an_epoch_that_is_longer_than_the_run():
+    budget = Budget(total_samples=160, batch_sizes=BatchSizes.constant(16), samples_per_epoch=400)
+    assert due(0.4, budget) == [10]
+    with pytest.raises(ValueError, match=r"is 0.5 of an epoch, 12 steps, but the run has only 10"):
+        Evaluation(interval=0.5).interval_in(budget)
+
+
+@pytest.mark.parametrize(("value", "unit"), [(1, Unit.steps), (1.0, Unit.epochs), ("1 run", Unit.run), ("x", None)])
+def test_what_an_interval_counts(value, unit):
+    assert Evaluation(interval=value).interval_unit() is unit

@@ -9,6 +9,7 @@ import pytest
 from hydra.utils import get_method, get_object
 from omegaconf import OmegaConf
 
+from foundry.config.build import FOR_THE_BUILDER
 from foundry.config.compose import config_dir
 from foundry.config.root import Config
 from foundry.config.store import GROUPS, group_schemas
@@ -53,7 +54,9 @@ def parameters_of(part):
 def test_the_part_takes_the_fields_of_its_schema(key):
     parameters = parameters_of(get_method(PARTS[key]) if PARTS[key].endswith("_durations") else get_object(PARTS[key]))
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
-    given = {item.name for item in dataclasses.fields(SCHEMAS[key])} - {"_target_"} | RUNTIME.get(key[0], set())
+    given = {item.name for item in dataclasses.fields(SCHEMAS[key])} - {"_target_", *FOR_THE_BUILDER} | RUNTIME.get(
+        key[0], set()
+    )
     assert given <= set(parameters), "fields that the part does not take"
     required = {name for name, p in parameters.items() if p.default is p.empty}
     assert required <= given, "parameters that nothing gives"

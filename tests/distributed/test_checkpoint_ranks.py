@@ -1,4 +1,7 @@
-"""What several ranks save, one process reads; tied weights and unsharded scalars included."""
+"""Several ranks save, fail and verify together; one process reads what they wrote."""
+
+import errno
+import json
 
 import pytest
 from harness import spawn
@@ -11,11 +14,22 @@ pytestmark = pytest.mark.distributed
 WRAPPERS = {"ddp": DDP(), "ddp_late": DDP(overlap_grad_reduce=False), "fsdp": FSDP(), "hsdp": HSDP()}
 
 
-def save_all(world, root):
+def saver(run_dir, world, **options):
+    from foundry.checkpoint.saver import Checkpointer
+
+    default = {"asynchronous": True, "keep_last": None, "keep_every_steps": None, "strict": False}
+    return Checkpointer(run_dir, world, **default | options)
+
+
+def save(checkpointer, step, tensors, world, **options):
+    checkpointer.save(step, tensors=tensors, manifest={}, rank_state={"rank": world.rank}, **options)
+
+
+def save_wrapped(world, root):
     import torch
 
+    from foundry.checkpoint.tensors import collect
     from foundry.parallel.wrap import parallelize
-    from foundry.training.checkpoint import save
     from foundry.training.ema import WeightAverage
 
     results = {}
@@ -26,20 +40,23 @@ def save_all(world, root):
             for parameter in parallel.inner.parameters():
                 parameter.mul_(1.5)
         ema.update()
-        folder = save(root / name, 3, model=parallel.model, ema=ema, manifest={}, world=world)
+        save(saver(root / name, world), 3, lambda: collect(parallel.model, ema, []), world, wait=True)  # noqa: B023
         with ema.swapped_in():
             averaged = whole_parameters(parallel)
-        results[name] = folder, whole_parameters(parallel), averaged
+        results[name] = whole_parameters(parallel), averaged
     return results
 
 
 def test_one_process_reads_what_two_wrote(tmp_path):
     import torch
 
-    from foundry.training.checkpoint import load_weights
+    from foundry.checkpoint.folder import find
+    from foundry.checkpoint.tensors import load_weights
 
-    for name, (folder, own, averaged) in spawn(save_all, 2, tmp_path)[0].items():
-        assert not list(folder.parent.glob("*.partial"))
+    for name, (own, averaged) in spawn(save_wrapped, 2, tmp_path)[0].items():
+        folder = find(tmp_path / name)
+        ranks = [json.loads((folder / f"rank-0000{rank}.json").read_text()) for rank in (0, 1)]
+        assert ranks == [{"rank": 0}, {"rank": 1}]
         for ema, expected in ((False, own), (True, averaged)):
             model = Toy(2)
             load_weights(folder, model, ema=ema)
@@ -47,3 +64,125 @@ def test_one_process_reads_what_two_wrote(tmp_path):
             for key, parameter in model.named_parameters():
                 assert torch.equal(parameter, expected[key]), (name, ema, key)
         assert not torch.equal(own["embedding.weight"], averaged["embedding.weight"])
+
+
+def save_beside_training(world, run_dir):
+    import torch
+
+    checkpointer = saver(run_dir, world, keep_last=2)
+    total = 0.0
+    for step in range(1, 11):
+        save(checkpointer, step, lambda: {"a": torch.full((100_000,), float(step))}, world)  # noqa: B023
+        for _ in range(50):
+            total += world.all_reduce_sum(torch.ones(10)).sum().item()
+    checkpointer.finish()
+    return total, checkpointer.failed_saves
+
+
+def test_collectives_of_training_go_on_beside_a_save(tmp_path):
+    from foundry.checkpoint.folder import list_checkpoints, problems
+
+    assert spawn(save_beside_training, 4, tmp_path) == [(10 * 50 * 10 * 4, 0)] * 4
+    assert [folder.name[-2:] for folder in list_checkpoints(tmp_path)] == ["10", "09"]
+    assert [problems(folder) for folder in list_checkpoints(tmp_path)] == [[], []]
+
+
+def fail_on_one_rank(world, run_dir, asynchronous, strict):
+    import torch
+
+    from foundry.checkpoint import saver as module
+
+    checkpointer = saver(run_dir, world, asynchronous=asynchronous, strict=strict)
+    tensors = {"a": torch.arange(10.0), "b": torch.arange(9.0)}
+    save(checkpointer, 1, lambda: tensors, world)
+    checkpointer.finish()
+    working = module.write_shard
+
+    def failing(path, chunks):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    if world.rank == 1:
+        module.write_shard = failing
+    try:
+        save(checkpointer, 2, lambda: tensors, world)
+        checkpointer.finish()
+        raised = ""
+    except module.SaveError as error:
+        raised = str(error)
+    module.write_shard = working
+    failed = checkpointer.failed_saves
+    there = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    world.barrier()
+    save(checkpointer, 3, lambda: tensors, world)
+    checkpointer.finish()
+    return failed, there, raised
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_when_one_rank_fails_all_know(tmp_path, asynchronous, strict):
+    from foundry.checkpoint.folder import find, problems
+
+    results = spawn(fail_on_one_rank, 2, tmp_path, asynchronous, strict)
+    for failed, _, raised in results:
+        assert failed == 1
+        assert ("rank 1: OSError: [Errno 28] No space left on device" in raised) is strict
+    assert results[0][1] == ["latest", "step_00000001"]
+    assert find(tmp_path).name == "step_00000003"
+    assert problems(find(tmp_path)) == []
+
+
+def verify(world, run_dir):
+    import logging
+
+    from foundry.checkpoint.verification import verify_newest
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("foundry").addHandler(handler)
+    return verify_newest(run_dir, world), said
+
+
+def save_three(world, run_dir):
+    import torch
+
+    checkpointer = saver(run_dir, world, asynchronous=False)
+    for step in (1, 2, 3):
+        save(checkpointer, step, lambda: {"a": torch.arange(10.0), "b": torch.arange(9.0)}, world)
+
+
+def test_the_newest_whole_one_is_found_together(tmp_path):
+    spawn(save_three, 3, tmp_path)
+    folders = [tmp_path / "checkpoints" / f"step_0000000{step}" for step in (1, 2, 3)]
+    (folders[2] / "rank-00002.json").unlink()
+    content = bytearray((folders[1] / "shard-00001.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folders[1] / "shard-00001.safetensors").write_bytes(content)
+    results = spawn(verify, 2, tmp_path)
+    assert [found for found, _ in results] == [folders[0]] * 2
+    assert results[1][1] == []
+    newest, second = results[0][1]
+    assert f"{folders[2]} is not whole and is not used: rank-00002.json is missing" in newest
+    assert "shard-00001.safetensors has the checksum" in second
+
+
+def collect_odd_state(world):
+    import torch
+
+    from foundry.checkpoint.folder import CheckpointError
+    from foundry.checkpoint.tensors import collect
+    from foundry.parallel.wrap import parallelize
+
+    parallel = parallelize(Toy(1), FSDP(), FP32, world, grad_checkpointing=False, torchcompile=False)
+    optimizer = torch.optim.SGD(parallel.model.parameters(), lr=0.1)
+    optimizer.state[parallel.inner.embedding.weight]["rows"] = torch.zeros(29)
+    try:
+        collect(parallel.model, None, [optimizer])
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_state_that_is_no_part_of_a_sharded_whole_is_refused():
+    for said in spawn(collect_odd_state, 2):
+        assert "optimizer.embedding.weight.rows has the shape (29,) beside a sharded parameter of (29, 12)" in said

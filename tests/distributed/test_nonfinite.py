@@ -1,8 +1,8 @@
-"""A loss that is NaN on one rank stops all of them, and says on which."""
+"""A loss that is NaN on one rank stops all of them, or is skipped by all, and they say on which."""
 
 import pytest
 from harness import spawn
-from toy import FP32, Toy, global_batch, sum_loss, whole_parameters
+from toy import FP32, Toy, global_batch, sum_loss, whole, whole_parameters
 
 from foundry.config.distributed import DDP, FSDP
 
@@ -26,7 +26,7 @@ class Sums:
         return LossSum(total * float("nan") if bad else total)
 
 
-def window(world, step, bad):
+def window(world, step, bad, positions=False):
     import torch
 
     from foundry.training.protocols import Window
@@ -35,13 +35,16 @@ def window(world, step, bad):
     share = len(tokens) // world.world_size
     part = slice(world.rank * share, (world.rank + 1) * share)
     microbatch = {"tokens": tokens[part], "valid": valid[part], "bad": torch.full((share,), bad)}
+    if positions:
+        microbatch["position"] = torch.arange(len(tokens))[part] + step * len(tokens)
     return Window([microbatch], len(tokens))
 
 
 def stop(world):
     from foundry.optim.optimizers import adamw
     from foundry.parallel.wrap import parallelize
-    from foundry.training.step import NonFiniteError, TrainStep
+    from foundry.training.guards import NonFiniteError
+    from foundry.training.step import TrainStep
 
     results = {}
     for name, config in WRAPPERS.items():
@@ -76,3 +79,59 @@ def test_all_ranks_stop_and_name_the_one():
         assert 1.0 < loss < 50.0
         assert said == "step 2: the loss on rank 1 is not finite; the weights are as they were before this step"
         assert unchanged
+
+
+def skip(world, on_device):
+    """Two runs, one with a bad step between: the weights of both after it, what was warned of, and what was skipped."""
+    import logging
+
+    from foundry.config.guard import Guard, NonFinite
+    from foundry.optim.optimizers import muon
+    from foundry.parallel.wrap import parallelize
+    from foundry.training.ema import WeightAverage
+    from foundry.training.guards import UpdateGuard
+    from foundry.training.step import TrainStep
+
+    said, results = [], {}
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("foundry.training.guards").addHandler(handler)
+    guard = Guard(non_finite=NonFinite.skip)
+    options = {"lr": 1e-2, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1}
+
+    def run(config, numbers, bad):
+        parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
+        optimizers = muon(model=parallel.model, beta1=0.9, beta2=0.95, eps=1e-8, **options)
+        step = TrainStep(
+            model=parallel.model,
+            objective=Sums(world.rank),
+            optimizers=optimizers,
+            sync=parallel.sync,
+            precision=FP32,
+            world=world,
+            max_grad_norm=1.0,
+            guard=guard,
+        )
+        step.guard = UpdateGuard(guard, optimizers, world, on_device=on_device)
+        average, skipped = WeightAverage(parallel.inner, 0.5), []
+        for number in numbers:
+            result = step(window(world, number, number == bad, positions=True), 1e-2, number)
+            average.update(result.skipped)
+            skipped.append(bool(result.skipped))
+        step.guard.check()
+        return {**whole_parameters(parallel), **{f"ema.{k}": whole(v) for k, v in average.average.items()}}, skipped
+
+    for name, config in WRAPPERS.items():
+        ours, skipped = run(config, (1, 2, 3), bad=2)
+        theirs, _ = run(config, (1, 3), bad=None)
+        results[name] = skipped, all(bool((ours[key] == theirs[key]).all()) for key in ours | theirs)
+    return results, said
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_all_ranks_skip_and_go_on(on_device):
+    (first, said), (second, unsaid) = spawn(skip, 2, on_device)
+    assert first == second == dict.fromkeys(WRAPPERS, ([False, True, False], True))
+    line = "step 2: the loss on rank 1 is not finite; its update is left out, 1 in a row of at most 3"
+    assert said == [f"{line} (samples 32 to 47 of the global order)"] * len(WRAPPERS)
+    assert unsaid == []

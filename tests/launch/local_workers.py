@@ -1,4 +1,4 @@
-"""What the processes of test_local.py run; run as a script it starts two that sleep."""
+"""What the processes of test_local.py run; run as a script it starts two of what is named."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.stopped import Stopped
 from foundry.launch.local import run_local
 
 
@@ -55,8 +56,49 @@ def sleep(folder):
     time.sleep(120)
 
 
+def train(folder):
+    """Train until a signal comes; what it was is in the exception, and every rank notes that it saved."""
+    from foundry.config.distributed import Distributed
+    from foundry.parallel.agreement import Agreement
+    from foundry.parallel.process_group import process_group
+    from foundry.training.interruption import Boundary, Interruption
+
+    with process_group(Distributed(), cuda=False) as world, Interruption() as interruption:
+        agreement = Agreement(world)
+        (Path(folder) / f"{os.getpid()}.pid").touch()
+        step = 0
+        while (signum := Boundary(agreement.exchange(interruption.flags)).signum) is None:
+            time.sleep(0.01)
+            step += 1
+        time.sleep(0.5)  # saving: a signal that came twice would be noticed now
+        agreement.close()
+        (Path(folder) / f"{os.getpid()}.saved").write_text(str(step))
+        raise Stopped(signum, step, Path(folder), "stopped")
+
+
+def ignore_signals(folder):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sleep(folder)
+
+
+def stop_after_signal(signum, checkpoint):
+    """Send `signum` to the process that started this one, take it from there, and save; without a place, fail to."""
+    from foundry.training.interruption import Interruption
+
+    with Interruption() as interruption:
+        os.kill(os.getppid(), signum)
+        while interruption.requested is None:
+            time.sleep(0.01)
+        if checkpoint is None:
+            raise OSError("no space left on device")
+        raise Stopped(interruption.requested, 7, checkpoint, "requeued")
+
+
 if __name__ == "__main__":
     try:
-        run_local(2, sleep, sys.argv[1])
+        run_local(2, globals()[sys.argv[1]], sys.argv[2])
+    except Stopped as stopped:
+        sys.stdout.write(str(stopped))
+        raise
     except KeyboardInterrupt:
         sys.exit(130)

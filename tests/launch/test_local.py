@@ -7,9 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
-from local_workers import all_reduce, configuration_mistake, die_silently, fail_on_rank_one
+from local_workers import (
+    all_reduce,
+    configuration_mistake,
+    die_silently,
+    fail_on_rank_one,
+    stop_after_signal,
+)
 
 from foundry.config.errors import ConfigError
+from foundry.config.stopped import Stopped
 from foundry.launch.local import WorkerFailed, run_local
 
 pytestmark = pytest.mark.distributed
@@ -17,9 +24,10 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(autouse=True)
 def _handlers_and_logging_come_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
     yield
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
     assert logging.root.manager.disable == logging.NOTSET
 
 
@@ -54,19 +62,97 @@ def test_a_killed_rank_is_named():
         run_local(2, die_silently)
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
-def test_a_signal_ends_all_workers(tmp_path, sent, code):
-    script = Path(__file__).with_name("local_workers.py")
-    starter = subprocess.Popen([sys.executable, script, str(tmp_path)], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-    assert len(pids) == 2
-    starter.send_signal(sent)
-    _, err = starter.communicate(timeout=60)
-    assert starter.returncode == code
-    assert "Traceback" not in err
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start two processes in a group of their own, as a shell does, with a folder for what they write."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    started = []
+
+    def start_script(function, ready="*.pid", number=2):
+        script = Path(__file__).with_name("local_workers.py")
+        command = [sys.executable, script, function, str(tmp_path)]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob(ready))) < number and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(list(tmp_path.glob(ready))) == number
+        return process
+
+    yield start_script
+    for process in started:
+        process.kill()
+        process.communicate()
+    assert not any(Path(f"/proc/{path.stem}").exists() for path in tmp_path.glob("*.pid"))
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_ends_workers_that_have_nothing_to_save(start, sent, code):
+    process = start("sleep")
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (code, "", "")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR2, 140)])
+def test_workers_save_and_the_run_is_stopped_by_that_signal(start, tmp_path, sent, code):
+    process = start("train")
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, "")
+    steps = [int(path.read_text()) for path in tmp_path.glob("*.saved")]
+    assert len(steps) == 2
+    assert steps[0] == steps[1]
+    assert out == f"stopped by {sent.name} after step {steps[0]}; the checkpoint is {tmp_path}"
+
+
+def test_ctrl_c_in_a_terminal_counts_once(start, tmp_path):
+    process = start("train")
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+    assert out.startswith("stopped by SIGINT after step ")
+    assert len(list(tmp_path.glob("*.saved"))) == 2
+
+
+def test_ctrl_c_while_the_workers_import_ends_them_quietly(start, tmp_path):
+    process = start("train", ready="foundry-*", number=1)
+    time.sleep(1.0)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 20  # elastic alone would wait 30 s
+    assert (process.returncode, out, err) == (130, "", "")
+    assert not list(tmp_path.glob("*.saved"))
+
+
+def test_a_second_ctrl_c_kills_at_once(start):
+    process = start("ignore_signals")
+    os.killpg(process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 20  # elastic alone would wait 30 s
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_stopped_comes_back_from_the_workers(tmp_path):
+    with pytest.raises(Stopped) as caught:
+        run_local(1, stop_after_signal, signal.SIGUSR1, tmp_path)
+    stopped = caught.value
+    assert stopped.code == 138
+    assert (stopped.signum, stopped.step, stopped.checkpoint, stopped.state) == (
+        signal.SIGUSR1,
+        7,
+        tmp_path,
+        "requeued",
+    )
+
+
+def test_a_save_that_fails_after_a_signal_is_a_failure():
+    with pytest.raises(WorkerFailed, match="rank 0 failed: OSError: no space left on device"):
+        run_local(1, stop_after_signal, signal.SIGTERM, None)

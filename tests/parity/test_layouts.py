@@ -83,7 +83,7 @@ def test_averaged_weights_and_held_out_loss_agree(trained, layout):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_training_moved_the_weights(trained, configure):
-    from foundry.run import build_model
+    from foundry.parts import build_model
 
     initial = build_model(configure("lm")).state_dict()
     moved = weights(trained["lm", "1 x 4"])

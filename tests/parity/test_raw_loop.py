@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from foundry.data.order import GlobalOrder
-from foundry.run import build_data, build_model, run
+from foundry.parts import build_data, build_model
+from foundry.run import run
 from foundry.tracking.metrics_file import read_metrics
 
 STEPS, WARMUP, LR, FLOOR, BATCH = 50, 5, 3e-3, 1e-4, 16

@@ -64,9 +64,21 @@ def test_a_killed_runs_torn_line_is_read_over_and_cut_off_on_resume(events):
         file.write('{"step": 2, "lo')
     assert [record["step"] for record in read_metrics(path)] == [1]
     resumed = MetricsFile(run_dir=events.run_dir)
-    resumed.on_start(events.start())
+    resumed.on_start(events.start(step=1))
     resumed.on_step(events.step(2))
     assert [strict(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_what_was_written_of_steps_taken_again_is_cut_off(events):
+    observer = MetricsFile(run_dir=events.run_dir)
+    for step in (1, 2, 3):
+        observer.on_step(events.step(step))
+    observer.on_evaluation(events.evaluation(3))
+    resumed = MetricsFile(run_dir=events.run_dir)
+    resumed.on_start(events.start(step=2))
+    resumed.on_step(events.step(4))
+    path = events.run_dir / "metrics.jsonl"
+    assert [strict(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 4]
 
 
 def test_steps_written_twice_count_once(events):

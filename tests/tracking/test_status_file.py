@@ -44,8 +44,8 @@ def test_a_resumed_run_does_not_start_at_zero(events):
     first = StatusFile(run_dir=events.run_dir)
     first.on_start(events.start())
     first.on_evaluation(events.evaluation(40))
-    StatusFile(run_dir=events.run_dir).on_start(events.start())
-    assert read(events)["step"] == 40
+    StatusFile(run_dir=events.run_dir).on_start(events.start(step=30))
+    assert read(events)["step"] == 30
 
 
 def test_a_reader_never_sees_half_a_file(events):

@@ -1,18 +1,21 @@
 """One optimizer step on one process."""
 
+import json
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from foundry.config.guard import Guard
 from foundry.config.precision import PrecisionMode
 from foundry.optim.optimizers import adamw
 from foundry.parallel.gradient_sync import LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
+from foundry.training.guards import NonFiniteError, UpdateGuard
 from foundry.training.protocols import LossSum, Window
-from foundry.training.step import FiniteGuard, NonFiniteError, TrainStep
+from foundry.training.step import TrainStep
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 ADAMW = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -48,15 +51,18 @@ def window(sizes=(8,), valid=None, seed=1):
     return Window([{name: cuts[name][i] for name in cuts} for i in range(len(sizes))], total)
 
 
-def step_for(model, objective=None, *, max_grad_norm=None, mode=PrecisionMode.fp32):
+def step_for(
+    model, objective=None, *, max_grad_norm=None, mode=PrecisionMode.fp32, optimizers=None, guard=None, world=ALONE
+):
     return TrainStep(
         model=model,
         objective=objective or Squares(),
-        optimizers=adamw(model=model, **ADAMW),
+        optimizers=adamw(model=model, **ADAMW) if optimizers is None else optimizers,
         sync=LocalSync(),
         precision=PrecisionPolicy(mode),
-        world=ALONE,
+        world=world,
         max_grad_norm=max_grad_norm,
+        guard=guard,
     )
 
 
@@ -208,29 +214,62 @@ def test_fp16_leaves_an_overflow_out_and_goes_on():
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_decided_on_the_device_a_bad_step_and_all_later_ones_are_left_out():
-    """As on a GPU, where nothing waits for the device until a step is logged."""
+def poisoned(seed):
+    bad = window(seed=seed)
+    bad.microbatches[0]["x"][0, 0] = math.nan
+    return bad
+
+
+def on_device(model, config=None, make=adamw, **options):
+    """A step that decides as on a GPU, where nothing waits for the device until a step is logged."""
+    step = step_for(model, optimizers=make(model=model, **(options or ADAMW)), guard=config)
+    step.guard = UpdateGuard(config or Guard(), step._optimizers, ALONE, on_device=True)
+    return step
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_decided_on_the_device_a_bad_step_and_all_later_ones_are_left_out(asked):
     model = linear()
-    step = step_for(model)
-    step.guard = FiniteGuard(step._optimizers, ALONE, on_device=True)
+    step = on_device(model)
     step(window(seed=1), 1e-2, 1)
     before = weights(model)
-    poisoned = window(seed=2)
-    poisoned.microbatches[0]["x"][0, 0] = math.nan
-    step(poisoned, 1e-2, 2)
+    assert step(poisoned(2), 1e-2, 2).skipped is False
+    with pytest.raises(NonFiniteError, match=r"^step 2: the loss on rank 0 .* before this step"):
+        step.guard.check() if asked else step(window(seed=3), 1e-2, 3)
     assert same(before, weights(model))
-    with pytest.raises(NonFiniteError, match="step 2: the loss on rank 0"):
-        step.guard.check()
-    with pytest.raises(NonFiniteError, match="step 2"):
-        step(window(seed=3), 1e-2, 3)
+
+
+def test_fp16_stops_at_a_gradient_that_no_scale_mends():
+    model = linear()
+    before = weights(model)
+    step = step_for(model, Broken(1, "gradient"), mode=PrecisionMode.amp_float16)
+    for number in range(1, 18):
+        assert step(window(), 1e-2, number).skipped is True
+    with pytest.raises(NonFiniteError, match=r"^step 18: the gradient norm is not finite"):
+        step(window(), 1e-2, 18)
     assert same(before, weights(model))
+
+
+@pytest.mark.parametrize("mode", [PrecisionMode.fp32, PrecisionMode.amp_float16])
+def test_the_state_is_json_and_continues(mode):
+    first = step_for(linear(), mode=mode, guard=Guard(spike_zscore=6.0))
+    overflowing = window()
+    overflowing.microbatches[0]["x"] *= 1e4
+    for number in range(1, 4):
+        first(overflowing, 1e-2, number)
+    state = json.loads(json.dumps(first.state_dict()))
+    assert len(state["guard"]["losses"]) == 3
+    assert state["scaler"] == (None if mode is PrecisionMode.fp32 else {"scale": 2.0**13, "good_steps": 0})
+    second = step_for(linear(), mode=mode, guard=Guard(spike_zscore=6.0))
+    second.load_state_dict(state)
+    assert second.state_dict() == state
 
 
 def test_fp16_stops_at_a_loss_that_no_scale_mends():
     model = linear()
     before = weights(model)
-    poisoned = window()
-    poisoned.microbatches[0]["y"][0] = math.inf
+    infinite = window()
+    infinite.microbatches[0]["y"][0] = math.inf
     with pytest.raises(NonFiniteError, match="step 1"):
-        step_for(model, mode=PrecisionMode.amp_float16)(poisoned, 1e-2, 1)
+        step_for(model, mode=PrecisionMode.amp_float16)(infinite, 1e-2, 1)
     assert same(before, weights(model))

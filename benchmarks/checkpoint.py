@@ -1,0 +1,134 @@
+"""What a checkpoint costs: seconds until it is durable, seconds for which training waits, and memory.
+
+One process saves the same state in turn: as a raw write with fsync, by foundry at once, by foundry in the background,
+and by torch's `HuggingFaceStorageWriter`. Medians are printed, and ratios of medians to the raw write. "Waits" is how
+long the training thread is held up; memory is how far the process grew above what it held before.
+
+    python benchmarks/checkpoint.py [--megabytes 300] [--repeats 8] [--folder .]
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from foundry.checkpoint.folder import find, problems
+from foundry.checkpoint.saver import Checkpointer
+from foundry.parallel.process_group import World
+
+NUM_TENSORS = 75
+Measured = tuple[float, float]
+
+
+def raw_write(folder: Path, state: dict[str, Tensor]) -> Measured:
+    """Seconds to write the bytes of all tensors into one file, wait for the disk, and delete the file before it."""
+    begin = time.perf_counter()
+    with (folder / "raw.partial").open("wb") as file:
+        for tensor in state.values():
+            file.write(memoryview(tensor.numpy()))
+        file.flush()
+        os.fsync(file.fileno())
+    (folder / "raw.partial").replace(folder / "raw")
+    seconds = time.perf_counter() - begin
+    return seconds, seconds
+
+
+def torch_write(folder: Path, state: dict[str, Tensor]) -> Measured:
+    begin = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(
+            dict(state),
+            storage_writer=HuggingFaceStorageWriter(str(folder / "torch"), save_distributed=True),
+            no_dist=True,
+        )
+    seconds = time.perf_counter() - begin
+    shutil.rmtree(folder / "torch")
+    return seconds, seconds
+
+
+def saver(folder: Path, *, asynchronous: bool) -> Callable[[Path, dict[str, Tensor]], Measured]:
+    """Saves one step after another and keeps the last."""
+    world = World(0, 0, 1, 1, torch.device("cpu"))
+    run_dir = folder / ("background" if asynchronous else "once")
+    checkpointer = Checkpointer(
+        run_dir, world, asynchronous=asynchronous, keep_last=1, keep_every_steps=None, strict=True
+    )
+    steps = iter(range(10**6))
+
+    def save_one(_: Path, state: dict[str, Tensor]) -> Measured:
+        checkpointer.save(next(steps), tensors=lambda: state, manifest={}, rank_state={})
+        checkpointer.finish()
+        return checkpointer.seconds, checkpointer.blocked_seconds
+
+    return save_one
+
+
+def memory(field: str) -> int:
+    """Megabytes of a field of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) // 1000
+    raise KeyError(field)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--folder", type=Path, default=Path())
+    options = parser.parse_args()
+    size = options.megabytes * 1_000_000 // 4 // NUM_TENSORS
+    state = {f"t{index}": torch.rand(size) for index in range(NUM_TENSORS)}
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        folder = Path(temporary)
+        ways = {
+            "raw write, fsync": raw_write,
+            "foundry, at once": saver(folder, asynchronous=False),
+            "foundry, in the background": saver(folder, asynchronous=True),
+            "torch, `HuggingFaceStorageWriter`": torch_write,
+        }
+        measured: dict[str, list[Measured]] = {name: [] for name in ways}
+        first, grown = {}, {}
+        for repeat in range(options.repeats + 1):
+            # Every way comes after every other: a disk that is still busy slows the next one.
+            turn = repeat % len(ways)
+            for name in [*list(ways)[turn:], *list(ways)[:turn]]:
+                Path("/proc/self/clear_refs").write_text("5")
+                before = memory("VmRSS")
+                result = ways[name](folder, state)
+                if repeat == 0:
+                    first[name], grown[name] = result, memory("VmHWM") - before
+                else:
+                    measured[name].append(result)
+        begin = time.perf_counter()
+        assert not problems(find(folder / "once"))
+        verify = time.perf_counter() - begin
+    print(
+        f"{options.megabytes} MB in {NUM_TENSORS} tensors, {torch.get_num_threads()} of {os.cpu_count()} cores,",
+        end=" ",
+    )
+    print(f"torch {torch.__version__}, Python {platform.python_version()}; median of {options.repeats} after a first\n")
+    print("| way | durable, s | of raw | waits, s | of at once | first waits, s | grows by, MB |")
+    print("|---|---|---|---|---|---|---|")
+    medians = {name: tuple(map(statistics.median, zip(*each, strict=True))) for name, each in measured.items()}
+    raw, once = medians["raw write, fsync"][0], medians["foundry, at once"][1]
+    for name, (durable, waits) in medians.items():
+        print(f"| {name} | {durable:.3f} | {durable / raw:.2f} | {waits:.3f} | {waits / once:.1%} |", end="")
+        print(f" {first[name][1]:.3f} | {grown[name]} |")
+    print(f"\nverifying reads {options.megabytes / verify / 1000:.1f} GB/s from the page cache")
+
+
+if __name__ == "__main__":
+    main()

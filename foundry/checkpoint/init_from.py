@@ -1,0 +1,69 @@
+"""`model.init_from`: weights of another run or another program, everything else afresh."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from foundry.checkpoint.folder import MANIFEST, CheckpointError, find
+from foundry.checkpoint.tensors import load_weights, tied_names
+from foundry.config.errors import ConfigError, Violation
+
+_KEY = "model.init_from"
+
+
+def init_from(model: nn.Module, path: Path) -> None:
+    """Give a model, not yet wrapped, the weights that lie at a path; a tensor at a time is in memory besides.
+
+    Args:
+        model: as its constructor left it, on the CPU.
+        path: a run directory (its newest checkpoint), a checkpoint, a .safetensors file, or a folder of them as
+            transformers writes it. Averaged weights are taken where a run kept them.
+
+    Raises:
+        ConfigError: there are no weights, or their names or shapes are not the model's.
+    """
+    try:
+        checkpoint = (
+            path if (path / MANIFEST).is_file() else find(path, "last") if (path / "checkpoints").is_dir() else None
+        )
+        if checkpoint is not None:
+            load_weights(checkpoint, model, ema=True)
+            return
+    except (FileNotFoundError, CheckpointError) as error:
+        raise ConfigError(Violation(_KEY, f"is {path}: {error}")) from None
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(Violation(_KEY, f"is {path}, which is no run, no checkpoint, and holds no .safetensors file"))
+    _copy_from(files, model)
+
+
+@torch.no_grad()
+def _copy_from(files: Iterable[Path], model: nn.Module) -> None:
+    wanted: dict[str, Tensor] = dict(model.state_dict())
+    own_name = getattr(model, "import_name", lambda name: name)
+    unknown, misshapen, found = list[str](), list[str](), set[str]()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for stored in opened.keys():  # noqa: SIM118 # an opened file is no mapping
+                name = own_name(stored)
+                if name not in wanted:
+                    unknown.append(stored)
+                elif (shape := tuple(opened.get_slice(stored).get_shape())) != tuple(wanted[name].shape):
+                    misshapen.append(f"{stored} {shape} instead of {tuple(wanted[name].shape)}")
+                else:
+                    wanted[name].copy_(opened.get_tensor(stored))
+                    found.add(name)
+    tied = tied_names(model)
+    buffers = {name for name, _ in model.named_buffers()}
+    missing = [name for name in wanted if name not in found | tied | buffers]
+    wrong = [("lacks", missing), ("has besides", [n for n in unknown if own_name(n) not in tied]), ("has", misshapen)]
+    said = [f"{verb} {_listed(names)}" for verb, names in wrong if names]
+    if said:
+        raise ConfigError(Violation(_KEY, f"does not fit the model: it {'; it '.join(said)}"))
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

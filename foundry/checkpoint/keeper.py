@@ -1,0 +1,124 @@
+"""When a run saves, what, and how it goes back."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from foundry.checkpoint.folder import read_manifest, step_name
+from foundry.checkpoint.rng import rng_state
+from foundry.checkpoint.saver import Checkpointer
+from foundry.checkpoint.tensors import collect, restore_into
+from foundry.checkpoint.verification import verify_newest
+from foundry.config.duration import Interval
+from foundry.parallel.process_group import World
+from foundry.training.ema import WeightAverage
+from foundry.training.progress import Progress
+
+
+@dataclass(kw_only=True)
+class RunKeeper:
+    """A run's checkpoints, as the trainer asks for them.
+
+    Attributes:
+        run_dir: the run directory.
+        checkpointer: writes them.
+        model: as it was wrapped.
+        ema: averaged weights, where kept.
+        optimizers: all of the run.
+        world: this rank and the others.
+        interval: between checkpoints; None: by time only.
+        every_minutes: between checkpoints; None: by interval only.
+        facts: what every manifest says of the run: config_hash, config and strategy.
+    """
+
+    run_dir: Path
+    checkpointer: Checkpointer
+    model: nn.Module
+    ema: WeightAverage | None
+    optimizers: Sequence[Optimizer]
+    world: World
+    interval: Interval | None
+    every_minutes: float | None
+    facts: dict[str, Any]
+    _since: float = field(default_factory=time.monotonic)
+
+    def is_time(self) -> bool:
+        """Whether the minutes are over; true once each time, and on rank 0 only, whose clock counts."""
+        if self.every_minutes is None or not self.world.is_main:
+            return False
+        now = time.monotonic()
+        if now - self._since < 60 * self.every_minutes:
+            return False
+        self._since = now
+        return True
+
+    def is_due(self, step: int, samples_before: int, samples_after: int) -> bool:
+        """Whether the interval asks for one after step `step`, which consumed those samples."""
+        return self.interval is not None and self.interval.due(step, samples_before, samples_after)
+
+    def save(
+        self, progress: Progress, state: dict[str, Any], *, metric: float | None, is_best: bool, wait: bool
+    ) -> Path:
+        """Save the run as it is; with `wait`, return only when it is on the disk.
+
+        Raises:
+            SaveError: with `checkpoint.strict_saves`, this one or the one before could not be written.
+        """
+        self._since = time.monotonic()
+        manifest = {**self.facts, "samples": progress.samples, "tokens": progress.tokens, "state": state}
+        self.checkpointer.save(
+            progress.steps,
+            tensors=partial(collect, self.model, self.ema, self.optimizers),
+            manifest=manifest,
+            rank_state=rng_state(self.world.device),
+            metric=metric if metric is not None and math.isfinite(metric) else None,
+            is_best=is_best,
+            wait=wait,
+        )
+        return self.run_dir / "checkpoints" / step_name(progress.steps)
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk."""
+        self.checkpointer.finish()
+
+    def roll_back(self) -> dict[str, Any] | None:
+        """Bring back the weights and optimizers of the newest checkpoint; its trainer's state, None if there is none.
+
+        Random numbers go on: what they were drawn for is not read again.
+        """
+        self.finish()
+        folder = verify_newest(self.run_dir, self.world)
+        if folder is None:
+            return None
+        restore_into(folder, self.model, self.ema, self.optimizers)
+        return dict(read_manifest(folder).state)
+
+
+class NoKeeper:
+    """Keeps nothing."""
+
+    def is_time(self) -> bool:
+        """Never."""
+        return False
+
+    def is_due(self, step: int, samples_before: int, samples_after: int) -> bool:
+        """Never."""
+        return False
+
+    def save(
+        self, progress: Progress, state: dict[str, Any], *, metric: float | None, is_best: bool, wait: bool
+    ) -> None:
+        """Save nothing."""
+
+    def finish(self) -> None:
+        """Wait for nothing."""
+
+    def roll_back(self) -> None:
+        """There is nothing to go back to."""

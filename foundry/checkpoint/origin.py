@@ -1,0 +1,116 @@
+"""Where a run goes on from: its own newest whole checkpoint, or another run's."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foundry.checkpoint.folder import MANIFEST, Manifest, list_checkpoints, read_manifest, step_of
+from foundry.checkpoint.rng import seed_rng, set_rng_state
+from foundry.checkpoint.verification import problems_together, verify_newest
+from foundry.config.checkpoint import OnChangedConfig
+from foundry.config.differences import differences
+from foundry.config.errors import ConfigError, Violation
+from foundry.parallel.process_group import World
+
+log = logging.getLogger(__name__)
+_KEY = "checkpoint.resume"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A whole checkpoint that a run goes on from.
+
+    Attributes:
+        folder: the checkpoint.
+        manifest: what it says of itself.
+        is_own: whether it is of the same run directory.
+    """
+
+    folder: Path
+    manifest: Manifest
+    is_own: bool
+
+
+def find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
+    """The checkpoint to go on from; all ranks together, and with the same answer.
+
+    A run directory that has checkpoints of its own goes on from them, wherever it once started. Those that are not
+    whole are put aside under a name that ends in `.corrupt`, so that they neither count nor are lost.
+
+    Args:
+        resume: auto, never, or a run directory or checkpoint.
+        run_dir: of this run.
+        world: this rank and the others.
+
+    Raises:
+        ConfigError: there is no whole checkpoint at the path, or `never` meets a run that has some.
+    """
+    if resume == "never":
+        if list_checkpoints(run_dir):
+            raise ConfigError(Violation(_KEY, f"is never but {run_dir} has checkpoints; choose another hydra.run.dir"))
+        return None
+    was_there, own = bool(list_checkpoints(run_dir)), verify_newest(run_dir, world)
+    if world.is_main:
+        _put_aside_newer(run_dir, own)
+    if own is not None:
+        return Origin(own, read_manifest(own), is_own=True)
+    if resume == "auto":
+        if world.is_main and was_there:
+            log.warning("no checkpoint of %s is whole: the run starts from the beginning", run_dir)
+        return None
+    path = Path(resume)
+    if (path / MANIFEST).exists():
+        if wrong := problems_together(path, world):
+            raise ConfigError(Violation(_KEY, f"is {path}, which is not whole: {'; '.join(wrong)}"))
+        return Origin(path, read_manifest(path), is_own=False)
+    newest = verify_newest(path, world) if path.is_dir() else None
+    if newest is None:
+        raise ConfigError(Violation(_KEY, f"is {path}, where there is no whole checkpoint"))
+    return Origin(newest, read_manifest(newest), is_own=False)
+
+
+def check_config(origin: Origin, config: Mapping[str, Any], on_changed: OnChangedConfig) -> None:
+    """Say in which settings a resumed run differs from the one that was saved, and refuse what makes it another.
+
+    Args:
+        origin: the checkpoint.
+        config: of this run, as plain containers.
+        on_changed: whether to refuse, or only to warn.
+
+    Raises:
+        ConfigError: with a line for every setting that changes what the run computes.
+    """
+    changed = list(differences(origin.manifest.config, config))
+    for difference in changed:
+        if difference.is_allowed:
+            log.info("resumed with %s", difference)
+    refused = [difference for difference in changed if not difference.is_allowed]
+    if refused and on_changed is OnChangedConfig.error:
+        raise ConfigError(difference.violation() for difference in refused)
+    for difference in refused:
+        log.warning("resumed with another %s: the run is no longer the one that was saved", difference)
+
+
+def is_longer(origin: Origin | None, config: Mapping[str, Any]) -> bool:
+    """Whether a finished run is asked to go on: its budget is another one."""
+    return origin is not None and any(d.is_budget for d in differences(origin.manifest.config, config))
+
+
+def restore_rng(origin: Origin, world: World, seed: int) -> None:
+    """Continue this rank's random numbers, or on another number of ranks start new ones that no rank has used."""
+    file = origin.folder / f"rank-{world.rank:05d}.json"
+    if origin.manifest.world_size == world.world_size and file.is_file():
+        set_rng_state(json.loads(file.read_text(encoding="utf-8")), world.device)
+    else:
+        seed_rng(seed + 1 + world.rank + 1_000_003 * origin.manifest.step)
+
+
+def _put_aside_newer(run_dir: Path, whole: Path | None) -> None:
+    for folder in list_checkpoints(run_dir):
+        if whole is None or step_of(folder) > step_of(whole):
+            aside = folder.with_name(f"{folder.name}.corrupt")
+            if not aside.exists():
+                folder.rename(aside)

@@ -1,0 +1,67 @@
+"""A rank's random-number generators as plain JSON, exactly."""
+
+import base64
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def seed_rng(seed: int) -> None:
+    """Start the generators of torch, of Python, and of numpy where something imported it.
+
+    Args:
+        seed: another one on every rank, so that dropout differs between ranks.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The state of torch on the CPU and on this rank's device, of Python, and of numpy where something imported it.
+
+    Args:
+        device: where this rank computes; reading a GPU's generator waits for nothing.
+
+    Returns:
+        Plain JSON, for `set_rng_state`.
+    """
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": _encode(torch.get_rng_state()), "python": [version, list(internal), gauss]}
+    if device.type == "cuda":
+        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Continue the generators from a state; one that this rank does not have (no GPU here) is left out.
+
+    Args:
+        state: from `rng_state`.
+        device: where this rank computes.
+    """
+    torch.set_rng_state(_decode(state["torch"]))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
+    if "numpy" in state:
+        import numpy
+
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _decode(text: str) -> Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

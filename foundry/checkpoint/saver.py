@@ -1,0 +1,253 @@
+"""Saving checkpoints, at once or in the background, so that a failure costs a checkpoint and not the run."""
+
+import logging
+import platform
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from foundry import __version__
+from foundry.checkpoint.folder import (
+    BEST,
+    LATEST,
+    FileFacts,
+    Manifest,
+    link,
+    linked_step,
+    list_checkpoints,
+    partial_of,
+    publish,
+    step_name,
+    step_of,
+    write_json,
+)
+from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
+from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
+from foundry.checkpoint.verification import gather, problems_together
+from foundry.parallel.process_group import World
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; on every rank alike."""
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One checkpoint as this rank has to write it."""
+
+    manifest: Manifest
+    chunks: Mapping[str, Chunk]
+    rank_state: Mapping[str, Any]
+    is_best: bool
+    begin: float
+
+
+class Checkpointer:
+    """Writes a run's checkpoints and keeps those that are wanted.
+
+    All ranks construct it and call `save` and `finish` together. What goes wrong while writing is one line in the log
+    of rank 0: training goes on, and the checkpoints there were stay.
+
+    Attributes:
+        failed_saves: how many could not be written.
+        blocked_seconds: how long the last `save` kept the training thread.
+        seconds: from the call of the last save that has ended to its end.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        *,
+        asynchronous: bool,
+        keep_last: int | None,
+        keep_every_steps: int | None,
+        strict: bool,
+    ) -> None:
+        """Prepare to save into a run directory; what interrupted saves have left there goes with the first save.
+
+        Args:
+            run_dir: the run directory, where all ranks see it.
+            world: this rank and the others.
+            asynchronous: hold up training only while tensors are copied to host memory.
+            keep_last: how many of the newest to keep; None: all.
+            keep_every_steps: multiples of this are kept for good; None: there are none.
+            strict: raise what went wrong, at the next call of `save` or `finish`.
+        """
+        self._run_dir, self._world, self._strict = run_dir, world, strict
+        self._keep_last, self._keep_every_steps = keep_last, keep_every_steps
+        # Its own group: the background thread's messages never meet those of the training thread.
+        self._group = dist.new_group(backend="gloo") if world.world_size > 1 else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._copies = HostCopies()
+        self._pending: Future[None] | None = None
+        self._error: SaveError | None = None
+        self.failed_saves, self.blocked_seconds, self.seconds = 0, 0.0, 0.0
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save is still being written."""
+        return self._pending is not None and not self._pending.done()
+
+    def save(
+        self,
+        step: int,
+        *,
+        tensors: Callable[[], dict[str, Tensor]],
+        manifest: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+        metric: float | None = None,
+        is_best: bool = False,
+        wait: bool = False,
+    ) -> None:
+        """Write a checkpoint of this step; if there is a whole one, only the links are set.
+
+        One that is still being written is waited for first.
+
+        Args:
+            step: optimizer steps taken.
+            tensors: gives what to save, as `collect` does; called at once.
+            manifest: what the run knows: `samples`, `tokens`, `config_hash`, `config`, `strategy` and `state`.
+            rank_state: plain JSON that only this rank knows.
+            metric: the held-out loss, finite, where it was measured at this step.
+            is_best: no earlier step had a better one.
+            wait: return only when it is on the disk.
+
+        Raises:
+            SaveError: with `strict`, an earlier save failed, or this one if it was waited for.
+        """
+        begin = time.perf_counter()
+        if self.pending:
+            self._join()
+            log.info("step %d waited %.1f s for the checkpoint before it", step, time.perf_counter() - begin)
+        self._raise_error()
+        chunks = own_chunks(tensors(), rank=self._world.rank, world_size=self._world.world_size)
+        in_background = self._thread is not None and not wait
+        about = Manifest(
+            step=step,
+            metric=metric,
+            world_size=self._world.world_size,
+            versions={"foundry": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            **manifest,
+        )
+        job = _Save(about, self._copies.take(chunks) if in_background else chunks, rank_state, is_best, begin)
+        if self._thread is not None and in_background:
+            self._pending = self._thread.submit(self._run, job)
+        else:
+            self._run(job)
+        self.blocked_seconds = time.perf_counter() - begin
+        if wait:
+            self._raise_error()
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk.
+
+        Raises:
+            SaveError: with `strict`, the last save failed.
+        """
+        self._join()
+        self._raise_error()
+
+    def _join(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None and self._strict:
+            raise error
+
+    def _run(self, job: _Save) -> None:
+        """Save, and turn what goes wrong into a line and a number."""
+        step = job.manifest.step
+        folder = self._run_dir / "checkpoints" / step_name(step)
+        try:
+            self._write(job, folder)
+        except Exception as error:
+            self.failed_saves += 1
+            self._error = SaveError(f"no checkpoint of step {step} at {folder}: {error}")
+            if self._world.is_main:
+                shutil.rmtree(partial_of(self._run_dir, step), ignore_errors=True)
+                log.error("%s; earlier checkpoints stay", self._error)
+        self.seconds = time.perf_counter() - job.begin
+
+    def _write(self, job: _Save, folder: Path) -> None:
+        """All ranks together; each step begins when all have done the one before."""
+        is_there = self._together(partial(self._on_main, self._prepare, folder))[0]
+        if is_there and not problems_together(folder, self._world, self._group):
+            self._together(partial(self._on_main, self._point_to, folder, job.is_best))
+            return
+        files: dict[str, FileFacts] = {}
+        for part in self._together(partial(self._write_files, job)):
+            files |= part
+        self._together(partial(self._on_main, self._publish, job, files))
+
+    def _prepare(self, folder: Path) -> bool:
+        remove_leftovers(self._run_dir)
+        partial_of(self._run_dir, step_of(folder)).mkdir(parents=True)
+        return folder.exists()
+
+    def _write_files(self, job: _Save) -> dict[str, FileFacts]:
+        folder, rank = partial_of(self._run_dir, job.manifest.step), f"{self._world.rank:05d}"
+        return {
+            f"shard-{rank}.safetensors": write_shard(folder / f"shard-{rank}.safetensors", job.chunks),
+            f"rank-{rank}.json": write_json(folder / f"rank-{rank}.json", job.rank_state),
+        }
+
+    def _publish(self, job: _Save, files: Mapping[str, FileFacts]) -> None:
+        about = Manifest(**{**vars(job.manifest), "files": files})
+        self._point_to(publish(partial_of(self._run_dir, about.step), about), job.is_best)
+
+    def _point_to(self, folder: Path, is_best: bool) -> None:
+        """Set the links, then delete what is no longer wanted."""
+        link(folder, LATEST)
+        if is_best:
+            link(folder, BEST)
+        # Of later steps are only those that a run which went back has left.
+        earlier = {step_of(other): other for other in list_checkpoints(self._run_dir)}
+        steps = [step for step in earlier if step <= step_of(folder)]
+        unwanted = to_remove(
+            steps,
+            keep_last=self._keep_last,
+            keep_every_steps=self._keep_every_steps,
+            best=linked_step(self._run_dir, BEST),
+        )
+        try:
+            for step in unwanted:
+                remove(earlier[step])
+            remove_leftovers(self._run_dir)
+        except OSError as error:
+            log.warning("%s could not be deleted and will be tried again: %s", error.filename, error.strerror)
+
+    def _on_main(self, work: Callable[..., _T], *args: Any) -> _T | None:
+        return work(*args) if self._world.is_main else None
+
+    def _together(self, work: Callable[[], _T]) -> Sequence[_T]:
+        """Every rank's result; if any rank failed, all raise the same.
+
+        Raises:
+            SaveError: names the ranks and their reasons.
+        """
+        result: _T | None = None
+        reason: str | None = None
+        try:
+            result = work()
+        except Exception as error:
+            reason = f"rank {self._world.rank}: {type(error).__name__}: {error}"
+        said = gather((result, reason), self._world, self._group)
+        if reasons := [reason for _, reason in said if reason is not None]:
+            raise SaveError("; ".join(reasons))
+        return [result for result, _ in said]  # type: ignore[misc]

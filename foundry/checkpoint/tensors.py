@@ -1,0 +1,142 @@
+"""What a checkpoint holds of a run: weights, their average and the optimizers' state, under names no wrapper changes.
+
+`model.<name>`, `ema.<name>` and `optimizer.<name>.<key>`, where <name> is the parameter's own.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from foundry.checkpoint.folder import CheckpointError
+from foundry.checkpoint.optimizer_state import allocate_state, collect_state
+from foundry.training.ema import WeightAverage
+
+_NUM_SHOWN = 3
+
+
+def collect(model: nn.Module, ema: WeightAverage | None, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """The tensors themselves, no copies; sharded ones stay sharded, a tied one comes once.
+
+    Args:
+        model: as it was wrapped.
+        ema: the averaged weights, where kept.
+        optimizers: all of the run.
+
+    Raises:
+        CheckpointError: an optimizer's state that another layout could not read.
+    """
+    inner = _inner(model)
+    weights = {f"model.{name}": tensor for name, tensor in _weights(inner).items()}
+    return weights | _averages(ema) | collect_state(inner, optimizers)
+
+
+def restore_into(folder: Path, model: nn.Module, ema: WeightAverage | None, optimizers: Sequence[Optimizer]) -> None:
+    """Read what `collect` gave, whatever number of ranks and wrapper wrote it; every rank reads its own part.
+
+    Args:
+        folder: the checkpoint.
+        model: as it is wrapped now.
+        ema: the averaged weights, where kept; how many updates they have seen is not a tensor, and the caller's.
+        optimizers: over this model's parameters; whatever state they have is replaced.
+
+    Raises:
+        CheckpointError: the checkpoint lacks tensors of this run, has others, or has them in another shape.
+    """
+    reader, saved = _open(folder)
+    inner = _inner(model)
+    weights = {f"model.{name}": tensor for name, tensor in _weights(inner).items()}
+    states = allocate_state(inner, optimizers, saved)
+    targets = weights | _averages(ema)
+    for held in states:
+        targets |= held.tensors()
+    _check_names(folder, targets, saved)
+    _read(folder, reader, targets, saved)
+    _accept(inner, weights)
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    for held in states:
+        held.optimizer.state[held.parameter] = held.state
+
+
+def load_weights(folder: Path, model: nn.Module, *, ema: bool = False) -> None:
+    """Read a checkpoint's weights into an unwrapped model on one process, whatever number of ranks wrote it.
+
+    Args:
+        folder: the checkpoint.
+        model: a model of the same configuration; its own tensors are filled, so that there is no second copy.
+        ema: read the averaged weights instead of the model's own, where there are any; buffers are the model's own.
+
+    Raises:
+        CheckpointError: the checkpoint lacks weights of the model, has others, or has them in another shape.
+    """
+    reader, saved = _open(folder)
+    weights = _weights(model)
+    _check_names(folder, [f"model.{name}" for name in weights], [name for name in saved if name.startswith("model.")])
+    averaged = {name for name in weights if ema and f"ema.{name}" in saved}
+    targets = {f"{'ema' if name in averaged else 'model'}.{name}": tensor for name, tensor in weights.items()}
+    _read(folder, reader, targets, saved)
+    _accept(model, targets)
+
+
+def tied_names(inner: nn.Module) -> set[str]:
+    """Second and further names of one parameter: it is saved once, under its first, as safetensors demands."""
+    first: dict[nn.Parameter, str] = {}
+    named = inner.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if first.setdefault(parameter, name) != name}
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def _weights(inner: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, each once. Asked for its state, FSDP2 reshards whatever is gathered."""
+    state, tied = inner.state_dict(), tied_names(inner)
+    return {name: tensor for name, tensor in state.items() if name not in tied}
+
+
+def _averages(ema: WeightAverage | None) -> dict[str, Tensor]:
+    return {} if ema is None else {f"ema.{name}": tensor for name, tensor in ema.average.items()}
+
+
+def _open(folder: Path) -> tuple[HuggingFaceStorageReader, dict[str, torch.Size]]:
+    """The reader of a checkpoint, and the shapes of its tensors by name."""
+    reader = HuggingFaceStorageReader(str(folder))
+    entries = reader.read_metadata().state_dict_metadata
+    return reader, {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _check_names(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> None:
+    wanted, saved = set(wanted), set(saved)
+    for names, said in ((wanted - saved, "lacks"), (saved - wanted, "holds, and this run does not,")):
+        if names:
+            shown = ", ".join(sorted(names)[:_NUM_SHOWN])
+            more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+            raise CheckpointError(f"{folder} {said} {shown}{more}")
+
+
+def _read(
+    folder: Path, reader: HuggingFaceStorageReader, targets: Mapping[str, Tensor], saved: Mapping[str, torch.Size]
+) -> None:
+    """Fill the targets in place."""
+    for name, target in targets.items():
+        if target.shape != saved[name]:
+            raise CheckpointError(f"{folder} has {name} as {tuple(saved[name])}, this run as {tuple(target.shape)}")
+    with warnings.catch_warnings():
+        # Each rank plans and reads alone: what it needs follows from its layout.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(dict(targets), storage_reader=reader, no_dist=True)
+
+
+def _accept(inner: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give the model what was read, for one whose state is no view of its tensors."""
+    inner.load_state_dict({name.partition(".")[2]: tensor for name, tensor in weights.items()}, strict=False)

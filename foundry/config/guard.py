@@ -1,0 +1,70 @@
+"""`guard=`: what happens to an update whose loss or gradient is not to be trusted."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from foundry.config.errors import Violation
+from foundry.config.setting import setting
+
+_DEFAULT_MAX_SKIPS, _DEFAULT_WINDOW = 3, 128
+
+
+class NonFinite(Enum):
+    """The answer to a loss or gradient that is NaN or infinite."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class SpikeAction(Enum):
+    """The answer to a spike of the loss."""
+
+    skip = "skip"
+    rollback = "rollback"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Faults inside training. An update that is skipped consumes its samples and changes nothing else."""
+
+    non_finite: NonFinite = setting(
+        NonFinite.stop, "a loss or gradient that is NaN or infinite: stop the run, or skip the update with a warning"
+    )
+    max_skips: int = setting(
+        _DEFAULT_MAX_SKIPS, "updates skipped in a row, or rollbacks to one checkpoint; one more ends the run", ge=1
+    )
+    spike_zscore: float | None = setting(
+        None,
+        "robust z-score above which a risen loss is a spike; null: no guard. With it the host waits for every loss",
+        gt=0,
+    )
+    spike_window: int = setting(
+        _DEFAULT_WINDOW,
+        "accepted losses, in steps, that a new one is compared with; a quarter of them must be there",
+        ge=8,
+    )
+    spike_action: SpikeAction = setting(
+        SpikeAction.skip, "at a spike: skip the update, or rollback to the last checkpoint and past the spike's data"
+    )
+
+    @property
+    def max_non_finite(self) -> int:
+        """Updates that may be skipped in a row because they are not finite."""
+        return self.max_skips if self.non_finite is NonFinite.skip else 0
+
+    def check(self) -> Iterator[Violation]:
+        """Say which fields would be ignored in this combination."""
+        if self.spike_zscore is not None:
+            return
+        if self.spike_window != _DEFAULT_WINDOW:
+            yield _idle("spike_window", str(self.spike_window))
+        if self.spike_action is not SpikeAction.skip:
+            yield _idle("spike_action", self.spike_action.name)
+        if self.non_finite is NonFinite.stop and self.max_skips != _DEFAULT_MAX_SKIPS:
+            message = f"is {self.max_skips} but nothing is skipped; set guard.non_finite=skip or guard.spike_zscore=6"
+            yield Violation("guard.max_skips", message)
+
+
+def _idle(name: str, value: str) -> Violation:
+    return Violation(f"guard.{name}", f"is {value} but guard.spike_zscore is null, so nothing is a spike; set it to 6")

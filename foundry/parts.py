@@ -1,0 +1,121 @@
+"""Building the parts of a run from its configuration."""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from foundry.config.build import build
+from foundry.config.duration import Budget
+from foundry.config.errors import ConfigError
+from foundry.config.lengths import budget_of, check_lengths
+from foundry.config.root import Config
+from foundry.data.loader import Loader
+from foundry.data.order import GlobalOrder
+from foundry.data.splits import DataSplits
+from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.process_group import World
+from foundry.planning.derive import constant_weight_decay
+from foundry.training.evaluation import Evaluator
+from foundry.training.protocols import Objective, Schedule
+from foundry.training.throughput import Throughput
+
+log = logging.getLogger(__name__)
+
+
+def build_model(config: Config) -> nn.Module:
+    """The model with its initial weights, which depend on the seed only; `model.init_from` is not read here."""
+    torch.manual_seed(config.hparams.seed)
+    model: nn.Module = build(config.model)
+    return model
+
+
+def init_from_of(config: Config) -> Path | None:
+    """Where initial weights come from, if from anywhere; a user's own model may say it too."""
+    node = config.model
+    path = node.get("init_from") if isinstance(node, dict) else getattr(node, "init_from", None)
+    return None if path is None else Path(path)
+
+
+def build_data(config: Config) -> DataSplits:
+    """Training and held-out samples."""
+    data: DataSplits = build(config.data, seed=config.hparams.seed)
+    return data
+
+
+def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:
+    """The size of the run.
+
+    Raises:
+        ConfigError: a length that only the data could resolve does not fit.
+    """
+    budget = budget_of(
+        config.hparams,
+        samples_per_epoch=len(data.train),
+        world_size=world_size,
+        tokens_per_sample=data.tokens_per_sample,
+    )
+    if wrong := list(check_lengths(config, budget)):
+        raise ConfigError(wrong)
+    return budget
+
+
+def build_schedule(config: Config, budget: Budget) -> Schedule:
+    """Learning rate and weight decay along the run; says when that replaces the optimizer's own value."""
+    own, start = constant_weight_decay(config), getattr(config.scheduler, "start_weight_decay", None)
+    end = getattr(config.scheduler, "end_weight_decay", None)
+    if start is not None and own not in (start, end):
+        log.warning("optimizer.weight_decay=%g is not used: scheduler sets it from %g to %g", own, start, end)
+    schedule: Schedule = build(config.scheduler, max_lr=config.hparams.lr, budget=budget)
+    return schedule
+
+
+def build_loader(config: Config, budget: Budget, data: DataSplits, world: World) -> Loader:
+    """The training samples of this rank, in the global order."""
+    hparams = config.hparams
+    return Loader(
+        dataset=data.train,
+        order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=hparams.seed),
+        batch_size_at=budget.batch_sizes.at,
+        per_gpu_batch_size=hparams.per_gpu_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        num_workers=getattr(config.data, "num_workers", 0),
+        pin_memory=world.device.type == "cuda",
+    )
+
+
+def build_evaluator(
+    config: Config,
+    data: DataSplits,
+    model: nn.Module,
+    objective: Objective,
+    precision: PrecisionPolicy,
+    world: World,
+    run_dir: Path,
+) -> Evaluator:
+    """What measures the wrapped model on held-out data."""
+    return Evaluator(
+        model=model,
+        objective=objective,
+        data=data,
+        precision=precision,
+        world=world,
+        per_gpu_batch_size=config.hparams.per_gpu_batch_size,
+        max_samples=config.evaluation.max_samples,
+        samples_dir=run_dir / "plots" if config.evaluation.write_samples else None,
+    )
+
+
+def build_throughput(config: Config, data: DataSplits, model: nn.Module, world: World) -> Throughput:
+    """What measures speed; FLOPs where the model, as it was before wrapping, says them."""
+    count, tokens = getattr(model, "flops_per_sample", None), data.tokens_per_sample
+    flops = None if count is None else float(count() if tokens is None else count(tokens))
+    return Throughput(
+        world_size=world.world_size,
+        device=world.device,
+        precision=config.precision.mode,
+        flops_per_sample=flops,
+        tokens_per_sample=tokens,
+    )

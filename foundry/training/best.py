@@ -1,0 +1,58 @@
+"""The best evaluation so far."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from foundry.config.checkpoint import KeepBest
+from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.evaluation import Mode
+
+
+class Best:
+    """Remembers where a held-out metric was best.
+
+    Attributes:
+        step: optimizer steps taken then; None before the first finite value.
+        value: of the metric.
+    """
+
+    def __init__(self, settings: KeepBest) -> None:
+        self._metric = settings.metric or "val_loss"
+        self._sign = 1.0 if settings.mode is Mode.min else -1.0
+        self._min_delta, self._is_kept = settings.min_delta, settings.metric is not None
+        self.step: int | None = None
+        self.value: float | None = None
+
+    def update(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Take in an evaluation; whether its checkpoint is to be kept as the best.
+
+        Args:
+            metrics: by their names in metrics.jsonl.
+            step: optimizer steps taken.
+
+        Raises:
+            ConfigError: the metric is none of those measured.
+        """
+        if self._metric not in metrics:
+            known = f"this run measures {', '.join(sorted(metrics))}{nearest(self._metric, metrics)}"
+            raise ConfigError(Violation("checkpoint.keep_best.metric", f"is {self._metric} but {known}"))
+        value = metrics[self._metric]
+        if not math.isfinite(value):
+            return False
+        if self.value is not None and self._sign * value + self._min_delta >= self._sign * self.value:
+            return False
+        self.step, self.value = step, value
+        return self._is_kept
+
+    def result(self) -> dict[str, Any] | None:
+        """What result.json says of it."""
+        return None if self.step is None else {"step": self.step, self._metric: self.value}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step and value; plain JSON."""
+        return {"step": self.step, "value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.step, self.value = state["step"], state["value"]

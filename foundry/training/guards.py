@@ -1,0 +1,263 @@
+"""Faults inside training: numbers that are not finite, and losses that jump."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from foundry.config.guard import Guard, SpikeAction
+from foundry.parallel.precision import LossScaler
+from foundry.parallel.process_group import World
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient is not finite; nothing was updated."""
+
+
+class PersistentSpikeError(RuntimeError):
+    """The loss stays where it jumped to; nothing was updated."""
+
+
+class LossSpike(RuntimeError):
+    """The loss has jumped; nothing was updated. The answer is to go back to the last checkpoint.
+
+    Attributes:
+        step: the step whose loss it is, which consumed its samples.
+        loss: mean over the global batch.
+        zscore: how far it is above the losses before, see `LossWindow`.
+    """
+
+    def __init__(self, step: int, loss: float, zscore: float) -> None:
+        super().__init__(f"step {step}: the loss {loss:g} is a spike, with a robust z-score of {zscore:.1f}")
+        self.step, self.loss, self.zscore = step, loss, zscore
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An update about to be taken, after the gradients are reduced and before the optimizers' step.
+
+    Attributes:
+        step: counted from one.
+        loss: () float32, over the global batch, the same on all ranks.
+        grad_norm: () float32, likewise.
+        local_loss: () float32, of this rank's share.
+        positions: (batch,) int64 each, in host memory: this rank's samples in the global order; -1 is padding.
+    """
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    local_loss: Tensor
+    positions: Sequence[Tensor]
+
+
+class LossWindow:
+    """The last accepted losses, and how far a new one is above them.
+
+    Args:
+        size: losses that are kept; there is no score before a quarter of them is there.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.losses: deque[float] = deque(maxlen=size)
+        self._least = size / 4
+
+    def zscore(self, loss: float) -> float:
+        """The modified z-score 0.6745 (loss - median) / MAD, of Iglewicz and Hoaglin, 1993, section 3.3.
+
+        MAD is the median absolute deviation from the median. Where it is 0, most losses being the same number, there is
+        no scale to measure a rise by, and the score is 0.
+        """
+        if len(self.losses) < self._least:
+            return 0.0
+        middle = median(self.losses)
+        deviation = median(abs(known - middle) for known in self.losses)
+        return 0.6745 * (loss - middle) / deviation if deviation > 0 else 0.0
+
+
+class UpdateGuard:
+    """Decides before each update whether it is taken, the same on all ranks.
+
+    On a GPU whose optimizers can leave an update out by themselves it decides about numbers that are not finite there,
+    and the host learns of it in `check`, so that no step waits for the device. Otherwise it reads the loss.
+    """
+
+    def __init__(
+        self,
+        config: Guard,
+        optimizers: Sequence[Optimizer],
+        world: World,
+        *,
+        scaler: LossScaler | None = None,
+        on_device: bool | None = None,
+    ) -> None:
+        """Guard the optimizers' updates.
+
+        Args:
+            config: the user's choice.
+            optimizers: all of the run.
+            world: this rank and the others.
+            scaler: of the loss; a gradient that overflows is its affair, as long as a lower scale may mend it.
+            on_device: decide on the device; None: on a GPU, if that is possible.
+        """
+        self._config, self._world, self._scaler = config, world, scaler
+        self._window = None if config.spike_zscore is None else LossWindow(config.spike_window)
+        if on_device is None:
+            reads_loss = scaler is not None or self._window is not None
+            on_device = world.device.type == "cuda" and not reads_loss and all(map(_skips_on_device, optimizers))
+        self._on_device = on_device
+        self._in_a_row = 0
+        self._pending: list[tuple[Attempt, Tensor]] = []
+        self._bad_in_a_row = torch.zeros((), dtype=torch.int32, device=world.device)
+        self._failed = torch.zeros((), dtype=torch.bool, device=world.device)
+        self._seen = torch.zeros((), dtype=torch.bool, pin_memory=world.device.type == "cuda")
+        if on_device:
+            _start_momentum(optimizers)
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether a run goes on after an update that was left out without the host's knowledge."""
+        return self._on_device and self._config.max_non_finite > 0
+
+    def leaves_out(self, attempt: Attempt) -> Tensor | bool:
+        """Whether to leave the update out; as a () bool tensor where the device decides.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite, once more than the configuration lets pass. Where the device
+                decides, it leaves out this update and all later ones, and the error comes from `check`.
+            LossSpike: the loss has jumped, and the configuration wants to go back.
+            PersistentSpikeError: it has jumped in more steps in a row than the configuration lets pass.
+        """
+        if self._on_device:
+            return self._judge_on_device(attempt)
+        loss = attempt.loss.item()
+        if self._is_fault(loss, attempt.grad_norm.item()):
+            self._leave_out_non_finite(attempt)
+            return True
+        limit = self._config.spike_zscore
+        if self._window is not None and limit is not None:
+            zscore = self._window.zscore(loss)
+            if zscore > limit:
+                self._leave_out_spike(attempt, LossSpike(attempt.step, loss, zscore))
+                return True
+            self._window.losses.append(loss)
+        self._in_a_row = 0
+        return False
+
+    def check(self) -> None:
+        """Wait for the device and learn what it left out; all ranks call it at the same step, and before they save.
+
+        Raises:
+            NonFiniteError: more updates in a row were not finite than the configuration lets pass.
+        """
+        if not self._pending:
+            return
+        flags = torch.stack([bad for _, bad in self._pending]).tolist()
+        attempts, self._pending = [attempt for attempt, _ in self._pending], []
+        for attempt, bad in zip(attempts, flags, strict=True):
+            if bad:
+                self._leave_out_non_finite(attempt)
+            else:
+                self._in_a_row = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses that new ones are compared with, and how many updates in a row were left out; plain JSON."""
+        assert not self._pending, "check() comes before a checkpoint"
+        return {"losses": [] if self._window is None else list(self._window.losses), "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`; a window of another size keeps the latest losses."""
+        self._pending.clear()
+        self._in_a_row = int(state["in_a_row"])
+        self._bad_in_a_row.fill_(self._in_a_row)
+        self._failed.fill_(False)
+        if self._window is not None:
+            self._window.losses.clear()
+            self._window.losses.extend(state["losses"])
+
+    def _is_fault(self, loss: float, grad_norm: float) -> bool:
+        if math.isfinite(loss) and not math.isfinite(grad_norm) and self._scaler is not None:
+            # Below 1 the scale makes gradients smaller than they are: it was not the scale.
+            return self._scaler.get_scale() < 1
+        return not math.isfinite(loss + grad_norm)
+
+    def _judge_on_device(self, attempt: Attempt) -> Tensor:
+        # Host memory: it tells of an earlier step, and waits for nothing. Several ranks might see it at different
+        # steps; they wait for `check`, and until then nothing is updated.
+        if self._world.world_size == 1 and self._seen.item():
+            self.check()
+        bad = ~torch.isfinite(attempt.loss + attempt.grad_norm)
+        self._bad_in_a_row = torch.where(bad, self._bad_in_a_row + 1, 0)
+        self._failed = self._failed | (self._bad_in_a_row > self._config.max_non_finite)
+        self._pending.append((attempt, bad))
+        self._seen.copy_(self._failed, non_blocking=True)
+        return bad | self._failed
+
+    def _leave_out_non_finite(self, attempt: Attempt) -> None:
+        ranks, samples = self._locate(attempt)
+        cause = f"the loss on rank {', '.join(map(str, ranks))}" if ranks else "the gradient norm"
+        said, allowed = f"step {attempt.step}: {cause} is not finite", self._config.max_non_finite
+        self._in_a_row += 1
+        if self._in_a_row > allowed:
+            raise NonFiniteError(self._last_words(said, samples))
+        self._warn(said, samples)
+
+    def _leave_out_spike(self, attempt: Attempt, spike: LossSpike) -> None:
+        if self._config.spike_action is SpikeAction.rollback:
+            raise spike
+        _, samples = self._locate(attempt)
+        self._in_a_row += 1
+        if self._in_a_row > self._config.max_skips:
+            raise PersistentSpikeError(self._last_words(str(spike), samples))
+        self._warn(str(spike), samples)
+
+    def _last_words(self, said: str, samples: str) -> str:
+        before, most = self._in_a_row - 1, self._config.max_skips
+        row = f", after {before} updates in a row that were left out (guard.max_skips={most})" if before else ""
+        return f"{said}{row}; the weights are as they were before this step{samples}"
+
+    def _warn(self, said: str, samples: str) -> None:
+        if self._world.is_main:
+            row = f"{self._in_a_row} in a row of at most {self._config.max_skips}"
+            log.warning("%s; its update is left out, %s%s", said, row, samples)
+
+    def _locate(self, attempt: Attempt) -> tuple[list[int], str]:
+        """The ranks whose own loss is not finite, and the samples of the global batch, in words."""
+        world, known = self._world, [p for positions in attempt.positions for p in positions.tolist() if p >= 0]
+        # float64 holds every position exactly.
+        rows = torch.zeros(world.world_size, 3, dtype=torch.float64, device=world.device)
+        own = [float(not math.isfinite(attempt.local_loss.item())), min(known, default=-1), max(known, default=-1)]
+        rows[world.rank] = torch.tensor(own, dtype=torch.float64)
+        told = world.all_reduce_sum(rows).tolist()
+        ranks = [rank for rank, (bad, _, _) in enumerate(told) if bad]
+        if (last := max(high for _, _, high in told)) < 0:
+            return ranks, ""
+        first = min(low for _, low, _ in told if low >= 0)
+        return ranks, f" (samples {first:.0f} to {last:.0f} of the global order)"
+
+
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether it leaves an update out where `found_inf` is 1, as fused ones do; offloaded weights are the host's."""
+    on_gpu = all(p.device.type == "cuda" for group in optimizer.param_groups for p in group["params"])
+    return on_gpu and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _start_momentum(optimizers: Sequence[Optimizer]) -> None:
+    """Let SGD's momentum start at 0, which leads to the same first update.
+
+    Its fused kernel makes the buffers in the first step without filling them, and leaves them so if it skips that step.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, SGD):
+            for group in optimizer.param_groups:
+                for parameter in group["params"] if group["momentum"] != 0 else ():
+                    optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

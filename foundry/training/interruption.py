@@ -1,0 +1,162 @@
+"""Signals: noticed at once, acted on at a step boundary.
+
+| signal | who sends it | what becomes of the run |
+|---|---|---|
+| SIGINT | a person, Ctrl-C; a second one ends the process at once | stopped |
+| SIGTERM | a person, Docker, Slurm | stopped; requeued where Slurm will start the job again |
+| SIGUSR1, SIGUSR2 | a scheduler before its time limit, as submitit asks Slurm to | stopped; requeued by submitit |
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from enum import IntFlag
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+log = logging.getLogger(__name__)
+
+_PARKED_SECONDS = 120.0
+"""submitit gives `scontrol requeue` 60 s; Slurm then ends all tasks."""
+
+
+class Boundary(IntFlag):
+    """What a rank has to say at a step boundary; combined over ranks by bitwise or."""
+
+    SAVE = 1
+    STOP_INT = 2
+    STOP_TERM = 4
+    STOP_USR1 = 8
+    STOP_USR2 = 16
+
+    @property
+    def signum(self) -> signal.Signals | None:
+        """The signal that asks to stop; of several, as when Slurm adds SIGTERM, the one that may lead to a requeue."""
+        return next((signum for signum, flag in reversed(_FLAGS.items()) if flag & self), None)
+
+
+_FLAGS = {
+    signal.SIGINT: Boundary.STOP_INT,
+    signal.SIGTERM: Boundary.STOP_TERM,
+    signal.SIGUSR1: Boundary.STOP_USR1,
+    signal.SIGUSR2: Boundary.STOP_USR2,
+}
+
+
+class Interruption:
+    """Notes the first signal that asks this process to stop, from entering to leaving.
+
+    The handlers only set a field: a signal comes between any two bytecodes, where logging or writing could deadlock. A
+    second SIGINT ends the process with exit code 130 as it is. On leaving, the handlers from before are back. Python
+    handles signals in the main thread only; in another this notes nothing and logs so.
+
+    Attributes:
+        requested: the first signal that came; None so far.
+    """
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("not in the main thread: signals will not be noticed, and end the run without a checkpoint")
+            return self
+        for signum in _FLAGS:
+            self._previous[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    @property
+    def flags(self) -> Boundary:
+        """This rank's part of what the ranks agree on; it stays once a signal came."""
+        return Boundary(0) if self.requested is None else _FLAGS[self.requested]
+
+    def previous(self, signum: signal.Signals) -> Any:
+        """The handler from before, as `signal.getsignal` says it; None where this notes nothing."""
+        return self._previous.get(signum)
+
+    def state_after(self, signum: signal.Signals) -> Literal["stopped", "requeued"]:
+        """What to record of a run that `signum` stopped, to be asked on rank 0 after the save.
+
+        submitit puts the job back where it handles the signal. It ignores SIGTERM, which Slurm sends when it preempts
+        or requeues a job by itself, and when somebody cancels it: `scontrol show job` tells them apart. Nothing but the
+        record depends on the answer: the checkpoint is the same.
+        """
+        if self._handler_to_call(signum) is not None or (signum is signal.SIGTERM and _slurm_will_requeue()):
+            return "requeued"
+        return "stopped"
+
+    def hand_over(self, signum: signal.Signals, *, is_main: bool) -> bool:
+        """Let submitit requeue the job, where it handles `signum`; called by every rank after the save and the record.
+
+        Rank 0 calls submitit's handler, which writes the job down again and runs `scontrol requeue`. The other ranks
+        sleep until Slurm ends them: going on would train past the checkpoint, and leaving could have srun end rank 0
+        too early.
+
+        Args:
+            signum: the signal that the ranks agreed on; this rank itself need not have received it.
+            is_main: whether this is rank 0.
+
+        Returns:
+            Whether there was somebody to hand over to; on rank 0 submitit's handler does not return in that case.
+
+        Raises:
+            SystemExit: from submitit, whose job is queued again.
+            submitit.core.utils.UncompletedJobError: from submitit, which has no attempts left.
+        """
+        handler = self._handler_to_call(signum)
+        if handler is None:
+            return False
+        if is_main:
+            handler(signum, None)
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(_PARKED_SECONDS)
+        return True
+
+    def _handler_to_call(self, signum: signal.Signals) -> Callable[[int, FrameType | None], Any] | None:
+        """The handler of `signum` by which submitit requeues; None where it ignores the signal or is not there.
+
+        Its names are from https://github.com/facebookincubator/submitit/blob/main/submitit/core/job_environment.py.
+        """
+        handler = self._previous.get(signum)
+        requeues = callable(handler) and getattr(handler, "__name__", "").startswith("checkpoint_and_")
+        return handler if requeues else None
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested is None:
+            self.requested = signal.Signals(signum)
+        if signum == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                os._exit(128 + signum)
+
+
+def _slurm_will_requeue() -> bool:
+    """Whether this is a job that Slurm has requeued, or is about to after the grace time of a preemption.
+
+    A requeue counts as a restart when it is ordered, before SIGTERM comes; within a grace time PreemptTime is set.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return False
+    command = ["scontrol", "show", "job", "--oneliner", job]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    fields = dict(word.split("=", 1) for word in said.split() if "=" in word)
+    requeued = int(fields.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    preempted = fields.get("PreemptTime", "None") != "None" and fields.get("Requeue") == "1"
+    return requeued or preempted

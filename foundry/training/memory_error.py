@@ -1,0 +1,181 @@
+"""Saying what took a device's memory, and which settings take less."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from foundry.config.distributed import FSDP, GradientSync, Strategy
+from foundry.config.precision import PrecisionMode
+from foundry.config.root import Config
+
+_TILE_TOKENS = 1024
+"""Logits of so few tokens are small beside a block's activations, and their matrix products still fill a GPU."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """The device's memory did not suffice; the message says what took it, and which settings take less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Bytes in this rank's device.
+
+    Attributes:
+        weights: parameters, or this rank's shards of them, and buffers.
+        gradients: as many as there are at the moment.
+        optimizer: the optimizers' state.
+        ema: averaged weights.
+        allocated: everything in tensors, at its peak.
+        reserved: what torch has taken from the device, its cache included.
+        capacity: of the device.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    ema: int
+    allocated: int
+    reserved: int
+    capacity: int
+
+    @property
+    def rest(self) -> int:
+        """Activations, gathered weights and workspaces: all that none of the parts holds."""
+        return max(0, self.allocated - self.weights - self.gradients - self.optimizer - self.ema)
+
+
+def measure_device_memory(
+    model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, *, averages: Iterable[Tensor] = ()
+) -> DeviceMemory:
+    """Count what lies in a GPU; offloaded tensors are not there.
+
+    Args:
+        model: as it was wrapped.
+        optimizers: all of the run.
+        device: a CUDA device.
+        averages: the averaged weights, where kept.
+    """
+    parameters = list(model.parameters())
+    states = (value for optimizer in optimizers for state in optimizer.state.values() for value in state.values())
+    stats, (_, capacity) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
+    return DeviceMemory(
+        weights=_bytes_on(device, [*parameters, *model.buffers()]),
+        gradients=_bytes_on(device, (parameter.grad for parameter in parameters)),
+        optimizer=_bytes_on(device, states),
+        ema=_bytes_on(device, averages),
+        allocated=stats["allocated_bytes.all.peak"],
+        reserved=stats["reserved_bytes.all.current"],
+        capacity=capacity,
+    )
+
+
+def explain_out_of_memory(
+    error: BaseException,
+    memory: DeviceMemory,
+    config: Config,
+    *,
+    strategy: Strategy,
+    step: int,
+    rank: int,
+    world_size: int,
+) -> str:
+    """What took the memory, by part, and the settings of this run that would take less; the first line stands alone.
+
+    Args:
+        error: torch's, which says how much more was wanted.
+        memory: of this rank's device.
+        config: of the run; what it sets already is not suggested.
+        strategy: how the ranks train together; never `auto`.
+        step: the optimizer step that failed.
+        rank: this rank.
+        world_size: ranks.
+    """
+    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    more = f"{wanted[1]} more were wanted, " if wanted else ""
+    taken = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "averaged weights": memory.ema,
+        "activations and the like": memory.rest,
+        "cached, in pieces": max(0, memory.reserved - memory.allocated),
+    }
+    remedies = _remedies(config, strategy, world_size, activations_first=memory.rest > memory.allocated / 2)
+    return "\n".join(
+        [
+            f"out of GPU memory in step {step} on rank {rank}: {more}{taken}",
+            "  " + ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size > 0),
+            *(f"  {setting}: {effect}" for setting, effect in remedies),
+        ]
+    )
+
+
+def _remedies(config: Config, strategy: Strategy, world_size: int, *, activations_first: bool) -> list[tuple[str, str]]:
+    """Settings and what each does, the most promising first."""
+    activations, states = list(_less_activations(config)), list(_less_states(config, strategy, world_size))
+    ordered = [*activations, *states] if activations_first else [*states, *activations]
+    return ordered or [("every setting that saves memory is on", "take a smaller model, shorter samples or more GPUs")]
+
+
+def _less_activations(config: Config) -> Iterator[tuple[str, str]]:
+    hparams = config.hparams
+    size = hparams.per_gpu_batch_size
+    if size > 1:
+        # Whatever the batch sizes of a ramp, a divisor of what they are multiples of divides them too.
+        smaller = max(divisor for divisor in range(1, size // 2 + 1) if size % divisor == 0)
+        times = size // smaller
+        yield (
+            f"hparams.per_gpu_batch_size={smaller}",
+            f"{times} times less activations, and the same updates: {times} times as many microbatches are accumulated",
+        )
+    if not hparams.grad_checkpointing:
+        yield (
+            "hparams.grad_checkpointing=true",
+            "keeps each block's input only and computes the rest twice: about a third more time",
+        )
+    positions = size * int(_field(config.data, "seq_len") or 0)
+    if _field(config.model, "logprob_tile_tokens") == 0 and positions > _TILE_TOKENS:
+        yield (
+            f"model.logprob_tile_tokens={_TILE_TOKENS}",
+            f"the head's logits for {_TILE_TOKENS} tokens at a time instead of {positions}",
+        )
+
+
+def _less_states(config: Config, strategy: Strategy, world_size: int) -> Iterator[tuple[str, str]]:
+    distributed, hparams = config.distributed, config.hparams
+    is_sharded, is_fsdp = strategy in (Strategy.fsdp, Strategy.hsdp), isinstance(distributed, FSDP)
+    if not is_sharded and world_size == 1:
+        yield "distributed=fsdp distributed.nproc_per_node=2", "half of weights, gradients and optimizer state per GPU"
+    elif strategy is not Strategy.fsdp:
+        yield "distributed=fsdp", f"weights, gradients and optimizer state are divided over all {world_size} ranks"
+    accumulates = hparams.global_batch_size > world_size * hparams.per_gpu_batch_size
+    if is_sharded and world_size > 1 and accumulates and distributed.gradient_sync is not GradientSync.every:
+        effect = "gradients are divided after each microbatch instead of kept whole for the window"
+        yield "distributed.gradient_sync=every", effect
+    if isinstance(distributed, FSDP) and not distributed.reshard_after_forward:
+        yield "distributed.reshard_after_forward=true", "gathered weights are freed between forward and backward"
+    offloads = isinstance(distributed, FSDP) and distributed.cpu_offload
+    if not offloads and config.precision.mode is not PrecisionMode.amp_float16:
+        chosen = "" if is_fsdp else "distributed=fsdp "
+        yield f"{chosen}distributed.cpu_offload=true", "weights, gradients and optimizer state in host memory; slower"
+
+
+def _field(node: Any, name: str) -> Any:
+    """A field of a part's schema, or of a user's own mapping; None where there is none."""
+    return node.get(name) if isinstance(node, dict) else getattr(node, name, None)
+
+
+def _bytes_on(device: torch.device, tensors: Iterable[Any]) -> int:
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(t.numel() * t.element_size() for t in local if isinstance(t, Tensor) and t.device == device)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

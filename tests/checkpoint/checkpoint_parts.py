@@ -1,0 +1,54 @@
+"""A small model and a way to save it, for the tests of checkpoints."""
+
+import torch
+from torch import nn
+
+from foundry.checkpoint.saver import Checkpointer
+from foundry.checkpoint.tensors import collect
+from foundry.parallel.process_group import World
+
+ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+KNOWN = {"samples": 8, "tokens": None, "config_hash": "c0ffee", "config": {"a": {"b": 1}}, "strategy": "none"}
+
+
+class Net(nn.Module):
+    """With a buffer, a transposed (not contiguous) weight and a scalar."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(4, 3)
+        self.first.weight.data = torch.randn(4, 3).T
+        self.norm = nn.BatchNorm1d(3)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.register_buffer("table", torch.randn(5))
+
+
+def saver(run_dir, *, asynchronous=False, keep_last=None, keep_every_steps=None, strict=True, world=ALONE):
+    return Checkpointer(
+        run_dir,
+        world,
+        asynchronous=asynchronous,
+        keep_last=keep_last,
+        keep_every_steps=keep_every_steps,
+        strict=strict,
+    )
+
+
+def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, **options):
+    """Save one checkpoint and wait for it; returns its folder."""
+    checkpointer = checkpointer or saver(run_dir)
+    checkpointer.save(
+        step,
+        tensors=lambda: collect(model, ema, optimizers),
+        manifest={**KNOWN, "state": {"position": step}},
+        rank_state={"rng": step},
+        **{"wait": True, **options},
+    )
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name

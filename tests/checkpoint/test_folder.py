@@ -1,0 +1,138 @@
+"""Finding checkpoints, and telling what is wrong with them."""
+
+import json
+import os
+
+import pytest
+from checkpoint_parts import ALONE, KNOWN, Net, assert_same, saver, write
+
+from foundry.checkpoint.folder import MANIFEST, CheckpointError, find, list_checkpoints, problems, read_manifest
+from foundry.checkpoint.tensors import load_weights
+from foundry.checkpoint.verification import verify_newest
+
+
+def test_the_manifest_says_what_the_checkpoint_is(tmp_path):
+    folder = write(tmp_path, 200, Net(1), metric=0.25)
+    said = read_manifest(folder)
+    assert (said.step, said.metric, said.world_size, said.state) == (200, 0.25, 1, {"position": 200})
+    assert {name: getattr(said, name) for name in KNOWN} == KNOWN
+    assert set(said.versions) == {"foundry", "python", "torch"}
+    sizes = {name: facts.bytes for name, facts in said.files.items()}
+    assert sizes == {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST}
+    json.loads((folder / MANIFEST).read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_it_is_found_by_name_and_number(tmp_path):
+    for step in (5, 10, 15):
+        write(tmp_path, step, Net(step), is_best=step == 10)
+    link = tmp_path / "checkpoints" / "latest"
+    assert link.is_symlink()
+    assert str(link.readlink()) == "step_00000015", "relative, so that a run directory can move"
+    assert find(tmp_path) == find(tmp_path, "15") == (tmp_path / "checkpoints" / "step_00000015").resolve()
+    assert find(tmp_path, "best").name == find(tmp_path, "10").name == "step_00000010"
+    assert [folder.name[-2:] for folder in list_checkpoints(tmp_path)] == ["15", "10", "05"]
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    model = Net(0)
+    load_weights(find(moved), model)
+    assert_same(model.state_dict(), Net(15).state_dict())
+
+
+def test_one_that_is_missing_lists_those_there_are(tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint 'last'; there are: none"):
+        find(tmp_path)
+    for step in (5, 10):
+        write(tmp_path, step, Net(0))
+    for which in ("7", "best", "newest"):
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint '{which}'; there are: step_00000005, step_0000001"):
+            find(tmp_path, which)
+
+
+def test_the_first_one_is_found_before_a_link_names_it(tmp_path):
+    folder = write(tmp_path, 5, Net(0))
+    (tmp_path / "checkpoints" / "latest").unlink()
+    assert find(tmp_path) == folder.resolve()
+
+
+def change_byte(path, offset=-9):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def resize(path, by):
+    os.truncate(path, path.stat().st_size + by)
+
+
+def edit(folder, key, value):
+    content = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**content, key: value}))
+
+
+SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"
+DAMAGE = {
+    "truncated shard": (
+        lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes()[:-7]),
+        f"{SHARD} has {{}} bytes, not",
+    ),
+    "longer shard": (
+        lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes() + b"x"),
+        f"{SHARD} has {{}} bytes, not",
+    ),
+    "missing rank": (lambda f: (f / RANK).unlink(), f"{RANK} is missing"),
+    "missing shard": (lambda f: (f / SHARD).unlink(), f"{SHARD} is missing"),
+    "changed byte of a tensor": (lambda f: change_byte(f / SHARD), f"{SHARD} has the checksum"),
+    "changed byte of a header": (lambda f: change_byte(f / SHARD, 40), f"{SHARD} has the checksum"),
+    "changed byte of a rank": (lambda f: change_byte(f / RANK, 4), f"{RANK} has the checksum"),
+    "half a manifest": (lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text()[:300]), "half-written"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+    "empty manifest": (lambda f: (f / MANIFEST).write_text(""), "half-written, or no manifest (0 characters)"),
+    "other JSON": (lambda f: (f / MANIFEST).write_text("[]"), "no manifest"),
+    "bytes for a manifest": (lambda f: (f / MANIFEST).write_bytes(b"\xff" * 9), "no text"),
+    "changed manifest": (lambda f: edit(f, "samples", 9), f"{MANIFEST} does not have the checksum"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_and_the_one_before_is_taken(tmp_path, damage, caplog):
+    good = write(tmp_path, 1, Net(1))
+    bad = write(tmp_path, 2, Net(2))
+    assert problems(good) == problems(bad) == []
+    assert verify_newest(tmp_path, ALONE) == bad
+    harm, said = DAMAGE[damage]
+    harm(bad)
+    (problem,) = problems(bad)
+    size = (bad / SHARD).stat().st_size if (bad / SHARD).exists() else None
+    assert said.format(size) in problem
+    assert verify_newest(tmp_path, ALONE) == good
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert str(bad) in record.getMessage()
+    assert problem in record.getMessage()
+
+
+def test_ranks_share_the_work(tmp_path):
+    folder = write(tmp_path, 1, Net(1))
+    for name in (SHARD, RANK):
+        (folder / name).unlink()
+    parts = [problems(folder, part=part, num_parts=3) for part in range(3)]
+    assert sorted(parts) == [[], [f"{RANK} is missing"], [f"{SHARD} is missing"]]
+
+
+def test_without_any_there_is_none(tmp_path):
+    assert verify_newest(tmp_path, ALONE) is None
+    with pytest.raises(CheckpointError, match="missing"):
+        read_manifest(tmp_path)
+
+
+def test_a_damaged_one_is_replaced_when_its_step_is_saved_again(tmp_path):
+    folder = write(tmp_path, 5, Net(1))
+    before = (folder / SHARD).stat().st_mtime_ns
+    write(tmp_path, 5, Net(2), is_best=True)
+    assert (folder / SHARD).stat().st_mtime_ns == before, "a whole one is left alone"
+    assert find(tmp_path, "best").name == "step_00000005"
+    change_byte(folder / SHARD)
+    write(tmp_path, 5, Net(2), checkpointer=saver(tmp_path))
+    assert problems(folder) == []
+    model = Net(0)
+    load_weights(folder, model)
+    assert_same(model.state_dict(), Net(2).state_dict())
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["best", "latest", "step_00000005"]

@@ -1,0 +1,61 @@
+"""A process that is killed while it saves and deletes leaves a newest checkpoint that is whole."""
+
+import multiprocessing
+import random
+import time
+
+from foundry.checkpoint.folder import find, list_checkpoints, problems
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["foundry.checkpoint.saver"])
+
+
+def save_forever(run_dir, pipe, asynchronous):
+    import torch
+    from checkpoint_parts import ALONE, KNOWN
+
+    from foundry.checkpoint.saver import Checkpointer
+
+    torch.set_num_threads(1)
+    checkpointer = Checkpointer(
+        run_dir, ALONE, asynchronous=asynchronous, keep_last=2, keep_every_steps=None, strict=True
+    )
+    step = max((int(folder.name[5:]) for folder in list_checkpoints(run_dir)), default=0)
+    while True:
+        step += 1
+        tensors = {f"t{index}": torch.full((2000,), float(step)) for index in range(20)}
+        checkpointer.save(step, tensors=lambda given=tensors: given, manifest=KNOWN, rank_state={}, is_best=True)
+        if not checkpointer.pending:
+            pipe.send(step)
+
+
+def test_at_any_moment(tmp_path):
+    moments = random.Random(0)
+    last = 0
+    for attempt in range(20):
+        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        child = _CONTEXT.Process(target=save_forever, args=(tmp_path, theirs, attempt % 2 == 1), daemon=True)
+        child.start()
+        theirs.close()
+        if attempt % 2 == 0:
+            assert ours.poll(20)
+        else:
+            deadline = time.monotonic() + 20
+            while len(list_checkpoints(tmp_path)) < 2:
+                assert time.monotonic() < deadline
+        time.sleep(moments.uniform(0.0, 0.1))
+        child.kill()
+        child.join()
+        done = last
+        while ours.poll():
+            try:
+                done = ours.recv()
+            except EOFError:
+                break
+        newest = list_checkpoints(tmp_path)[0]
+        assert int(newest.name[5:]) >= done
+        assert problems(newest) == []
+        assert problems(find(tmp_path)) == []
+        assert problems(find(tmp_path, "best")) == []
+        last = int(newest.name[5:])
+    assert last > 40

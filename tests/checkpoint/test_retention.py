@@ -1,0 +1,51 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundry.checkpoint.retention import remove_leftovers, to_remove
+
+STEPS = st.sets(st.integers(0, 500), max_size=30)
+COUNT = st.none() | st.integers(1, 40)
+
+
+@given(STEPS, COUNT, COUNT, st.none() | st.integers(0, 500))
+def test_what_is_removed(steps, keep_last, keep_every, best):
+    removed = to_remove(steps, keep_last=keep_last, keep_every_steps=keep_every, best=best)
+    kept = steps - set(removed)
+    assert removed == sorted(set(removed))
+    assert set(removed) <= steps
+    assert best not in removed
+    if keep_last is None:
+        assert not removed
+        return
+    newest = set(sorted(steps)[-keep_last:])
+    assert newest <= kept
+    assert {step for step in steps if keep_every and step % keep_every == 0} <= kept
+    for step in kept - newest - {best}:
+        assert keep_every is not None
+        assert step % keep_every == 0
+
+
+@given(STEPS, COUNT, COUNT, st.none() | st.integers(0, 500))
+def test_removing_twice_is_removing_once(steps, keep_last, keep_every, best):
+    options = {"keep_last": keep_last, "keep_every_steps": keep_every, "best": best}
+    removed = to_remove(steps, **options)
+    assert to_remove(steps - set(removed), **options) == []
+
+
+@pytest.fixture
+def folders(tmp_path):
+    names = ["step_00000001", "step_00000002", "step_00000003", ".step_00000004.partial", ".step_00000000.removed"]
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "file").write_text("x")
+    return tmp_path
+
+
+def names(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_leftovers_go_and_checkpoints_stay(folders):
+    remove_leftovers(folders)
+    assert names(folders) == ["step_00000001", "step_00000002", "step_00000003"]

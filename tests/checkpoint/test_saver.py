@@ -1,0 +1,178 @@
+"""Saving at once and in the background, and what happens when it fails."""
+
+import logging
+import os
+import subprocess
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from checkpoint_parts import KNOWN, Net, assert_same, saver, write
+from torch.optim import AdamW
+
+from foundry.checkpoint import saver as saver_module
+from foundry.checkpoint.folder import find, list_checkpoints, problems
+from foundry.checkpoint.saver import SaveError
+from foundry.checkpoint.shard import write_shard
+from foundry.checkpoint.tensors import collect, load_weights, restore_into
+
+
+def ask(checkpointer, step, tensors, **options):
+    checkpointer.save(step, tensors=tensors, manifest=KNOWN, rank_state={}, **options)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*-*")}
+
+
+def test_in_the_background_the_same_is_written_whatever_training_does(tmp_path, monkeypatch):
+    model = Net(1)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    expected = write(tmp_path / "sync", 3, model, optimizers=[optimizer])
+    kept = {name: tensor.clone() for name, tensor in collect(model, None, [optimizer]).items()}
+    changed = threading.Event()
+
+    def late(path, chunks):
+        assert changed.wait(10)
+        return write_shard(path, chunks)
+
+    monkeypatch.setattr(saver_module, "write_shard", late)
+    checkpointer = saver(tmp_path / "async", asynchronous=True)
+    write(tmp_path / "async", 3, model, optimizers=[optimizer], checkpointer=checkpointer, wait=False)
+    assert checkpointer.pending
+    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    changed.set()
+    checkpointer.finish()
+    assert not checkpointer.pending
+    folder = find(tmp_path / "async")
+    assert files(folder) == files(expected)
+    fresh = AdamW(model.parameters(), lr=0.1)
+    restore_into(folder, model, None, [fresh])
+    assert_same(collect(model, None, [fresh]), kept)
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "foundry")
+    begun, going = [], threading.Event()
+
+    def slow(path, chunks):
+        begun.append(path.parent.name)
+        assert going.wait(10)
+        return write_shard(path, chunks)
+
+    monkeypatch.setattr(saver_module, "write_shard", slow)
+    checkpointer, model = saver(tmp_path, asynchronous=True), Net(1)
+    ask(checkpointer, 1, model.state_dict)
+    threading.Timer(0.2, going.set).start()
+    ask(checkpointer, 2, model.state_dict)
+    assert checkpointer.blocked_seconds > 0.1
+    assert "step 2 waited" in caplog.text
+    checkpointer.finish()
+    assert begun == [".step_00000001.partial", ".step_00000002.partial"]
+    assert [f.name for f in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000001"]
+
+
+def test_what_is_not_wanted_is_deleted(tmp_path):
+    checkpointer, model = saver(tmp_path, keep_last=2, keep_every_steps=4), Net(1)
+    for step in range(1, 10):
+        ask(checkpointer, step, model.state_dict, is_best=step == 3)
+    there = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert there == ["best", "latest", *(f"step_{step:08d}" for step in (3, 4, 8, 9))]
+    assert find(tmp_path, "best").name == "step_00000003"
+
+
+@contextmanager
+def mounted(folder, *options):
+    """A small file system of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(folder)], check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def remount(folder, options):
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+def errors(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_costs_one_checkpoint(tmp_path, asynchronous, caplog):
+    with mounted(tmp_path / "disk", "-o", "size=512k") as run_dir:
+        checkpointer = saver(run_dir, asynchronous=asynchronous, strict=False)
+        ask(checkpointer, 1, lambda: {"a": torch.ones(50_000)})
+        ask(checkpointer, 2, lambda: {"a": torch.ones(100_000)})
+        checkpointer.finish()
+        (message,) = errors(caplog)
+        assert "no checkpoint of step 2 at " + str(run_dir / "checkpoints" / "step_00000002") in message
+        assert "No space left on device" in message
+        assert checkpointer.failed_saves == 1
+        assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["latest", "step_00000001"]
+        assert problems(find(run_dir)) == []
+        ask(checkpointer, 3, lambda: {"a": torch.ones(50_000)})
+        checkpointer.finish()
+        assert find(run_dir).name == "step_00000003"
+        assert checkpointer.failed_saves == 1
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, caplog):
+    with mounted(tmp_path / "disk") as run_dir:
+        checkpointer = saver(run_dir, strict=False)
+        ask(checkpointer, 1, Net(1).state_dict)
+        remount(run_dir, "ro")
+        ask(checkpointer, 2, Net(1).state_dict)
+        assert "Read-only file system" in errors(caplog)[0]
+        assert find(run_dir).name == "step_00000001"
+        remount(run_dir, "rw")
+        ask(checkpointer, 3, Net(1).state_dict)
+        assert find(run_dir).name == "step_00000003"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_strict_raises_at_the_next_call(tmp_path, asynchronous):
+    (tmp_path / "checkpoints").write_text("in the way")
+    checkpointer = saver(tmp_path, asynchronous=asynchronous)
+    ask(checkpointer, 1, Net(1).state_dict)
+    with pytest.raises(SaveError, match=r"no checkpoint of step 1 at .*step_00000001: rank 0: NotADirectoryError"):
+        ask(checkpointer, 2, Net(1).state_dict)
+    with pytest.raises(SaveError, match="no checkpoint of step 3"):
+        ask(checkpointer, 3, Net(1).state_dict, wait=True)
+    ask(checkpointer, 4, Net(1).state_dict)
+    with pytest.raises(SaveError, match="no checkpoint of step 4"):
+        checkpointer.finish()
+    checkpointer.finish()
+
+
+def test_an_interrupted_save_leaves_the_old_one(tmp_path, monkeypatch):
+    write(tmp_path, 5, Net(5))
+
+    def interrupted(partial, manifest):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver_module, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ask(saver(tmp_path), 10, Net(10).state_dict)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step_00000005", ".step_00000010.partial", "latest"}
+    assert find(tmp_path).name == "step_00000005"
+    write(tmp_path, 10, Net(10))
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step_00000005", "step_00000010", "latest"}
+    model = Net(0)
+    load_weights(find(tmp_path), model)
+    assert_same(model.state_dict(), Net(10).state_dict())

@@ -1,0 +1,180 @@
+"""What one process saves and reads again; nothing is pickled, nothing is missed."""
+
+import json
+
+import pytest
+import torch
+from checkpoint_parts import Net, assert_same, write
+from safetensors import safe_open
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from foundry.checkpoint.folder import CheckpointError
+from foundry.checkpoint.tensors import collect, load_weights, restore_into
+from foundry.training.ema import WeightAverage
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    model, other = Net(1), Net(2)
+    load_weights(write(tmp_path, 200, model), other)
+    assert_same(model.state_dict(), other.state_dict())
+
+
+def test_averaged_weights_are_kept_beside_the_models_own(tmp_path):
+    model = Net(1)
+    ema = WeightAverage(model, 0.9)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    ema.update()
+    folder = write(tmp_path, 5, model, ema)
+    own, averaged = Net(2), Net(3)
+    load_weights(folder, own)
+    load_weights(folder, averaged, ema=True)
+    assert_same(own.state_dict(), model.state_dict())
+    parameters = {name for name, _ in model.named_parameters()}
+    for name, tensor in averaged.state_dict().items():
+        assert torch.equal(tensor, ema.average[name] if name in parameters else model.state_dict()[name]), name
+    assert not torch.equal(averaged.first.weight, own.first.weight)
+
+
+def test_without_an_average_the_models_own_weights_are_read(tmp_path):
+    model, other = Net(1), Net(2)
+    load_weights(write(tmp_path, 5, model), other, ema=True)
+    assert_same(model.state_dict(), other.state_dict())
+
+
+class Tied(nn.Module):
+    """An embedding whose matrix is the head's too."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path, average):
+    model, other = Tied(1), Tied(2)
+    ema = WeightAverage(model, 0.9) if average else None
+    folder = write(tmp_path, 5, model, ema)
+    load_weights(folder, other, ema=average)
+    assert_same(model.state_dict(), other.state_dict())
+    assert other.head.weight is other.embedding.weight
+    (shard,) = folder.glob("*.safetensors")
+    with safe_open(shard, "pt") as opened:
+        assert set(opened.keys()) == {"model.embedding.weight"} | ({"ema.embedding.weight"} if average else set())
+
+
+def test_nothing_is_pickled(tmp_path):
+    folder = write(tmp_path, 5, Net(1), WeightAverage(Net(1), 0.9))
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", "shard-00000.safetensors", "rank-00000.json"}
+    with safe_open(folder / "shard-00000.safetensors", "pt") as shard:
+        names = set(shard.keys())
+    assert json.loads((folder / "rank-00000.json").read_text()) == {"rng": 5}
+    parameters = {name for name, _ in Net(1).named_parameters()}
+    assert names == {f"model.{name}" for name in Net(1).state_dict()} | {f"ema.{name}" for name in parameters}
+
+
+def stepped(model, optimizer, steps=3):
+    torch.manual_seed(7)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return optimizer
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: AdamW(p, lr=0.1),
+    "adamw_fused": lambda p: AdamW(p, lr=0.1, fused=True),
+    "adamw_amsgrad": lambda p: AdamW(p, lr=0.1, amsgrad=True),
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "sgd_momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, kind):
+    model, other = Net(1), Net(2)
+    optimizer = stepped(model, OPTIMIZERS[kind](model.parameters()))
+    folder = write(tmp_path, 3, model, optimizers=[optimizer])
+    fresh = OPTIMIZERS[kind](other.parameters())
+    restore_into(folder, other, None, [fresh])
+    assert_same(collect(model, None, [optimizer]), collect(other, None, [fresh]))
+    for mine, its in zip(optimizer.state.values(), fresh.state.values(), strict=False):
+        assert {k: (v.shape, v.dtype) for k, v in mine.items() if v is not None} == {
+            k: (v.shape, v.dtype) for k, v in its.items() if v is not None
+        }
+    stepped(model, optimizer)
+    stepped(other, fresh)
+    assert_same(collect(model, None, [optimizer]), collect(other, None, [fresh]))
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_state(tmp_path):
+    model, other = Net(1), Net(2)
+    optimizer = AdamW(model.parameters())
+    model.scale.grad = torch.ones(())
+    optimizer.step()
+    fresh = AdamW(other.parameters())
+    restore_into(write(tmp_path, 1, model, optimizers=[optimizer]), other, None, [fresh])
+    assert list(fresh.state) == [other.scale]
+
+
+class RowMeans(Optimizer):
+    """Keeps a mean of each row and, beside tensors, a number."""
+
+    def __init__(self, params, number=False):
+        super().__init__(params, {})
+        self.number = number
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("rows", torch.zeros(p.shape[:1]))
+                state["rows"] += p.grad.mean(-1)
+                if self.number:
+                    state["count"] = 1.0
+
+
+def test_state_of_another_shape_than_its_parameter(tmp_path):
+    model, other = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+    optimizer = stepped(model, RowMeans(model.parameters()))
+    fresh = RowMeans(other.parameters())
+    restore_into(write(tmp_path, 3, model, optimizers=[optimizer]), other, None, [fresh])
+    assert_same(collect(model, None, [optimizer]), collect(other, None, [fresh]))
+
+
+def test_state_that_is_no_tensor_is_refused():
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = stepped(model, RowMeans(model.parameters(), number=True))
+    with pytest.raises(CheckpointError, match=r"optimizer.weight.count is a float; only tensors"):
+        collect(model, None, [optimizer])
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    model = Net(1)
+    folder = write(tmp_path, 3, model, optimizers=[stepped(model, SGD(model.parameters(), lr=0.1, momentum=0.9))])
+    with pytest.raises(CheckpointError, match=r"state momentum_buffer, but AdamW keeps exp_avg, exp_avg_sq, step"):
+        restore_into(folder, model, None, [AdamW(model.parameters())])
+    with pytest.raises(CheckpointError, match=r"AdamW keeps exp_avg, exp_avg_sq, step"):
+        restore_into(write(tmp_path, 4, model), model, None, [AdamW(model.parameters())])
+
+
+@pytest.mark.parametrize("read", [load_weights, lambda folder, model: restore_into(folder, model, None, [])])
+def test_tensors_that_are_missing_or_too_many_are_named(tmp_path, read):
+    small, large = nn.Linear(4, 3, bias=False), nn.Linear(4, 3)
+    with pytest.raises(CheckpointError, match=r"step_00000001 lacks model\.bias$"):
+        read(write(tmp_path, 1, small), large)
+    with pytest.raises(CheckpointError, match=r"holds, and this run does not, model\.bias$"):
+        read(write(tmp_path, 2, large), small)
+    with pytest.raises(CheckpointError, match=r"has model\.weight as \(3, 4\), this run as \(5, 4\)"):
+        read(write(tmp_path, 3, nn.Linear(4, 3)), nn.Linear(4, 5))
+
+
+def test_averages_that_the_run_does_not_keep_are_named(tmp_path):
+    model = Net(1)
+    with pytest.raises(CheckpointError, match=r"does not, ema\.first\.bias, .* and 2 more$"):
+        restore_into(write(tmp_path, 1, model, WeightAverage(model, 0.9)), model, None, [])

@@ -1,0 +1,149 @@
+"""What one layout saves, every other layout reads, bit for bit, and the same layout trains on as if never stopped."""
+
+import numpy
+import pytest
+import torch
+from harness import spawn
+from torch import nn
+from toy import FP32, Toy, backward_window
+
+from foundry.config.distributed import DDP, FSDP, HSDP, Distributed
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {
+    1: {"none": Distributed()},
+    2: {"ddp_2": DDP(), "ddp_sharded_2": DDP(shard_optimizer=True), "fsdp_2": FSDP()},
+    4: {"fsdp_4": FSDP(), "hsdp_2x2": HSDP(num_replicas=2)},
+}
+NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
+OPTIMIZERS = ("adamw", "muon")
+
+
+class Odd(Toy):
+    """Two of four ranks get nothing of `pair`."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.pair = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * (1 + self.pair.prod())
+
+
+def build(kind, config, world, seed):
+    from foundry.optim.optimizers import adamw, muon
+    from foundry.parallel.wrap import parallelize
+    from foundry.training.ema import WeightAverage
+
+    parallel = parallelize(Odd(seed), config, FP32, world, grad_checkpointing=False, torchcompile=False)
+    common = {"model": parallel.model, "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
+    own = {"momentum": 0.95, "nesterov": True, "ns_steps": 5}
+    optimizers = adamw(**common) if kind == "adamw" else muon(**common, **own)
+    return parallel, WeightAverage(parallel.inner, 0.9), optimizers
+
+
+def train(parallel, ema, optimizers, world, steps):
+    for step in steps:
+        backward_window(parallel, FP32, world, step, 1)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        ema.update()
+
+
+def own_parts(parts, world):
+    """This rank's part of every tensor that it would write, and where it begins."""
+    from foundry.checkpoint.shard import own_chunks
+    from foundry.checkpoint.tensors import collect
+
+    chunks = own_chunks(collect(parts[0].model, *parts[1:]), rank=world.rank, world_size=world.world_size)
+    return {name: (chunk.offsets, chunk.local.numpy().copy()) for name, chunk in chunks.items()}
+
+
+def wholes(ranks):
+    """The tensors that the ranks' parts make up, all sharded along their first dimension."""
+    pieces = {}
+    for parts in ranks:
+        for name, (offsets, array) in parts.items():
+            pieces.setdefault(name, []).append((offsets, array))
+    ordered = {
+        name: [array for _, array in sorted(given, key=lambda piece: piece[0])] for name, given in pieces.items()
+    }
+    return {name: arrays[0] if len(arrays) == 1 else numpy.concatenate(arrays) for name, arrays in ordered.items()}
+
+
+def save_all(world, root):
+    """By layout and optimizer: this rank's part of what was saved, and of what it was one step later."""
+    from functools import partial
+
+    from foundry.checkpoint.saver import Checkpointer
+    from foundry.checkpoint.tensors import collect
+
+    results = {}
+    for name, config in LAYOUTS[world.world_size].items():
+        for kind in OPTIMIZERS:
+            parallel, ema, optimizers = parts = build(kind, config, world, seed=1)
+            train(*parts, world, range(2))
+            checkpointer = Checkpointer(
+                root / f"{name}-{kind}", world, asynchronous=True, keep_last=None, keep_every_steps=None, strict=True
+            )
+            tensors = partial(collect, parallel.model, ema, optimizers)
+            checkpointer.save(2, tensors=tensors, manifest={"samples": 32}, rank_state={"rank": world.rank})
+            saved = own_parts(parts, world)
+            train(*parts, world, [2])
+            checkpointer.finish()
+            results[f"{name}-{kind}"] = saved, own_parts(parts, world)
+    return results
+
+
+def load_all(world, root, reference):
+    """What differs, by layout here, layout there and optimizer."""
+    from foundry.checkpoint.folder import find
+    from foundry.checkpoint.tensors import restore_into
+
+    wrong = []
+    for name, config in LAYOUTS[world.world_size].items():
+        for kind in OPTIMIZERS:
+            parts = build(kind, config, world, seed=2)
+            # Its own last: training goes on from there.
+            for other in sorted(NAMES, key=name.__eq__):
+                restore_into(find(root / f"{other}-{kind}"), parts[0].model, *parts[1:])
+                wrong += [(name, other, kind, key) for key in differing(world, parts, reference[f"{other}-{kind}"][0])]
+            parts[1].load_state_dict({"updates": 2})
+            train(*parts, world, [2])
+            wrong += [(name, "later", kind, key) for key in differing(world, parts, reference[f"{name}-{kind}"][1])]
+    return wrong
+
+
+def differing(world, parts, expected):
+    """Names of tensors of which this rank's part is not that of the whole."""
+    wrong = []
+    for name, (offsets, ours) in own_parts(parts, world).items():
+        place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, ours.shape, strict=True))
+        if ours.dtype != expected[name].dtype or (ours != expected[name][place]).any():
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.slow
+def test_every_layout_reads_every_other(tmp_path):
+    reference = {}
+    for world_size in LAYOUTS:
+        ranks = spawn(save_all, world_size, tmp_path)
+        for name in ranks[0]:
+            reference[name] = tuple(wholes([rank[name][moment] for rank in ranks]) for moment in (0, 1))
+    assert len(reference) == len(NAMES) * len(OPTIMIZERS)
+    shapes = {
+        tuple((key, array.shape) for key, array in sorted(saved.items()))
+        for name, (saved, _) in reference.items()
+        if name.endswith("muon")
+    }
+    assert len(shapes) == 1, "all layouts save the same tensors"
+    for name in NAMES[1:]:
+        sizes = [path.stat().st_size for path in (tmp_path / f"{name}-adamw").glob("checkpoints/step_*/shard-*")]
+        assert len(sizes) == int(name[-1]) ** (2 if name.startswith("hsdp") else 1)
+        assert max(sizes) < 1.3 * min(sizes), (name, sizes)
+    for world_size in LAYOUTS:
+        for wrong in spawn(load_all, world_size, tmp_path, reference):
+            assert wrong == []

@@ -1,0 +1,24 @@
+"""A diffusion objective whose loss is enormous, or not a number, where it meets certain samples."""
+
+import math
+
+from foundry.objectives.diffusion import Diffusion
+from foundry.training.protocols import LossSum
+
+
+class SpikyDiffusion(Diffusion):
+    """The loss of microbatches that hold one of `bad_positions` is multiplied by 1e4, or NaN."""
+
+    def __init__(self, *, bad_positions, not_a_number, **options):
+        super().__init__(**options)
+        self._bad = set(bad_positions)
+        self._factor = math.nan if not_a_number else 1e4
+        self.seen = []
+
+    def loss(self, model, microbatch):
+        part = super().loss(model, microbatch)
+        positions = microbatch["position"].tolist()
+        self.seen += positions if model.training else []
+        if model.training and self._bad & set(positions):
+            return LossSum(part.loss * self._factor, part.metrics)
+        return part

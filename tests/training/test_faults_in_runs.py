@@ -1,0 +1,110 @@
+"""Spikes and numbers that are not finite, in whole runs."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.root import to_config
+from foundry.run import run
+from foundry.tracking.metrics_file import read_metrics
+from foundry.training.guards import LossSpike, NonFiniteError
+
+SMALL = [
+    "hparams=diffusion",
+    "model.hidden_size=16",
+    "model.num_layers=1",
+    "model.num_heads=1",
+    "hparams.global_batch_size=8",
+    "hparams.per_gpu_batch_size=8",
+    "hparams.max_steps=40",
+    "tracking.mlflow=false",
+    "tracking.progress=false",
+    "tracking.log_every_n_steps=1",
+    "evaluation.write_samples=false",
+    "evaluation.interval=null",
+    "evaluation.max_samples=8",
+    "checkpoint.interval=10",
+]
+
+
+@pytest.fixture
+def configure(monkeypatch, request):
+    """A run that meets bad samples at given positions of the global order."""
+    monkeypatch.syspath_prepend(request.path.parent)
+    install()
+
+    def words(*overrides, bad=(), not_a_number=False):
+        with initialize_config_dir(config_dir(), version_base="1.3"):
+            config = to_config(compose(CONFIG_NAME, [*SMALL, *overrides]))
+        own = {"_target_": "spiky_objective.SpikyDiffusion", "bad_positions": list(bad), "not_a_number": not_a_number}
+        return replace(config, objective={**vars(config.objective), **own})
+
+    return words
+
+
+def steps_of(run_dir):
+    return [record for record in read_metrics(run_dir) if "loss" in record]
+
+
+GUARDED = ["guard.spike_zscore=20", "guard.spike_window=16"]
+
+
+def test_a_spike_takes_the_run_back_and_past_its_data(configure, tmp_path, caplog):
+    config = configure(*GUARDED, "guard.spike_action=rollback", bad=[8 * 24 + 3])  # met in step 25
+    with caplog.at_level(logging.WARNING):
+        result = run(config, tmp_path / "run").result
+    assert (result["status"], result["step"], result["samples"]) == ("finished", 40, 320)
+    assert "step 25: the loss" in caplog.text
+    assert "back to step 20, and past its data" in caplog.text
+    records = steps_of(tmp_path / "run")
+    assert [record["step"] for record in records] == [*range(1, 41)]
+    assert max(record["loss"] for record in records) < 20
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "latest" / "manifest.json").read_text())
+    # Steps 21 to 25 had been read when the run went back to step 20.
+    assert manifest["state"]["source"] == {"samples": 320, "skipped": 40}
+
+
+def test_without_a_checkpoint_a_spike_ends_the_run(configure, tmp_path, caplog):
+    config = configure(*GUARDED, "guard.spike_action=rollback", "checkpoint.interval=30", bad=[8 * 24])
+    with pytest.raises(LossSpike):
+        run(config, tmp_path / "run")
+    assert "there is no checkpoint to go back to" in caplog.text
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def test_spikes_without_end_end_the_run(configure, tmp_path, caplog):
+    config = configure(*GUARDED, "guard.spike_action=rollback", "guard.max_skips=2", bad=range(8 * 24, 8 * 60))
+    with pytest.raises(LossSpike):
+        run(config, tmp_path / "run")
+    assert "going back to step 20 2 times has not helped" in caplog.text
+
+
+def test_a_spike_is_skipped(configure, tmp_path, caplog):
+    result = run(configure(*GUARDED, bad=[8 * 24 + 3]), tmp_path / "run").result
+    assert (result["status"], result["step"]) == ("finished", 40)
+    assert "step 25: the loss" in caplog.text
+    assert "its update is left out, 1 in a row of at most 3 (samples 192 to 199 of the global order)" in caplog.text
+
+
+def test_a_number_that_is_none_stops_the_run_or_is_skipped(configure, tmp_path, caplog):
+    with pytest.raises(NonFiniteError, match="step 5: the loss on rank 0 is not finite"):
+        run(configure(bad=[35], not_a_number=True), tmp_path / "stopped")
+    result = run(configure("guard.non_finite=skip", bad=[35], not_a_number=True), tmp_path / "skipped").result
+    assert result["step"] == 40
+    assert "samples 32 to 39 of the global order" in caplog.text
+
+
+def test_a_run_stops_early_and_stays_finished(configure, tmp_path):
+    stopping = ["evaluation.interval=2", "evaluation.early_stopping.patience=1", "hparams.lr=1e-9"]
+    units = ["evaluation.early_stopping.unit=evaluations", "scheduler.min_lr=0"]
+    config = configure(*stopping, *units)
+    result = run(config, tmp_path / "run").result
+    assert result["step"] < 40
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "finished"
+    assert "has not improved" in status["reason"]
+    assert run(config, tmp_path / "run").result == result
