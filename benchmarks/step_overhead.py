@@ -166,6 +166,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         interruption=Interruption(),
         ema=None,
         max_rollbacks=0,
+        save_final=False,
         explain_out_of_memory=lambda error, step: str(error),
     )
 

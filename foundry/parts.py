@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,8 +34,7 @@ def build_model(config: Config) -> nn.Module:
 
 def init_from_of(config: Config) -> Path | None:
     """Where initial weights come from, if from anywhere; a user's own model may say it too."""
-    node = config.model
-    path = node.get("init_from") if isinstance(node, dict) else getattr(node, "init_from", None)
+    path = _field(config.model, "init_from", None)
     return None if path is None else Path(path)
 
 
@@ -81,7 +81,7 @@ def build_loader(config: Config, budget: Budget, data: DataSplits, world: World)
         per_gpu_batch_size=hparams.per_gpu_batch_size,
         rank=world.rank,
         world_size=world.world_size,
-        num_workers=getattr(config.data, "num_workers", 0),
+        num_workers=_field(config.data, "num_workers", 0),
         pin_memory=world.device.type == "cuda",
     )
 
@@ -119,3 +119,8 @@ def build_throughput(config: Config, data: DataSplits, model: nn.Module, world: 
         flops_per_sample=flops,
         tokens_per_sample=tokens,
     )
+
+
+def _field(node: Any, name: str, default: Any) -> Any:
+    """A field of a part's schema, or of a mapping of the user's own."""
+    return node.get(name, default) if isinstance(node, dict) else getattr(node, name, default)

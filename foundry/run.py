@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.init_from import init_from
 from foundry.checkpoint.keeper import NoKeeper, RunKeeper
-from foundry.checkpoint.origin import Origin, check_config, find_origin, is_longer, restore_rng
+from foundry.checkpoint.origin import Origin, check_config, find_origin, is_longer, past_its_end, restore_rng
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import restore_into
@@ -98,10 +98,13 @@ def run(config: Config, run_dir: Path) -> RunResult:
             keep_freed_memory()
         run_dir, state = _agree(world, run_dir, config_hash, held)
         origin = find_origin(config.checkpoint.resume, run_dir, world)
+        if origin is not None:
+            check_config(origin, _recorded(config), config.checkpoint.on_changed_config)
         if state == "finished" and not is_longer(origin, _recorded(config)):
             return _earlier(run_dir)
         if origin is not None:
-            check_config(origin, _recorded(config), config.checkpoint.on_changed_config)
+            if state == "finished" or not origin.is_own:
+                origin = past_its_end(origin)
         observers = build_observers(config.tracking, run_dir) if world.is_main else []
         with _told(observers):
             data = build_data(config)
@@ -190,6 +193,7 @@ def _assemble(
         interruption=Interruption(),
         ema=ema,
         max_rollbacks=config.guard.max_skips,
+        save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, config, parallel, ema, optimizers, world),
     )
     if origin is None:

@@ -3,7 +3,8 @@
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,17 @@ def check_config(origin: Origin, config: Mapping[str, Any], on_changed: OnChange
         log.warning("resumed with another %s: the run is no longer the one that was saved", difference)
 
 
+def past_its_end(origin: Origin) -> Origin:
+    """The same checkpoint for a run that is to go on although early stopping had ended it."""
+    return replace(origin, manifest=replace(origin.manifest, state={**origin.manifest.state, "stop_reason": None}))
+
+
 def is_longer(origin: Origin | None, config: Mapping[str, Any]) -> bool:
-    """Whether a finished run is asked to go on: its budget is another one."""
-    return origin is not None and any(d.is_budget for d in differences(origin.manifest.config, config))
+    """Whether a finished run is asked to go on: a budget has grown, or is gone."""
+    if origin is None:
+        return False
+    budgets = [d for d in differences(origin.manifest.config, config) if d.is_budget and d.was is not None]
+    return any(d.now is None or d.now > d.was for d in budgets)
 
 
 def restore_rng(origin: Origin, world: World, seed: int) -> None:
@@ -111,6 +120,5 @@ def restore_rng(origin: Origin, world: World, seed: int) -> None:
 def _put_aside_newer(run_dir: Path, whole: Path | None) -> None:
     for folder in list_checkpoints(run_dir):
         if whole is None or step_of(folder) > step_of(whole):
-            aside = folder.with_name(f"{folder.name}.corrupt")
-            if not aside.exists():
-                folder.rename(aside)
+            names = (f"{folder.name}.corrupt", *(f"{folder.name}.corrupt{number}" for number in count(2)))
+            folder.rename(next(aside for name in names if not (aside := folder.with_name(name)).exists()))

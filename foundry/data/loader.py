@@ -1,5 +1,6 @@
 """Reading windows of microbatches in the global order."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -121,9 +122,17 @@ class Loader:
             collate_fn=cast(Any, _identity),
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
+            worker_init_fn=_leave_signals,
             # Or it would draw from the generator of dropout, whenever workers are started.
             generator=torch.Generator().manual_seed(self.samples),
         )
+
+
+def _leave_signals(worker: int) -> None:
+    """In a process that reads ahead: it ends with the one that it reads for, whose handlers it has inherited."""
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _identity(microbatch: Microbatch) -> Microbatch:

@@ -1,11 +1,13 @@
 """Several processes on this machine, started by torch elastic."""
 
+import ctypes
 import itertools
 import json
 import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -23,6 +25,7 @@ from foundry.config.stopped import Stopped
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PROCESS = ".process"
 # A rank that fails because another died says one of these; the other's error is the one to show.
 _CONSEQUENCES = ("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -129,9 +132,16 @@ def _join_session(folder: Path) -> None:
     parent has it too.
     """
     os.setsid()
+    _end_with_parent()
     signal.sigtimedwait({signal.SIGINT}, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     (folder / f"{os.getpid()}{_PROCESS}").touch()
+
+
+def _end_with_parent() -> None:
+    """Have Linux kill this process if the one that started it is killed: nobody could stop it, or start it again."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

@@ -2,12 +2,17 @@
 
 import errno
 import fcntl
+import logging.config
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from foundry.config.environment import detect
 from foundry.config.root import Config
+
+if TYPE_CHECKING:
+    from foundry.run import RunResult
 
 _OURS = (".hydra", ".lock", "foundry.log", "config.yaml", "plan.json", "tokenizer.json")
 
@@ -27,15 +32,33 @@ def start(config: Config, run_dir: Path) -> float | None:
         Stopped: a signal came, and the run has saved.
     """
     _yield_to_others()
-    from foundry.run import RunResult, run
+    from foundry.run import run
 
     processes = config.distributed.nproc_per_node
     if processes == 1 or detect().launcher != "single":
         return run(config, run_dir).metric
     from foundry.launch.local import run_local
 
-    result: RunResult = run_local(processes, run, config, run_dir)
+    result: RunResult = run_local(processes, _run_as_rank, config, run_dir)
     return result.metric
+
+
+def _run_as_rank(config: Config, run_dir: Path) -> "RunResult":
+    """In a process of its own: what rank 0 logs goes where its parent logs."""
+    from foundry.run import run
+
+    saved = run_dir / ".hydra" / "hydra.yaml"
+    if detect().rank == 0 and saved.is_file():
+        log_as_hydra(saved)
+    return run(config, run_dir)
+
+
+def log_as_hydra(saved: Path) -> None:
+    """Set up logging as the hydra.yaml of a run directory says."""
+    from omegaconf import OmegaConf
+
+    config: Any = OmegaConf.to_container(OmegaConf.load(saved).hydra.job_logging, resolve=True)
+    logging.config.dictConfig(config)
 
 
 def _yield_to_others() -> None:

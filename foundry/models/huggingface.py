@@ -126,6 +126,10 @@ class HuggingFaceCausalLM(nn.Module):
         named = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
         return {name: value for name, value in named.items() if name not in tied}
 
+    def import_name(self, name: str) -> str:
+        """This model's name of a tensor that `export_state` or transformers calls `name`."""
+        return f"{_PREFIX}{name}"
+
 
 def _to_compute_dtype(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     return to_compute_dtype(output)

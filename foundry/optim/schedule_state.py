@@ -8,6 +8,12 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.optim.schedules import from_state
 from foundry.training.protocols import Schedule
 
+_IN_SAMPLES = ("warmup", "horizon", "decay", "weight_decay_curve.horizon")
+_REMEDIES = {
+    "horizon": "scheduler.horizon (which a run made longer keeps), ",
+    "max_lr": "hparams.lr, ",
+}
+
 
 def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnResume) -> Schedule:
     """Choose between the configured schedule and the one that a checkpoint was trained with.
@@ -35,8 +41,8 @@ def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnRes
     differing = [
         Violation(
             f"scheduler.{name}",
-            f"is {_said(here.get(name))} but the checkpoint was trained with {_said(there.get(name))}; "
-            "resume with the same, or set checkpoint.scheduler_on_resume to config or checkpoint",
+            f"is {_said(name, here)} but the checkpoint was trained with {_said(name, there)}; resume with the same "
+            f"{_REMEDIES.get(name, '')}or set checkpoint.scheduler_on_resume to config or checkpoint",
         )
         for name in {**here, **there}
         if here.get(name) != there.get(name)
@@ -54,5 +60,6 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + name, value
 
 
-def _said(value: Any) -> str:
-    return "not set" if value is None else str(value)
+def _said(name: str, state: Mapping[str, Any]) -> str:
+    value = state.get(name)
+    return "not set" if value is None else f"{value} samples" if name in _IN_SAMPLES else str(value)

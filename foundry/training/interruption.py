@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _PARKED_SECONDS = 120.0
 """submitit gives `scontrol requeue` 60 s; Slurm then ends all tasks."""
+_ASKING_SECONDS = 5.0
+"""So much later than rank 0 begins to ask Slurm the others leave: a task that leaves may have srun end them all."""
 
 
 class Boundary(IntFlag):
@@ -98,18 +100,21 @@ class Interruption:
         return "stopped"
 
     def hand_over(self, signum: signal.Signals, *, is_main: bool) -> bool:
-        """Let submitit requeue the job, where it handles `signum`; called by every rank after the save and the record.
+        """Have the job queued again where that is due; called by every rank after the save and the record.
 
-        Rank 0 calls submitit's handler, which writes the job down again and runs `scontrol requeue`. The other ranks
-        sleep until Slurm ends them: going on would train past the checkpoint, and leaving could have srun end rank 0
-        too early.
+        Where submitit handles `signum`, rank 0 calls its handler, which writes the job down again and runs `scontrol
+        requeue`. The other ranks sleep until Slurm ends them: going on would train past the checkpoint, and leaving
+        could have srun end rank 0 too early.
+
+        A job that Slurm preempts it requeues itself, but only if it is still there when the grace time ends; one that
+        leaves before, its work saved, has to ask for it, or it has simply failed.
 
         Args:
             signum: the signal that the ranks agreed on; this rank itself need not have received it.
             is_main: whether this is rank 0.
 
         Returns:
-            Whether there was somebody to hand over to; on rank 0 submitit's handler does not return in that case.
+            Whether submitit was there to hand over to; on rank 0 its handler does not return in that case.
 
         Raises:
             SystemExit: from submitit, whose job is queued again.
@@ -117,6 +122,8 @@ class Interruption:
         """
         handler = self._handler_to_call(signum)
         if handler is None:
+            if signum is signal.SIGTERM and (job := os.environ.get("SLURM_JOB_ID")):
+                _leave_preempted(job, is_main=is_main)
             return False
         if is_main:
             handler(signum, None)
@@ -144,19 +151,39 @@ class Interruption:
 
 
 def _slurm_will_requeue() -> bool:
-    """Whether this is a job that Slurm has requeued, or is about to after the grace time of a preemption.
+    """Whether this is a job that Slurm has requeued, or is preempting, after which it is requeued.
 
     A requeue counts as a restart when it is ordered, before SIGTERM comes; within a grace time PreemptTime is set.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return False
-    command = ["scontrol", "show", "job", "--oneliner", job]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return False
-    fields = dict(word.split("=", 1) for word in said.split() if "=" in word)
+    fields = _asked(job)
     requeued = int(fields.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0))
-    preempted = fields.get("PreemptTime", "None") != "None" and fields.get("Requeue") == "1"
-    return requeued or preempted
+    return requeued or _is_preempted(fields)
+
+
+def _is_preempted(fields: dict[str, str]) -> bool:
+    return fields.get("PreemptTime", "None") != "None" and fields.get("Requeue") == "1"
+
+
+def _leave_preempted(job: str, *, is_main: bool) -> None:
+    """Have a job that is being preempted queued again before this process leaves; nothing for any other job."""
+    if not is_main:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_ASKING_SECONDS)
+    elif _is_preempted(_asked(job)):
+        _scontrol("requeue", job)
+
+
+def _asked(job: str) -> dict[str, str]:
+    """What Slurm's controller says of a job; nothing where it does not answer."""
+    said = _scontrol("show", "job", "--oneliner", job)
+    return dict(word.split("=", 1) for word in said.split() if "=" in word)
+
+
+def _scontrol(*words: str) -> str:
+    try:
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

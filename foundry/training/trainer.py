@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
@@ -66,6 +66,7 @@ class Trainer:
         interruption: signals that came.
         ema: averaged weights, which are those evaluated, where kept.
         max_rollbacks: how often the run goes back to one checkpoint.
+        save_final: whether the end of the run is saved.
         explain_out_of_memory: what took the memory, given torch's error and the step.
     """
 
@@ -88,9 +89,11 @@ class Trainer:
     interruption: Interruption
     ema: WeightAverage | None
     max_rollbacks: int
+    save_final: bool
     explain_out_of_memory: Callable[[BaseException, int], str]
     observers: Sequence[Observer] = ()
     _loss: float | None = None
+    _stop_reason: str | None = None
     _rollbacks: int = 0
     _rolled_back_to: int = -1
     _now: str = "starting"
@@ -109,7 +112,7 @@ class Trainer:
         """
         self._tell("on_start", started)
         self.throughput.start()
-        last = _Measured({}, is_best=False, stop_reason=None)
+        last = _Measured({}, is_best=False, stop_reason=self._stop_reason)
         with self._errors_explained():
             while self.progress.steps < self.budget.total_steps and last.stop_reason is None:
                 try:
@@ -117,8 +120,9 @@ class Trainer:
                 except LossSpike as spike:
                     self._roll_back(spike)
             if not last.metrics:  # everything but the end of the run was done before it was resumed
-                last = self._measure(self.progress.samples)
-            self._save(last, wait=True)
+                last = replace(self._measure(self.progress.samples), stop_reason=last.stop_reason)
+            if self.save_final or last.is_best:
+                self._save(last, wait=True)
             self.keeper.finish()
         val_loss = last.metrics["val_loss"]
         result = {
@@ -145,6 +149,7 @@ class Trainer:
             "ema": None if self.ema is None else self.ema.state_dict(),
             "early_stopping": self.early_stopping.state_dict(),
             "best": self.best.state_dict(),
+            "stop_reason": self._stop_reason,
             "loss": self._loss if self._loss is not None and math.isfinite(self._loss) else None,
         }
 
@@ -157,7 +162,7 @@ class Trainer:
             self.ema.load_state_dict(state["ema"])
         self.early_stopping.load_state_dict(state["early_stopping"])
         self.best.load_state_dict(state["best"])
-        self._loss = state["loss"]
+        self._loss, self._stop_reason = state["loss"], state["stop_reason"]
 
     def _advance(self) -> "_Measured":
         """One optimizer step and what is due at its boundary."""
@@ -185,8 +190,8 @@ class Trainer:
         """Evaluate, and draw the conclusions."""
         metrics = self._evaluate()
         is_best = self.best.update(metrics, self.progress.steps)
-        reason = self.early_stopping.update(metrics, samples_before // self.progress.samples_per_epoch)
-        return _Measured(metrics, is_best, reason)
+        self._stop_reason = self.early_stopping.update(metrics, samples_before // self.progress.samples_per_epoch)
+        return _Measured(metrics, is_best, self._stop_reason)
 
     def _keep(self, before: int, after: int, measured: "_Measured") -> None:
         """Save what is due, and stop if a signal came; ranks agree on both."""

@@ -1,0 +1,256 @@
+"""Runs that are killed again and again end as one that nobody disturbed, bit for bit.
+
+A run is started as a person starts it, killed with all its processes by SIGKILL, and started again with the same words
+until it is done; then once more from nothing, until there were enough kills. A third of them come at a random moment of
+a process's life, start-up included, a third at a random moment of training, and a third inside a save: while a folder
+of a checkpoint that is being written or deleted is there. From life to life saves are asynchronous or not and one or
+two checkpoints are kept. After each kill every published checkpoint is verified; at the end the checksums of all
+tensors (weights, average, optimizer) and random numbers, the trainer's state and every recorded number of every step
+are compared with an undisturbed run's.
+
+    python benchmarks/kills.py --case fsdp [--kills 50] [--seed 0]
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from foundry.checkpoint.folder import find, list_checkpoints, problems, read_manifest, step_of
+from foundry.tracking.metrics_file import FILE_NAME, read_metrics
+
+COMMON = [
+    "tracking=none",
+    "tracking.log_every_n_steps=1",
+    "tracking.progress=false",
+    "evaluation.interval=0.125 run",
+    "evaluation.max_samples=8",
+    "evaluation.write_samples=false",
+    "hparams.global_batch_size=4",
+    "hparams.per_gpu_batch_size=2",
+    "precision=fp32",
+]
+TEXT = [
+    "data=text",
+    "data.path=text.txt",
+    "data.seq_len=16",
+    "data.vocab_size=300",
+    "model.hidden_size=16",
+    "model.intermediate_size=32",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+]
+DIGITS = ["hparams=diffusion", "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2"]
+CASES = {
+    "lm": [*TEXT, "hparams.max_steps=600"],
+    "fsdp": [*TEXT, "hparams.max_steps=200", "distributed=fsdp", "distributed.nproc_per_node=2"],
+    "diffusion": [*DIGITS, "hparams.max_steps=600", "hparams.ema_decay=0.99"],
+}
+INTERVAL = {"lm": 20, "fsdp": 5, "diffusion": 20}
+MOMENTS = ("any", "training", "save")
+UNFINISHED = (".partial", ".removed")
+TIMINGS = {"step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes"}
+MARK = "FOUNDRY_KILLS"
+
+
+@dataclass
+class Count:
+    """What was done."""
+
+    kills: int = 0
+    inside_a_save: int = 0
+    starts: int = 0
+    runs: int = 0
+
+
+class Life:
+    """One start of the command, until it ends or is killed; its processes are known by a word in their environment."""
+
+    def __init__(self, folder, words):
+        self.mark = uuid.uuid4().hex
+        environment = {**os.environ, MARK: self.mark, "FOUNDRY_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+        self.said = (folder / "said.txt").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "foundry", *words],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.said,
+            stderr=subprocess.STDOUT,
+        )
+
+    def tree(self):
+        """The numbers of all its processes, wherever they went."""
+        marked, found = f"{MARK}={self.mark}".encode(), []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdecimal() and marked in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def kill(self, known=()):
+        """End all at once, the `known` ones first; True if there was anything to kill."""
+        alive = self.process.poll() is None
+        targets = list(known)
+        while targets := targets or self.tree():
+            for pid in targets:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            targets = []
+        self.process.wait()
+        return alive
+
+    def ended(self):
+        """Whether it ended by itself; it may not fail."""
+        if self.process.poll() is None:
+            return False
+        self.said.seek(0)
+        assert self.process.returncode == 0, self.said.read()
+        return True
+
+
+def unfinished(checkpoints):
+    """Folders of checkpoints that are being written or deleted."""
+    try:
+        names = [path.name for path in checkpoints.iterdir()]
+    except FileNotFoundError:
+        return []
+    return [name for name in names if name.startswith(".step_") and name.endswith(UNFINISHED)]
+
+
+def wait_and_kill(life, run_dir, moment, rng, seconds):
+    """Kill the run at such a moment, unless it ends before; whether it was killed.
+
+    Args:
+        seconds: of an undisturbed run: from start to end, and of training alone.
+    """
+    total, training = seconds
+    if moment == "any":
+        end = time.monotonic() + rng.uniform(0, total)
+        while not life.ended() and time.monotonic() < end:
+            time.sleep(0.005)
+        return life.kill()
+    metrics = run_dir / FILE_NAME
+    size = metrics.stat().st_size if metrics.is_file() else 0
+    while not (metrics.is_file() and metrics.stat().st_size > size):
+        if life.ended():
+            return False
+        # A start cuts off what was written of steps that are taken again.
+        size = min(size, metrics.stat().st_size) if metrics.is_file() else 0
+        time.sleep(0.005)
+    known, end = life.tree(), time.monotonic() + rng.uniform(0, training / 2)
+    while time.monotonic() < end and not life.ended():
+        time.sleep(0.005)
+    while moment == "save" and not life.ended() and not unfinished(run_dir / "checkpoints"):
+        time.sleep(0.0002)
+    return life.kill(known)
+
+
+def check_checkpoints(run_dir, newest_before):
+    """Every published checkpoint is whole, none is older than before, and the links lead to one; the newest step."""
+    folders = list_checkpoints(run_dir)
+    for folder in folders:
+        assert problems(folder) == [], f"{folder}: {problems(folder)}"
+    assert not list((run_dir / "checkpoints").glob("*.corrupt"))
+    newest = step_of(folders[0]) if folders else -1
+    assert newest >= newest_before, f"the newest checkpoint was of step {newest_before}, now of {newest}"
+    if folders:
+        assert find(run_dir, "last").is_dir()
+    return newest
+
+
+def outcome(run_dir):
+    """All that must not differ: recorded numbers, checksums of tensors and random numbers, and the trainer's state."""
+    records = [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
+    final = read_manifest(find(run_dir, "last"))
+    return {"records": records, "files": dict(final.files), "state": final.state, "step": final.step}
+
+
+def words_of(case, run_dir, *, asynchronous=True, keep_last=2):
+    """The command's words; how checkpoints are written and kept may change from start to start."""
+    return [
+        *CASES[case],
+        *COMMON,
+        f"checkpoint.interval={INTERVAL[case]}",
+        f"checkpoint.asynchronous={str(asynchronous).lower()}",
+        f"checkpoint.keep_last={keep_last}",
+        f"hydra.run.dir={run_dir.name}",
+    ]
+
+
+def undisturbed(case, folder):
+    """Run it once; its outcome, and the seconds it took: from start to end, and of training alone."""
+    seconds = []
+    for name in ("warm", "reference"):  # the first one makes the tokenizer
+        run_dir, begin = folder / name, time.monotonic()
+        life, first = Life(folder, words_of(case, run_dir)), None
+        while not life.ended():
+            if first is None and (run_dir / FILE_NAME).is_file() and (run_dir / FILE_NAME).stat().st_size:
+                first = time.monotonic()
+            time.sleep(0.005)
+        end = time.monotonic()
+        seconds = end - begin, end - (first or end)
+    reference = outcome(folder / "reference")
+    assert outcome(folder / "warm") == reference, "two undisturbed runs differ"
+    return reference, seconds
+
+
+def disturbed(case, folder, number, limit, rng, seconds, count):
+    """Start, kill and start again until the run is done or there were `limit` kills; its run directory."""
+    run_dir, newest = folder / f"killed-{number}", -1
+    while True:
+        asynchronous, keep_last = rng.random() < 0.5, rng.choice((1, 2))
+        life = Life(folder, words_of(case, run_dir, asynchronous=asynchronous, keep_last=keep_last))
+        count.starts += 1
+        try:
+            if count.kills >= limit:
+                while not life.ended():
+                    time.sleep(0.01)
+                killed = False
+            else:
+                killed = wait_and_kill(life, run_dir, MOMENTS[count.kills % len(MOMENTS)], rng, seconds)
+        finally:
+            life.kill()
+            life.said.close()
+        count.kills += killed
+        count.inside_a_save += killed and bool(unfinished(run_dir / "checkpoints"))
+        newest = check_checkpoints(run_dir, newest)
+        if not killed:
+            return run_dir
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng, count, begin = random.Random(options.seed), Count(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kills-") as temporary:
+        folder = Path(temporary)
+        (folder / "text.txt").write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(4000)))
+        reference, seconds = undisturbed(options.case, folder)
+        while count.kills < options.kills:
+            run_dir = disturbed(options.case, folder, count.runs, options.kills, rng, seconds, count)
+            count.runs += 1
+            found = outcome(run_dir)
+            for name, expected in reference.items():
+                assert found[name] == expected, f"{run_dir.name}: {name} differ from the undisturbed run's"
+    restarts = count.starts - count.runs
+    print(
+        f"{options.case}: {count.kills} kills, {count.inside_a_save} of them inside a save; {count.runs} runs, "
+        f"{restarts} restarts, {time.monotonic() - begin:.0f} s; all bit-identical to an undisturbed run"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Going on: what a person sees who starts a run again."""
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+from outcome import losses, outcome, status
+from warm import WarmShell
+
+from foundry.checkpoint.folder import find, list_checkpoints, problems
+
+pytestmark = pytest.mark.slow
+
+STEPS, INTERVAL = 40, 10
+SMALL = [
+    "model.hidden_size=16",
+    "model.intermediate_size=32",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+]
+RUN = [
+    "data=text",
+    "data.seq_len=16",
+    "data.vocab_size=300",
+    "tracking=none",
+    "tracking.log_every_n_steps=1",
+    "evaluation.max_samples=8",
+    "evaluation.write_samples=false",
+    "hparams.global_batch_size=4",
+    "hparams.per_gpu_batch_size=2",
+    "precision=fp32",
+    f"checkpoint.interval={INTERVAL}",
+    "checkpoint.keep_last=9",
+]
+LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+LLAMA += ("rms_norm_eps", "tie_word_embeddings")
+MAX, LONG = f"hparams.max_steps={STEPS}", "hparams.max_steps=200"
+CORRUPTIONS = {
+    "truncated shard": ("shard-00000.safetensors", lambda path: os.truncate(path, path.stat().st_size // 2)),
+    "missing rank file": ("rank-00000.json", lambda path: path.unlink()),
+    "flipped byte": ("shard-00000.safetensors", lambda path: flip(path)),
+    "half manifest": ("manifest.json", lambda path: os.truncate(path, path.stat().st_size // 2)),
+}
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(2000)))
+    return f"data.path={path}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache, text):
+    """The run directory of a run that nobody disturbed, with all its checkpoints; not to be changed."""
+    shell = WarmShell(tmp_path_factory.mktemp("finished"), cache)
+    shell.run(*RUN, *SMALL, text, MAX, "hydra.run.dir=run")
+    return shell.cwd / "run"
+
+
+@pytest.fixture
+def shell(tmp_path, cache):
+    return WarmShell(tmp_path, cache)
+
+
+@pytest.fixture
+def go(shell, text):
+    """Run the command in the directory `run`, with more words."""
+    return lambda *words, code=0: shell.run(*RUN, *SMALL, text, "hydra.run.dir=run", *words, code=code)
+
+
+@pytest.fixture
+def run_dir(shell, finished):
+    """A copy of the finished run."""
+    return shutil.copytree(finished, shell.cwd / "run", symlinks=True)
+
+
+@pytest.fixture
+def broken_off(run_dir):
+    """A copy of the run as a kill after its last but one checkpoint would have left it."""
+    shutil.rmtree(list_checkpoints(run_dir)[0])
+    (run_dir / "result.json").unlink()
+    (run_dir / "status.json").write_text(json.dumps({**status(run_dir), "state": "running"}))
+    return run_dir
+
+
+def kill(process, number):
+    os.kill(process.pid, number)
+
+
+def test_a_finished_run_says_so(run_dir, go, finished):
+    stderr = go(MAX)[1]
+    assert "holds a finished run; choose another hydra.run.dir to train again" in stderr
+    assert outcome(run_dir) == outcome(finished)
+
+
+def test_a_longer_budget_goes_on_under_the_same_schedule(run_dir, go):
+    stdout, _ = go("hparams.max_steps=45", f"scheduler.horizon='{STEPS}'")
+    assert f"after step {STEPS}" in stdout
+    assert "step 41/45" in stdout
+    assert "step 40/45" not in stdout
+    assert list(losses(run_dir)) == list(range(1, 46))
+    assert status(run_dir)["state"] == "finished"
+
+
+def test_a_longer_budget_stretches_the_schedule_only_when_asked_to(run_dir, go):
+    stderr = go("hparams.max_steps=45", code=2)[1]
+    (line,) = [line for line in stderr.splitlines() if line.startswith("scheduler.horizon")]
+    assert f"{45 * 4}" in line
+    assert f"{40 * 4}" in line
+    assert status(run_dir)["state"] == "finished"
+    go("hparams.max_steps=45", "checkpoint.scheduler_on_resume=config")
+    go("hparams.max_steps=50", "checkpoint.scheduler_on_resume=checkpoint")
+    assert list(losses(run_dir)) == list(range(1, 51))
+    rates = [json.loads(line).get("lr") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [rate for rate in rates if rate is not None][-5:] == [0.0] * 5
+
+
+def test_another_run_is_refused_in_a_line_for_each_setting(broken_off, go):
+    before = outcome(broken_off)
+    stdout, stderr = go(MAX, "hparams.seed=7", "model.hidden_size=32", code=2)
+    assert stdout == ""
+    assert [line.partition(":")[0] for line in stderr.splitlines()] == ["hparams.seed", "model.hidden_size"]
+    assert "is 7 but the checkpoint was trained with 42" in stderr
+    stderr = go(MAX, "hparams.lr=0.5", code=2)[1]
+    assert [line.partition(":")[0] for line in stderr.splitlines()] == ["scheduler.max_lr"]
+    assert outcome(broken_off) == before
+    assert status(broken_off)["state"] == "running"
+    stderr = go(MAX, "hparams.seed=7", "checkpoint.on_changed_config=warn")[1]
+    assert stderr.count("resumed with another hparams.seed: 42 -> 7") == 1
+    assert list(losses(broken_off)) == list(range(1, STEPS + 1))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_in_a_line(run_dir, go):
+    words = ["hparams.max_steps=45", "checkpoint.on_changed_config=warn", "checkpoint.scheduler_on_resume=checkpoint"]
+    wrong = {"model.hidden_size=32": "as (300, 16), this run as (300, 32)", "hparams.ema_decay=0.9": "lacks ema."}
+    for word, said in wrong.items():
+        stderr = go(*words, word, code=2)[1]
+        (line,) = [line for line in stderr.splitlines() if line.startswith("checkpoint.resume")]
+        assert said in line
+        assert "Traceback" not in stderr
+    assert status(run_dir)["state"] == "finished"
+
+
+def test_how_a_run_is_watched_kept_and_cut_up_may_change(broken_off, go, finished):
+    words = ["tracking.log_every_n_steps=3", "checkpoint.interval=7", "checkpoint.asynchronous=false"]
+    go(MAX, *words, "hparams.per_gpu_batch_size=4", "data.num_workers=1", "hparams.grad_checkpointing=true")
+    ours, theirs = outcome(broken_off), outcome(finished)
+    assert ours["result"]["samples"] == theirs["result"]["samples"]
+    assert ours["result"]["loss"] == pytest.approx(theirs["result"]["loss"], rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_the_number_of_processes_may_change(broken_off, go, finished):
+    go(MAX, "distributed=fsdp", "distributed.nproc_per_node=2")
+    assert outcome(broken_off)["result"]["loss"] == pytest.approx(outcome(finished)["result"]["loss"], rel=1e-5)
+    assert list(losses(broken_off)) == list(range(1, STEPS + 1))
+
+
+def test_another_runs_checkpoint_is_gone_on_from(shell, go, finished):
+    before = sorted(path.name for path in finished.rglob("*"))
+    go(MAX, f"checkpoint.resume={finished}/checkpoints/step_00000020")
+    assert outcome(shell.cwd / "run")["files"] == outcome(finished)["files"]
+    assert list(losses(shell.cwd / "run")) == list(range(21, STEPS + 1))
+    shutil.rmtree(shell.cwd / "run")
+    go("hparams.max_steps=42", "checkpoint.scheduler_on_resume=checkpoint", f"checkpoint.resume={finished}")
+    assert list(losses(shell.cwd / "run")) == [41, 42]
+    stderr = go("hparams.max_steps=43", "checkpoint.resume=never", code=2)[1]
+    assert stderr.startswith("checkpoint.resume: is never but")
+    assert sorted(path.name for path in finished.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words", [["checkpoint.resume=nowhere"], ["model.init_from=nowhere"]], ids=["resume", "init"])
+def test_a_path_without_a_checkpoint_is_one_line_and_no_files(shell, go, words):
+    stdout, stderr = go(MAX, *words, code=2)
+    assert stdout == ""
+    assert stderr.count("\n") == 1
+    assert stderr.startswith(f"{words[0].partition('=')[0]}: is nowhere")
+    assert not (shell.cwd / "run").exists()
+
+
+def test_weights_of_a_run_a_checkpoint_and_an_export_are_the_same_start(shell, text, finished):
+    shell.run(f"run={finished}", "out=exported", module="foundry.export")
+    sources = {"run": finished, "checkpoint": find(finished), "export": shell.cwd / "exported"}
+    few = [*RUN[:-2], text, "hparams.max_steps=2"]
+    first = {}
+    for name, path in sources.items():
+        shell.run(*few, *SMALL, f"model.init_from={path}", f"hydra.run.dir={name}")
+        first[name] = losses(shell.cwd / name)[1]
+    shell.run(*few, "model=hf", "model.path=exported", "hydra.run.dir=hf")
+    shell.run(*few, *SMALL, "hydra.run.dir=fresh")
+    assert len(set(first.values())) == 1
+    assert losses(shell.cwd / "hf")[1] == pytest.approx(first["run"], rel=1e-4)
+    assert losses(shell.cwd / "fresh")[1] > first["run"] + 0.5
+    sizes = json.loads((shell.cwd / "exported" / "config.json").read_text())
+    rope = (
+        f"++model.config.rope_parameters={{rope_type: default, rope_theta: {sizes['rope_parameters']['rope_theta']}}}"
+    )
+    own = [rope, *(f"++model.config.{name}={sizes[name]}" for name in LLAMA)]
+    shell.run(*few, "model=hf_llama", *own, "model.init_from=exported", "hydra.run.dir=hf_llama")
+    assert losses(shell.cwd / "hf_llama")[1] == pytest.approx(first["run"], rel=1e-4)
+
+
+def test_weights_that_do_not_fit_are_one_line_and_no_files(shell, text, finished):
+    shell.run(f"run={finished}", "out=exported", module="foundry.export")
+    for path in (finished, "exported"):
+        words = [*RUN, *SMALL, text, MAX, "model.hidden_size=32", f"model.init_from={path}", "hydra.run.dir=run"]
+        stdout, stderr = shell.run(*words, code=2)
+        assert stdout == ""
+        assert stderr.startswith("model.init_from: ")
+        assert stderr.count("\n") == 1
+        assert "(300, 32)" in stderr
+        assert not (shell.cwd / "run").exists()
+
+
+@pytest.mark.parametrize("head_start", [0.0, 0.3, None])
+def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_start):
+    """It is started together with the first, while that one starts up, or while it trains."""
+    words = [*RUN, *SMALL, text, LONG, "hydra.run.dir=run"]
+    first = shell.start(*words)
+    if head_start is None:
+        shell.wait_for_steps(first, shell.cwd / "run", 3)
+    else:
+        time.sleep(head_start)
+    second = shell.start(*words)
+    for process in (first, second):
+        process.join(60)
+    refused, trained = sorted((first, second), key=lambda process: -process.exitcode)
+    stderr = shell.finish(refused, code=2)[1]
+    assert stderr.startswith("hydra.run.dir: is ")
+    assert "where another process trains" in stderr
+    assert stderr.count("\n") == 1
+    shell.finish(trained)
+    run_dir = shell.cwd / "run"
+    assert status(run_dir)["state"] == "finished"
+    assert list(losses(run_dir)) == list(range(1, 201))
+    assert (run_dir / "config.yaml").is_file()
+    assert (run_dir / "tokenizer.json").is_file()
+
+
+def test_without_checkpoints_a_run_starts_afresh(shell, go):
+    words = [MAX, "checkpoint=none", "checkpoint.interval=null"]
+    go(*words)
+    assert not (shell.cwd / "run" / "checkpoints").exists()
+    first = losses(shell.cwd / "run")
+    (shell.cwd / "run" / "status.json").write_text(json.dumps({**status(shell.cwd / "run"), "state": "stopped"}))
+    go(*words)
+    assert losses(shell.cwd / "run") == first
+    assert "finished run" in go(*words)[1]
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(broken_off, go, finished, kind):
+    name, corrupt = CORRUPTIONS[kind]
+    newest, before = list_checkpoints(broken_off)[:2]
+    corrupt(newest / name)
+    stdout, stderr = go(MAX)
+    (line,) = [line for line in stderr.splitlines() if "is not whole" in line]
+    assert newest.name in line
+    assert name in line
+    assert f"after step {before.name.removeprefix('step_').lstrip('0')}" in stdout
+    assert outcome(broken_off) == outcome(finished)
+    assert all(problems(folder) == [] for folder in list_checkpoints(broken_off))
+    assert (newest.parent / f"{newest.name}.corrupt").is_dir()
+
+
+def test_where_all_are_corrupt_the_run_starts_afresh_and_says_so(broken_off, go, finished):
+    folders = list_checkpoints(broken_off)
+    for folder in folders:
+        flip(folder / "shard-00000.safetensors")
+    stderr = go(MAX)[1]
+    assert all(folder.name in stderr for folder in folders)
+    assert "starts from the beginning" in stderr
+    assert outcome(broken_off) == outcome(finished)
+
+
+def interrupt_again_and_again(shell, words, run_dir):
+    """SIGTERM, SIGINT and SIGUSR1 to one start after another, then to the end."""
+    done = 0
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)):
+        process = shell.start(*words)
+        shell.wait_for_steps(process, run_dir, done + 5)
+        kill(process, number)
+        stdout, stderr = shell.finish(process, code=code)
+        assert "Traceback" not in stdout + stderr
+        assert f"stopped by {number.name} after step" in stderr
+        assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", number.name)
+        assert f"step_{status(run_dir)['step']:08d}" == find(run_dir).name
+        done = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+    shell.run(*words)
+    assert status(run_dir)["state"] == "finished"
+
+
+def test_signals_stop_and_the_same_command_ends_bit_identically(shell, text):
+    words = [*RUN, *SMALL, text, LONG, "data.num_workers=1"]
+    shell.run(*words, "hydra.run.dir=whole")
+    interrupt_again_and_again(shell, [*words, "hydra.run.dir=run"], shell.cwd / "run")
+    assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
+
+
+@pytest.mark.distributed
+def test_signals_stop_two_processes_as_well(shell, text):
+    words = [*RUN, *SMALL, text, "hparams.max_steps=80", "distributed=fsdp", "distributed.nproc_per_node=2"]
+    shell.run(*words, "hydra.run.dir=whole")
+    interrupt_again_and_again(shell, [*words, "hydra.run.dir=run"], shell.cwd / "run")
+    assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")

@@ -1,0 +1,193 @@
+"""Whatever kills, stops and restarts a run goes through, it ends as one that nobody disturbed, bit for bit."""
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from sequence_parts import TRAP, Killed, Watcher
+
+from foundry.checkpoint import retention, saver
+from foundry.checkpoint.folder import find, list_checkpoints, problems, read_manifest
+from foundry.config.checkpoint import Checkpoint
+from foundry.config.evaluation import EarlyStopping, Evaluation, PatienceUnit
+from foundry.config.guard import Guard, SpikeAction
+from foundry.config.hparams import BatchRamp, HParams
+from foundry.config.optimizer import AdamW
+from foundry.config.precision import Precision, PrecisionMode
+from foundry.config.root import Config
+from foundry.config.scheduler import Cosine
+from foundry.config.stopped import Stopped
+from foundry.config.tracking import Tracking
+from foundry.run import build_observers, run
+from foundry.tracking.metrics_file import read_metrics
+
+STEPS, INTERVAL = 12, 2
+TIMINGS = {"step_seconds", "samples_per_second", "peak_memory_bytes"}
+HPARAMS = HParams(
+    global_batch_size=8, per_gpu_batch_size=4, accum_freq=2, lr=0.1, max_steps=STEPS, grad_clip_norm=4.0, ema_decay=0.9
+)
+PLAIN = Config(
+    hparams=HPARAMS,
+    optimizer=AdamW(weight_decay=0.1),
+    scheduler=Cosine(warmup="0.25"),
+    precision=Precision(mode=PrecisionMode.fp32),
+    model={"_target_": "sequence_parts.Linear"},
+    data={"_target_": "sequence_parts.whole_numbers", "has_spike": False},
+    objective={"_target_": "sequence_parts.Sum", "is_noisy": False},
+    evaluation=Evaluation(interval="3", write_samples=False),
+    checkpoint=Checkpoint(interval=str(INTERVAL), every_minutes=None, asynchronous=False),
+    tracking=Tracking(log_every_n_steps=1, progress=False, plots=False, mlflow=False),
+)
+NOISY = replace(PLAIN, objective={"_target_": "sequence_parts.Sum", "is_noisy": True})
+STOPPING = EarlyStopping(patience=2, unit=PatienceUnit.evaluations, min_delta=1000.0)
+VARIANTS = {
+    "plain": PLAIN,
+    "noisy": NOISY,
+    "ramped": replace(PLAIN, hparams=replace(HPARAMS, batch_ramp=BatchRamp(start=4, increment=4, over_samples="24"))),
+    "stops early": replace(NOISY, evaluation=replace(PLAIN.evaluation, early_stopping=STOPPING)),
+    "rolls back": replace(
+        NOISY,
+        data={**PLAIN.data, "has_spike": True},
+        guard=Guard(spike_zscore=20.0, spike_window=8, spike_action=SpikeAction.rollback),
+    ),
+}
+# How often a run comes to each place, at most: inside a save, inside a step, and where observers are told.
+PLACES = {"write": 12, "publish": 12, "link": 14, "delete": 6}
+PLACES |= {"read": 60, "forward": 24, "start": 1, "step": 12, "evaluation": 4, "end": 1}
+STOPS = {f"stop at {place}": PLACES[place] for place in ("read", "step", "evaluation", "start", "write", "end")}
+
+AT_THE_END = {"place": "end", "when": 1.0, "asynchronous": False, "keep_last": 1, "interval": 5, "microbatch": 4}
+
+lives = st.lists(
+    st.fixed_dictionaries(
+        {
+            "place": st.sampled_from([*PLACES, *STOPS]),
+            "when": st.floats(0, 1, exclude_min=True),
+            "asynchronous": st.booleans(),
+            "keep_last": st.integers(1, 3),
+            "interval": st.sampled_from((1, 2, 3, 5)),
+            "microbatch": st.sampled_from((1, 2, 4)),
+        }
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trapped():
+    """Put the places into the run where it can be killed."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("foundry.run.build_observers", lambda *args: [Watcher(), *build_observers(*args)])
+    for module, name, place in (
+        (saver, "write_json", "write"),
+        (saver, "publish", "publish"),
+        (saver, "link", "link"),
+        (retention.shutil, "rmtree", "delete"),
+    ):
+        patch.setattr(module, name, spring_then(place, getattr(module, name)))
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+    patch.undo()
+
+
+def spring_then(place, function):
+    def call(*args, **options):
+        TRAP.spring(place)
+        return function(*args, **options)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("references")
+    return {name: outcome(config, folder / name) for name, config in VARIANTS.items()}
+
+
+def outcome(config, run_dir):
+    """What the run comes to: numbers that may depend on the microbatch by rounding, and the rest."""
+    result = run(config, run_dir).result
+    records = [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
+    final = read_manifest(find(run_dir))
+    state = {**final.state, "loss": 0.0, "best": {}, "early_stopping": {}, "step": {}}
+    rounded = [records, [final.state[name] for name in ("loss", "best", "early_stopping")], result["val_loss"]]
+    return rounded, (dict(final.files), state, result["step"], result["best"]["step"], len(records))
+
+
+def config_of(variant, life):
+    """The configuration of one life: what may change from start to start, as far as the outcome is defined."""
+    config = VARIANTS[variant]
+    microbatch = life["microbatch"] if variant in ("plain", "ramped") else 4
+    hparams = replace(config.hparams, per_gpu_batch_size=microbatch, accum_freq=8 // microbatch)
+    interval = INTERVAL if variant == "rolls back" else life["interval"]
+    checkpoint = replace(
+        config.checkpoint,
+        interval=str(interval),
+        # In this process, a background thread would survive the kill.
+        asynchronous=life["asynchronous"] and life["place"].startswith("stop"),
+        keep_last=life["keep_last"],
+    )
+    return replace(config, hparams=hparams, checkpoint=checkpoint)
+
+
+def live(config, run_dir, life):
+    """Run until the end, or until the drawn moment."""
+    TRAP.set(life["place"], math.ceil(life["when"] * (PLACES | STOPS)[life["place"]]))
+    try:
+        run(config, run_dir)
+    except (Killed, Stopped):
+        pass
+    finally:
+        TRAP.set("", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_ends_as_if_undisturbed(variant, references, tmp_path_factory):
+    seen = []
+
+    @settings(
+        max_examples=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(lives)
+    @example([AT_THE_END])
+    def check(drawn):
+        run_dir = tmp_path_factory.mktemp("run")
+        for life in drawn:
+            if variant == "rolls back" and life["place"].startswith("stop"):
+                continue  # its checkpoint is one more to go back to
+            live(config_of(variant, life), run_dir, life)
+            assert all(problems(folder) == [] for folder in list_checkpoints(run_dir))
+        rounded, exact = outcome(VARIANTS[variant], run_dir)
+        assert exact == references[variant][1]
+        is_same = variant not in ("plain", "ramped")
+        assert rounded == (references[variant][0] if is_same else close_to(references[variant][0]))
+        seen.append(len(drawn))
+
+    check()
+    assert len(seen) >= 40
+
+
+def close_to(value):
+    """The same numbers up to their rounding."""
+    if isinstance(value, list):
+        return [close_to(item) for item in value]
+    if isinstance(value, dict):
+        return {name: close_to(item) for name, item in value.items()}
+    return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+
+
+def test_the_variants_are_what_they_are_called(references):
+    steps = {name: exact[2] for name, (_, exact) in references.items()}
+    assert steps == {**dict.fromkeys(VARIANTS, STEPS), "stops early": 9}
+    assert references["rolls back"][1][1]["source"]["skipped"] > 0
+    assert references["noisy"][1][0] != references["plain"][1][0]
