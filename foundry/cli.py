@@ -22,6 +22,7 @@ from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
 from foundry.config.root import to_config
 from foundry.config.stopped import Stopped
+from foundry.launch.launchers import register
 from foundry.launch.start import discard, start
 from foundry.launch.sweep import Refused
 
@@ -69,6 +70,7 @@ def main() -> None:
 def enter(task: Callable[[], object]) -> None:
     """Compose and do a task: exit code 2 and a line for each mistake in the configuration, 1 if the task failed."""
     install()
+    register()
     # Hydra would print a mistake with its own remarks and leave with 1; and it shortens the traceback of real failures.
     hydra_utils.run_and_report = lambda func: func()
     if {"-h", "--help"} & set(sys.argv):

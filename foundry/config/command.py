@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields
+from enum import Enum
 from typing import TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -77,6 +78,7 @@ def parse_options(schema: type[Options], words: list[str]) -> Options:
 def _help(schema: type[Options], name: str, doc: str) -> str:
     lines = [f"python -m {name} key=value ...", "", doc, ""]
     for item in fields(schema):  # type: ignore[arg-type]
-        default = "required" if item.default in ("???", NO_DEFAULT) else f"default {item.default}"
+        value = item.default.name if isinstance(item.default, Enum) else item.default
+        default = "required" if value in ("???", NO_DEFAULT) else f"default {value}"
         lines.append(f"  {item.name:<16} {item.metadata.get('doc', '')} ({default})")
     return "\n".join(lines) + "\n"

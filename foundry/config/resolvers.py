@@ -1,8 +1,9 @@
 """Values of the configuration that are computed from others."""
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
+from foundry.config.launcher import tasks_of
 
 
 def register_resolvers() -> None:
@@ -16,6 +17,7 @@ def world_size(nproc_per_node: int) -> int:
     return nproc_per_node if environment.launcher == "single" else environment.world_size
 
 
-def _accum_freq(global_batch_size: int, per_gpu_batch_size: int, nproc_per_node: int) -> int:
-    """Microbatches per rank and optimizer step."""
-    return global_batch_size // max(1, per_gpu_batch_size * world_size(nproc_per_node))
+def _accum_freq(global_batch_size: int, per_gpu_batch_size: int, nproc_per_node: int, *, _root_: DictConfig) -> int:
+    """Microbatches per rank and optimizer step; OmegaConf passes the whole configuration by the name it has here."""
+    ranks = world_size(max(nproc_per_node, tasks_of(_root_)))
+    return global_batch_size // max(1, per_gpu_batch_size * ranks)

@@ -16,6 +16,7 @@ from foundry.config.environment import LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation, nearest
 from foundry.config.guard import SpikeAction
 from foundry.config.hparams import HParams, ScheduleUnit
+from foundry.config.launcher import check_launcher, tasks_of
 from foundry.config.lengths import batch_sizes_of, budget_of, check_lengths
 from foundry.config.precision import PrecisionMode
 from foundry.config.root import Config, to_config
@@ -58,7 +59,7 @@ def check(composed: DictConfig) -> list[Violation]:
     except ConfigError as error:
         return list(error.violations)
     launch = Launch(environment, _world_size(config, environment, composed))
-    single = list(_check_groups(config))
+    single = [*_check_groups(config), *check_launcher(composed)]
     wrong = {violation.key for violation in single}
     across = [violation for rule in RULES for violation in rule(config, launch)]
     # A rule that looked at a value already known to be wrong has nothing to add.
@@ -95,8 +96,7 @@ def _holes(parent: DictConfig, key: str, path: str) -> Iterator[Violation]:
 def _world_size(config: Config, environment: LaunchEnvironment, composed: DictConfig) -> int:
     if environment.launcher != "single":
         return environment.world_size
-    launcher = OmegaConf.select(composed, "hydra.launcher") or {}
-    tasks = (launcher.get("tasks_per_node") or 1) * (launcher.get("nodes") or 1)
+    tasks = tasks_of(composed)
     return tasks if tasks > 1 else config.distributed.nproc_per_node
 
 

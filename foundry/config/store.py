@@ -7,7 +7,9 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.root import Config
+from foundry.config.sweep import Sweep
 
 GROUPS = (
     "checkpoint",
@@ -45,6 +47,9 @@ def register_schemas() -> None:
     for group in GROUPS:
         for name, schema in group_schemas(group).items():
             store.store(group=f"schema/{group}", name=name, node=writable(schema))
+    store.store(group="schema/sweep", name=Sweep.__name__, node=writable(Sweep))
+    for launcher in LAUNCHERS:
+        store.store(group="schema/launcher", name=launcher.__name__, node=writable(launcher))
 
 
 def writable(schema: type[Any]) -> DictConfig:

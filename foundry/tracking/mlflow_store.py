@@ -4,12 +4,13 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.tracking.destination import DEFAULT_EXPERIMENT, Destination, experiment, sqlite_file
+from foundry.tracking.mlflow_parent import ParentLink, close_parent
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -23,7 +24,7 @@ METRICS_PER_REQUEST = 1000
 _PARAMS_PER_REQUEST = 100
 _PARAM_LENGTH, _TAG_LENGTH, _KEY_LENGTH = 6000, 8000, 250
 _TRUNCATED = " … [truncated]"
-_KEY_TAG, _RUN_DIR_TAG = "foundry_key", "run_dir"
+_KEY_TAG, _RUN_DIR_TAG, _PARENT_TAG = "foundry_key", "run_dir", "mlflow.parentRunId"
 _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # shown as training, not as "GenAI"
 _REFUSALS = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", "INVALID_STATE"})
 
@@ -44,14 +45,16 @@ class MlflowStore:
     def __init__(self, run_dir: Path, destination: Destination) -> None:
         self._run_dir = run_dir
         self._destination = destination
+        self._link = ParentLink.load(run_dir)
         self._client: MlflowClient | None = None
 
     def connect(self) -> "tuple[MlflowClient, str]":
         """The client and the run's id; finds or makes the run at the first call that succeeds."""
         if self._client is None:
             client = _quiet_client(self._destination.uri)
+            tags = self._tags_of_a_job()
             if not _exists(client, self._destination.run_id):
-                run_id = _found_or_created(client, self._destination, self._run_dir)
+                run_id = _found_or_created(client, self._destination, self._run_dir, tags)
                 self._destination = replace(self._destination, run_id=run_id)
                 self._destination.save(self._run_dir)
             self._client = client
@@ -78,6 +81,15 @@ class MlflowStore:
                 client.update_run(run_id, status="RUNNING")
             case "end":
                 client.set_terminated(run_id, status=first["status"], end_time=first["time_ms"])
+                if self._link is not None:
+                    close_parent(self._run_dir / self._link.sweep, uri=self._destination.uri)
+
+    def _tags_of_a_job(self) -> dict[str, str]:
+        """What says that the run is a job of a sweep, whose own run is there and running after this."""
+        if self._link is None:
+            return {}
+        parent = self._link.parent_id(self._run_dir, self._destination)
+        return {**self._link.tags, **({} if parent is None else {_PARENT_TAG: parent})}
 
 
 def _quiet_client(uri: str) -> "MlflowClient":
@@ -104,20 +116,22 @@ def _exists(client: "MlflowClient", run_id: str | None) -> bool:
     return False
 
 
-def _found_or_created(client: "MlflowClient", destination: Destination, run_dir: Path) -> str:
+def _found_or_created(
+    client: "MlflowClient", destination: Destination, run_dir: Path, more_tags: Mapping[str, str]
+) -> str:
     """The run's id.
 
     MLFLOW_RUN_ID names the run to write to. If another run directory already writes there, as when it is set for a
     whole sweep, this run becomes its child.
     """
-    tags = {_KEY_TAG: destination.key, _RUN_DIR_TAG: str(run_dir.absolute())}
+    tags = {_KEY_TAG: destination.key, _RUN_DIR_TAG: str(run_dir.absolute()), **more_tags}
     experiment_id = None
     if given := os.environ.get("MLFLOW_RUN_ID"):
         run = client.get_run(given)
         if run.data.tags.get(_RUN_DIR_TAG, tags[_RUN_DIR_TAG]) == tags[_RUN_DIR_TAG]:
             _set_tags(client, given, tags)
             return given
-        tags["mlflow.parentRunId"] = given
+        tags[_PARENT_TAG] = given
         experiment_id = run.info.experiment_id
     experiment_id = experiment_id or _experiment_id(client, destination)
     found = client.search_runs([experiment_id], f"tags.{_KEY_TAG} = '{destination.key}'", max_results=1)

@@ -92,7 +92,8 @@ def test_the_plans_numbers_are_consistent(lm, digits):
 
 def test_starting_it_again_says_that_it_is_finished(lm, cache):
     shell = Shell(lm[0].parent, cache)
-    kept = {k: v for k, v in snapshot(lm[0]).items() if ".hydra" not in str(k) and k.name not in ("foundry.log", ".lock")}
+    written = ("foundry.log", ".lock")
+    kept = {k: v for k, v in snapshot(lm[0]).items() if ".hydra" not in str(k) and k.name not in written}
     stdout, stderr = shell.run(*TINY_LM, "hydra.run.dir=run", "hparams.ema_decay=0.9")
     assert "finished" in stdout + stderr
     after = snapshot(lm[0])

@@ -1,4 +1,8 @@
-"""A real Slurm of two nodes on the loopback interface, all its state in a temporary folder."""
+"""A real Slurm of two nodes on the loopback interface, all its state in a temporary folder.
+
+Jobs of the partition `main` make room for those of `urgent` and are queued again. A job that is queued again may start
+after 7 seconds (cred_expire and one more), not after two minutes as by default.
+"""
 
 import os
 import shutil
@@ -16,6 +20,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
+AuthInfo=cred_expire=6
 CredType=cred/none
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 ProctrackType=proctrack/linuxproc
@@ -27,6 +32,13 @@ SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 ReturnToService=2
+KillWait=5
+MinJobAge=300
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -34,7 +46,8 @@ SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4 RealMemory=8000 State=UNKNOWN
-PartitionName=main Nodes=n[1-2] Default=YES MaxTime=60 State=UP
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=urgent Nodes=n[1-2] MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 

@@ -1,0 +1,138 @@
+"""`hydra/launcher=`: where the jobs of a sweep run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from foundry.config.errors import Violation
+from foundry.config.setting import check_fields, setting
+
+GROUP = "hydra/launcher"
+PLUGINS = "hydra_plugins.foundry"
+"""Hydra takes launchers from its plugins' package only; foundry's are registered under this name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """Jobs run exactly the configuration that was checked when they were submitted."""
+
+    def check(self, nproc_per_node: int) -> Iterator[Violation]:
+        """Say which settings contradict each other, or the run's own number of processes."""
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Launcher):
+    """Processes of this machine, some at a time, each with cores and GPUs of its own."""
+
+    _target_: str = f"{PLUGINS}.LocalLauncher"
+    n_jobs: int | None = setting(None, "jobs at a time; null: as many as GPUs, or else cores, suffice for", ge=1)
+    cores_per_job: int = setting(4, "with n_jobs=null and no GPU, cores that a job should have", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm(Launcher):
+    """Jobs of a Slurm cluster, submitted as an array through submitit; the names are those of submitit_slurm."""
+
+    _target_: str = f"{PLUGINS}.SlurmLauncher"
+    submitit_folder: str = setting("${hydra.sweep.dir}/.submitit/%j", "what jobs print, and submitit's own files")
+    name: str = setting("${hydra.job.name}", "name in the queue")
+    comment: str | None = setting(None, "comment in the queue")
+    partition: str | None = setting(None, "partition; null: the cluster's default")
+    qos: str | None = setting(None, "quality of service")
+    account: str | None = setting(None, "account to charge")
+    constraint: str | None = setting(None, "features that nodes must have")
+    exclude: str | None = setting(None, "nodes not to use")
+    nodes: int = setting(1, "machines of a job", ge=1)
+    tasks_per_node: int = setting(1, "processes on each; times nodes: the ranks that train together", ge=1)
+    gpus_per_node: int | None = setting(None, "GPUs on each, one for each task", ge=0)
+    gpus_per_task: int | None = setting(None, "GPUs of each task, instead of gpus_per_node", ge=0, le=1)
+    gres: str | None = setting(None, "generic resources, where a cluster does not know gpus_per_node")
+    cpus_per_task: int | None = setting(None, "cores of each process, the loader's workers included", ge=1)
+    cpus_per_gpu: int | None = setting(None, "cores for each GPU, instead of cpus_per_task", ge=1)
+    mem_gb: float | None = setting(None, "memory on each node in GB", gt=0)
+    mem_per_gpu: str | None = setting(None, "memory for each GPU, such as 64G, instead of mem_gb")
+    mem_per_cpu: str | None = setting(None, "memory for each core, such as 4G, instead of mem_gb")
+    timeout_min: int = setting(60, "time limit in minutes, after which the job is queued again", ge=1)
+    signal_delay_s: int = setting(120, "seconds before the limit at which the run is told to save", ge=1)
+    max_num_timeout: int = setting(100, "how often a job may reach its time limit and be queued again", ge=0)
+    array_parallelism: int = setting(256, "jobs of the sweep that run at a time", ge=1)
+    setup: list[str] | None = setting(None, "shell commands before each job starts, such as module load")
+    additional_parameters: dict[str, Any] = setting(dict, "further options of sbatch, by their names")
+    stderr_to_stdout: bool = setting(False, "one file for all that a job prints")
+    detach: bool = setting(False, "submit and leave; the jobs go on without this process")
+    snapshot_code: bool = setting(
+        False, "run a copy, in the sweep's directory, of foundry and of the git-tracked Python files below this folder"
+    )
+
+    def check(self, nproc_per_node: int) -> Iterator[Violation]:
+        """Say which settings contradict each other, or the run's own number of processes."""
+        if self.timeout_min * 60 <= self.signal_delay_s:
+            yield Violation(
+                "hydra.launcher.signal_delay_s",
+                f"is {self.signal_delay_s} but the time limit of {self.timeout_min} min is no longer than that, so "
+                "that jobs would be stopped as they start; give them more time, or less notice",
+            )
+        if nproc_per_node != 1:
+            yield Violation(
+                "distributed.nproc_per_node",
+                f"is {nproc_per_node} but Slurm starts the processes; give hydra.launcher.tasks_per_node that number",
+            )
+        yield from self._check_gpus()
+        yield from self._check_alternatives()
+
+    def _check_gpus(self) -> Iterator[Violation]:
+        if self.gpus_per_node and self.gpus_per_node != self.tasks_per_node:
+            yield Violation(
+                "hydra.launcher.gpus_per_node",
+                f"is {self.gpus_per_node} but tasks_per_node is {self.tasks_per_node}, and each task trains on one "
+                "GPU; give both the same",
+            )
+        if self.cpus_per_gpu is not None and not self.gpus_per_task:
+            yield Violation("hydra.launcher.cpus_per_gpu", "is set but needs gpus_per_task=1; or set cpus_per_task")
+
+    def _check_alternatives(self) -> Iterator[Violation]:
+        """Options of which sbatch takes one."""
+        for names in (
+            ("gpus_per_node", "gpus_per_task", "gres"),
+            ("cpus_per_task", "cpus_per_gpu"),
+            ("mem_gb", "mem_per_gpu", "mem_per_cpu"),
+        ):
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) > 1:
+                yield Violation(f"hydra.launcher.{given[1]}", f"is set beside {given[0]}; choose one of them")
+
+
+SCHEMAS: tuple[type[Launcher], ...] = (Local, Slurm)
+
+
+def launcher_of(composed: DictConfig) -> Launcher | None:
+    """The launcher of a composed configuration; None where it is not one of foundry's."""
+    node = OmegaConf.select(composed, "hydra.launcher")
+    if node is None or OmegaConf.get_type(node) not in SCHEMAS:
+        return None
+    launcher = OmegaConf.to_object(node)
+    assert isinstance(launcher, Launcher)
+    return launcher
+
+
+def tasks_of(composed: DictConfig) -> int:
+    """The processes that the launcher starts for each job, over all nodes; 1 where it leaves that to the run."""
+    node = OmegaConf.select(composed, "hydra.launcher") or {}
+    return int((node.get("tasks_per_node") or 1) * (node.get("nodes") or 1))
+
+
+def check_launcher(composed: DictConfig) -> Iterator[Violation]:
+    """What is wrong with the launcher's settings, as far as the configuration itself can tell."""
+    launcher = launcher_of(composed)
+    if launcher is None:
+        return
+    mode = OmegaConf.select(composed, "hydra.mode")
+    if mode is not None and mode.name == "RUN":
+        name = type(launcher).__name__.lower()
+        yield Violation(GROUP, f"is {name}, which starts the jobs of a sweep; add -m, for a single job too")
+        return
+    yield from check_fields(launcher, "hydra.launcher")
+    yield from launcher.check(composed.distributed.nproc_per_node)

@@ -1,0 +1,124 @@
+"""From words that sweep to the words of each job."""
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from foundry.config.errors import ConfigError, Violation, nearest
+
+_ZIP, _EXCLUDE = "hydra.sweeper.zip", "hydra.sweeper.exclude"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One point of a sweep.
+
+    Attributes:
+        words: everything to compose it from.
+        swept: those of the words that other jobs of the sweep have otherwise.
+    """
+
+    words: tuple[str, ...]
+    swept: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        """The same for the same point, whatever else the sweep has and in whatever order it was typed."""
+        return hashlib.sha256(json.dumps(sorted(self.swept)).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return ", ".join(self.swept)
+
+
+def expand(overrides: Sequence[Override], zipped: Sequence[Sequence[str]], excluded: Sequence[str]) -> list[Job]:
+    """Every job of a sweep, the last key varying fastest.
+
+    Args:
+        overrides: the sweep's words, parsed; of several for one key the last one counts.
+        zipped: groups of swept keys whose values go together.
+        excluded: combinations to leave out, each some words separated by spaces.
+
+    Raises:
+        ConfigError: with everything that is wrong with them.
+    """
+    by_key = {override.get_key_element(): override for override in overrides}
+    if continuous := [o for o in by_key.values() if o.is_sweep_override() and not o.is_discrete_sweep()]:
+        message = "cannot be enumerated; give the values, or let hparams_search=optuna_tpe choose among them"
+        raise ConfigError(
+            [Violation(o.key_or_group, f"is {o.get_value_string()}, which {message}") for o in continuous]
+        )
+    values = {
+        key: [f"{key}={value}" for value in o.sweep_string_iterator()]
+        for key, o in by_key.items()
+        if o.is_sweep_override()
+    }
+    violations = [*_check_twice(values), *_check_zip(zipped, values)]
+    if violations:
+        raise ConfigError(violations)
+    jobs = list(_product(by_key, values, zipped))
+    return _without(jobs, excluded)
+
+
+def _check_twice(values: dict[str, list[str]]) -> Iterator[Violation]:
+    for key, words in values.items():
+        for word in [word for word, count in Counter(words).items() if count > 1]:
+            yield Violation(key, f"sweeps over {word.removeprefix(f'{key}=')} twice")
+
+
+def _check_zip(zipped: Sequence[Sequence[str]], values: dict[str, list[str]]) -> Iterator[Violation]:
+    keys = [key for group in zipped for key in group]
+    for key in dict.fromkeys(keys):
+        if key not in values:
+            swept = f"; swept are {', '.join(values)}" if values else ""
+            yield Violation(_ZIP, f"names {key}, which is not swept{nearest(key, values) or swept}")
+        elif keys.count(key) > 1:
+            yield Violation(_ZIP, f"names {key} more than once")
+    for group in zipped:
+        lengths = {key: len(values[key]) for key in group if key in values}
+        if len(set(lengths.values())) > 1:
+            said = " and ".join(f"{key} has {length}" for key, length in lengths.items())
+            yield Violation(_ZIP, f"pairs lists of different lengths: {said}; give each the same number of values")
+
+
+def _product(
+    by_key: dict[str, Override], values: dict[str, list[str]], zipped: Sequence[Sequence[str]]
+) -> Iterator[Job]:
+    """The grid; each axis is one swept key, or several zipped ones at the place of the first."""
+    group_of = {key: tuple(group) for group in zipped for key in group}
+    axes = dict.fromkeys(group_of.get(key, (key,)) for key in values)
+    choices = [list(zip(*(values[key] for key in axis), strict=True)) for axis in axes]
+    names = [key for axis in axes for key in axis]
+    for chosen in itertools.product(*choices):
+        swept = dict(zip(names, itertools.chain.from_iterable(chosen), strict=True))
+        words = tuple(swept[key] if key in swept else _word(override) for key, override in by_key.items())
+        yield Job(words, tuple(swept[key] for key in values))
+
+
+def _word(override: Override) -> str:
+    return f"{override.get_key_element()}={override.get_value_element_as_str()}"
+
+
+def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
+    """The jobs that no exclusion names; one that names none is a mistake, most likely of spelling."""
+    violations, left = [], jobs
+    for text in excluded:
+        try:
+            words = {_word(override) for override in OverridesParser.create().parse_overrides(text.split())}
+        except HydraException:
+            violations.append(Violation(_EXCLUDE, f"has {text!r}, which is not of the form key=value key=value"))
+            continue
+        if not words or not any(words <= set(job.words) for job in jobs):
+            violations.append(Violation(_EXCLUDE, f"has {text!r}, which no job of the sweep is"))
+        left = [job for job in left if not words <= set(job.words)]
+    if not left and not violations:
+        violations.append(Violation(_EXCLUDE, f"leaves none of the {len(jobs)} jobs"))
+    if violations:
+        raise ConfigError(violations)
+    return left

@@ -1,0 +1,224 @@
+"""`hydra/launcher=local`: the jobs of a sweep side by side on this machine.
+
+A job is a process that forks from a server that has imported torch and foundry once, so that it starts in a fraction of
+a second. It has a session of its own, out of the reach of the terminal's Ctrl-C, which this process passes on once.
+
+Where this process dies without a word, its jobs get SIGTERM: they save and stop, and the same command goes on from
+there. Were they to train on, a sweep started again would run beside them, more jobs than the machine has room for.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.launcher import Local, launcher_of
+from foundry.launch.launchers import FrozenLauncher, Job, Ledger, say
+from foundry.launch.local import how_it_ended, noted_signals
+from foundry.launch.status import read_status, write_status
+
+OUTPUT = "output.log"
+"""What a job prints, in its run directory."""
+
+_POLL_SECONDS = 0.2
+_KILL_SECONDS = 5.0
+_ENDED = ("finished", "failed", "stopped")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of this machine a job may use.
+
+    Attributes:
+        cores: their numbers; empty where jobs are more than cores, and the system shares them out.
+        gpus: their names as in CUDA_VISIBLE_DEVICES; empty where there are none.
+    """
+
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+
+
+class LocalLauncher(FrozenLauncher):
+    """Runs `n_jobs` jobs at a time; a job that dies, however it does, does not end the others."""
+
+    def check(self, configs: Sequence[DictConfig]) -> None:
+        """Refuse jobs of more processes than there are GPUs.
+
+        Raises:
+            ConfigError: with the first of them.
+        """
+        gpus = visible_gpus()
+        for config in configs:
+            if gpus and (nproc := config.distributed.nproc_per_node) > len(gpus):
+                message = f"is {nproc} but {len(gpus)} GPUs are visible here"
+                raise ConfigError(Violation("distributed.nproc_per_node", message))
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run the jobs to their ends, or until a signal comes: then each saves and stops, and none starts any more.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came; a second one killed what was still running.
+            SystemExit: another signal came; its code is 128 + its number.
+        """
+        settings = launcher_of(self._master)
+        assert isinstance(settings, Local)
+        nproc = max(job.composed.distributed.nproc_per_node for job in jobs)
+        shares = divide(settings, nproc, sorted(os.sched_getaffinity(0)), visible_gpus(), len(jobs))
+        say(f"{len(jobs)} jobs, {len(shares)} at a time")
+        with noted_signals() as noted, _threads(shares, nproc):
+            _Pool(jobs, shares, noted).run()
+        if noted:
+            raise KeyboardInterrupt if noted[0] is signal.SIGINT else SystemExit(128 + noted[0])
+
+
+class _Pool:
+    """Jobs that wait, and jobs that run."""
+
+    def __init__(self, jobs: Sequence[Job], shares: Sequence[Share], noted: Sequence[signal.Signals]) -> None:
+        self._waiting, self._free, self._noted = deque(jobs), deque(shares), noted
+        self._running: dict[ForkServerProcess, tuple[Job, Share]] = {}
+        self._ledger, self._passed_on, self._deadline = Ledger(jobs), 0, float("inf")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_modules(jobs))
+
+    def run(self) -> None:
+        """Until none waits and none runs."""
+        while self._running or (self._waiting and not self._noted):
+            while self._waiting and self._free and not self._noted:
+                self._start(self._waiting.popleft(), self._free.popleft())
+            wait([process.sentinel for process in self._running], _POLL_SECONDS)
+            self._pass_signals_on()
+            for process in [process for process in self._running if not process.is_alive()]:
+                self._settle(process)
+
+    def _start(self, job: Job, share: Share) -> None:
+        write_status(job.run_dir, state="queued", reason="")
+        process = self._context.Process(target=_be_job, args=(str(job.run_dir), share), name=str(job))
+        process.start()
+        self._running[process] = job, share
+        self._ledger.note(job, "running")
+
+    def _settle(self, process: ForkServerProcess) -> None:
+        """Take the end of a job; of one that left no word, what its exit code says."""
+        job, share = self._running.pop(process)
+        self._free.append(share)
+        process.join()
+        assert process.exitcode is not None
+        if read_status(job.run_dir).get("state") not in _ENDED:
+            state = "stopped" if self._noted else "failed"
+            write_status(job.run_dir, state=state, reason=how_it_ended(process.exitcode))
+        self._ledger.settled(job)
+        process.close()
+
+    def _pass_signals_on(self) -> None:
+        new = self._noted[self._passed_on :]
+        if new and not self._passed_on:
+            say(f"{new[0].name}: {len(self._running)} jobs save and stop; a second Ctrl-C kills them")
+        self._passed_on += len(new)
+        if list(self._noted).count(signal.SIGINT) > 1:
+            self._deadline = min(self._deadline, time.monotonic() + _KILL_SECONDS)
+        for process in self._running:
+            for signum in new:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid or 0, signum)
+            if time.monotonic() > self._deadline:
+                process.kill()
+
+
+def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str], num_jobs: int) -> list[Share]:
+    """Cut this machine into shares, one for each job that runs at a time.
+
+    Args:
+        settings: how many are wanted.
+        nproc: processes of a job; where there are GPUs, each takes one.
+        cores: those that this process may use.
+        gpus: those that are visible.
+        num_jobs: more shares are not needed.
+    """
+    if settings.n_jobs is not None:
+        wanted = settings.n_jobs
+    else:
+        wanted = len(gpus) // nproc if gpus else max(1, len(cores) // max(settings.cores_per_job, nproc))
+    count = min(wanted, num_jobs)
+    each, gpus_each = len(cores) // count, max(nproc, len(gpus) // count)
+    return [
+        Share(
+            cores=tuple(cores[i * each : (i + 1) * each]),
+            # Jobs share GPUs only where more of them were asked for than there is room for.
+            gpus=tuple(gpus[(i * gpus_each + k) % len(gpus)] for k in range(gpus_each)) if gpus else (),
+        )
+        for i in range(count)
+    ]
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names, or else all that the driver has given this machine; torch is not asked."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def _modules(jobs: Iterable[Job]) -> list[str]:
+    """What the server imports: what every run does, and foundry's own parts that some job is made of."""
+    modules = {"foundry.run", "foundry.launch.worker"}
+    for job in jobs:
+        targets = (OmegaConf.select(job.composed, f"{group!s}._target_") for group in job.composed)
+        modules |= {str(target).rpartition(".")[0] for target in targets if str(target).startswith("foundry.")}
+    return sorted(modules)
+
+
+@contextmanager
+def _threads(shares: Sequence[Share], nproc: int) -> Iterator[None]:
+    """Have each process use its share of the cores: OpenMP reads its variables once, as the server loads torch."""
+    ours = {
+        "OMP_NUM_THREADS": str(max(1, len(shares[0].cores) // nproc)),
+        # As in `foundry.launch.start`: idle threads of one job should not spin away the time of another.
+        "GOMP_SPINCOUNT": "10000",
+    }
+    added = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _be_job(run_dir: str, share: Share) -> None:
+    """In the process of a job: take its place on this machine, and work."""
+    os.setsid()
+    _end_with_launcher()
+    output = os.open(Path(run_dir) / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if share.cores:
+        os.sched_setaffinity(0, share.cores)
+    if share.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+    from foundry.launch.worker import work
+
+    sys.exit(work(Path(run_dir)))
+
+
+def _end_with_launcher() -> None:
+    """Have this process get SIGTERM when the launcher is gone; the server outlives it as long as there are jobs."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        wait([launcher.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="watches the launcher", daemon=True).start()

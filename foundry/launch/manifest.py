@@ -1,0 +1,144 @@
+"""`sweep.json`: the jobs of a sweep, written before the first of them starts, and read when it goes on."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from foundry.config.differences import Difference, differences
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.frozen import FILE_NAME as CONFIG_FILE
+from foundry.config.frozen import hash_config, plain
+from foundry.config.root import Config
+from foundry.launch.grid import Job
+from foundry.launch.status import read_status
+from foundry.tracking.strict_json import write_atomically
+
+FILE_NAME = "sweep.json"
+_KEY = "hydra.sweep.dir"
+_MOST_JOBS_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepJob:
+    """A job as the sweep's directory knows it.
+
+    Attributes:
+        index: its number; a sweep that goes on does not give it to another.
+        dir: its run directory, relative to the sweep's.
+        overrides: what it has otherwise than other jobs.
+        config_hash: of its configuration.
+        id: of its overrides.
+    """
+
+    index: int
+    dir: str
+    overrides: tuple[str, ...]
+    config_hash: str
+    id: str
+
+    def __str__(self) -> str:
+        return f"job {self.index} ({', '.join(self.overrides)})" if self.overrides else f"job {self.index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A sweep.
+
+    Attributes:
+        command: the words it was last started with.
+        created: when it was first started, in ISO 8601.
+        launcher: the chosen `hydra/launcher`.
+        jobs: all of them, in the order of their indices, also those that only an earlier start had.
+        metric: what jobs are compared by.
+        direction: whether less or more of it is better.
+    """
+
+    command: tuple[str, ...]
+    created: str
+    launcher: str
+    jobs: tuple[SweepJob, ...] = ()
+    metric: str = "val_loss"
+    direction: str = "minimize"
+
+    @classmethod
+    def load(cls, sweep_dir: Path) -> "Manifest | None":
+        """What the directory holds; None where no sweep has been."""
+        try:
+            content = json.loads((sweep_dir / FILE_NAME).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        jobs = tuple(SweepJob(**{**job, "overrides": tuple(job["overrides"])}) for job in content.pop("jobs"))
+        return cls(**{**content, "command": tuple(content["command"])}, jobs=jobs)
+
+    @classmethod
+    def begin(cls, sweep_dir: Path, command: Sequence[str], launcher: str) -> "Manifest":
+        """A sweep about to start; with the jobs of the one that the directory holds, if any."""
+        earlier = cls.load(sweep_dir)
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        fresh = earlier or cls(command=(), created=now, launcher=launcher)
+        return replace(fresh, command=tuple(command), launcher=launcher)
+
+    def save(self, sweep_dir: Path) -> None:
+        """Write it; a reader sees the old one or the new one."""
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(sweep_dir / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n", durable=True)
+
+    def number(self, jobs: Sequence[Job]) -> list[int]:
+        """The index of each job: its old one where it has one, else the next that is free."""
+        known = {job.id: job.index for job in self.jobs}
+        free = itertools.count(1 + max(known.values(), default=-1))
+        return [known[job.id] if job.id in known else next(free) for job in jobs]
+
+    def with_jobs(self, jobs: Sequence[SweepJob]) -> "Manifest":
+        """The sweep with these jobs, whether it knew them or not."""
+        merged = {job.index: job for job in (*self.jobs, *jobs)}
+        return replace(self, jobs=tuple(merged[index] for index in sorted(merged)))
+
+    def check(self, sweep_dir: Path, jobs: Sequence[SweepJob], configs: Sequence[Config]) -> None:
+        """Refuse to go on with a sweep whose jobs are to be others than they were.
+
+        Raises:
+            ConfigError: with each setting that differs, and the jobs where it does.
+        """
+        known = {job.id: job for job in self.jobs}
+        changed: dict[str, list[SweepJob]] = {}
+        for job, config in zip(jobs, configs, strict=True):
+            if job.id in known and known[job.id].config_hash != job.config_hash:
+                for difference in _changes(sweep_dir / known[job.id].dir, config):
+                    changed.setdefault(str(difference), []).append(job)
+        said = [f"holds this sweep with {text} in {_listed(jobs)}; give what it had" for text, jobs in changed.items()]
+        for job in jobs:
+            status = read_status(sweep_dir / job.dir)
+            if job.id not in known and status and status.get("config_hash") != job.config_hash:
+                said.append(f"holds another run in {job.dir}, where {job} would be")
+        if said:
+            raise ConfigError([Violation(_KEY, f"{sweep_dir} {text}, or choose another directory") for text in said])
+
+
+def sweep_job(index: int, folder: str, job: Job, config: Config) -> SweepJob:
+    """The entry of a job that will run in `folder`, relative to the sweep's."""
+    return SweepJob(index=index, dir=folder, overrides=job.swept, config_hash=hash_config(config), id=job.id)
+
+
+def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:
+    """How a job's configuration differs from the one its run directory holds."""
+    now = plain(config)
+    del now["hparams"]["accum_freq"]
+    try:
+        was = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE))
+    except FileNotFoundError:
+        was = {}
+    assert isinstance(was, dict)
+    was.get("hparams", {}).pop("accum_freq", None)
+    return differences({str(key): value for key, value in was.items()}, now)
+
+
+def _listed(jobs: Sequence[SweepJob]) -> str:
+    names = ", ".join(map(str, jobs[:_MOST_JOBS_NAMED]))
+    left = len(jobs) - _MOST_JOBS_NAMED
+    return f"{names} and {left} more" if left > 0 else names

@@ -1,0 +1,44 @@
+"""A copy of the code, so that jobs that wait in a queue run what was there when they were submitted."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from foundry.config.compose import config_dir
+
+FOLDER = "code"
+
+
+def snapshot(sweep_dir: Path) -> Path:
+    """Copy foundry's source and options, and the git-tracked Python files below the working directory.
+
+    Args:
+        sweep_dir: gets a folder `code`; one that is there already is the sweep's, and stays as it is.
+
+    Returns:
+        The folder, to be imported from.
+    """
+    folder = sweep_dir / FOLDER
+    if folder.exists():
+        return folder
+    partial = sweep_dir / f".{FOLDER}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    package = Path(__file__).resolve().parent.parent
+    for name in _tracked():
+        if Path(name).parts[0] != package.name:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(name, partial / name)
+    without_caches = shutil.ignore_patterns("__pycache__", "conf")
+    shutil.copytree(package, partial / package.name, ignore=without_caches)
+    shutil.copytree(config_dir(), partial / package.name / "conf", ignore=without_caches)
+    partial.rename(folder)
+    return folder
+
+
+def _tracked() -> list[str]:
+    """The Python files below the working directory that git tracks and that are there; none where git knows nothing."""
+    try:
+        said = subprocess.run(["git", "ls-files", "-z", "--", "*.py"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [name for name in said.stdout.split("\0") if name and Path(name).is_file()]

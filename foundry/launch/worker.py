@@ -1,0 +1,156 @@
+"""`python -m foundry.launch.worker RUN_DIR`: run exactly what config.yaml of a run directory says.
+
+The exit code is the run's: 0 finished, 1 failed, 2 refused by the data or the machine, 128 + n stopped by signal n.
+"""
+
+import json
+import logging
+import logging.config
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from foundry.config.environment import detect
+from foundry.config.errors import ConfigError
+from foundry.config.frozen import load_config
+from foundry.config.resolvers import register_resolvers
+from foundry.config.stopped import Stopped
+from foundry.launch.launchers import HYDRA_DIR
+from foundry.launch.local import WorkerFailed, is_consequence
+from foundry.launch.start import start
+from foundry.launch.status import last_line, write_status
+from foundry.tracking.run_lock import is_held
+
+log = logging.getLogger(__name__)
+
+_NOTES = ".failures"
+_PATIENCE_SECONDS = 5.0  # for another rank to say why it failed
+_LOCKED_SECONDS = 120.0  # for a process of the run's last attempt to save and end
+
+
+def work(run_dir: Path) -> int:
+    """Run what a run directory holds, in this process or, where it is a rank, together with the others.
+
+    A failure is written to foundry.log with its traceback, and to status.json with its last line.
+
+    Args:
+        run_dir: absolute; made ready by a launcher.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: submitit has put the job back into the queue, and wants this process to end.
+    """
+    rank = detect().rank
+    _become_job(run_dir, rank)
+    try:
+        if rank == 0:
+            _wait_for_last_attempt(run_dir)
+        start(load_config(run_dir), run_dir)
+    except Stopped as stopped:
+        log.warning("%s", stopped)
+        return 128 + stopped.signum
+    except KeyboardInterrupt:
+        if rank == 0:
+            write_status(run_dir, state="stopped", reason="SIGINT")
+        return 130
+    except Exception as error:
+        return _record(error, run_dir, rank)
+    return 0
+
+
+class SlurmTask:
+    """What submitit runs as each task of a job; it comes back when submitit puts the job into the queue again."""
+
+    def __call__(self, run_dir: str) -> None:
+        """Work, and leave with the run's exit code, by which Slurm tells a job that failed."""
+        if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
+            os.environ.setdefault("OMP_NUM_THREADS", cpus)
+        if code := work(Path(run_dir)):
+            sys.exit(code)
+
+    def checkpoint(self, run_dir: str) -> Any:
+        """The same again: all state is in the run directory."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, run_dir)
+
+
+def _become_job(run_dir: Path, rank: int) -> None:
+    """Set the environment and logging that Hydra would have set, had it run the job itself."""
+    register_resolvers()
+    saved = OmegaConf.load(run_dir / HYDRA_DIR / "hydra.yaml")
+    assert isinstance(saved, DictConfig)
+    for name, value in saved.hydra.job.env_set.items():
+        os.environ[str(name)] = str(value)
+    if rank == 0:
+        logging.config.dictConfig(OmegaConf.to_container(saved.hydra.job_logging, resolve=True))  # type: ignore[arg-type]
+
+
+def _wait_for_last_attempt(run_dir: Path) -> None:
+    """Let a process that still trains here save and end, as where the whole sweep was started again at once."""
+    deadline = time.monotonic() + _LOCKED_SECONDS
+    while is_held(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+def _record(error: Exception, run_dir: Path, rank: int) -> int:
+    """Write down why this rank failed; on rank 0, why the run did. Returns the exit code."""
+    if _is_out_of_time(error):
+        if rank == 0:
+            write_status(run_dir, state="stopped", reason="reached its time limit hydra.launcher.max_num_timeout times")
+        return 140
+    trace = error.trace if isinstance(error, WorkerFailed) and error.trace else traceback.format_exc()
+    reason = last_line(error)
+    consequence = is_consequence(type(error).__name__, reason)
+    if rank > 0:
+        with (run_dir / "foundry.log").open("a", encoding="utf-8") as file:
+            file.write(f"rank {rank} failed:\n{trace}")
+        sys.stderr.write(trace)
+        if not consequence:
+            _leave_note(run_dir, rank, reason)
+        return 1
+    log.error("failed:\n%s", trace)
+    if consequence and detect().world_size > 1:
+        reason = _cause(run_dir) or reason
+    write_status(run_dir, state="failed", reason=reason)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _is_out_of_time(error: Exception) -> bool:
+    """Whether submitit would not put the job into the queue once more."""
+    return type(error).__name__ == "UncompletedJobError"
+
+
+def _note_path(run_dir: Path, rank: int | str) -> Path:
+    """Where a rank of this attempt leaves its note."""
+    attempt = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
+    return run_dir / _NOTES / f"{attempt}.rank{rank}.json"
+
+
+def _leave_note(run_dir: Path, rank: int, reason: str) -> None:
+    path = _note_path(run_dir, rank)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"reason": f"rank {rank}: {reason}"}), encoding="utf-8")
+
+
+def _cause(run_dir: Path) -> str | None:
+    """What another rank says is wrong, where this one failed only because that one was gone."""
+    pattern = _note_path(run_dir, "*")
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        for path in pattern.parent.glob(pattern.name):
+            time.sleep(0.1)  # it may still be being written
+            return str(json.loads(path.read_text(encoding="utf-8"))["reason"])
+        time.sleep(0.1)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(work(Path(sys.argv[1]).absolute()))

@@ -1,0 +1,114 @@
+"""`python -m foundry.report dir=DIR`: a sweep's jobs as a table, a picture, a CSV and a JSON file.
+
+Exit code 0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from foundry.config.command import command
+from foundry.config.setting import setting
+from foundry.tracking.sweep import Job, Sweep, Which, read_sweep
+from foundry.tracking.sweep_table import metric_text, screen, show, write_csv, write_json
+
+PICTURE = "report.png"
+"""The picture in a sweep's directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """The command's options."""
+
+    dir: str = setting("???", "a sweep's directory, or one that holds run directories")
+    which: Which = setting(Which.last, "the evaluation that jobs are compared by: last or best")
+    picture: bool = setting(True, f"draw {PICTURE}")
+    watch: bool = setting(False, "show the table again and again until no job is running or waiting")
+    seconds: float = setting(2.0, "between two looks of watch", gt=0)
+
+
+def report(folder: Path, console: Console, *, which: Which = Which.last, picture: bool = True) -> int:
+    """Print how a sweep stands and write its picture, CSV and JSON into its directory.
+
+    Returns:
+        0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
+
+    Raises:
+        ConfigError: there are no jobs in the folder.
+    """
+    sweep = read_sweep(folder, which)
+    show(sweep, console)
+    try:
+        files = [write_csv(sweep), write_json(sweep)]
+        if picture:
+            from foundry.tracking.canvas import save_figure
+            from foundry.tracking.sweep_figure import sweep_figure
+
+            files.append(folder / PICTURE)
+            save_figure(sweep_figure(sweep), files[-1])
+    except OSError as error:  # somebody else's sweep
+        console.print(f"no files written: {error}", soft_wrap=True, markup=False, highlight=False)
+    else:
+        names = ", ".join(file.name for file in files)
+        console.print(f"in {folder}: {names}", soft_wrap=True, markup=False, highlight=False)
+    return sweep.exit_code
+
+
+def watch(folder: Path, console: Console, *, which: Which, seconds: float) -> bool:
+    """Show the table, or a line for each change, until no job is running or waiting; False after Ctrl-C."""
+    try:
+        if console.is_terminal:
+            _watch_table(folder, console, which, seconds)
+        else:
+            _watch_changes(folder, console, which, seconds)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _watch_table(folder: Path, console: Console, which: Which, seconds: float) -> None:
+    sweep = read_sweep(folder, which)
+    with Live(screen(sweep), console=console, auto_refresh=False, transient=True) as live:
+        while sweep.is_going:
+            time.sleep(seconds)
+            sweep = read_sweep(folder, which)
+            live.update(screen(sweep), refresh=True)
+
+
+def _watch_changes(folder: Path, console: Console, which: Which, seconds: float) -> None:
+    known = dict[int, str]()
+    while True:
+        sweep = read_sweep(folder, which)
+        for job in sorted(sweep.jobs, key=lambda job: job.index):
+            if known.get(job.index) != job.state:
+                console.print(_change(sweep, job), soft_wrap=True, markup=False, highlight=False)
+            known[job.index] = job.state
+        if not sweep.is_going:
+            return
+        time.sleep(seconds)
+
+
+def _change(sweep: Sweep, job: Job) -> str:
+    said = f"{datetime.now():%H:%M:%S} job {job.index} {job.state}"
+    step = f"step {job.step}" if job.step is not None else ""
+    measured = f"{sweep.metric} {metric_text(job.metric)}" if job.metric is not None else ""
+    return ", ".join(part for part in (said, sweep.settings(job), step, measured, job.note) if part)
+
+
+def main(options: ReportOptions) -> None:
+    """Report and leave with the exit code."""
+    console, folder = Console(), Path(options.dir)
+    if options.watch and not watch(folder, console, which=options.which, seconds=options.seconds):
+        sweep = read_sweep(folder, options.which)
+        show(sweep, console)
+        sys.exit(sweep.exit_code)
+    sys.exit(report(folder, console, which=options.which, picture=options.picture))
+
+
+if __name__ == "__main__":
+    command(ReportOptions, main, name="foundry.report", doc=__doc__.split(": ", 1)[1].strip())

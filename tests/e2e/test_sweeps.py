@@ -1,0 +1,161 @@
+"""`python -m foundry -m` as a person types it: refused whole, run whole, and gone on with."""
+
+import json
+import signal
+
+import pytest
+from terminal import TINY_DIT
+
+pytestmark = pytest.mark.slow
+
+TINY = [*TINY_DIT, "hparams.max_steps=3", "evaluation.interval=null", "tracking=none", "hydra.sweep.dir=sweep"]
+DIVERGES = "1e30"
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def states(sweep):
+    return {
+        job["index"]: read(sweep / job["dir"] / "status.json")["state"] for job in read(sweep / "sweep.json")["jobs"]
+    }
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory, cache):
+    """A sweep whose second of three jobs has failed, and what was said; not to be changed."""
+    from terminal import Shell
+
+    shell = Shell(tmp_path_factory.mktemp("sweeps"), cache)
+    said = shell.run("-m", *TINY, f"hparams.lr=1e-3,{DIVERGES},2e-3", code=1)
+    return shell, shell.cwd / "sweep", *said
+
+
+def test_one_dead_job_neither_kills_nor_hides_the_others(begun):
+    _, sweep, stdout, stderr = begun
+    assert states(sweep) == {0: "finished", 1: "failed", 2: "finished"}
+    assert "NonFiniteError" in read(sweep / "1" / "status.json")["reason"]
+    assert "Traceback" in (sweep / "1" / "foundry.log").read_text()
+    (line,) = stderr.splitlines()
+    assert line.startswith("job 1 (hparams.lr=1e+30): NonFiniteError: step 2")
+    assert line.endswith("see sweep/1/foundry.log")
+    assert "3 jobs: 2 finished, 1 failed" in stdout
+
+
+def test_the_directory_says_what_the_sweep_is(begun):
+    _, sweep, *_ = begun
+    manifest = read(sweep / "sweep.json")
+    assert manifest["command"][0] == "-m"
+    assert manifest["launcher"] == "sequential"
+    for job in manifest["jobs"]:
+        run_dir = sweep / job["dir"]
+        assert read(run_dir / "status.json")["config_hash"] == job["config_hash"]
+        assert job["overrides"][0].startswith("hparams.lr=")
+    assert read(sweep / "0" / "result.json")["config_hash"] == manifest["jobs"][0]["config_hash"]
+
+
+def test_what_would_be_another_job_is_refused(begun):
+    shell, sweep, *_ = begun
+    before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}
+    _, stderr = shell.run("-m", *TINY, "hparams.lr=1e-3,2e-3", "hparams.grad_clip_norm=0.5", code=2)
+    (line,) = stderr.splitlines()
+    assert line.startswith("hydra.sweep.dir: sweep holds this sweep with hparams.grad_clip_norm: 1 -> 0.5 in job 0")
+    _, stderr = shell.run("-m", *TINY, "hparams.lr=1e-3,2e-3", "hydra/launcher=basic", code=2)
+    assert stderr.startswith("hydra/launcher: is basic, which cannot go on with a sweep")
+    assert {path: path.stat().st_mtime_ns for path in sweep.rglob("*")} == before
+
+
+def test_the_same_command_runs_what_has_not_finished(shell):
+    sweep = shell.cwd / "sweep"
+    shell.run("-m", *TINY, f"hparams.lr=1e-3,{DIVERGES}", code=1)
+    finished = (sweep / "0" / "result.json").stat().st_mtime_ns
+    stdout, _ = shell.run("-m", *TINY, f"hparams.lr=5e-4,{DIVERGES},1e-3", code=1)
+    assert states(sweep) == {0: "finished", 1: "failed", 2: "finished"}
+    assert read(sweep / "sweep.json")["jobs"][2]["overrides"] == ["hparams.lr=0.0005"]
+    assert (sweep / "0" / "result.json").stat().st_mtime_ns == finished
+    assert "1 of 3 jobs have finished before" in stdout
+    shell.run("-m", *TINY, "hparams.lr=5e-4,1e-3")
+    assert len(states(sweep)) == 3, "what an earlier start has run stays in the table"
+
+
+def test_ctrl_c_saves_the_job_and_leaves_the_rest_queued(shell):
+    sweep, words = shell.cwd / "sweep", [*TINY, "hparams.max_steps=120", "hparams.seed=1,2"]
+    process = shell.start("-m", *words, variables={"PYTHONUNBUFFERED": "1"})
+    for line in process.stdout:
+        if line.split()[:2] == ["step", "3/120"]:
+            process.send_signal(signal.SIGINT)
+            break
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert "the same command with hydra.sweep.dir=sweep goes on from there" in stderr
+    assert states(sweep) == {0: "stopped", 1: "queued"}
+    stopped = read(sweep / "0" / "status.json")["step"]
+    shell.run("-m", *words)
+    assert states(sweep) == {0: "finished", 1: "finished"}
+    steps = [json.loads(line)["step"] for line in (sweep / "0" / "metrics.jsonl").read_text().splitlines()]
+    assert steps.count(stopped - 1) == 1, "a job goes on from its checkpoint"
+
+
+def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
+    from mlflow import MlflowClient
+
+    words = [word for word in TINY if word != "tracking=none"]
+    shell.run("-m", *words, "tracking.plots=false", "tracking.mlflow=true", f"hparams.lr=1e-3,{DIVERGES}", code=1)
+    for pending in (shell.cwd / "sweep").glob("*/mlflow_pending.jsonl"):  # a slow machine
+        shell.run(f"dir={pending.parent}", module="foundry.tracking.sync")
+    client = MlflowClient(f"sqlite:///{shell.cwd}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("foundry").experiment_id])
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    assert (parent.info.run_name, parent.info.status) == ("sweep", "FAILED")
+    jobs = {run.data.tags["sweep_job"]: run for run in runs if run is not parent}
+    assert {run.data.tags["mlflow.parentRunId"] for run in jobs.values()} == {parent.info.run_id}
+    assert (jobs["0"].info.status, jobs["0"].data.tags["overrides"]) == ("FINISHED", "hparams.lr=0.001")
+    assert jobs["1"].info.status == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["hparams.per_gpu_batch_size=2,7", "hydra.sweeper.max_batch_size=1"],
+            ["job 1 (hparams.per_gpu_batch_size=7)"],
+        ),
+        (["experiment=digits_epsilon,none_such"], ["job 1 (experiment=none_such): experiment: has no option"]),
+        (
+            ["hparams.lr=1,2,3", "hparams.seed=1,2", "hydra.sweeper.zip=[[hparams.lr,hparams.seed]]"],
+            ["hparams.seed has 2"],
+        ),
+        (["hparams.lr=1,2", "hydra.sweeper.zip=[hparams.lr]"], ["hydra.sweeper.zip: has hparams.lr, not a list"]),
+        (["hparams.lr=1,2", "hydra.sweeper.exclude=[hparams.lr=3]"], ["hydra.sweeper.exclude"]),
+        (["hparams.lr=1,2", "hydra.sweeper.max_batch_size=0"], ["must be at least 1"]),
+        (["hparams.lr=1,2", "hydra.sweep.subdir=same"], ["hydra.sweep.subdir: gives job 1 (hparams.lr=2)"]),
+        (["hparams.lr=1,2", "hydra.sweeper.zippp=[]"], ["hydra.sweeper.zippp"]),
+    ],
+)
+def test_a_wrong_sweep_is_refused_whole(shell, words, said):
+    _, stderr = shell.run("-m", *words, code=2)
+    assert [part in line for part, line in zip(said, stderr.splitlines(), strict=True)] == [True] * len(said)
+    assert list(shell.cwd.iterdir()) == []
+
+
+def test_a_learning_rate_range_test_is_ready(shell):
+    words = [word for word in TINY_DIT if word != "debug=fast"]
+    words += ["hparams_search=lr_range", "hparams.max_steps=2", "evaluation.max_samples=16", "tracking=none"]
+    shell.run(*words, "hparams.lr=1e-4,1e-3", "hydra.sweep.dir=sweep")
+    assert states(shell.cwd / "sweep") == {0: "finished", 1: "finished"}
+    assert not (shell.cwd / "sweep" / "0" / "checkpoints").exists()
+
+
+def test_a_search_without_its_package_says_how_to_install_it(shell):
+    try:
+        import hydra_plugins.hydra_optuna_sweeper  # noqa: F401
+    except ImportError:
+        _, stderr = shell.run("hparams_search=optuna_tpe", code=2)
+        assert stderr.splitlines() == [
+            "hparams_search: needs hydra-optuna-sweeper, which is not installed; pip install 'foundry[search]'"
+        ]
+        assert list(shell.cwd.iterdir()) == []
+    else:
+        pytest.skip("it is installed")

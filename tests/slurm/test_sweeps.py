@@ -1,0 +1,235 @@
+"""Sweeps on a real Slurm: what was submitted is what runs, through requeues and preemption; what is said is true."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from foundry.tracking.metrics_file import read_metrics
+
+TINY = [
+    "debug=fast",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "data.seq_len=32",
+    "evaluation.interval=null",
+    "evaluation.write_samples=false",
+    "tracking.plots=false",
+]
+SLURM = [
+    "hydra/launcher=slurm",
+    "hydra.launcher.timeout_min=5",
+    "hydra.launcher.signal_delay_s=30",
+    "hydra.sweep.dir=s",
+]
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def cluster(slurm, cache, tmp_path):
+    """The cluster, as somebody sees it who works in an empty folder; afterwards its queue is empty again."""
+    cluster = Cluster({**slurm, "FOUNDRY_CACHE": str(cache)}, tmp_path)
+    yield cluster
+    cluster.ask("scancel", "--user=root")
+    cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
+    for driver in cluster.drivers:
+        driver.kill()
+    while cluster.ask("squeue", "--noheader"):
+        time.sleep(0.1)
+
+
+class Cluster:
+    def __init__(self, environment, cwd):
+        self.environment, self.cwd, self.drivers = environment, cwd, []
+
+    def ask(self, *command):
+        done = subprocess.run(command, env=self.environment, cwd=self.cwd, capture_output=True, text=True, check=False)
+        return done.stdout
+
+    def sweep(self, *words):
+        """Start a sweep; what it says goes into said.txt."""
+        with (self.cwd / "said.txt").open("w") as said:
+            driver = subprocess.Popen(
+                [sys.executable, "-m", "foundry", "-m", *sorted(words, key=lambda word: word[0] != "-"), *TINY],
+                cwd=self.cwd,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
+        self.drivers.append(driver)
+        return driver
+
+    @property
+    def said(self):
+        path = self.cwd / "said.txt"
+        return path.read_text() if path.exists() else ""
+
+    def finish(self, driver, code=0):
+        driver.wait(150)
+        assert driver.returncode == code, self.said
+
+    def wait(self, condition, seconds=90):
+        """Until the condition holds; fails if the sweep ends before."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.said
+            assert self.drivers[-1].poll() is None, self.said
+            time.sleep(0.1)
+
+    def wait_for_steps(self, job, steps):
+        path = self.cwd / "s" / str(job) / "metrics.jsonl"
+        self.wait(lambda: path.is_file() and path.read_bytes().count(b"\n") >= steps)
+
+    def slurm_id(self, job):
+        return json.loads((self.cwd / "s" / str(job) / "slurm.json").read_text())["job_id"]
+
+    def state_in_slurm(self, job):
+        said = self.ask("scontrol", "--oneliner", "show", "job", self.slurm_id(job))
+        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+
+    def status(self, job, sweep="s"):
+        status = json.loads((self.cwd / sweep / str(job) / "status.json").read_text())
+        return status["state"], status["reason"]
+
+    def next_job_id(self):
+        """The number that Slurm would give a job now."""
+        return int(self.ask("sbatch", "--parsable", "--wrap", "true").strip())
+
+
+def weights(run_dir):
+    folder = run_dir / "checkpoints" / "latest"
+    return {
+        f"{path.name}:{name}": tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same_weights(one, other):
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys()
+    assert len(one) > 10
+    assert [name for name in one if not one[name].equal(other[name])] == []
+
+
+def steps(run_dir):
+    return [line["step"] for line in read_metrics(run_dir) if "loss" in line]
+
+
+def test_a_sweep_with_a_wrong_job_submits_nothing(cluster):
+    before = cluster.next_job_id()
+    for wrong, message in (
+        (["hydra.launcher.signal_delay_s=300"], "hydra.launcher.signal_delay_s: is 300 but the time limit of 5 min"),
+        (["hydra.launcher.partition=gpus"], "partition: is gpus, which is not here; partitions here: main, urgent"),
+    ):
+        cluster.finish(cluster.sweep(*SLURM, *wrong, "hparams.lr=1e-3,2e-3"), code=2)
+        assert message in cluster.said
+    assert not (cluster.cwd / "s").exists()
+    assert cluster.next_job_id() == before + 1
+
+
+def test_a_job_that_slurm_refuses_is_a_line(cluster):
+    cluster.finish(cluster.sweep(*SLURM, "hydra.launcher.mem_gb=100"), code=2)
+    assert "hydra.launcher: Slurm refuses such jobs: " in cluster.said
+    assert "Requested node configuration is not available" in cluster.said
+
+
+@pytest.mark.slow
+def test_what_was_submitted_runs_and_every_end_is_told(cluster):
+    """One job each that finishes, is killed as it starts, fails, and is cancelled before."""
+    options = cluster.cwd / "own" / "experiment"
+    options.mkdir(parents=True)
+    yaml = "# @package _global_\nhparams:\n  lr: 0.003\n"
+    (options / "mine.yaml").write_text(yaml)
+    for name in ("gone", "here"):
+        (cluster.cwd / f"{name}.jsonl").write_text('{"text": "a few words to learn from"}\n' * 500)
+    cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")
+    driver = cluster.sweep(
+        *[*SLURM, "--config-dir=own", "experiment=mine", "data=text", "data.seq_len=16", "hparams.max_steps=3"],
+        "data.path=here.jsonl,gone.jsonl",
+        "hparams.seed=1,2",
+    )
+    cluster.wait(lambda: "4 jobs in the queue" in cluster.said and cluster.said.count(": queued (") >= 4)
+    (options / "mine.yaml").write_text(yaml.replace("0.003", "9.9"))
+    (cluster.cwd / "gone.jsonl").unlink()
+    cluster.ask("scancel", cluster.slurm_id(3))
+    cluster.wait(lambda: "job 3 (data.path=gone.jsonl hparams.seed=2): lost" in cluster.said)
+    cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
+    cluster.wait(lambda: cluster.state_in_slurm(1)["JobState"] == "RUNNING")
+    cluster.ask("scancel", "--signal=KILL", "--full", cluster.slurm_id(1))
+    cluster.finish(driver, code=1)
+
+    assert cluster.status(0) == ("finished", "")
+    assert json.loads((cluster.cwd / "s/0/metrics.jsonl").read_text().splitlines()[0])["lr"] < 0.0031
+    assert OmegaConf.load(cluster.cwd / "s/0/config.yaml").hparams.lr == 0.003
+    state, reason = cluster.status(1)
+    assert state == "failed"
+    assert reason.startswith("Slurm: CANCELLED (")
+    state, reason = cluster.status(2)
+    assert state == "failed"
+    assert "gone.jsonl" in reason
+    assert "Traceback" in (cluster.cwd / "s/2/foundry.log").read_text()
+    assert cluster.state_in_slurm(2)["JobState"] == "FAILED"
+    state, reason = cluster.status(3)
+    assert state == "lost"
+    assert reason == f"Slurm does not know job {cluster.slurm_id(3)} any more; was it cancelled while it waited?"
+
+
+@pytest.mark.slow
+def test_a_job_told_that_its_time_is_up_goes_on_at_the_same_step(cluster):
+    """The signal that submitit has Slurm send before the limit; the other job is left alone."""
+    driver = cluster.sweep(*SLURM, "hparams.max_steps=60", "tracking.run_name=alone,disturbed")
+    cluster.wait_for_steps(1, 5)
+    cluster.ask("scancel", "--signal=USR2", cluster.slurm_id(1))
+    cluster.finish(driver)
+    assert cluster.state_in_slurm(1)["Restarts"] == "1"
+    assert cluster.state_in_slurm(0)["Restarts"] == "0"
+    assert "job 1 (tracking.run_name=disturbed): requeued" in cluster.said
+    assert steps(cluster.cwd / "s/1") == steps(cluster.cwd / "s/0") == list(range(1, 61))
+    assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "s/1")
+
+
+@pytest.mark.slow
+def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
+    """FSDP on two nodes of two tasks each; a job of the higher partition takes both nodes."""
+    words = ["distributed=fsdp", "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=4", "hparams.max_steps=25"]
+    driver = cluster.sweep(*SLURM, *words, "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2")
+    cluster.wait_for_steps(0, 3)
+    cluster.ask("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true")
+    cluster.finish(driver)
+    assert cluster.state_in_slurm(0)["Restarts"] == "1"
+    assert "job 0: requeued" in cluster.said
+    local = ["hydra/launcher=local", "distributed.nproc_per_node=4", "hydra.sweep.dir=local"]
+    cluster.finish(cluster.sweep(*words, *local))
+    assert steps(cluster.cwd / "s/0") == steps(cluster.cwd / "local/0") == list(range(1, 26))
+    assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "local/0")
+
+
+@pytest.mark.slow
+def test_a_detached_sweep_goes_on_and_is_found_again(cluster):
+    words = [*SLURM, "hydra.launcher.snapshot_code=true", "hparams.max_steps=3", "hparams.lr=1e-3,2e-3"]
+    cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")
+    cluster.finish(cluster.sweep(*words, "hydra.launcher.detach=true"))
+    array = cluster.slurm_id(0).partition("_")[0]
+    assert f"scancel {array}" in cluster.said
+    assert cluster.status(0) == ("queued", "")
+    driver = cluster.sweep(*words)
+    cluster.wait(lambda: f"is in the queue already, as {array}_1" in cluster.said)
+    cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
+    cluster.finish(driver)
+    assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2
+    assert cluster.slurm_id(0) == f"{array}_0"
+    assert (cluster.cwd / "s/code/foundry/run.py").is_file()
