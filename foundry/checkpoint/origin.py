@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -120,5 +120,9 @@ def restore_rng(origin: Origin, world: World, seed: int) -> None:
 def _put_aside_newer(run_dir: Path, whole: Path | None) -> None:
     for folder in list_checkpoints(run_dir):
         if whole is None or step_of(folder) > step_of(whole):
-            names = (f"{folder.name}.corrupt", *(f"{folder.name}.corrupt{number}" for number in count(2)))
-            folder.rename(next(aside for name in names if not (aside := folder.with_name(name)).exists()))
+            folder.rename(_unused(folder.with_name(f"{folder.name}.corrupt")))
+
+
+def _unused(path: Path) -> Path:
+    """The path, or the first of those with a number after it that nothing has yet."""
+    return next(p for p in chain([path], (path.with_name(f"{path.name}{n}") for n in count(2))) if not p.exists())
