@@ -310,7 +310,7 @@ def test_signals_stop_and_the_same_command_ends_bit_identically(shell, text):
 
 @pytest.mark.distributed
 def test_signals_stop_two_processes_as_well(shell, text):
-    words = [*RUN, *SMALL, text, "hparams.max_steps=80", "distributed=fsdp", "distributed.nproc_per_node=2"]
+    words = [*RUN, *SMALL, text, "hparams.max_steps=160", "distributed=fsdp", "distributed.nproc_per_node=2"]
     shell.run(*words, "hydra.run.dir=whole")
     interrupt_again_and_again(shell, [*words, "hydra.run.dir=run"], shell.cwd / "run")
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
