@@ -3,9 +3,10 @@ import signal
 
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As in the background of a shell: what the tests start would inherit it, and take no notice of Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        # In the background of a shell, or under nohup, what the tests start would inherit that and take no notice.
+        signal.signal(_signum, _handler)
 
 # One thread per process: the suite starts many, and results must not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
