@@ -15,7 +15,7 @@ class ExportOptions:
 
     run: str = setting("???", "run directory")
     out: str = setting("???", "folder to write: new, or empty")
-    which: str = setting("last", "last, or the number of a step")
+    which: str = setting("last", "last, best, or the number of a step")
     ema: bool = setting(True, "take the averaged weights where the run kept them")
 
 

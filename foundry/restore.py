@@ -41,7 +41,7 @@ def restore(run_dir: str, which: str, *, ema: bool) -> Restored:
 
     Args:
         run_dir: the run directory.
-        which: "last", or the number of a step.
+        which: "last", "best", or the number of a step.
         ema: take the averaged weights, where the run kept them.
 
     Raises:

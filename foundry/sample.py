@@ -15,7 +15,7 @@ class SampleOptions:
     """The command's options; null means what the run's objective says."""
 
     run: str = setting("???", "run directory")
-    which: str = setting("last", "last, or the number of a step")
+    which: str = setting("last", "last, best, or the number of a step")
     out: str | None = setting(None, "file to write, without suffix; null: samples in the run directory's plots/")
     ema: bool = setting(True, "use the averaged weights where the run kept them")
     seed: int = setting(0, "seed of the drawing", ge=0)
