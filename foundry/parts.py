@@ -9,7 +9,8 @@ from torch import nn
 
 from foundry.config.build import build
 from foundry.config.duration import Budget
-from foundry.config.errors import ConfigError
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.hparams import ScheduleUnit
 from foundry.config.lengths import budget_of, check_lengths
 from foundry.config.root import Config
 from foundry.data.loader import Loader
@@ -50,12 +51,17 @@ def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:
     Raises:
         ConfigError: a length that only the data could resolve does not fit.
     """
-    budget = budget_of(
-        config.hparams,
-        samples_per_epoch=len(data.train),
-        world_size=world_size,
-        tokens_per_sample=data.tokens_per_sample,
-    )
+    hparams, tokens = config.hparams, data.tokens_per_sample
+    if hparams.batch_schedule is not None and hparams.batch_schedule_unit is ScheduleUnit.tokens and tokens is None:
+        message = "is tokens but a sample of this data has none; set samples"
+        raise ConfigError(Violation("hparams.batch_schedule_unit", message))
+    try:
+        budget = budget_of(
+            hparams, samples_per_epoch=len(data.train), world_size=world_size, tokens_per_sample=tokens
+        )
+    except ValueError as error:
+        # Thresholds in tokens of data that says only now how many a sample has.
+        raise ConfigError(Violation("hparams.batch_schedule", str(error))) from None
     if wrong := list(check_lengths(config, budget)):
         raise ConfigError(wrong)
     return budget

@@ -2,13 +2,15 @@
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import Enum
 from typing import Self
 
 from foundry.config.batch_sizes import BatchSizes
 
 _SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_PATTERN = re.compile(r"(?P<number>\d+|\d*\.\d+|\d+\.\d*)(?P<suffix>[kKMBT]?)(?:\s+(?P<unit>[a-z]+))?")
+# OmegaConf turns 0.00001 into the text 1e-05.
+_PATTERN = re.compile(r"(?P<number>(\d+|\d*\.\d+|\d+\.\d*)(e-\d{1,2})?)(?P<suffix>[kKMBT]?)(?:\s+(?P<unit>[a-z]+))?")
 _FORMS = '"1000" (steps), "0.3 run", "2 epochs", "50k samples" or "250M tokens"'
 
 
@@ -63,9 +65,10 @@ class Duration:
         if match is None:
             raise ValueError(f"{text!r} is not a duration; write {_FORMS}")
         number, suffix, unit = match["number"], match["suffix"], match["unit"]
-        value = float(number) * _SUFFIXES[suffix]
+        # Decimal, since 2.01 * 1000 is no whole number in binary.
+        value = float(Decimal(number) * _SUFFIXES[suffix])
         if unit is None:
-            if "." not in number or suffix:
+            if number.isdigit() or suffix:
                 if value != int(value):
                     raise ValueError(f"{text!r} is not a whole number of steps; write {_FORMS}")
                 return cls(value, Unit.steps)
@@ -129,6 +132,11 @@ class Duration:
         return f"{self.value:g} {self.unit.value}"
 
 
+def without_rounding_error(samples: float) -> float:
+    """A product of a share and a count to 15 digits, all that a double holds: whole where the exact product is."""
+    return float(f"{samples:.15g}")
+
+
 @dataclass(frozen=True)
 class Interval:
     """When something that is done again and again is due: every so many optimizer steps, or so many samples.
@@ -149,7 +157,8 @@ class Interval:
             ValueError: it is none, is empty, or longer than the run.
         """
         duration = Duration.parse_positive(text)
-        samples = duration.samples(budget)
+        # 0.07 of 100 samples is 7.000000000000001, which the seventh does not reach.
+        samples = without_rounding_error(duration.samples(budget))
         if samples > budget.total_samples:
             steps = budget.batch_sizes.steps_at(samples)
             raise ValueError(f"is {text}, {steps:g} steps, but the run has only {budget.total_steps}")

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from foundry.config.errors import ConfigError, Violation
@@ -171,7 +172,9 @@ def _is_neutral(group: Mapping[str, Any]) -> bool:
 
 
 def _members(model: nn.Module, name: str, match: str | None) -> list[tuple[str, nn.Parameter]]:
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    # DDP alone renames parameters, and a pattern means the same on any number of ranks.
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    named = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     if match is not None:
         return [(n, p) for n, p in named if re.search(match, n)]

@@ -225,8 +225,8 @@ def from_state(state: dict[str, Any]) -> Schedule:
     Raises:
         ValueError: the style is unknown.
     """
-    if state["style"] not in STYLES:
-        raise ValueError(f"{state['style']!r} is no schedule; there are: {', '.join(STYLES)}")
+    if state.get("style") not in STYLES:
+        raise ValueError(f"{state.get('style')!r} is no schedule; there are: {', '.join(STYLES)}")
     own = {name: value for name, value in state.items() if name != "style"}
     own["evaluate_at"] = EvaluateAt(own["evaluate_at"])
     if "decay_style" in own:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from foundry.config.duration import Budget, Duration, EpochInterval
+from foundry.config.duration import Budget, Duration, EpochInterval, without_rounding_error
 from foundry.config.root import Config
 from foundry.config.scheduler import EvaluateAt
 from foundry.data.splits import DataSplits
@@ -86,7 +86,8 @@ def plan_of(
 def constant_weight_decay(config: Config) -> float:
     """The weight decay where the schedule has none: the optimizer's; 0 for an optimizer without one."""
     node = config.optimizer
-    return float(node.get("weight_decay", 0.0) if isinstance(node, dict) else getattr(node, "weight_decay", 0.0))
+    value = node.get("weight_decay") if isinstance(node, dict) else getattr(node, "weight_decay", None)
+    return float(value or 0.0)
 
 
 def updates_of(
@@ -137,7 +138,8 @@ def phases_of(schedule: Schedule, budget: Budget) -> list[Phase]:
     sizes, total, late = budget.batch_sizes, budget.total_steps, schedule.evaluate_at is EvaluateAt.start
     phases, done = list[Phase](), 0
     for name, end in ends:
-        last = total if end == math.inf else sizes.whole_steps(int(end)) + (late and end > 0)
+        # 0.29 of 100 samples is 28.999999999999996, and the warm-up is over with the 29th.
+        last = total if end == math.inf else sizes.whole_steps(int(without_rounding_error(end))) + (late and end > 0)
         last = min(total, last)
         if last > done:
             phases.append(Phase(name=name, first_step=done + 1, last_step=last))

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.config.build import build
 from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
+from foundry.config.lengths import batch_sizes_of
 from foundry.config.precision import PrecisionMode
 from foundry.config.root import Config
 from foundry.models.fsdp_block import find_blocks
@@ -83,7 +84,8 @@ def memory_of(
     policy = PrecisionPolicy(config.precision.mode)
     model = _as_held(fake.model, policy)
     layout = _layout(config.distributed, model, policy, world_size)
-    accumulates = config.hparams.global_batch_size > world_size * config.hparams.per_gpu_batch_size
+    sizes = batch_sizes_of(config.hparams, world_size=world_size, tokens_per_sample=None).sizes
+    accumulates = max(sizes) > world_size * config.hparams.per_gpu_batch_size
     state, optimizer_note = _optimizer_state(config, model)
     activations, activations_note = _activations(config, model, fake.mode, policy, layout, microbatch)
     shards, gradients = layout.parts(_num_bytes), layout.gradients(config.distributed.gradient_sync, accumulates)

@@ -28,6 +28,8 @@ BUDGET = Budget(total_samples=1600, batch_sizes=BatchSizes.constant(16), samples
         ("1k", 16000),
         ("0.25 run", 400),
         ("1 run", 1600),
+        ("2.01k", 32160),
+        ("1e-05", 0.016),
     ],
 )
 def test_every_form_in_samples(text, samples):
@@ -78,6 +80,13 @@ def test_an_interval_in_steps_and_one_in_samples():
     assert [step for step in range(1, 101) if share.due(step, 16 * (step - 1), 16 * step)] == [25, 50, 75, 100]
     odd = Interval.parse("50 samples", BUDGET)
     assert [step for step in range(1, 14) if odd.due(step, 16 * (step - 1), 16 * step)] == [4, 7, 10, 13]
+
+
+@pytest.mark.parametrize("percent", range(1, 101))
+def test_a_share_of_whole_samples_is_due_at_the_step_that_reaches_it(percent):
+    budget = Budget(total_samples=100, batch_sizes=BatchSizes.constant(1), samples_per_epoch=400)
+    share = Interval.parse(f"{percent / 100} run", budget)
+    assert [step for step in range(1, 101) if share.due(step, step - 1, step)] == [*range(percent, 101, percent)]
 
 
 @pytest.mark.parametrize(("text", "said"), [("0", "no length"), ("0.0", "no length"), ("101", "101 steps, but .* 100")])

@@ -3,6 +3,7 @@ import pytest
 from foundry.config.errors import ConfigError
 from foundry.config.hparams import BatchRamp, HParams
 from foundry.config.lengths import budget_of
+from foundry.config.root import to_config
 
 RAMP = ["hparams.batch_ramp.start=4", "hparams.batch_ramp.increment=4", "hparams.batch_ramp.over_samples=900"]
 
@@ -36,7 +37,14 @@ def test_less_than_a_step():
 
 @pytest.mark.parametrize("steps", [3, 6, 7, 500])
 def test_phases_that_fill_the_run_fit(compose, steps):
-    compose(f"hparams.max_steps={steps}", "scheduler=wsd", "scheduler.warmup=0.2", "scheduler.decay=0.8")
+    config = to_config(
+        compose(f"hparams.max_steps={steps}", "scheduler=wsd", "scheduler.warmup=0.2", "scheduler.decay=0.8")
+    )
+    whole = budget_of(config.hparams, samples_per_epoch=1000, world_size=1)
+    phases = config.scheduler.phases(whole)
+    assert phases.warmup == pytest.approx(0.2 * whole.total_samples)
+    assert phases.warmup + phases.decay == pytest.approx(phases.horizon, rel=1e-12)
+    assert phases.horizon == whole.total_samples == steps * config.hparams.global_batch_size
 
 
 def test_phases_that_do_not_fit(compose):

@@ -61,6 +61,8 @@ CASES = [
     (["+optimizer.groups.patterns.x={match: '('}"], 1, "is no regular expression"),
     (["+optimizer.groups.patterns.x={match: norm, lr_mul: 2}"], 1, "did you mean lr_mult?"),
     (["optimizer.groups.head.lr_mult=-1"], 1, "must be at least 0"),
+    (["+optimizer.groups.patterns.x={match: null, lr_mult: 2}"], 1, "match: is None but must be a text found in"),
+    (["+optimizer.groups.patterns.x={match: norm, lr_mult: null}"], 1, "lr_mult: is None but must be a number"),
     (["checkpoint.scheduler_on_resume=both"], 1, "must be one of match, config, checkpoint"),
     (["scheduler.decay=0.3"], 1, "belongs to scheduler=wsd"),
     (["scheduler.min_lr=1"], 1, "hparams.lr is only"),

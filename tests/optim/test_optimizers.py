@@ -2,7 +2,9 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from foundry.config.errors import ConfigError
 from foundry.models.fsdp_block import FSDPBlock
@@ -208,6 +210,16 @@ def test_a_pattern_makes_vectors_decay():
     groups = param_groups(Model(), 0.1, {"patterns": {"norms": {"match": r"norm\.weight$", "wd_mult": 2.0}}})
     held = {(g["lr_mult"], g["wd_mult"]): (len(g["params"]), g["weight_decay"]) for g in groups}
     assert held[(1.0, 2.0)] == (2, 0.2)
+
+
+def test_a_pattern_means_the_same_under_ddp():
+    groups = {"patterns": {"first": {"match": "^embedding", "lr_mult": 2.0}}}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        held = param_groups(DistributedDataParallel(Model()), 0.1, groups)
+    finally:
+        dist.destroy_process_group()
+    assert [len(g["params"]) for g in held if g["lr_mult"] == 2.0] == [1]
 
 
 def test_embeddings_and_head_left_alone_are_no_groups():

@@ -216,6 +216,19 @@ def test_the_model_is_left_as_it_is(configure):
     assert first == memory_of(config, fake, world_size=2, microbatch=microbatch, device_type="cuda")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "accumulates"),
+    [
+        (["hparams.global_batch_size=10", "hparams.allow_rounding=true"], False),
+        (["hparams.batch_schedule='0:16 400:8'", "hparams.batch_schedule_unit=samples"], True),
+    ],
+)
+def test_gradients_are_those_of_the_batch_sizes_that_are_run(configure, overrides, accumulates):
+    words = ("distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4")
+    memory = plan(configure(*SMALL, *words, "hparams.global_batch_size=8", *overrides), world_size=2)
+    assert (memory.gradients > memory.weights) == accumulates
+
+
 def test_a_wrong_world_is_refused(configure):
     config = configure(*SMALL, "distributed=none")
     with pytest.raises(ConfigError, match=r"distributed\.strategy: is none but 2 processes"):
