@@ -56,9 +56,7 @@ def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:
         message = "is tokens but a sample of this data has none; set samples"
         raise ConfigError(Violation("hparams.batch_schedule_unit", message))
     try:
-        budget = budget_of(
-            hparams, samples_per_epoch=len(data.train), world_size=world_size, tokens_per_sample=tokens
-        )
+        budget = budget_of(hparams, samples_per_epoch=len(data.train), world_size=world_size, tokens_per_sample=tokens)
     except ValueError as error:
         # Thresholds in tokens of data that says only now how many a sample has.
         raise ConfigError(Violation("hparams.batch_schedule", str(error))) from None

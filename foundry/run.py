@@ -1,10 +1,7 @@
 """One run: the only place where the parts meet."""
 
-import errno
-import fcntl
 import json
 import logging
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,9 +43,9 @@ from foundry.parts import (
     init_from_of,
 )
 from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
+from foundry.records.lock import hold
+from foundry.records.strict_json import encode
 from foundry.tracking.observers import build_observers
-from foundry.tracking.run_lock import LOCK
-from foundry.tracking.strict_json import encode
 from foundry.training.best import Best
 from foundry.training.early_stopping import EarlyStopping
 from foundry.training.ema import WeightAverage
@@ -298,7 +295,7 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
     state, is_free = None, True
     if world.is_main:
         status = run_dir / "status.json"
-        is_free = _hold(run_dir, held)
+        is_free = hold(run_dir, held)
         state = json.loads(status.read_text())["state"] if status.is_file() else None
     said: list[Any] = [(str(run_dir), config_hash, state, is_free)]
     if world.world_size > 1:
@@ -313,29 +310,6 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
         message = f"is {said[0][0]}, where another process trains; wait for it, or choose another"
         raise ConfigError(Violation("hydra.run.dir", message))
     return Path(said[0][0]), said[0][2]
-
-
-def _hold(run_dir: Path, held: ExitStack) -> bool:
-    """Lock the run directory until this process ends, however it ends; whether that could be done.
-
-    By a POSIX lock, which no forked process inherits: those that read data outlive this one by seconds if it is killed.
-    Where the file system has no locks, the run goes on without one.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    file = held.enter_context((run_dir / LOCK).open("a"))
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        log.warning("%s cannot be locked (%s); see to it that no other process trains there", run_dir, error.strerror)
-        return True
-    file.truncate(0)
-    file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one
-    file.flush()
-    return True
 
 
 def _earlier(run_dir: Path) -> RunResult:

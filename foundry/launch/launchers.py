@@ -24,8 +24,9 @@ from foundry.config.launcher import PLUGINS
 from foundry.config.root import to_config
 from foundry.launch.jobs import configs_to_launch
 from foundry.launch.manifest import Manifest
-from foundry.launch.status import queue, read_status
-from foundry.tracking.strict_json import decode
+from foundry.launch.status import queue
+from foundry.records.status import read_status
+from foundry.records.strict_json import decode
 
 HYDRA_DIR = ".hydra"
 ENDED = ("finished", "failed", "stopped", "lost")

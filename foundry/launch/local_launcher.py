@@ -27,7 +27,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.launcher import Local, launcher_of
 from foundry.launch.launchers import FrozenLauncher, Job, Ledger, say
 from foundry.launch.local import how_it_ended, noted_signals
-from foundry.launch.status import read_status, write_status
+from foundry.records.status import read_status, write_status
 
 OUTPUT = "output.log"
 """What a job prints, in its run directory."""

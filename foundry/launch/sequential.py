@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from foundry.config.root import to_config
 from foundry.launch.launchers import FrozenLauncher, Job, Ledger
 from foundry.launch.status import fail, queue
-from foundry.tracking.run_lock import is_held
+from foundry.records.lock import is_held
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from foundry.config.launcher import GROUP, Slurm, launcher_of
 from foundry.launch.launchers import FrozenLauncher, Job, Ledger, say
 from foundry.launch.slurm_queue import QueuedJob, Unreachable, cancel, partitions, query
 from foundry.launch.snapshot import snapshot
-from foundry.launch.status import read_status, write_status
+from foundry.records.status import read_status, write_status
 
 SUBMITTED = "slurm.json"
 """In a run directory: the name that Slurm has given the job, and what it prints to."""

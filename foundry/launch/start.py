@@ -1,7 +1,5 @@
 """Starting a run on this machine: in this process, or on several of its own."""
 
-import errno
-import fcntl
 import logging.config
 import os
 import shutil
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foundry.config.environment import detect
 from foundry.config.root import Config
+from foundry.records.lock import is_held
 
 if TYPE_CHECKING:
     from foundry.run import RunResult
@@ -76,7 +75,7 @@ def discard(run_dir: Path) -> None:
 
     Where another process trains, nothing is removed.
     """
-    if _is_held(run_dir / ".lock"):
+    if is_held(run_dir):
         return
     for name in _OURS:
         path = run_dir / name
@@ -88,14 +87,3 @@ def discard(run_dir: Path) -> None:
         if Path.cwd() not in folder.parents or any(folder.iterdir()):
             break
         folder.rmdir()
-
-
-def _is_held(lock: Path) -> bool:
-    if not lock.is_file():
-        return False
-    with lock.open("r+") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in (errno.EACCES, errno.EAGAIN)
-    return False

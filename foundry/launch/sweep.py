@@ -1,10 +1,9 @@
 """A sweep: all jobs are checked before anything is written or started, and one that was begun goes on."""
 
-import fcntl
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +25,10 @@ from foundry.launch.grid import Job, expand
 from foundry.launch.jobs import compose_jobs, set_number
 from foundry.launch.launchers import FrozenLauncher
 from foundry.launch.manifest import Manifest, SweepJob, sweep_job
-from foundry.launch.status import queue, read_status
+from foundry.launch.status import queue
+from foundry.records.lock import hold
+from foundry.records.status import read_status
 
-_LOCK = ".lock"
 _log = logging.getLogger(__name__)
 
 
@@ -211,15 +211,10 @@ def _held(sweep_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: one is.
     """
-    sweep_dir.mkdir(parents=True, exist_ok=True)
-    with (sweep_dir / _LOCK).open("a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with ExitStack() as held:
+        if not hold(sweep_dir, held):
             message = f"is {sweep_dir}, where another process runs a sweep; wait for it, or choose another"
-            raise ConfigError(Violation("hydra.sweep.dir", message)) from None
-        except OSError as error:
-            _log.warning("%s cannot be locked (%s); start no second sweep there", sweep_dir, error.strerror)
+            raise ConfigError(Violation("hydra.sweep.dir", message))
         yield
 
 

@@ -23,8 +23,9 @@ from foundry.config.stopped import Stopped
 from foundry.launch.launchers import HYDRA_DIR
 from foundry.launch.local import WorkerFailed, is_consequence
 from foundry.launch.start import start
-from foundry.launch.status import last_line, write_status
-from foundry.tracking.run_lock import is_held
+from foundry.launch.status import last_line
+from foundry.records.lock import is_held
+from foundry.records.status import write_status
 
 log = logging.getLogger(__name__)
 

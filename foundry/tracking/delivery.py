@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from foundry.records.strict_json import decode, encode
 from foundry.tracking.masking import masked_text
 from foundry.tracking.mlflow_store import METRICS_PER_REQUEST, MlflowStore, Operation, is_refusal
-from foundry.tracking.strict_json import decode, encode
 
 _log = logging.getLogger(__name__)
 _SECONDS_BETWEEN_BATCHES = 1.0

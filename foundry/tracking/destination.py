@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from foundry.records.strict_json import write_atomically
 from foundry.tracking.masking import MASK, masked_text
-from foundry.tracking.strict_json import write_atomically
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "foundry"

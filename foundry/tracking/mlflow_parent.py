@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from foundry.records.strict_json import write_atomically
 from foundry.tracking.destination import Destination, tracking_uri
 from foundry.tracking.masking import masked_text
-from foundry.tracking.strict_json import write_atomically
 
 FILE_NAME = "mlflow_parent.json"
 _LOCK = ".mlflow.lock"
@@ -65,7 +65,7 @@ class ParentLink:
         sweep_dir = (run_dir / self.sweep).resolve()
         with (sweep_dir / _LOCK).open("a") as lock:
             with suppress(OSError):  # a file system without locks: two first jobs may then make two parents
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX)  # unlike lockf it keeps threads of one process apart, too
             earlier = Destination.load(sweep_dir)
             if earlier is not None and earlier.uri != masked_text(child.uri):
                 return None

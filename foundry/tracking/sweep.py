@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.records.lock import is_held
+from foundry.records.strict_json import decode
 from foundry.tracking.figures import duration
 from foundry.tracking.metrics_file import read_metrics
-from foundry.tracking.run_lock import is_held
-from foundry.tracking.strict_json import decode
 
 SWEEP = "sweep.json"
 """The file in a sweep's directory that lists its jobs."""

@@ -14,8 +14,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from foundry.records.strict_json import encode, write_atomically
 from foundry.tracking.figures import duration
-from foundry.tracking.strict_json import encode, write_atomically
 from foundry.tracking.sweep import Job, Sweep, Which
 
 CSV, JSON = "report.csv", "report.json"

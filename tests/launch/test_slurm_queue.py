@@ -4,7 +4,7 @@ import pytest
 
 from foundry.launch.slurm_launcher import settle
 from foundry.launch.slurm_queue import QueuedJob, Unreachable, partitions, query
-from foundry.launch.status import read_status, write_status
+from foundry.records.status import read_status, write_status
 
 ARRAY = """\
 JobId=31 ArrayJobId=31 ArrayTaskId=2-3,5%256 JobName=foundry JobState=PENDING Reason=Resources NodeList= ExitCode=0:0

@@ -12,7 +12,8 @@ from foundry.config.frozen import hash_config
 from foundry.config.root import to_config
 from foundry.launch.grid import expand
 from foundry.launch.manifest import Manifest, sweep_job
-from foundry.launch.status import fail, queue, read_status, write_status
+from foundry.launch.status import fail, queue
+from foundry.records.status import read_status, write_status
 
 FIELDS = {"state", "reason", "step", "config_hash", "started", "updated"}
 

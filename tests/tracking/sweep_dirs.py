@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import yaml
 
+from foundry.records.lock import LOCK
 from foundry.tracking.metrics_file import MetricsFile
-from foundry.tracking.run_lock import LOCK
 from foundry.tracking.status_file import StatusFile
 
 

@@ -4,10 +4,9 @@ from contextlib import ExitStack
 
 from sweep_dirs import held
 
-from foundry.run import _hold
-from foundry.tracking.run_lock import is_held
+from foundry.records.lock import hold, is_held
 
-LOOK = "import sys, pathlib, foundry.tracking.run_lock as it; print(it.is_held(pathlib.Path(sys.argv[1])))"
+LOOK = "import sys, pathlib, foundry.records.lock as it; print(it.is_held(pathlib.Path(sys.argv[1])))"
 
 
 def seen_by_another_process(run_dir):
@@ -19,7 +18,7 @@ def test_a_run_is_seen_to_hold_its_directory_and_to_let_go(tmp_path):
     run_dir = tmp_path / "run"
     assert seen_by_another_process(run_dir) == "None"
     with ExitStack() as stack:
-        assert _hold(run_dir, stack)
+        assert hold(run_dir, stack)
         assert seen_by_another_process(run_dir) == "True"
         assert seen_by_another_process(run_dir) == "True"  # looking takes nothing away
     assert seen_by_another_process(run_dir) == "False"
@@ -29,10 +28,10 @@ def test_a_held_directory_is_not_taken(tmp_path):
     with held(tmp_path):
         assert is_held(tmp_path) is True
         with ExitStack() as stack:
-            assert not _hold(tmp_path, stack)
+            assert not hold(tmp_path, stack)
         assert is_held(tmp_path) is True
     with ExitStack() as stack:
-        assert _hold(tmp_path, stack)
+        assert hold(tmp_path, stack)
 
 
 def test_a_free_lock_of_another_machine_says_nothing(tmp_path):

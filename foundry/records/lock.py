@@ -1,0 +1,55 @@
+"""`.lock` in a directory: held by the process that trains or runs a sweep there, to be looked at by others."""
+
+import errno
+import fcntl
+import logging
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+LOCK = ".lock"
+"""The file; it holds the name of the machine that locked it last."""
+
+_HELD = (errno.EACCES, errno.EAGAIN)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+log = logging.getLogger(__name__)
+
+
+def hold(folder: Path, held: ExitStack) -> bool:
+    """Make a directory if need be and lock it until `held` is closed or this process ends; whether that could be done.
+
+    By a POSIX lock, which no forked process inherits: those that read data outlive this one by seconds if it is killed.
+    Where the file system has no locks, the work goes on without one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = held.enter_context((folder / LOCK).open("a"))
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        if error.errno not in _NO_LOCKS:
+            raise
+        log.warning("%s cannot be locked (%s); see to it that no other process works there", folder, error.strerror)
+        return True
+    file.truncate(0)
+    file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one
+    file.flush()
+    return True
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a process holds a directory; None where this machine cannot know.
+
+    A lock that another machine took may not be seen from here, so its absence says nothing about that machine.
+    Not for the process that holds the lock: POSIX locks end when any file handle to them is closed.
+    """
+    try:
+        with (folder / LOCK).open() as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                return True if error.errno in _HELD else None
+            return False if file.read() == socket.gethostname() else None
+    except OSError:  # no such file, or a file system without locks
+        return None
