@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cluster import Cluster
 
 _CONFIG = """
 ClusterName=foundry
@@ -123,3 +124,21 @@ def _wait_until_idle(environment, folder):
         time.sleep(0.5)
     logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("*.out"))
     raise AssertionError(f"the nodes did not become idle: {logs}")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def cluster(slurm, cache, tmp_path):
+    """The cluster, as somebody sees it who works in an empty folder; afterwards its queue is empty again."""
+    cluster = Cluster({**slurm, "FOUNDRY_CACHE": str(cache)}, tmp_path)
+    yield cluster
+    cluster.ask("scancel", "--user=root")
+    cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
+    for driver in cluster.drivers:
+        driver.kill()
+    while cluster.ask("squeue", "--noheader"):
+        time.sleep(0.1)
