@@ -99,7 +99,7 @@ def run(config: Config, run_dir: Path) -> RunResult:
             check_config(origin, _recorded(config), config.checkpoint.on_changed_config)
         if state == "finished" and not is_longer(origin, _recorded(config)):
             return _earlier(run_dir)
-        if origin is not None and (state == "finished" or not origin.is_own):
+        if origin is not None and state == "finished":
             origin = past_its_end(origin)
         observers = build_observers(config.tracking, run_dir) if world.is_main else []
         with _told(observers):

@@ -26,13 +26,11 @@ class Origin:
 
     Attributes:
         folder: the checkpoint.
-        manifest: what it says of itself.
-        is_own: whether it is of the same run directory.
+        manifest: what it says of itself, or what of that holds for this run.
     """
 
     folder: Path
     manifest: Manifest
-    is_own: bool
 
 
 def find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
@@ -57,7 +55,7 @@ def find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
     if world.is_main:
         _put_aside_newer(run_dir, own)
     if own is not None:
-        return Origin(own, read_manifest(own), is_own=True)
+        return Origin(own, read_manifest(own))
     if resume == "auto":
         if world.is_main and was_there:
             log.warning("no checkpoint of %s is whole: the run starts from the beginning", run_dir)
@@ -66,11 +64,11 @@ def find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
     if (path / MANIFEST).exists():
         if wrong := problems_together(path, world):
             raise ConfigError(Violation(_KEY, f"is {path}, which is not whole: {'; '.join(wrong)}"))
-        return Origin(path, read_manifest(path), is_own=False)
+        return _elsewhere(path)
     newest = verify_newest(path, world) if path.is_dir() else None
     if newest is None:
         raise ConfigError(Violation(_KEY, f"is {path}, where there is no whole checkpoint"))
-    return Origin(newest, read_manifest(newest), is_own=False)
+    return _elsewhere(newest)
 
 
 def check_config(origin: Origin, config: Mapping[str, Any], on_changed: OnChangedConfig) -> None:
@@ -115,6 +113,13 @@ def restore_rng(origin: Origin, world: World, seed: int) -> None:
         set_rng_state(json.loads(file.read_text(encoding="utf-8")), world.device)
     else:
         seed_rng(seed + 1 + world.rank + 1_000_003 * origin.manifest.step)
+
+
+def _elsewhere(folder: Path) -> Origin:
+    """Another run's checkpoint: this run does not end where that one did, and its directory lacks that one's best."""
+    manifest = read_manifest(folder)
+    state = {**manifest.state, "stop_reason": None, "best": {"step": None, "value": None}}
+    return Origin(folder, replace(manifest, state=state))
 
 
 def _put_aside_newer(run_dir: Path, whole: Path | None) -> None:

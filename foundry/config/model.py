@@ -8,6 +8,11 @@ from foundry.config.errors import Violation
 from foundry.config.init_std import parse_std
 from foundry.config.setting import setting
 
+_STD_RULES = (
+    "a number, small: sqrt(2 / (5 hidden_size)), or wang: sqrt(1 / (3 hidden_size)); outputs of a block / "
+    "sqrt(2 layers)"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -40,8 +45,7 @@ class Transformer(Model):
     tie_embeddings: bool = setting(False, "the head shares the embedding's matrix")
     init_std: int | float | str = setting(
         0.02,
-        "standard deviation of initial weights: a number, small: sqrt(2 / (5 hidden_size)), or wang: "
-        "sqrt(1 / (3 hidden_size)); outputs of a block / sqrt(2 layers)",
+        f"standard deviation of initial weights: {_STD_RULES}",
         parse=parse_std,
         source="STD init, init_method_std",
     )
@@ -88,8 +92,7 @@ class HuggingFace(Model):
     max_seq_len: int = setting("${data.seq_len}", "longest sequence in tokens, within the model's positions", ge=1)
     init_std: int | float | str | None = setting(
         None,
-        "standard deviation of fresh weights: a number, small: sqrt(2 / (5 hidden_size)), or wang: "
-        "sqrt(1 / (3 hidden_size)); outputs of a block / sqrt(2 layers); null: the architecture's own initialisation",
+        f"standard deviation of fresh weights: {_STD_RULES}; null: the architecture's own initialisation",
         parse=parse_std,
         source="STD init, init_method_std",
     )

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from foundry.config.duration import Budget, Duration, EpochInterval, without_rounding_error
+from foundry.config.duration import Budget, EpochInterval, Interval, without_rounding_error
 from foundry.config.root import Config
-from foundry.config.scheduler import EvaluateAt
+from foundry.config.scheduler import EvaluateAt, Scheduler
 from foundry.data.splits import DataSplits
 from foundry.optim.schedules import WSD, Constant
 from foundry.optim.schedules import Schedule as OwnSchedule
@@ -46,37 +46,18 @@ def plan_of(
         strategy: how they train together; never `auto`.
         device: what they run on.
     """
-    hparams, tokens, sizes = config.hparams, data.tokens_per_sample, budget.batch_sizes
-    parameters, microbatch = list(model.parameters()), world_size * hparams.per_gpu_batch_size
+    parameters = list(model.parameters())
     return {
         "world_size": world_size,
         "device": device,
         "strategy": strategy,
         "precision": config.precision.mode.value,
-        "global_batch_size": sizes.final,
-        "per_gpu_batch_size": hparams.per_gpu_batch_size,
-        "accum_freq": sizes.final // microbatch,
-        "tokens_per_sample": tokens,
-        "tokens_per_step": None if tokens is None else tokens * sizes.final,
-        "total_steps": budget.total_steps,
-        "total_samples": budget.total_samples,
-        "total_tokens": None if tokens is None else tokens * budget.total_samples,
-        "total_epochs": budget.total_samples / budget.samples_per_epoch,
-        "samples_per_epoch": budget.samples_per_epoch,
-        "steps_per_epoch": budget.samples_per_epoch / sizes.final,
+        **_sizes(budget, config.hparams.per_gpu_batch_size, world_size),
         **_schedule_lengths(schedule, budget),
         **_schedule_values(config, schedule, budget),
         "durations": _durations(config, budget),
         "phases": [vars(phase) for phase in phases_of(schedule, budget)],
-        "batch_stages": [
-            {
-                "first_step": stage.first_step + 1,
-                "first_sample": stage.first_sample,
-                "global_batch_size": stage.global_batch_size,
-                "accum_freq": stage.global_batch_size // microbatch,
-            }
-            for stage in sizes.stages
-        ],
+        "batch_stages": _batch_stages(budget, config.hparams.per_gpu_batch_size * world_size),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "notes": data.notes or {},
@@ -147,6 +128,37 @@ def phases_of(schedule: Schedule, budget: Budget) -> list[Phase]:
     return phases
 
 
+def _sizes(budget: Budget, per_gpu_batch_size: int, world_size: int) -> dict[str, Any]:
+    """A step of the last batch size, and the whole run, in every unit."""
+    batch, tokens, epoch = budget.batch_sizes.final, budget.tokens_per_sample, budget.samples_per_epoch
+    return {
+        "global_batch_size": batch,
+        "per_gpu_batch_size": per_gpu_batch_size,
+        "accum_freq": batch // (per_gpu_batch_size * world_size),
+        "tokens_per_sample": tokens,
+        "tokens_per_step": None if tokens is None else tokens * batch,
+        "total_steps": budget.total_steps,
+        "total_samples": budget.total_samples,
+        "total_tokens": None if tokens is None else tokens * budget.total_samples,
+        "total_epochs": budget.total_samples / epoch,
+        "samples_per_epoch": epoch,
+        "steps_per_epoch": epoch / batch,
+    }
+
+
+def _batch_stages(budget: Budget, microbatch: int) -> list[dict[str, int]]:
+    """The global batch sizes along the run; `microbatch`: samples that all ranks take at a time."""
+    return [
+        {
+            "first_step": stage.first_step + 1,
+            "first_sample": stage.first_sample,
+            "global_batch_size": stage.global_batch_size,
+            "accum_freq": stage.global_batch_size // microbatch,
+        }
+        for stage in budget.batch_sizes.stages
+    ]
+
+
 def _schedule_values(config: Config, schedule: Schedule, budget: Budget) -> dict[str, dict[str, float]]:
     shown = list(updates_of(schedule, budget, constant_weight_decay(config), selection_of(schedule, budget)))
     first, last = shown[0], shown[-1]
@@ -172,29 +184,24 @@ def _schedule_lengths(schedule: Schedule, budget: Budget) -> dict[str, float]:
 
 def _durations(config: Config, budget: Budget) -> dict[str, str]:
     """Every duration as it was given, and what it came to mean: `"1"` is one step and `"1.0"` the whole run."""
-    given = {
-        f"{group}.{name}": text
-        for group, name in (
-            ("scheduler", "warmup"),
-            ("scheduler", "horizon"),
-            ("scheduler", "decay"),
-            ("scheduler", "weight_decay_horizon"),
-            ("evaluation", "interval"),
-        )
-        if isinstance(text := getattr(getattr(config, group), name, None), str)
-    }
-    whole = None
-    if "scheduler.horizon" in given:
-        whole = Duration.parse(given["scheduler.horizon"]).samples(budget)
-    resolved = {}
-    for key, text in given.items():
-        part = whole if key in ("scheduler.warmup", "scheduler.decay") else None
-        end = whole if key == "scheduler.decay" else None
-        samples = Duration.parse(text).samples(budget, whole=part, end=end)
-        resolved[key] = f"{text} = {_steps(budget, samples, end):.10g} steps = {samples:.10g} samples"
-    if isinstance(interval := config.evaluation.interval_in(budget), EpochInterval):
-        resolved["evaluation.interval"] = f"{interval.every} = every {interval.steps_in(0)} steps of an epoch"
+    scheduler, resolved = config.scheduler, dict[str, str]()
+    if isinstance(scheduler, Scheduler):
+        phases = scheduler.phases(budget)
+        for name, samples in vars(phases).items():
+            if (given := getattr(scheduler, name, None)) is not None:
+                end = phases.horizon if name == "decay" else None
+                resolved[f"scheduler.{name}"] = _meaning(given, budget, samples, end)
+    match config.evaluation.interval_in(budget):
+        case Interval(samples=samples):
+            resolved["evaluation.interval"] = _meaning(str(config.evaluation.interval), budget, samples)
+        case EpochInterval() as interval:
+            steps = f"every {interval.steps_in(0)} steps of an epoch"
+            resolved["evaluation.interval"] = f"{interval.every} = {steps}"
     return resolved
+
+
+def _meaning(given: str, budget: Budget, samples: float, end: float | None = None) -> str:
+    return f"{given} = {_steps(budget, samples, end):.10g} steps = {samples:.10g} samples"
 
 
 def _steps(budget: Budget, samples: float, end: float | None = None) -> float:

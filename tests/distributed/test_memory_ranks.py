@@ -1,11 +1,8 @@
 """What ranks really hold, byte for byte, is what was planned."""
 
 import pytest
+from composition import configure
 from harness import spawn
-from hydra import compose, initialize_config_dir
-
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.root import to_config
 
 pytestmark = pytest.mark.distributed
 
@@ -15,12 +12,10 @@ HEADS = ["model.num_heads=3", "model.num_kv_heads=1", "data.vocab_size=300", "da
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.ema_decay=0.9"]
 
 
-def configure(world_size, *overrides):
+def of_ranks(world_size, *overrides):
     """Two microbatches a step on each rank."""
-    install()
     batch = [f"hparams.global_batch_size={4 * world_size}", f"distributed.nproc_per_node={world_size}"]
-    with initialize_config_dir(config_dir(), version_base="1.3"):
-        return to_config(compose(CONFIG_NAME, [*MODEL, *HEADS, *BATCH, *batch, *overrides]))
+    return configure(*MODEL, *HEADS, *BATCH, *batch, *overrides)
 
 
 def plan(config, world_size):
@@ -147,7 +142,7 @@ def _gathered(model):
     ids=["one", "two", "four"],
 )
 def test_ranks_hold_what_was_planned(world_size, cases):
-    configs = [configure(world_size, *case.split()) for case in cases]
+    configs = [of_ranks(world_size, *case.split()) for case in cases]
     measured = spawn(measure, world_size, configs)[0]
     for case, config, found in zip(cases, configs, measured, strict=True):
         planned = plan(config, world_size)
@@ -159,7 +154,7 @@ def test_ranks_hold_what_was_planned(world_size, cases):
 
 def test_offloaded_bytes():
     """What is sharded goes to the host, and nothing else."""
-    config = configure(2, "distributed=fsdp", "distributed.cpu_offload=true", "distributed.gradient_sync=every")
+    config = of_ranks(2, "distributed=fsdp", "distributed.cpu_offload=true", "distributed.gradient_sync=every")
     found, planned = spawn(measure, 2, [config])[0][0], plan(config, 2)
     assert planned.host == found["sharded"]
     assert planned.weights + planned.gradients + planned.optimizer + planned.ema == sum(

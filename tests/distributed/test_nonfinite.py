@@ -40,25 +40,31 @@ def window(world, step, bad, positions=False):
     return Window([microbatch], len(tokens))
 
 
+def step_of(parallel, optimizers, world, **options):
+    from foundry.training.step import TrainStep
+
+    return TrainStep(
+        model=parallel.model,
+        objective=Sums(world.rank),
+        optimizers=optimizers,
+        sync=parallel.sync,
+        precision=FP32,
+        world=world,
+        max_grad_norm=1.0,
+        **options,
+    )
+
+
 def stop(world):
     from foundry.optim.optimizers import adamw
     from foundry.parallel.wrap import parallelize
     from foundry.training.guards import NonFiniteError
-    from foundry.training.step import TrainStep
 
     results = {}
     for name, config in WRAPPERS.items():
         parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
         optimizers = adamw(model=parallel.model, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-        step = TrainStep(
-            model=parallel.model,
-            objective=Sums(world.rank),
-            optimizers=optimizers,
-            sync=parallel.sync,
-            precision=FP32,
-            world=world,
-            max_grad_norm=1.0,
-        )
+        step = step_of(parallel, optimizers, world)
         good = step(window(world, 0, False), 1e-2, 1).loss.item()
         before = whole_parameters(parallel)
         try:
@@ -90,7 +96,6 @@ def skip(world, on_device):
     from foundry.parallel.wrap import parallelize
     from foundry.training.ema import WeightAverage
     from foundry.training.guards import UpdateGuard
-    from foundry.training.step import TrainStep
 
     said, results = [], {}
     handler = logging.Handler()
@@ -102,16 +107,7 @@ def skip(world, on_device):
     def run(config, numbers, bad):
         parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
         optimizers = muon(model=parallel.model, beta1=0.9, beta2=0.95, eps=1e-8, **options)
-        step = TrainStep(
-            model=parallel.model,
-            objective=Sums(world.rank),
-            optimizers=optimizers,
-            sync=parallel.sync,
-            precision=FP32,
-            world=world,
-            max_grad_norm=1.0,
-            guard=guard,
-        )
+        step = step_of(parallel, optimizers, world, guard=guard)
         step.guard = UpdateGuard(guard, optimizers, world, on_device=on_device)
         average, skipped = WeightAverage(parallel.inner, 0.5), []
         for number in numbers:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composition import compose
 from omegaconf import OmegaConf
 
-from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.compose import config_dir
 from foundry.config.errors import ConfigError
 from foundry.config.root import to_config
 from foundry.config.store import GROUPS, group_schemas
@@ -41,9 +41,7 @@ def source_table():
 
 @functools.cache
 def composed(*words):
-    install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
-        return compose(CONFIG_NAME, [*words, "hparams.per_gpu_batch_size=1"])
+    return compose(*words, "hparams.per_gpu_batch_size=1")
 
 
 def test_the_tables_are_up_to_date():
@@ -65,7 +63,7 @@ def test_every_field_is_in_the_tables():
     places = {"launcher": "hydra.launcher", "sweep": "hydra.sweeper"}
     keys = {key for group, name in chosen for key in keys_below(places.get(group, group), group_schemas(group)[name])}
     assert {"hparams.batch_ramp.start", "optimizer.groups.head.lr_mult"} <= keys
-    assert {key for key in keys if not key.endswith("_target_") and f"| `{key}` |" not in text} == set()
+    assert {key for key in keys if not key.rpartition(".")[2].startswith("_") and f"| `{key}` |" not in text} == set()
 
 
 def test_types_are_said_in_words():
@@ -90,9 +88,8 @@ def mistakes():
 
 @pytest.mark.parametrize(("page", "words", "said"), [pytest.param(*row, id=" ".join(row[:2])) for row in mistakes()])
 def test_mistakes_cost_what_the_page_says(page, words, said):
-    install()
-    with initialize_config_dir(config_dir(), version_base="1.3"), pytest.raises(ConfigError) as caught:
-        compose(CONFIG_NAME, shlex.split(words))
+    with pytest.raises(ConfigError) as caught:
+        compose(*shlex.split(words))
     assert str(caught.value) == said
 
 

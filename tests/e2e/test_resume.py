@@ -8,34 +8,14 @@ import time
 
 import pytest
 from outcome import losses, outcome, status
+from small_text import RUN, SMALL, write_text
 from warm import WarmShell
 
 from foundry.checkpoint.folder import find, list_checkpoints, problems
 
 pytestmark = pytest.mark.slow
 
-STEPS, INTERVAL = 40, 10
-SMALL = [
-    "model.hidden_size=16",
-    "model.intermediate_size=32",
-    "model.num_layers=1",
-    "model.num_heads=2",
-    "model.num_kv_heads=2",
-]
-RUN = [
-    "data=text",
-    "data.seq_len=16",
-    "data.vocab_size=300",
-    "tracking=none",
-    "tracking.log_every_n_steps=1",
-    "evaluation.max_samples=8",
-    "evaluation.write_samples=false",
-    "hparams.global_batch_size=4",
-    "hparams.per_gpu_batch_size=2",
-    "precision=fp32",
-    f"checkpoint.interval={INTERVAL}",
-    "checkpoint.keep_last=9",
-]
+STEPS = 40
 LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LLAMA += ("rms_norm_eps", "tie_word_embeddings")
 MAX, LONG = f"hparams.max_steps={STEPS}", "hparams.max_steps=200"
@@ -55,9 +35,7 @@ def flip(path):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(2000)))
-    return f"data.path={path}"
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +153,9 @@ def test_another_runs_checkpoint_is_gone_on_from(shell, go, finished):
     shutil.rmtree(shell.cwd / "run")
     go("hparams.max_steps=42", "checkpoint.scheduler_on_resume=checkpoint", f"checkpoint.resume={finished}")
     assert list(losses(shell.cwd / "run")) == [41, 42]
+    # At a learning rate of 0 no evaluation improves on the other run's, whose checkpoint is not in this directory.
+    assert outcome(shell.cwd / "run")["result"]["best"]["step"] == 42
+    assert find(shell.cwd / "run", "best").name == "step_00000042"
     stderr = go("hparams.max_steps=43", "checkpoint.resume=never", code=2)[1]
     assert stderr.startswith("checkpoint.resume: is never but")
     assert sorted(path.name for path in finished.rglob("*")) == before

@@ -1,11 +1,7 @@
 from pathlib import Path
 
+import composition
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.root import to_config
 
 pytest.register_assert_rewrite("golden_cases", "golden_checks", "golden_instead")
 
@@ -28,12 +24,10 @@ BATCH = ["hparams.global_batch_size=16", "hparams.per_gpu_batch_size=16", "hpara
 @pytest.fixture(scope="session")
 def configure():
     """A configuration of a small task: `configure("lm" | "diffusion", *overrides)`."""
-    install()
 
     def run(task, *overrides):
         words = [*(LM if task == "lm" else DIFFUSION), *QUIET, *BATCH, "optimizer=adamw", "precision=fp32", *overrides]
-        with initialize_config_dir(config_dir(), version_base="1.3"):
-            return to_config(hydra_compose(CONFIG_NAME, words))
+        return composition.configure(*words)
 
     return run
 

@@ -12,15 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from composition import configure
 
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.build import build
-from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.errors import ConfigError
 from foundry.config.lengths import budget_of
-from foundry.config.root import to_config
 from foundry.config.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 from foundry.optim import schedules
 
@@ -60,9 +57,7 @@ def assert_equal(case: Case, ours: Iterator[float] | list[float], theirs: list[f
 
 def compose(*overrides: str) -> Any:
     """foundry's configuration of these overrides, evaluated at the end only."""
-    install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
-        return to_config(hydra_compose(CONFIG_NAME, ["evaluation.interval=null", *overrides]))
+    return configure("evaluation.interval=null", *overrides)
 
 
 def refused(*overrides: str) -> str:
@@ -243,11 +238,6 @@ def by_hand(f: Case) -> dict[str, Any]:
         "wd_incr_steps": (edges[iters] if iters else samples) if _outlives_run(f) else max(horizon, total),
         "wsd_decay_steps": decay,
     }
-
-
-def is_own() -> bool:
-    """Whether the cases are those that come with foundry."""
-    return FOLDER.resolve() == OWN_FOLDER.resolve()
 
 
 @cache

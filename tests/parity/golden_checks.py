@@ -41,7 +41,7 @@ def check_schedule(case: Case) -> None:
     rates = [schedule.lr_at(step) for step in steps]
     if "lr_dtype" in case:  # upstream writes it into a float32 tensor
         rates = torch.tensor(rates, dtype=torch.float32).tolist()
-    assert_equal(case, rates, case["lr"])
+    assert_equal(case, rates, case["lr"], "learning rate")
     curve = schedule.weight_decay_curve
     assert curve is not None
     expected = list(case["wd"])
@@ -61,11 +61,11 @@ def check_error(case: Case) -> None:
     if case.get("use_checkpoint_opt_param_scheduler") and case.get("override_opt_param_scheduler"):
         said.append("checkpoint.scheduler_on_resume=both")
     keys = {line.partition(":")[0] for line in refused(*said).splitlines()}
-    assert keys <= set(_offences(c)) | {line.partition("=")[0] for line in said if line.endswith(("null", "=both"))}
+    assert keys <= set(offences(c)) | {line.partition("=")[0] for line in said if line.endswith(("null", "=both"))}
 
 
-def _offences(c: Case) -> list[str]:
-    """The keys that foundry may complain of, by Megatron's own rules."""
+def offences(c: Case) -> list[str]:
+    """The keys that foundry may complain of, by Megatron's own rules of a single value or a pair."""
 
     def number(name: str) -> float:
         return math.nan if c[name] is None else c[name]
@@ -83,7 +83,8 @@ def _offences(c: Case) -> list[str]:
         "scheduler.weight_decay_incr_style": c["wd_incr_style"] not in ("constant", "linear", "cosine")
         or (not changes and c["start_wd"] != c["end_wd"]),
         "scheduler.weight_decay_horizon": changes and number("wd_incr_steps") <= 0,
-        "scheduler.decay_style": c["lr_decay_style"] == "WSD",
+        "scheduler.decay_style": c["lr_decay_style"] == "WSD"
+        and c["lr_wsd_decay_style"] not in ("exponential", "linear", "cosine", "minus_sqrt"),
     }
     return [key for key, broken in rules.items() if broken]
 
@@ -269,7 +270,8 @@ def check_checkpoint(case: Case) -> None:
     if "exception" in case:
         return _check_mismatch(case)
     schedule = resumed(case)
-    assert_then(case, schedule, [{**case["after_load"]}, *case["then"]])
+    assert case["after_load"]["num_steps"] == saved_state(case)["num_steps"], "the clock is that of the checkpoint"
+    assert_then(case, schedule, [case["after_load"], *case["then"]])
     return None
 
 

@@ -1,9 +1,11 @@
 """Where foundry deliberately does not do what Megatron does: why, in which cases, and which of our own these are."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from golden_cases import Case, fields_of
+from golden_cases import Case, fields_of, schedule_of
+from golden_checks import offences, saved_state
 
 from foundry.config.batch_sizes import BatchSizes
 
@@ -23,9 +25,9 @@ class Difference:
     ids: tuple[str, ...]
 
 
-def difference_of(case: Case) -> str | None:
-    """The name of the difference that a case falls under."""
-    return next((name for name, difference in DIFFERENCES.items() if difference.applies(case)), None)
+def differences_of(case: Case) -> list[str]:
+    """The names of the differences that a case falls under; what is asserted of it is what the first one says."""
+    return [name for name, difference in DIFFERENCES.items() if difference.applies(case)]
 
 
 def _outlasts(case: Case) -> bool:
@@ -39,26 +41,33 @@ def _outlasts(case: Case) -> bool:
 
 def _beside(case: Case) -> bool:
     c, f = case.get("config") or {}, fields_of(case)
+    if not _is_schedule(f.get("step_batch_size_schedule"), c.get("seq_length")):
+        return False
     if case["kind"] == "step_batch_error":
         return bool(c.get("decrease_batch_size_if_needed") or c.get("global_batch_size"))
-    both = f.get("step_batch_size_schedule") and ("global_batch_size" in c or "global_batch_size" in c.get("train", {}))
-    return case["kind"] in ("derive", "derive_lm") and "exception" in case and bool(both)
+    both = "global_batch_size" in c or "global_batch_size" in c.get("train", {})
+    return case["kind"] in ("derive", "derive_lm") and "exception" in case and both
+
+
+def _is_schedule(text: str | None, tokens_per_sample: int | None) -> bool:
+    """Whether a schedule of batch sizes is one by itself."""
+    try:
+        return text is not None and bool(BatchSizes.parse(text, tokens_per_sample=tokens_per_sample).sizes)
+    except ValueError:
+        return False
 
 
 def _falls(case: Case) -> bool:
     c = case.get("config") or {}
-    values = c.get("start_wd"), c.get("end_wd")
-    return case["kind"] == "error" and None not in values and 0 <= values[1] < values[0] and _changes(c)
-
-
-def _changes(config: Case) -> bool:
-    return config["wd_incr_style"] in ("linear", "cosine")
+    if case["kind"] != "error" or offences(c) or None in (c["start_wd"], c["end_wd"]):
+        return False
+    return bool(c["end_wd"] < c["start_wd"])
 
 
 def _unset(case: Case) -> bool:
     c = case.get("config") or {}
     unset = case["kind"] == "error" and c["start_wd"] is None and c["end_wd"] is None
-    return unset and c["wd_incr_style"] == "constant"
+    return unset and c["wd_incr_style"] == "constant" and not offences(c)
 
 
 def _curve_overlaps(case: Case) -> bool:
@@ -120,9 +129,12 @@ def _partial(case: Case) -> bool:
 
 
 def _epochs_rounded(case: Case) -> bool:
-    f = case.get("config") or {}
-    own = case["kind"] == "derive_epochs" and f["num_epochs"] * f["dataset_size"] // f["global_batch_size"]
-    return case["kind"] == "derive_epochs" and case.get("train_iters") != own
+    if case["kind"] != "derive_epochs":
+        return False
+    f = case["config"]
+    in_batches = math.ceil(f["num_epochs"] * math.ceil(f["dataset_size"] / f["global_batch_size"]))
+    in_samples = int(f["num_epochs"] * f["dataset_size"]) // f["global_batch_size"]
+    return bool(in_samples != in_batches == case.get("train_iters"))
 
 
 def _other_style(case: Case) -> bool:
@@ -137,15 +149,21 @@ def _default_decay(case: Case) -> bool:
 
 def _stale(case: Case) -> bool:
     """The weight decay at loading is that of the configuration, and of the checkpoint from the next update on."""
-    then, after = case.get("then") or [{}], case.get("after_load") or {}
-    stays = then[0].get("increment") == 0 and then[0].get("num_steps") == after.get("num_steps")
-    used = case["kind"] == "checkpoint" and bool(case.get("use_checkpoint_opt_param_scheduler"))
-    return used and (after.get("wd") != then[0]["wd"] if stays else " dev " not in case["source"])
+    after = case.get("after_load")
+    if case["kind"] != "checkpoint" or not after or not case.get("use_checkpoint_opt_param_scheduler"):
+        return False
+    here, there = (schedule_of(c).weight_decay_curve for c in (case["config"], saved_state(case)))
+    if here is None or there is None:
+        return False
+    at_loading, then = here.at(after["num_steps"]), there.at(after["num_steps"])
+    return not math.isclose(at_loading, then) and math.isclose(after["wd"], at_loading)
 
 
 def _old_bounds(case: Case) -> bool:
     held = case["kind"] == "checkpoint" and case.get("param_group_from_optimizer_checkpoint")
-    return bool(held and case.get("override_opt_param_scheduler")) and not case.get("param_group")
+    if not held or not case.get("override_opt_param_scheduler") or case.get("param_group"):
+        return False
+    return any(case["config"][name] != value for name, value in held.items())
 
 
 DIFFERENCES = {
@@ -157,7 +175,9 @@ DIFFERENCES = {
     ),
     "rounds_to_nothing": Difference(
         "a batch of no microbatches is refused",
-        lambda case: case["kind"] == "rampup" and 0 in case["running_global_batch_size"] and not _inconsistent(case),
+        lambda case: (
+            case["kind"] == "rampup" and 0 in case.get("running_global_batch_size", ()) and not _inconsistent(case)
+        ),
         ("rampup/start_below_dp_decrease",),
     ),
     "beside_a_batch_schedule": Difference(
@@ -168,6 +188,11 @@ DIFFERENCES = {
     "weight_decay_falls": Difference("weight decay may fall", _falls, ("error/wd_decreasing",)),
     "optimizers_weight_decay": Difference(
         "without start and end the optimizer's own weight decay applies", _unset, ("error/start_wd_none",)
+    ),
+    "nothing_learned": Difference(
+        "a learning rate of 0 is refused, though the curve is the same",
+        lambda case: case["kind"] == "schedule" and case["config"]["max_lr"] == 0,
+        ("cosine/max_zero",),
     ),
     "curve_overlaps": Difference(
         "phases that do not fit into the horizon are refused, though the curve is the same",

