@@ -1,32 +1,58 @@
 """Runs the ```bash blocks of the README and of docs/*.md: `python docs/run_blocks.py [FILE ...]`.
 
 Each document is run from top to bottom in a fresh copy of the checkout of its own, each block by a bash that stops at
-the first error, with the Python that runs this script first on PATH. A block under the comment
-`<!-- run: elsewhere -->` is left out.
+the first error, with the Python that runs this script first on PATH. A comment above a block says that it needs more
+than this machine has, and leaves it out: `<!-- run: slurm -->` needs a Slurm cluster, where
+tests/slurm/test_slurm_docs.py runs it; `<!-- run: elsewhere -->` needs what no test has.
 """
 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ELSEWHERE = "<!-- run: elsewhere -->"
+PLACES = ("slurm", "elsewhere")
 LIMIT_SECONDS = 300.0
 _BLOCK = re.compile(r"(?P<before>[^\n]*)\n+```bash\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_PLACE = re.compile(r"<!-- run: (\w+) -->")
 _NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv", ".*cache", ".hypothesis", "__pycache__", "*.egg-info", "runs", "outputs", "build", "mlflow.db"
+    ".git",
+    ".venv",
+    ".*cache",
+    ".hypothesis",
+    "__pycache__",
+    "*.egg-info",
+    "runs",
+    "outputs",
+    "build",
+    "mlflow.db",
+    "mlruns",
+    "multirun",
 )
 
 
-def blocks(text: str) -> list[str]:
-    """The code of a document's bash blocks that are to be run here."""
-    return [match["code"] for match in _BLOCK.finditer(text) if match["before"].strip() != ELSEWHERE]
+def blocks(text: str, *, at: str | None = None) -> list[str]:
+    """The code of a document's bash blocks that need no particular place; with `at`, also of those that need that one.
+
+    Raises:
+        ValueError: a block is to run at a place that is none of `PLACES`.
+    """
+    chosen = []
+    for match in _BLOCK.finditer(text):
+        place = _PLACE.fullmatch(match["before"].strip())
+        if place is not None and place[1] not in PLACES:
+            raise ValueError(f"{place[0]} is none of {', '.join(PLACES)}")
+        if place is None or place[1] == at:
+            chosen.append(match["code"])
+    return chosen
 
 
 def documents() -> Iterator[Path]:
@@ -36,14 +62,14 @@ def documents() -> Iterator[Path]:
             yield path
 
 
-def run(path: Path) -> bool:
+def run(path: Path, *, at: str | None = None, environment: Mapping[str, str] = os.environ) -> bool:
     """Run a document's blocks in a fresh copy of the checkout; say how it went."""
-    with tempfile.TemporaryDirectory(prefix="foundry-docs-") as folder:
+    with tempfile.TemporaryDirectory(prefix="foundry-docs-", ignore_cleanup_errors=True) as folder:
         copy = Path(folder) / "foundry"
         shutil.copytree(ROOT, copy, ignore=_NOT_COPIED)
-        for number, code in enumerate(blocks(path.read_text(encoding="utf-8")), start=1):
+        for number, code in enumerate(blocks(path.read_text(encoding="utf-8"), at=at), start=1):
             began = time.monotonic()
-            error = _run_block(code, copy)
+            error = _run_block(code, copy, environment)
             said = f"{path.relative_to(ROOT)} block {number}: {time.monotonic() - began:.1f} s"
             if error is not None:
                 sys.stdout.write(f"{said}: FAILED\n{code}\n{error}\n")
@@ -53,26 +79,29 @@ def run(path: Path) -> bool:
     return True
 
 
-def _run_block(code: str, directory: Path) -> str | None:
-    """None, or what a failed block has said."""
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "FOUNDRY_CACHE": os.environ.get("FOUNDRY_CACHE", str(Path(tempfile.gettempdir()) / "foundry-docs-cache")),
-    }
-    try:
-        done = subprocess.run(
+def _run_block(code: str, directory: Path, environment: Mapping[str, str]) -> str | None:
+    """None, or what a failed block has said; what it has left running is ended."""
+    cache = str(Path(tempfile.gettempdir()) / "foundry-docs-cache")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    with tempfile.TemporaryFile("w+") as said:
+        bash = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", code],
             cwd=directory,
-            env=environment,
-            stdout=subprocess.PIPE,
+            env={"FOUNDRY_CACHE": cache, **environment, "PATH": path},
+            stdout=said,
             stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_SECONDS,
-            check=False,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return f"took longer than {LIMIT_SECONDS:g} s"
-    return None if done.returncode == 0 else f"exit code {done.returncode}\n{done.stdout[-4000:]}"
+        try:
+            code_of_exit = bash.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"took longer than {LIMIT_SECONDS:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(bash.pid, signal.SIGKILL)
+            bash.wait()
+        said.seek(0)
+        return None if code_of_exit == 0 else f"exit code {code_of_exit}\n{said.read()[-4000:]}"
 
 
 if __name__ == "__main__":

@@ -24,9 +24,12 @@ from foundry.config.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.launchers import register
 from foundry.launch.start import discard, start
-from foundry.launch.sweep import Refused
 
 Result = TypeVar("Result")
+
+
+class Refused(BaseException):
+    """Carries mistakes past Hydra, which would add remarks to an exception of the task."""
 
 
 @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
@@ -71,6 +74,8 @@ def enter(task: Callable[[], object]) -> None:
     """Compose and do a task: exit code 2 and a line for each mistake in the configuration, 1 if the task failed."""
     install()
     register()
+    if flags := {"-m", "--multirun"} & set(sys.argv[2:]):  # argparse takes no flag between words
+        sys.argv[1:] = [*flags, *(word for word in sys.argv[1:] if word not in flags)]
     # Hydra would print a mistake with its own remarks and leave with 1; and it shortens the traceback of real failures.
     hydra_utils.run_and_report = lambda func: func()
     if {"-h", "--help"} & set(sys.argv):

@@ -3,6 +3,7 @@
 Exit code 0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
 """
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from rich.live import Live
 
 from foundry.config.command import command
 from foundry.config.setting import setting
-from foundry.tracking.sweep import Job, Sweep, Which, read_sweep
-from foundry.tracking.sweep_table import metric_text, screen, show, write_csv, write_json
+from foundry.launch.slurm_unwatched import settle_unwatched
+from foundry.tracking.sweep import Job, Sweep, Which
+from foundry.tracking.sweep_files import PICTURE, write_files
+from foundry.tracking.sweep_reading import read_sweep
+from foundry.tracking.sweep_table import metric_text, screen, show
 
-PICTURE = "report.png"
-"""The picture in a sweep's directory."""
+_SECONDS_BETWEEN_QUESTIONS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +47,7 @@ def report(folder: Path, console: Console, *, which: Which = Which.last, picture
     sweep = read_sweep(folder, which)
     show(sweep, console)
     try:
-        files = [write_csv(sweep), write_json(sweep)]
-        if picture:
-            from foundry.tracking.canvas import save_figure
-            from foundry.tracking.sweep_figure import sweep_figure
-
-            files.append(folder / PICTURE)
-            save_figure(sweep_figure(sweep), files[-1])
+        files = write_files(sweep, picture=picture)
     except OSError as error:  # somebody else's sweep
         console.print(f"no files written: {error}", soft_wrap=True, markup=False, highlight=False)
     else:
@@ -59,33 +56,51 @@ def report(folder: Path, console: Console, *, which: Which = Which.last, picture
     return sweep.exit_code
 
 
+@dataclass(kw_only=True)
+class _Looks:
+    """Reads a sweep again and again, and asks Slurm now and then about jobs that nobody waits for."""
+
+    folder: Path
+    which: Which
+    asked: float = -math.inf
+
+    def read(self) -> Sweep:
+        """The sweep as it stands now."""
+        sweep = read_sweep(self.folder, self.which)
+        if time.monotonic() - self.asked < _SECONDS_BETWEEN_QUESTIONS:
+            return sweep
+        settle_unwatched(self.folder, [job.run_dir for job in sweep.jobs])
+        self.asked = time.monotonic()
+        return read_sweep(self.folder, self.which)
+
+
 def watch(folder: Path, console: Console, *, which: Which, seconds: float) -> bool:
     """Show the table, or a line for each change, until no job is running or waiting; False after Ctrl-C."""
     try:
         if console.is_terminal:
-            _watch_table(folder, console, which, seconds)
+            _watch_table(_Looks(folder=folder, which=which), console, seconds)
         else:
-            _watch_changes(folder, console, which, seconds)
+            _watch_changes(_Looks(folder=folder, which=which), console, seconds)
     except KeyboardInterrupt:
         return False
     return True
 
 
-def _watch_table(folder: Path, console: Console, which: Which, seconds: float) -> None:
-    sweep = read_sweep(folder, which)
-    with Live(screen(sweep), console=console, auto_refresh=False, transient=True) as live:
+def _watch_table(looks: _Looks, console: Console, seconds: float) -> None:
+    sweep = looks.read()
+    with Live(screen(sweep, console, scrolls=False), console=console, auto_refresh=False, transient=True) as live:
         while sweep.is_going:
             time.sleep(seconds)
-            sweep = read_sweep(folder, which)
-            live.update(screen(sweep), refresh=True)
+            sweep = looks.read()
+            live.update(screen(sweep, console, scrolls=False), refresh=True)
 
 
-def _watch_changes(folder: Path, console: Console, which: Which, seconds: float) -> None:
+def _watch_changes(looks: _Looks, console: Console, seconds: float) -> None:
     known = dict[int, str]()
     while True:
-        sweep = read_sweep(folder, which)
+        sweep = looks.read()
         for job in sorted(sweep.jobs, key=lambda job: job.index):
-            if known.get(job.index) != job.state:
+            if known.get(job.index, "queued") != job.state:
                 console.print(_change(sweep, job), soft_wrap=True, markup=False, highlight=False)
             known[job.index] = job.state
         if not sweep.is_going:
@@ -107,6 +122,7 @@ def main(options: ReportOptions) -> None:
         sweep = read_sweep(folder, options.which)
         show(sweep, console)
         sys.exit(sweep.exit_code)
+    _Looks(folder=folder, which=options.which).read()
     sys.exit(report(folder, console, which=options.which, picture=options.picture))
 
 

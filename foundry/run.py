@@ -54,6 +54,7 @@ from foundry.training.interruption import Interruption
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
 from foundry.training.progress import Progress
 from foundry.training.protocols import Keeper, Objective, Schedule
+from foundry.training.pruning import Pruning
 from foundry.training.step import TrainStep
 from foundry.training.trainer import Trainer
 
@@ -183,6 +184,7 @@ def _assemble(
         evaluation_interval=config.evaluation.interval_in(budget),
         evaluator=build_evaluator(config, data, parallel.model, objective, policy, world, run_dir),
         early_stopping=EarlyStopping(config.evaluation.early_stopping),
+        pruning=Pruning.of(run_dir, world),
         best=Best(config.checkpoint.keep_best),
         keeper=_keeper(config, config_hash, parallel, ema, optimizers, budget, run_dir, world),
         agreement=Agreement(world),

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from foundry.config.errors import ConfigError
-from foundry.config.mistakes import HYDRA_ERRORS, find_mistakes
+from foundry.config.mistakes import HYDRA_ERRORS, find_mistakes, master_over_options
 from foundry.config.resolvers import register_resolvers
 from foundry.config.rules import check
 from foundry.config.store import register_schemas
@@ -60,6 +60,8 @@ def install() -> None:
             config = compose(overrides)
         except HYDRA_ERRORS as error:
             whole = run_mode is RunMode.RUN
+            if not whole and (master := master_over_options(self, config_name, compose, overrides)) is not None:
+                return master
             raise ConfigError(find_mistakes(self, config_name, compose, overrides, error, whole=whole)) from error
         # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed.
         if run_mode is RunMode.RUN and (violations := check(config)):

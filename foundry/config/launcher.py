@@ -60,7 +60,9 @@ class Slurm(Launcher):
     max_num_timeout: int = setting(100, "how often a job may reach its time limit and be queued again", ge=0)
     array_parallelism: int = setting(256, "jobs of the sweep that run at a time", ge=1)
     setup: list[str] | None = setting(None, "shell commands before each job starts, such as module load")
-    additional_parameters: dict[str, Any] = setting(dict, "further options of sbatch, by their names")
+    additional_parameters: dict[str, Any] = setting(
+        dict, "further options of sbatch, as in +hydra.launcher.additional_parameters.reservation=NAME"
+    )
     stderr_to_stdout: bool = setting(False, "one file for all that a job prints")
     detach: bool = setting(False, "submit and leave; the jobs go on without this process")
     snapshot_code: bool = setting(

@@ -12,7 +12,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.errors import Violation, nearest
@@ -70,6 +70,35 @@ def find_mistakes(
     if not violations:
         return [_unattributed(error)]
     return violations + (check(config) if whole else [])
+
+
+def master_over_options(
+    loader: ConfigLoaderImpl, config_name: str | None, compose: Callable[[list[str]], DictConfig], overrides: list[str]
+) -> DictConfig | None:
+    """A sweep's own configuration where jobs choose among options, and a fixed setting may be known to these only.
+
+    Hydra composes it with the default options (hydra-core issue 2888). Settings that these do not know are left out
+    here; each job is composed with all of them, and refused if its own options do not know one.
+
+    Returns:
+        None where no option is swept, so that the mistake is every job's.
+    """
+    parsed, violations = _parse(overrides)
+    repo = CachingConfigRepository(loader.repository)
+    loader._process_config_searchpath(config_name, parsed, repo)
+    good = [o for o in parsed if o.is_hydra_override() or _is_choice(repo, o)]
+    try:
+        config = compose(_lines(good))
+    except HYDRA_ERRORS:
+        return None
+    swept = [o.key_or_group for o in good if o.is_sweep_override()]
+    swept += OmegaConf.select(config, "hydra.sweeper.params") or {}
+    if violations or not any(map(repo.group_exists, swept)):
+        return None
+    master = compose(_lines(o for o in parsed if o in good or not list(_apply(repo, config, o, sweeping=True))))
+    with open_dict(master):
+        master.hydra.overrides.task = _lines(o for o in parsed if not o.is_hydra_override())
+    return master
 
 
 def _lines(overrides: Iterable[Override]) -> list[str]:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.root import Config
-from foundry.config.sweep import Sweep
+from foundry.config.sweep import SCHEMAS as SWEEPERS
 
 GROUPS = (
     "checkpoint",
@@ -47,7 +47,8 @@ def register_schemas() -> None:
     for group in GROUPS:
         for name, schema in group_schemas(group).items():
             store.store(group=f"schema/{group}", name=name, node=writable(schema))
-    store.store(group="schema/sweep", name=Sweep.__name__, node=writable(Sweep))
+    for sweeper in SWEEPERS:
+        store.store(group="schema/sweep", name=sweeper.__name__, node=writable(sweeper))
     for launcher in LAUNCHERS:
         store.store(group="schema/launcher", name=launcher.__name__, node=writable(launcher))
 

@@ -1,29 +1,77 @@
-"""`hydra.sweeper.*`: which jobs a sweep has."""
+"""`hydra.sweeper.*`: which jobs a sweep has, and by what they are compared.
+
+It belongs to Hydra's part of the configuration, so it is no part of a run's.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from foundry.config.errors import Violation
 from foundry.config.setting import setting
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """A grid over what is swept, except that zipped keys go together and excluded combinations are left out.
+class Direction(Enum):
+    """Which values of the metric are better."""
 
-    It belongs to Hydra's part of the configuration, so it is no part of a run's.
-    """
+    minimize = "minimize"
+    maximize = "maximize"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweeper:
+    """What grids and searches have in common."""
+
+    params: dict[str, str] = setting(dict, "what is swept, by key, where the command line does not say")
+    metric: str = setting("val_loss", "what jobs are compared by, as it is called in metrics.jsonl")
+    direction: Direction = setting(Direction.minimize, "whether less or more of it is better")
+
+    def check(self) -> Iterator[Violation]:
+        """Yield a violation for each setting that cannot be."""
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Sweeper):
+    """A grid over what is swept, except that zipped keys go together and excluded combinations are left out."""
 
     _target_: str = "hydra_plugins.foundry.GridSweeper"
     max_batch_size: int | None = setting(None, "jobs handed to the launcher at a time; null: all of them", ge=1)
-    params: dict[str, str] | None = setting(None, "what is swept, by key, where the command line does not say")
     zip: list[Any] = setting(list, "lists of swept keys whose values go together, the first with the first")
     exclude: list[str] = setting(list, "combinations to leave out, such as 'hparams.lr=1e-2 optimizer=sgd'")
 
     def check(self) -> Iterator[Violation]:
         """Yield a violation for each list of keys that is none."""
         for group in self.zip:
-            if isinstance(group, str) or len(group) < 2:
-                said = group if isinstance(group, str) else ",".join(group)
+            is_list = isinstance(group, list) and all(isinstance(key, str) for key in group)
+            if not is_list or len(group) < 2:
+                said = str(group).replace("'", "")
                 yield Violation("hydra.sweeper.zip", f"has {said}, not a list of two keys or more; write [[key1,key2]]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(Sweeper):
+    """Optuna proposes the jobs, each by the results of those before it."""
+
+    _target_: str = "hydra_plugins.foundry.OptunaSweeper"
+    _recursive_: bool = False
+    n_trials: int = setting(20, "jobs in all, those of earlier starts of the same search included", ge=1)
+    n_jobs: int = setting(1, "jobs proposed at a time, for launchers that run several", ge=1)
+    max_failures: int | None = setting(5, "failed jobs after which the search ends; null: it goes on", ge=1)
+    sampler: dict[str, Any] = setting(dict, "a sampler of Optuna: `_target_` and its arguments; `seed` makes it repeat")
+    pruner: dict[str, Any] | None = setting(
+        None,
+        "a pruner of Optuna, which ends jobs whose evaluations promise little; its steps are thousandths of a run; "
+        "null: all jobs run to their ends",
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Yield a violation for a sampler or a pruner that is none."""
+        for name, node in (("sampler", self.sampler), ("pruner", self.pruner)):
+            if node is not None and "_target_" not in node:
+                example = "{_target_: optuna.samplers.TPESampler, seed: 0}"
+                yield Violation(f"hydra.sweeper.{name}", f"is {node} but needs a _target_, such as {example}")
+
+
+SCHEMAS: tuple[type[Sweeper], ...] = (Sweep, Search)

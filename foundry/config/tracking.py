@@ -15,4 +15,4 @@ class Tracking:
     mlflow: bool = setting(True, "log to MLflow")
     uri: str | None = setting(None, "MLflow tracking URI; null: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db")
     experiment_name: str = setting("foundry", "MLflow experiment")
-    run_name: str | None = setting(None, "MLflow run; null: the run directory's name")
+    run_name: str | None = setting(None, "MLflow run; null: the run directory's name, of a job what is swept")

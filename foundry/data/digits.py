@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor
 
 from foundry.config.errors import ConfigError, Violation
@@ -56,8 +57,6 @@ def digits(
     Raises:
         ConfigError: the sizes are not the images' own, or held_out leaves a split without a class.
     """
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-
     pixels, classes = load_digits(return_X_y=True)
     own = {"image_size": 8, "num_channels": 1, "num_classes": 10}
     asked = {"image_size": image_size, "num_channels": num_channels, "num_classes": num_classes}

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from hydra.errors import HydraException
 from foundry.config.errors import ConfigError, Violation, nearest
 
 _ZIP, _EXCLUDE = "hydra.sweeper.zip", "hydra.sweeper.exclude"
+_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
+"""What spaces separate, those within quotes excepted."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,17 @@ def expand(overrides: Sequence[Override], zipped: Sequence[Sequence[str]], exclu
         for key, o in by_key.items()
         if o.is_sweep_override()
     }
-    violations = [*_check_twice(values), *_check_zip(zipped, values)]
+    violations = [*_check_empty(values, by_key), *_check_twice(values), *_check_zip(zipped, values)]
     if violations:
         raise ConfigError(violations)
     jobs = list(_product(by_key, values, zipped))
     return _without(jobs, excluded)
+
+
+def _check_empty(values: dict[str, list[str]], by_key: dict[str, Override]) -> Iterator[Violation]:
+    for key, words in values.items():
+        if not words:
+            yield Violation(key, f"is {by_key[key].get_value_string()}, which gives no value; give at least one")
 
 
 def _check_twice(values: dict[str, list[str]]) -> Iterator[Violation]:
@@ -97,11 +106,12 @@ def _product(
     names = [key for axis in axes for key in axis]
     for chosen in itertools.product(*choices):
         swept = dict(zip(names, itertools.chain.from_iterable(chosen), strict=True))
-        words = tuple(swept[key] if key in swept else _word(override) for key, override in by_key.items())
+        words = tuple(swept[key] if key in swept else word_of(override) for key, override in by_key.items())
         yield Job(words, tuple(swept[key] for key in values))
 
 
-def _word(override: Override) -> str:
+def word_of(override: Override) -> str:
+    """The word that an override was given as, its number written as Hydra does."""
     return f"{override.get_key_element()}={override.get_value_element_as_str()}"
 
 
@@ -110,7 +120,7 @@ def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
     violations, left = [], jobs
     for text in excluded:
         try:
-            words = {_word(override) for override in OverridesParser.create().parse_overrides(text.split())}
+            words = {word_of(override) for override in OverridesParser.create().parse_overrides(_WORD.findall(text))}
         except HydraException:
             violations.append(Violation(_EXCLUDE, f"has {text!r}, which is not of the form key=value key=value"))
             continue

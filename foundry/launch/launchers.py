@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -113,7 +113,7 @@ class FrozenLauncher(Launcher):
     def prepare(self, composed: DictConfig, words: tuple[str, ...], label: str) -> Job:
         """Write into the run directory what a job is, with what Hydra writes there when it runs a job itself."""
         before = HydraConfig.instance().cfg
-        HydraConfig.instance().set_config(composed)
+        HydraConfig.instance().cfg = cast(Any, composed)  # set_config would copy the configuration
         try:
             run_dir = Path(str(composed.hydra.sweep.dir), str(composed.hydra.sweep.subdir)).absolute()
             with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
@@ -169,7 +169,7 @@ def register() -> None:
     `Plugins.register` would use the name of the class's own module, which Hydra then refuses to instantiate.
     """
     from foundry.launch.local_launcher import LocalLauncher
-    from foundry.launch.optuna import OptunaSweeper
+    from foundry.launch.search import OptunaSweeper
     from foundry.launch.sequential import SequentialLauncher
     from foundry.launch.slurm_launcher import SlurmLauncher
     from foundry.launch.sweep import GridSweeper

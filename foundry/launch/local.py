@@ -22,6 +22,7 @@ from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.stopped import Stopped
+from foundry.launch.status import last_line
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
@@ -93,12 +94,12 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         future = pool.submit(elastic_launch(config, _work), function, args, folder)
         killed = _pass_on(noted, future, Path(folder), nproc)
         if killed and future.exception() is not None:
-            raise _ended_by(noted[0])
+            raise ended_by(noted[0])
         try:
             answer = future.result()[0]
         except ChildFailedError as failed:
             if _is_due_to_signal(noted, Path(folder), failed):
-                raise _ended_by(noted[0]) from None
+                raise ended_by(noted[0]) from None
             raise _first_cause(Path(folder), failed) from None
     if isinstance(answer, Stopped):
         raise answer
@@ -189,7 +190,8 @@ def _is_due_to_signal(noted: list[signal.Signals], folder: Path, failed: Any) ->
     return bool(noted) and silent_ones_too and all(map(_is_consequence, _notes(folder)))
 
 
-def _ended_by(signum: signal.Signals) -> BaseException:
+def ended_by(signum: signal.Signals) -> BaseException:
+    """What a process raises that ends because of a signal: the shell's exit code for it comes of that."""
     return KeyboardInterrupt() if signum is signal.SIGINT else SystemExit(128 + signum)
 
 
@@ -198,7 +200,7 @@ def _leave_note(error: BaseException, folder: Path) -> None:
         "rank": int(os.environ["RANK"]),
         "time": time.time(),
         "kind": type(error).__name__,
-        "reason": traceback.format_exception_only(error)[-1].strip().splitlines()[-1],
+        "reason": last_line(error),
         "trace": "".join(traceback.format_exception(error)),
     }
     if isinstance(error, ConfigError):

@@ -12,29 +12,28 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.launcher import Local, launcher_of
+from foundry.config.store import GROUPS
 from foundry.launch.launchers import FrozenLauncher, Job, Ledger, say
-from foundry.launch.local import how_it_ended, noted_signals
+from foundry.launch.local import ended_by, how_it_ended, noted_signals
 from foundry.records.status import read_status, write_status
 
 OUTPUT = "output.log"
 """What a job prints, in its run directory."""
 
 _POLL_SECONDS = 0.2
-_KILL_SECONDS = 5.0
-_ENDED = ("finished", "failed", "stopped")
 
 
 @dataclass(frozen=True)
@@ -77,21 +76,31 @@ class LocalLauncher(FrozenLauncher):
         nproc = max(job.composed.distributed.nproc_per_node for job in jobs)
         shares = divide(settings, nproc, sorted(os.sched_getaffinity(0)), visible_gpus(), len(jobs))
         say(f"{len(jobs)} jobs, {len(shares)} at a time")
-        with noted_signals() as noted, _threads(shares, nproc):
-            _Pool(jobs, shares, noted).run()
-        if noted:
-            raise KeyboardInterrupt if noted[0] is signal.SIGINT else SystemExit(128 + noted[0])
+        try:
+            with _threads(shares, nproc):
+                server = _start_server(jobs)
+                with noted_signals() as noted:
+                    _Pool(jobs, shares, server, noted).run()
+            if noted:
+                raise ended_by(noted[0])
+        except (KeyboardInterrupt, SystemExit):
+            say(f"the same command with hydra.sweep.dir={self._master.hydra.sweep.dir} goes on from there")
+            raise
 
 
 class _Pool:
     """Jobs that wait, and jobs that run."""
 
-    def __init__(self, jobs: Sequence[Job], shares: Sequence[Share], noted: Sequence[signal.Signals]) -> None:
-        self._waiting, self._free, self._noted = deque(jobs), deque(shares), noted
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        shares: Sequence[Share],
+        server: ForkServerContext,
+        noted: Sequence[signal.Signals],
+    ) -> None:
+        self._waiting, self._free, self._server, self._noted = deque(jobs), deque(shares), server, noted
         self._running: dict[ForkServerProcess, tuple[Job, Share]] = {}
-        self._ledger, self._passed_on, self._deadline = Ledger(jobs), 0, float("inf")
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_modules(jobs))
+        self._ledger, self._stopping = Ledger(jobs), False
 
     def run(self) -> None:
         """Until none waits and none runs."""
@@ -99,16 +108,28 @@ class _Pool:
             while self._waiting and self._free and not self._noted:
                 self._start(self._waiting.popleft(), self._free.popleft())
             wait([process.sentinel for process in self._running], _POLL_SECONDS)
-            self._pass_signals_on()
+            self._obey_signals()
             for process in [process for process in self._running if not process.is_alive()]:
                 self._settle(process)
 
     def _start(self, job: Job, share: Share) -> None:
         write_status(job.run_dir, state="queued", reason="")
-        process = self._context.Process(target=_be_job, args=(str(job.run_dir), share), name=str(job))
+        process = self._server.Process(target=_be_job, args=(str(job.run_dir), share), name=str(job))
         process.start()
         self._running[process] = job, share
         self._ledger.note(job, "running")
+
+    def _obey_signals(self) -> None:
+        """Have jobs save and stop after a signal, whichever it is; kill them after a second Ctrl-C."""
+        if self._noted and not self._stopping:
+            self._stopping = True
+            said = f"{len(self._running)} running, which save and stop, {len(self._waiting)} waiting"
+            say(f"{self._noted[0].name}: {said}; a second Ctrl-C kills those that run")
+            for process in self._running:
+                process.terminate()
+        if list(self._noted).count(signal.SIGINT) > 1:
+            for process in self._running:
+                process.kill()
 
     def _settle(self, process: ForkServerProcess) -> None:
         """Take the end of a job; of one that left no word, what its exit code says."""
@@ -116,25 +137,13 @@ class _Pool:
         self._free.append(share)
         process.join()
         assert process.exitcode is not None
-        if read_status(job.run_dir).get("state") not in _ENDED:
-            state = "stopped" if self._noted else "failed"
-            write_status(job.run_dir, state=state, reason=how_it_ended(process.exitcode))
+        state = read_status(job.run_dir).get("state")
+        if self._stopping and state not in ("finished", "failed"):
+            write_status(job.run_dir, state="stopped", reason=self._noted[0].name)
+        elif state not in ("finished", "failed", "stopped"):
+            write_status(job.run_dir, state="failed", reason=how_it_ended(process.exitcode))
         self._ledger.settled(job)
         process.close()
-
-    def _pass_signals_on(self) -> None:
-        new = self._noted[self._passed_on :]
-        if new and not self._passed_on:
-            say(f"{new[0].name}: {len(self._running)} jobs save and stop; a second Ctrl-C kills them")
-        self._passed_on += len(new)
-        if list(self._noted).count(signal.SIGINT) > 1:
-            self._deadline = min(self._deadline, time.monotonic() + _KILL_SECONDS)
-        for process in self._running:
-            for signum in new:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid or 0, signum)
-            if time.monotonic() > self._deadline:
-                process.kill()
 
 
 def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str], num_jobs: int) -> list[Share]:
@@ -170,9 +179,30 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
+def _start_server(jobs: Iterable[Job]) -> ForkServerContext:
+    """Start the process that jobs fork from, and wait until it has imported what they need.
+
+    It is out of the reach of Ctrl-C, which would end it with a traceback; a launcher that ends while it waits ends it.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(_modules(jobs))
+    # Started here, because starting it lets SIGINT through again.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    first = server.Process()  # does nothing; there is no other sign of the server being ready
+    first.start()
+    first.join()
+    return server
+
+
 def _modules(jobs: Iterable[Job]) -> list[str]:
     """What the server imports: what every run does, and foundry's own parts that some job is made of."""
-    modules = {"foundry.run", "foundry.launch.worker"}
+    # torch's optimizers import its compiler, whether they use it or not.
+    modules = {"foundry.run", "foundry.launch.worker", "torch._dynamo", *(f"foundry.config.{name}" for name in GROUPS)}
     for job in jobs:
         targets = (OmegaConf.select(job.composed, f"{group!s}._target_") for group in job.composed)
         modules |= {str(target).rpartition(".")[0] for target in targets if str(target).startswith("foundry.")}
@@ -197,8 +227,14 @@ def _threads(shares: Sequence[Share], nproc: int) -> Iterator[None]:
 
 
 def _be_job(run_dir: str, share: Share) -> None:
-    """In the process of a job: take its place on this machine, and work."""
+    """In the process of a job: take its place on this machine, and work.
+
+    SIGINT is still held back, as in the server. One from the terminal that came before this process had a session of
+    its own is dropped: the launcher has it too, and says with SIGTERM what it means.
+    """
     os.setsid()
+    signal.sigtimedwait({signal.SIGINT}, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with_launcher()
     output = os.open(Path(run_dir) / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)

@@ -53,17 +53,17 @@ class Manifest:
         command: the words it was last started with.
         created: when it was first started, in ISO 8601.
         launcher: the chosen `hydra/launcher`.
-        jobs: all of them, in the order of their indices, also those that only an earlier start had.
         metric: what jobs are compared by.
-        direction: whether less or more of it is better.
+        direction: `minimize` or `maximize`.
+        jobs: all of them, in the order of their indices, also those that only an earlier start had.
     """
 
     command: tuple[str, ...]
     created: str
     launcher: str
+    metric: str
+    direction: str
     jobs: tuple[SweepJob, ...] = ()
-    metric: str = "val_loss"
-    direction: str = "minimize"
 
     @classmethod
     def load(cls, sweep_dir: Path) -> "Manifest | None":
@@ -76,12 +76,14 @@ class Manifest:
         return cls(**{**content, "command": tuple(content["command"])}, jobs=jobs)
 
     @classmethod
-    def begin(cls, sweep_dir: Path, command: Sequence[str], launcher: str) -> "Manifest":
+    def begin(
+        cls, sweep_dir: Path, command: Sequence[str], *, launcher: str, metric: str, direction: str
+    ) -> "Manifest":
         """A sweep about to start; with the jobs of the one that the directory holds, if any."""
-        earlier = cls.load(sweep_dir)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        fresh = earlier or cls(command=(), created=now, launcher=launcher)
-        return replace(fresh, command=tuple(command), launcher=launcher)
+        fresh = cls(command=tuple(command), created=now, launcher=launcher, metric=metric, direction=direction)
+        earlier = cls.load(sweep_dir)
+        return fresh if earlier is None else replace(fresh, created=earlier.created, jobs=earlier.jobs)
 
     def save(self, sweep_dir: Path) -> None:
         """Write it; a reader sees the old one or the new one."""

@@ -4,36 +4,27 @@ submitit writes the batch script, submits jobs as an array, and puts a job back 
 came of a job is read from its run directory and from Slurm's controller, so that no accounting database is needed.
 """
 
-import json
-import os
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.launcher import GROUP, Slurm, launcher_of
-from foundry.launch.launchers import FrozenLauncher, Job, Ledger, say
-from foundry.launch.slurm_queue import QueuedJob, Unreachable, cancel, partitions, query
+from foundry.launch.launchers import ENDED, FrozenLauncher, Job, Ledger, say
+from foundry.launch.slurm_end import Submission, settle
+from foundry.launch.slurm_queue import QueuedJob, Unreachable, cancel, cluster_name, partitions, query
+from foundry.launch.slurm_submission import check_script, submit
 from foundry.launch.snapshot import snapshot
-from foundry.records.status import read_status, write_status
-
-SUBMITTED = "slurm.json"
-"""In a run directory: the name that Slurm has given the job, and what it prints to."""
+from foundry.records.status import read_status
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 1.0, 15.0
-_OURS = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
-# submitit's names that are not Slurm's alone.
-_SHARED = {"name", "timeout_min", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem_gb"}
-_SHARED |= {"stderr_to_stdout"}
-_ENDED = ("finished", "failed", "stopped")
-_LOST = ("NODE_FAIL", "BOOT_FAIL", "COMPLETED", "PREEMPTED")
 
 
 class SlurmLauncher(FrozenLauncher):
@@ -50,10 +41,16 @@ class SlurmLauncher(FrozenLauncher):
         Raises:
             ConfigError: it does not, and why.
         """
-        for config in configs:
-            if (settings := _settings_of(config)) not in self._checked:
+        for settings, places in _grouped(configs):
+            if settings in self._checked:
+                continue
+            at_a_time = OmegaConf.select(configs[places[0]], "hydra.sweeper.max_batch_size") or len(places)
+            try:
                 check_partition(settings)
-                self._checked.append(settings)
+                check_script(settings, min(at_a_time, len(places)))
+            except Unreachable as error:
+                raise ConfigError(Violation(GROUP, f"is slurm, which does not answer: {_last_line(error)}")) from None
+            self._checked.append(settings)
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Submit the jobs that are not in the queue already, and wait for all.
@@ -67,25 +64,26 @@ class SlurmLauncher(FrozenLauncher):
         for job in jobs:
             if job.number in ids:
                 say(f"{job} is in the queue already, as {ids[job.number]}")
-        ids |= _submit([job for job in jobs if job.number not in ids], sweep_dir)
-        if _settings_of(self._master).detach:
-            self._leave(ids, sweep_dir)
-            return
-        say(f"{len(ids)} jobs in the queue: {_listed(ids.values())}")
-        watch = _Watch(jobs, ids)
         try:
-            watch.run()
+            with _undisturbed():
+                ids |= _submit([job for job in jobs if job.number not in ids], sweep_dir)
+            if _settings_of(self._master).detach:
+                self._leave(ids, sweep_dir)
+                return
+            say(f"{_counted(ids)} in the queue: {_listed(ids.values())}")
+            _Watch(jobs, ids).run()
         except KeyboardInterrupt:
             if _is_to_cancel():
                 cancel(ids.values())
-                watch.run()
+                say("cancelled; those that run save first")
+                _Watch(jobs, ids).run()
             else:
                 self._leave(ids, sweep_dir)
             raise
 
     def _leave(self, ids: dict[int, str], sweep_dir: Path) -> None:
         self.detached = True
-        say(f"{len(ids)} jobs go on by themselves: {_listed(ids.values())}")
+        say(f"{_counted(ids)} left to go on: {_listed(ids.values())}")
         say(f"to watch them: python -m foundry.report dir={sweep_dir} watch=true")
         say(f"to end them: scancel {_listed(ids.values(), ' ')}")
 
@@ -110,29 +108,6 @@ def check_partition(settings: Slurm) -> None:
     if settings.timeout_min > limit:
         message = f"is {settings.timeout_min} but partition {wanted} allows {limit:g}; jobs go on after their limit"
         raise ConfigError(Violation("hydra.launcher.timeout_min", message))
-
-
-def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
-    """Make status.json true of a job that has ended.
-
-    Args:
-        run_dir: the job's.
-        job_id: Slurm's name of it.
-        found: what Slurm says of it; None where it does not know it any more.
-    """
-    status = read_status(run_dir)
-    if status.get("state") in _ENDED:
-        if found is not None and found.state == "CANCELLED" and status["state"] == "stopped":
-            write_status(run_dir, reason=f"{status.get('reason', '')}; {found}")
-        return
-    if found is None:
-        # Of a task of an array that is cancelled before it starts, the controller keeps nothing.
-        why = "was it cancelled while it waited?" if status.get("state") == "queued" else "it left no word"
-        write_status(run_dir, state="lost", reason=f"Slurm does not know job {job_id} any more; {why}")
-        return
-    said = _last_words(run_dir)
-    state = "lost" if found.state in _LOST else "failed"
-    write_status(run_dir, state=state, reason=f"{found}{f'; it said last: {said}' if said else ''}")
 
 
 class _Watch:
@@ -168,7 +143,7 @@ class _Watch:
                 self._ledger.note(job, "requeued" if state == "requeued" else "queued", found.reason)
             else:
                 self._ledger.note(job, "running", found.nodes)
-        elif state in _ENDED or job_id in self._suspects:
+        elif state in ENDED or job_id in self._suspects:
             settle(job.run_dir, job_id, found)
             self._ledger.settled(job)
             del self._going[job]
@@ -183,102 +158,65 @@ def _settings_of(config: DictConfig) -> Slurm:
     return settings
 
 
+def _grouped(configs: Iterable[DictConfig]) -> list[tuple[Slurm, list[int]]]:
+    """Which jobs, by their places, have the same settings and so can be of one array."""
+    groups: list[tuple[Slurm, list[int]]] = []
+    for place, config in enumerate(configs):
+        settings = _settings_of(config)
+        group = next((group for known, group in groups if known == settings), None)
+        if group is None:
+            groups.append((settings, [place]))
+        else:
+            group.append(place)
+    return groups
+
+
 def _submit(jobs: Sequence[Job], sweep_dir: Path) -> dict[int, str]:
     """Submit jobs, those with the same settings as an array; returns what Slurm calls them, by number.
-
-    Nothing is tried out with `sbatch --test-only`, which refuses what would only have to wait, as for a drained node.
 
     Raises:
         ConfigError: Slurm refuses them.
     """
-    from submitit.core.utils import FailedSubmissionError, UncompletedJobError
-
-    from foundry.launch.worker import SlurmTask
-
-    groups: list[tuple[Slurm, list[Job]]] = []
-    for job in jobs:
-        settings = _settings_of(job.composed)
-        group = next((group for known, group in groups if known == settings), None)
-        if group is None:
-            groups.append((settings, [job]))
-        else:
-            group.append(job)
-    ids = {}
-    for settings, group in groups:
+    if not jobs:
+        return {}
+    ids, cluster = dict[int, str](), cluster_name()
+    for settings, places in _grouped(job.composed for job in jobs):
+        group = [jobs[place] for place in places]
         code = snapshot(sweep_dir) if settings.snapshot_code else None
-        try:
-            with _clean_environment():
-                executor = _executor(settings, Path(settings.submitit_folder).absolute(), code)
-                submitted = executor.map_array(SlurmTask(), [str(job.run_dir) for job in group])
-        except (UncompletedJobError, FailedSubmissionError) as error:
-            said = str(error).strip().splitlines()[-1]
-            raise ConfigError(Violation("hydra.launcher", f"Slurm refuses such jobs: {said}")) from None
-        for job, one in zip(group, submitted, strict=True):
-            ids[job.number] = one.job_id
-            note = {"job_id": one.job_id, "error_output": str(one.paths.stderr)}
-            (job.run_dir / SUBMITTED).write_text(json.dumps(note) + "\n", encoding="utf-8")
+        submitted = submit(settings, [job.run_dir for job in group], code)
+        for job, (job_id, error_output) in zip(group, submitted, strict=True):
+            ids[job.number] = job_id
+            Submission(job_id=job_id, error_output=str(error_output), cluster=cluster).save(job.run_dir)
     return ids
 
 
-def _executor(settings: Slurm, folder: Path, code: Path | None) -> Any:
-    """An executor of submitit; `code` is a folder to import from."""
-    import submitit
-
-    executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=settings.max_num_timeout)
-    given = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _OURS}
-    # submitit passes an empty or absent option on as text.
-    parameters = {name: value for name, value in given.items() if value is not None}
-    executor.update_parameters(
-        **{name if name in _SHARED else f"slurm_{name}": value for name, value in parameters.items()},
-        slurm_setup=[*_environment_of_job(code), *(settings.setup or [])],
-        # One rank that failed would leave the others waiting for it.
-        slurm_srun_args=["--kill-on-bad-exit=1"],
-    )
-    return executor
-
-
-def _environment_of_job(code: Path | None) -> list[str]:
-    # Since Slurm 22.05 srun does not take over the cores that sbatch was asked for.
-    lines = ["export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}"]
-    if code is not None:
-        # Without the safe path, `python -m` would look into the working directory first.
-        lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH='{code}':$PYTHONPATH:'{Path.cwd()}'"]
-    return lines
-
-
 @contextmanager
-def _clean_environment() -> Iterator[None]:
-    """Hide what this process's own job, if it is one, has set; where Slurm is configured stays known."""
-    from submitit.helpers import clean_env
-
-    config = os.environ.get("SLURM_CONF")
-    with clean_env():
-        if config is not None:
-            os.environ["SLURM_CONF"] = config
+def _undisturbed() -> Iterator[None]:
+    """Let Ctrl-C wait, here and in sbatch: a job that was submitted and not written down would be submitted again."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
         yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _still_queued(jobs: Iterable[Job]) -> dict[int, str]:
-    """Jobs that an earlier start of the sweep has submitted and that have not ended, with Slurm's names of them."""
-    ids = {}
-    for job in jobs:
-        path = job.run_dir / SUBMITTED
-        if path.is_file():
-            ids[job.number] = str(json.loads(path.read_text(encoding="utf-8"))["job_id"])
-    if not ids:
+    """Jobs that an earlier start of the sweep has submitted and that have not ended, with Slurm's names of them.
+
+    Of the others the run directory no longer names a job of Slurm.
+    """
+    notes = {job: note for job in jobs if (note := Submission.load(job.run_dir)) is not None}
+    if not notes:
         return {}
-    found = query(list(ids.values()))
-    return {number: name for number, name in ids.items() if name in found and not found[name].has_ended}
-
-
-def _last_words(run_dir: Path) -> str:
-    """The last line that a job has printed to its error output, if any."""
-    try:
-        path = Path(json.loads((run_dir / SUBMITTED).read_text(encoding="utf-8"))["error_output"])
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip() and "slurmstepd" not in line), "")
+    here = cluster_name()
+    found = query([note.job_id for note in notes.values()])
+    ids = {}
+    for job, note in notes.items():
+        if note.cluster == here and note.job_id in found and not found[note.job_id].has_ended:
+            ids[job.number] = note.job_id
+        else:
+            Submission.forget(job.run_dir)
+    return ids
 
 
 def _is_to_cancel() -> bool:
@@ -289,7 +227,16 @@ def _is_to_cancel() -> bool:
     try:
         return input().strip().lower().startswith("c")
     except (KeyboardInterrupt, EOFError):
+        say("")
         return False
+
+
+def _last_line(error: Unreachable) -> str:
+    return (str(error).splitlines() or [""])[-1]
+
+
+def _counted(ids: Collection[int]) -> str:
+    return f"{len(ids)} job{'' if len(ids) == 1 else 's'}"
 
 
 def _listed(ids: Iterable[str], separator: str = ", ") -> str:

@@ -1,5 +1,6 @@
 """What Slurm says of jobs: from its controller, which every cluster has, and where that has forgotten, from `sacct`."""
 
+import os
 import re
 import subprocess
 from collections.abc import Collection, Iterator
@@ -79,6 +80,48 @@ def partitions() -> tuple[dict[str, float], str | None]:
     return limits, default
 
 
+def cluster_name() -> str:
+    """The cluster that answers here.
+
+    Raises:
+        Unreachable: none does.
+    """
+    said = _ask(["scontrol", "show", "config"])
+    match = re.search(r"^ClusterName\s*= (\S+)$", said.stdout, re.MULTILINE)
+    if match is None:
+        raise Unreachable(said.stderr.strip())
+    return match[1]
+
+
+def refusal(script: str) -> str | None:
+    """Why Slurm would not take a batch script; None where it would, if only to let the job wait.
+
+    `sbatch --test-only` says no to a job, too, that would have to wait for nodes that are down or drained. So its no is
+    tried out, with a job that may not start for an hour and is cancelled at once.
+
+    Raises:
+        Unreachable: Slurm does not answer now.
+    """
+    if _ask(["sbatch", "--test-only"], script).returncode == 0:
+        return None
+    said = _ask(["sbatch", "--parsable", "--begin=now+1hour"], script)
+    if said.returncode == 0:
+        cancel([said.stdout.strip().partition(";")[0]])
+        return None
+    lines = (line.removeprefix("sbatch: error: ") for line in said.stderr.splitlines())
+    return "; ".join(line for line in lines if line and not line.startswith("Try "))
+
+
+def is_requeued() -> bool:
+    """Whether the job that this process belongs to is to start again, or Slurm does not say.
+
+    A requeue counts as a restart once it is ordered.
+    """
+    said = _ask(["scontrol", "--oneliner", "show", "job", os.environ.get("SLURM_JOB_ID", "")])
+    restarts = _fields(said.stdout).get("Restarts")
+    return restarts is None or int(restarts) > int(os.environ.get("SLURM_RESTART_COUNT", 0))
+
+
 def cancel(job_ids: Collection[str]) -> None:
     """Ask Slurm to end jobs."""
     subprocess.run(["scancel", *job_ids], capture_output=True, timeout=_TIMEOUT_SECONDS, check=False)
@@ -146,14 +189,16 @@ def _named(text: str | None) -> str:
     return "" if text in (None, "None", "(null)", "None assigned", "Unknown") else str(text)
 
 
-def _ask(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    """Run one of Slurm's commands; one that is not there says nothing.
+def _ask(command: list[str], script: str | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run one of Slurm's commands, which may read a script; one that is not there says nothing.
 
     Raises:
         Unreachable: it takes too long.
     """
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+        return subprocess.run(
+            command, input=script, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{command[0]} takes more than {_TIMEOUT_SECONDS:g} s") from None
     except FileNotFoundError:

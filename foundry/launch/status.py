@@ -34,4 +34,5 @@ def last_line(error: BaseException) -> str:
     """The end of an error's traceback: its kind and what it says; of a user's mistakes all of them."""
     if isinstance(error, ConfigError):
         return "; ".join(map(str, error.violations))
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    return said.removeprefix(f"{type(error).__module__}.")

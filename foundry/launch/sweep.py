@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
@@ -20,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.root import Config, to_config
 from foundry.config.setting import check_fields
-from foundry.config.sweep import Sweep
+from foundry.config.sweep import Direction, Sweep
+from foundry.config.sweep import Sweeper as Options
 from foundry.launch.grid import Job, expand
 from foundry.launch.jobs import compose_jobs, set_number
 from foundry.launch.launchers import FrozenLauncher
@@ -32,12 +35,8 @@ from foundry.records.status import read_status
 _log = logging.getLogger(__name__)
 
 
-class Refused(BaseException):
-    """Carries mistakes past Hydra, which would add remarks to an exception of the task."""
-
-
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """A job that is known to be right: its place in the sweep, its words, and what they compose to."""
 
     entry: SweepJob
@@ -45,37 +44,33 @@ class _Prepared:
     config: Config
 
 
-class GridSweeper(Sweeper):
-    """Runs every combination of what is swept; the options are those of `Sweep`."""
+class CheckedSweeper(Sweeper):
+    """What foundry's sweepers share: jobs that are checked, written down, run and reported.
+
+    Attributes:
+        hydra_context: what Hydra reads options with.
+        config: of the sweep, with Hydra's part.
+        launcher: runs the jobs.
+        options: the sweeper's own.
+        sweep_dir: where the run directories of the jobs are.
+    """
 
     hydra_context: HydraContext
     config: DictConfig
     launcher: Launcher
-
-    def __init__(
-        self,
-        max_batch_size: int | None,
-        params: Mapping[str, str] | None,
-        zip: Sequence[Any],
-        exclude: Sequence[str],
-    ) -> None:
-        self._options = Sweep(
-            max_batch_size=max_batch_size,
-            params=dict(params or {}),
-            zip=[group if isinstance(group, str) else list(group) for group in zip],
-            exclude=list(exclude),
-        )
+    options: Options
+    sweep_dir: Path
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take what Hydra knows."""
         self.hydra_context, self.config = hydra_context, config
-        self._sweep_dir = Path(str(config.hydra.sweep.dir))
+        self.sweep_dir = Path(str(config.hydra.sweep.dir))
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        """Check every job, then run those that have not finished.
+        """Check, then run the jobs that have not finished.
 
         Args:
             arguments: the command line's words, without Hydra's own.
@@ -84,34 +79,101 @@ class GridSweeper(Sweeper):
             For each batch what the launcher says of its jobs.
 
         Raises:
-            ConfigError: with every mistake of every job; nothing has been written.
+            ConfigError: with every mistake; nothing has been written.
             SystemExit: 1, a job has failed; there is a line for each.
             Stopped: a signal ended the job that was running.
         """
-        composed = self._compose(self._expand(arguments))
-        launcher = str(self.config.hydra.runtime.choices["hydra/launcher"])
-        manifest = Manifest.begin(self._sweep_dir, sys.argv[1:], launcher)
-        jobs = self._numbered(composed, manifest)
-        manifest.check(self._sweep_dir, [job.entry for job in jobs], [job.config for job in jobs])
-        self._check_launcher(manifest, [config for _, config in composed])
-        manifest = manifest.with_jobs([job.entry for job in jobs])
-        with _held(self._sweep_dir):
-            manifest.save(self._sweep_dir)
-            waiting = [job for job in jobs if self._state(job) != "finished"]
-            self._write(waiting)
-            if finished := len(jobs) - len(waiting):
-                _log.info("%d of %d jobs have finished before", finished, len(jobs))
-            with _parent_run(self._sweep_dir):
-                results = [self._launch(batch) for batch in self._batches(waiting)]
-        self._report(jobs)
-        return results
-
-    def _expand(self, arguments: Sequence[str]) -> list[Job]:
-        if violations := [*check_fields(self._options, "hydra.sweeper"), *self._options.check()]:
+        if violations := [*check_fields(self.options, "hydra.sweeper"), *self.options.check()]:
             raise ConfigError(violations)
-        given = [f"{key}={value}" for key, value in (self._options.params or {}).items()]
+        given = [f"{key}={value}" for key, value in self.options.params.items()]
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        return expand(parser.parse_overrides([*given, *arguments]), self._options.zip, self._options.exclude)
+        return self.run(parser.parse_overrides([*given, *arguments]))
+
+    @abstractmethod
+    def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
+        """Check and run the jobs that these words make."""
+
+    def begin(self) -> Manifest:
+        """The sweep about to start, or to go on; nothing is written yet."""
+        launcher = str(self.config.hydra.runtime.choices["hydra/launcher"])
+        metric, direction = self.options.metric, self.options.direction.value
+        return Manifest.begin(self.sweep_dir, sys.argv[1:], launcher=launcher, metric=metric, direction=direction)
+
+    def prepare(self, jobs: Sequence[Job], manifest: Manifest) -> list[Prepared]:
+        """Compose and check jobs, and give each its place in the sweep.
+
+        Raises:
+            ConfigError: with every mistake of every job; or the directory holds another sweep, or the machine or
+                cluster cannot run such jobs.
+        """
+        composed = self._compose(jobs)
+        prepared = self._numbered(composed, manifest)
+        manifest.check(self.sweep_dir, [job.entry for job in prepared], [job.config for job in prepared])
+        self._check_launcher(manifest, [config for _, config in composed])
+        return prepared
+
+    def record(self, manifest: Manifest, jobs: Sequence[Prepared]) -> Manifest:
+        """Write the jobs down, with the run directories that a launcher finds; returns the sweep that has them."""
+        from foundry.tracking.mlflow_parent import ParentLink
+
+        manifest = manifest.with_jobs([job.entry for job in jobs])
+        manifest.save(self.sweep_dir)
+        OmegaConf.save(self.config, self.sweep_dir / "multirun.yaml")
+        for job in jobs:
+            if self.state(job) != "finished":
+                run_dir = self.run_dir(job)
+                queue(run_dir, job.config)
+                ParentLink.write(run_dir, self.sweep_dir, job.entry.index, job.entry.overrides)
+        return manifest
+
+    def launch(self, jobs: Sequence[Prepared]) -> Sequence[JobReturn]:
+        """Run jobs, and return what became of each."""
+        return self.launcher.launch([job.words for job in jobs], initial_job_idx=jobs[0].entry.index)
+
+    def run_dir(self, job: Prepared) -> Path:
+        """Where a job runs."""
+        return self.sweep_dir / job.entry.dir
+
+    def state(self, job: Prepared) -> str | None:
+        """How a job is, as its status.json says; None before there is one."""
+        return read_status(self.run_dir(job)).get("state")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Hold the directory while jobs run, and end the sweep's run in MLflow, if it has one, whatever happens.
+
+        Raises:
+            ConfigError: another process runs a sweep there.
+        """
+        from foundry.tracking.mlflow_parent import try_to_close_parent
+
+        with _held(self.sweep_dir):
+            stopped = True
+            try:
+                yield
+                stopped = False
+            finally:
+                are_left = isinstance(self.launcher, FrozenLauncher) and self.launcher.detached
+                uri = self.config.tracking.uri
+                try_to_close_parent(self.sweep_dir, uri=uri, stopped=stopped and not are_left)
+
+    def report(self, jobs: Sequence[Prepared]) -> None:
+        """The table and picture of the sweep, and a line for each job that has failed.
+
+        Raises:
+            SystemExit: 1, one has failed, or was stopped.
+        """
+        from rich.console import Console
+
+        from foundry.report import report
+
+        report(self.sweep_dir, Console())
+        failed = [job for job in jobs if self.state(job) in ("failed", "lost", "stopped")]
+        for job in failed:
+            run_dir = self.run_dir(job)
+            sys.stderr.write(f"{job.entry}: {read_status(run_dir)['reason']}; see {run_dir / 'foundry.log'}\n")
+        if failed:
+            raise SystemExit(1)
 
     def _compose(self, jobs: Sequence[Job]) -> list[tuple[Job, DictConfig]]:
         """Every job with what it composes to.
@@ -131,7 +193,7 @@ class GridSweeper(Sweeper):
             raise ConfigError(violations)
         return composed
 
-    def _numbered(self, composed: Sequence[tuple[Job, DictConfig]], manifest: Manifest) -> list[_Prepared]:
+    def _numbered(self, composed: Sequence[tuple[Job, DictConfig]], manifest: Manifest) -> list[Prepared]:
         """The jobs with their numbers and directories, which are written into their configurations too."""
         known = {job.id: job.dir for job in manifest.jobs}
         taken = {folder: id for id, folder in known.items()}
@@ -145,7 +207,7 @@ class GridSweeper(Sweeper):
             with read_write(config.hydra.sweep):
                 config.hydra.sweep.subdir = folder
             own = to_config(config)
-            jobs.append(_Prepared(sweep_job(index, folder, job, own), job.words, own))
+            jobs.append(Prepared(sweep_job(index, folder, job, own), job.words, own))
         return jobs
 
     def _check_launcher(self, manifest: Manifest, configs: Sequence[DictConfig]) -> None:
@@ -157,40 +219,42 @@ class GridSweeper(Sweeper):
             message = f"is {chosen}, which cannot go on with a sweep; choose sequential, local or slurm"
             raise ConfigError(Violation("hydra/launcher", message))
 
-    def _write(self, jobs: Sequence[_Prepared]) -> None:
-        """What a launcher finds: run directories that say which run they are for."""
-        from foundry.tracking.mlflow_parent import ParentLink
 
-        OmegaConf.save(self.config, self._sweep_dir / "multirun.yaml")
-        for job in jobs:
-            run_dir = self._sweep_dir / job.entry.dir
-            queue(run_dir, job.config)
-            ParentLink.write(run_dir, self._sweep_dir, job.entry.index, " ".join(job.entry.overrides))
+class GridSweeper(CheckedSweeper):
+    """Runs every combination of what is swept; the options are those of `Sweep`."""
 
-    def _batches(self, jobs: Sequence[_Prepared]) -> Iterator[Sequence[_Prepared]]:
-        size = self._options.max_batch_size or max(len(jobs), 1)
-        for start in range(0, len(jobs), size):
-            yield jobs[start : start + size]
+    def __init__(
+        self,
+        *,
+        params: Mapping[str, str],
+        metric: str,
+        direction: Direction,
+        max_batch_size: int | None,
+        zip: Sequence[Any],
+        exclude: Sequence[str],
+    ) -> None:
+        self.options = self._grid = Sweep(
+            params=dict(params),
+            metric=metric,
+            direction=direction,
+            max_batch_size=max_batch_size,
+            zip=[list(group) if isinstance(group, Sequence) and not isinstance(group, str) else group for group in zip],
+            exclude=list(exclude),
+        )
 
-    def _launch(self, jobs: Sequence[_Prepared]) -> Sequence[JobReturn]:
-        return self.launcher.launch([job.words for job in jobs], initial_job_idx=jobs[0].entry.index)
-
-    def _state(self, job: _Prepared) -> str | None:
-        return read_status(self._sweep_dir / job.entry.dir).get("state")
-
-    def _report(self, jobs: Sequence[_Prepared]) -> None:
-        """The table of the sweep, a line for each job that has failed, and exit code 1 if one has, or was stopped."""
-        from rich.console import Console
-
-        from foundry.report import report
-
-        report(self._sweep_dir, Console(), picture=False)
-        failed = [job for job in jobs if self._state(job) in ("failed", "lost", "stopped")]
-        for job in failed:
-            run_dir = self._sweep_dir / job.entry.dir
-            sys.stderr.write(f"{job.entry}: {read_status(run_dir)['reason']}; see {run_dir / 'foundry.log'}\n")
-        if failed:
-            raise SystemExit(1)
+    def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
+        """Check every job, then run those that have not finished."""
+        manifest = self.begin()
+        jobs = self.prepare(expand(overrides, self._grid.zip, self._grid.exclude), manifest)
+        with self.running():
+            self.record(manifest, jobs)
+            waiting = [job for job in jobs if self.state(job) != "finished"]
+            if finished := len(jobs) - len(waiting):
+                _log.info("%d of %d jobs have finished before", finished, len(jobs))
+            size = self._grid.max_batch_size or max(len(waiting), 1)
+            results = [self.launch(waiting[start : start + size]) for start in range(0, len(waiting), size)]
+        self.report(jobs)
+        return results
 
 
 def _subdir(config: DictConfig) -> str:
@@ -216,21 +280,3 @@ def _held(sweep_dir: Path) -> Iterator[None]:
             message = f"is {sweep_dir}, where another process runs a sweep; wait for it, or choose another"
             raise ConfigError(Violation("hydra.sweep.dir", message))
         yield
-
-
-@contextmanager
-def _parent_run(sweep_dir: Path) -> Iterator[None]:
-    """End the sweep's run in MLflow, if it has one, however the sweep ends."""
-    stopped = True
-    try:
-        yield
-        stopped = False
-    finally:
-        from foundry.tracking.destination import short_waits
-        from foundry.tracking.mlflow_parent import close_parent
-
-        try:
-            with short_waits():
-                close_parent(sweep_dir, stopped=stopped)
-        except Exception as error:
-            _log.warning("the sweep's run in MLflow stays open: %s: %s", type(error).__name__, error)

@@ -3,14 +3,18 @@
 The exit code is the run's: 0 finished, 1 failed, 2 refused by the data or the machine, 128 + n stopped by signal n.
 """
 
+import functools
 import json
 import logging
 import logging.config
 import os
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,15 +26,19 @@ from foundry.config.resolvers import register_resolvers
 from foundry.config.stopped import Stopped
 from foundry.launch.launchers import HYDRA_DIR
 from foundry.launch.local import WorkerFailed, is_consequence
+from foundry.launch.slurm_end import ErrorOutput
+from foundry.launch.slurm_queue import is_requeued
 from foundry.launch.start import start
 from foundry.launch.status import last_line
 from foundry.records.lock import is_held
 from foundry.records.status import write_status
+from foundry.records.strict_json import write_atomically
 
 log = logging.getLogger(__name__)
 
 _NOTES = ".failures"
-_PATIENCE_SECONDS = 5.0  # for another rank to say why it failed
+_PATIENCE_SECONDS = 3.0  # for another rank to say why it failed; Slurm's KillWait may be as short as 5
+_OUT_OF_TIME = "its time is up, as often as hydra.launcher.max_num_timeout allows; the same command goes on with it"
 _LOCKED_SECONDS = 120.0  # for a process of the run's last attempt to save and end
 
 
@@ -49,21 +57,34 @@ def work(run_dir: Path) -> int:
         SystemExit: submitit has put the job back into the queue, and wants this process to end.
     """
     rank = detect().rank
+    error_output = ErrorOutput(run_dir)
     _become_job(run_dir, rank)
     try:
         if rank == 0:
             _wait_for_last_attempt(run_dir)
         start(load_config(run_dir), run_dir)
+    except _OutOfTime as ended:
+        if rank == 0:
+            write_status(run_dir, state="stopped", reason=_OUT_OF_TIME)
+        return ended.code
     except Stopped as stopped:
         log.warning("%s", stopped)
+        if rank == 0 and stopped.state == "requeued" and not is_requeued():
+            write_status(run_dir, state="stopped", reason=f"{stopped.reason}; Slurm does not queue the job again")
         return 128 + stopped.signum
     except KeyboardInterrupt:
         if rank == 0:
             write_status(run_dir, state="stopped", reason="SIGINT")
         return 130
     except Exception as error:
-        return _record(error, run_dir, rank)
+        return _record(error, run_dir, rank, error_output)
     return 0
+
+
+class _OutOfTime(SystemExit):
+    """submitit would not put the job into the queue once more."""
+
+    code: int
 
 
 class SlurmTask:
@@ -73,6 +94,7 @@ class SlurmTask:
         """Work, and leave with the run's exit code, by which Slurm tells a job that failed."""
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
+        _end_when_out_of_time()
         if code := work(Path(run_dir)):
             sys.exit(code)
 
@@ -81,6 +103,27 @@ class SlurmTask:
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, run_dir)
+
+
+def _end_when_out_of_time() -> None:
+    """Have submitit's handler leave when it has no attempts left; it raises an error, which any code here may catch."""
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        handler = signal.getsignal(signum)
+        if callable(handler) and getattr(handler, "__name__", "").startswith("checkpoint_and_"):
+            signal.signal(signum, _leaving(handler))
+
+
+def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], Any]:
+    from submitit.core.utils import UncompletedJobError
+
+    @functools.wraps(handler)
+    def handle(signum: int, frame: FrameType | None) -> None:
+        try:
+            handler(signum, frame)
+        except UncompletedJobError:
+            raise _OutOfTime(128 + signum) from None
+
+    return handle
 
 
 def _become_job(run_dir: Path, rank: int) -> None:
@@ -101,12 +144,8 @@ def _wait_for_last_attempt(run_dir: Path) -> None:
         time.sleep(0.5)
 
 
-def _record(error: Exception, run_dir: Path, rank: int) -> int:
+def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutput) -> int:
     """Write down why this rank failed; on rank 0, why the run did. Returns the exit code."""
-    if _is_out_of_time(error):
-        if rank == 0:
-            write_status(run_dir, state="stopped", reason="reached its time limit hydra.launcher.max_num_timeout times")
-        return 140
     trace = error.trace if isinstance(error, WorkerFailed) and error.trace else traceback.format_exc()
     reason = last_line(error)
     consequence = is_consequence(type(error).__name__, reason)
@@ -119,14 +158,9 @@ def _record(error: Exception, run_dir: Path, rank: int) -> int:
         return 1
     log.error("failed:\n%s", trace)
     if consequence and detect().world_size > 1:
-        reason = _cause(run_dir) or reason
+        reason = _cause(run_dir, error_output) or reason
     write_status(run_dir, state="failed", reason=reason)
     return 2 if isinstance(error, ConfigError) else 1
-
-
-def _is_out_of_time(error: Exception) -> bool:
-    """Whether submitit would not put the job into the queue once more."""
-    return type(error).__name__ == "UncompletedJobError"
 
 
 def _note_path(run_dir: Path, rank: int | str) -> Path:
@@ -138,17 +172,19 @@ def _note_path(run_dir: Path, rank: int | str) -> Path:
 def _leave_note(run_dir: Path, rank: int, reason: str) -> None:
     path = _note_path(run_dir, rank)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"reason": f"rank {rank}: {reason}"}), encoding="utf-8")
+    write_atomically(path, json.dumps({"reason": f"rank {rank}: {reason}"}))
 
 
-def _cause(run_dir: Path) -> str | None:
-    """What another rank says is wrong, where this one failed only because that one was gone."""
-    pattern = _note_path(run_dir, "*")
+def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
+    """What is wrong with the rank without which this one failed: what it says itself, else what Slurm says of it."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
+        end = error_output.first_end()  # before the note, which a rank leaves before it ends
+        pattern = _note_path(run_dir, "*")
         for path in pattern.parent.glob(pattern.name):
-            time.sleep(0.1)  # it may still be being written
             return str(json.loads(path.read_text(encoding="utf-8"))["reason"])
+        if end is not None:
+            return end
         time.sleep(0.1)
     return None
 

@@ -12,6 +12,7 @@ LOCK = ".lock"
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_ours = set[Path]()
 log = logging.getLogger(__name__)
 
 
@@ -22,6 +23,8 @@ def hold(folder: Path, held: ExitStack) -> bool:
     Where the file system has no locks, the work goes on without one.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() in _ours:
+        return False
     file = held.enter_context((folder / LOCK).open("a"))
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -35,6 +38,8 @@ def hold(folder: Path, held: ExitStack) -> bool:
     file.truncate(0)
     file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one
     file.flush()
+    _ours.add(folder.resolve())
+    held.callback(_ours.remove, folder.resolve())
     return True
 
 
@@ -42,8 +47,9 @@ def is_held(folder: Path) -> bool | None:
     """Whether a process holds a directory; None where this machine cannot know.
 
     A lock that another machine took may not be seen from here, so its absence says nothing about that machine.
-    Not for the process that holds the lock: POSIX locks end when any file handle to them is closed.
     """
+    if folder.resolve() in _ours:  # to look would be to let go: a POSIX lock ends when any handle to the file is closed
+        return True
     try:
         with (folder / LOCK).open() as file:
             try:

@@ -7,20 +7,31 @@ server, a job that is queued again or sent later finds the same parent, and a sw
 
 import fcntl
 import json
+import logging
 import os
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from foundry.records.strict_json import write_atomically
-from foundry.tracking.destination import Destination, tracking_uri
-from foundry.tracking.masking import masked_text
+from foundry.tracking.destination import Destination, short_waits, tracking_uri
+from foundry.tracking.masking import masked, masked_text
+from foundry.tracking.overrides import brief, command_of, key_and_value, recorded_words, short_names
+from foundry.tracking.provenance import provenance
+from foundry.tracking.sweep import WAITING, Sweep
+from foundry.tracking.sweep_files import write_files
+from foundry.tracking.sweep_reading import SWEEP, read_sweep
+from foundry.tracking.sweep_table import summary
 
 FILE_NAME = "mlflow_parent.json"
 _LOCK = ".mlflow.lock"
-_GOING = {"queued", "running", "requeued"}
+_GOING = ("running", *WAITING)
+_DESCRIPTION = "mlflow.note.content"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,26 +40,47 @@ class ParentLink:
 
     Attributes:
         sweep: the sweep's directory, relative to the job's run directory.
-        tags: of the job's run: which job of which sweep it is.
+        job: its number.
+        swept: what it has otherwise than other jobs, by key; secrets are masked.
     """
 
     sweep: str
-    tags: Mapping[str, str]
+    job: int
+    swept: Mapping[str, str]
 
     @classmethod
-    def write(cls, run_dir: Path, sweep_dir: Path, index: int, overrides: str) -> None:
+    def write(cls, run_dir: Path, sweep_dir: Path, job: int, overrides: Sequence[str]) -> None:
         """Tell a job of its sweep, before it starts."""
-        tags = {"sweep_dir": str(sweep_dir.absolute()), "sweep_job": str(index), "overrides": masked_text(overrides)}
-        link = cls(sweep=os.path.relpath(sweep_dir, run_dir), tags=tags)
+        swept = _masked_values(map(key_and_value, overrides))
+        link = cls(sweep=os.path.relpath(sweep_dir, run_dir), job=job, swept=swept)
         write_atomically(run_dir / FILE_NAME, json.dumps(asdict(link), indent=2) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> "ParentLink | None":
-        """The link of a job; None for a run that is of no sweep."""
+        """The link of a job; None for a run that is of no sweep, or was copied out of one."""
         try:
-            return cls(**json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8")))
+            link = cls(**json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
+        return link if (run_dir / link.sweep / SWEEP).is_file() else None
+
+    @property
+    def run_name(self) -> str:
+        """`3: lr=0.001 seed=1`, by which a person tells the jobs of a sweep apart."""
+        names = short_names(list(self.swept))
+        settings = " ".join(f"{names[key]}={brief(value)}" for key, value in self.swept.items())
+        return f"{self.job}: {settings}" if settings else str(self.job)
+
+    def tags(self, run_dir: Path) -> dict[str, str]:
+        """Of the job's run: which job of which sweep it is, and the command that runs it by itself."""
+        sweep_dir = os.path.normpath(run_dir.absolute() / self.sweep)
+        command = command_of(recorded_words(run_dir), _facts(Path(sweep_dir)).get("command", ()))
+        return {
+            "sweep_dir": sweep_dir,
+            "sweep_job": str(self.job),
+            "overrides": _words(self.swept),
+            "command": masked_text(command),
+        }
 
     def parent_id(self, run_dir: Path, child: Destination) -> str | None:
         """The id of the parent, which the first job to ask makes, and which is running again if it had ended.
@@ -73,12 +105,16 @@ class ParentLink:
             parent = Destination.of(sweep_dir, uri=child.uri, experiment_name=child.experiment_name, run_name=name)
             parent.save(sweep_dir)
             store = MlflowStore(sweep_dir, parent)
+            if earlier is None or earlier.run_id is None:
+                store.apply([{"op": "tags", "values": _origin(sweep_dir)}])
             store.apply([{"op": "start"}])
             return store.connect()[1]
 
 
 def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = False) -> None:
-    """End the sweep's run in MLflow once no job is left that will run; where there is none, nothing is done.
+    """End the sweep's run in MLflow, with what came of it, once no job is left that will run.
+
+    Where there is no such run, nothing is done.
 
     Args:
         sweep_dir: the sweep's directory.
@@ -89,26 +125,89 @@ def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = Fal
         Exception: what MLflow raises.
     """
     parent = Destination.load(sweep_dir)
-    if parent is None or parent.run_id is None:
-        return
-    states = _states(sweep_dir)
-    if _GOING & states and not stopped:
+    if parent is None or parent.run_id is None or (not stopped and _is_going(sweep_dir)):
         return
     from foundry.tracking.mlflow_store import MlflowStore
 
-    status = "KILLED" if stopped else "FINISHED" if states == {"finished"} else "FAILED"
     if parent.is_masked:
         parent = replace(parent, uri=tracking_uri(uri))
-    end = {"op": "end", "status": status, "time_ms": time.time_ns() // 1_000_000}
-    MlflowStore(sweep_dir, parent).apply([end])
+    sweep = read_sweep(sweep_dir, locks=False)
+    status = "KILLED" if stopped else "FINISHED" if sweep.exit_code == 0 else "FAILED"
+    tags = _outcome(sweep)
+    store = MlflowStore(sweep_dir, parent)
+    client, run_id = store.connect()
+    known = client.get_run(run_id)
+    if known.info.status == status and tags.items() <= known.data.tags.items():
+        return  # the last job has done it
+    for operation in _closing(sweep, tags, status):
+        store.apply([operation])
 
 
-def _states(sweep_dir: Path) -> set[str]:
-    """How the jobs of a sweep are; one whose directory is gone is lost."""
-    states = set()
-    for job in json.loads((sweep_dir / "sweep.json").read_text(encoding="utf-8"))["jobs"]:
-        try:
-            states.add(json.loads((sweep_dir / job["dir"] / "status.json").read_text(encoding="utf-8"))["state"])
-        except FileNotFoundError:
-            states.add("lost")
-    return states
+def try_to_close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = False) -> None:
+    """The same; that a store does not answer, or not soon, is a line in the log and no more."""
+    try:
+        with short_waits():
+            close_parent(sweep_dir, uri=uri, stopped=stopped)
+    except Exception as error:
+        _log.warning("the sweep's run in MLflow stays open: %s: %s", type(error).__name__, error)
+
+
+def _facts(sweep_dir: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((sweep_dir / SWEEP).read_text(encoding="utf-8"))
+    return facts
+
+
+def _is_going(sweep_dir: Path) -> bool:
+    """Whether a job runs or will, as far as the jobs have said; one whose directory is gone does not."""
+    for job in reversed(_facts(sweep_dir)["jobs"]):
+        with suppress(FileNotFoundError):
+            if json.loads((sweep_dir / job["dir"] / "status.json").read_text(encoding="utf-8"))["state"] in _GOING:
+                return True
+    return False
+
+
+def _origin(sweep_dir: Path) -> dict[str, str]:
+    """Tags of a new parent: who started the sweep, how, and of what code."""
+    facts = _facts(sweep_dir)
+    tags = provenance(Path.cwd())
+    del tags["host"]  # of the first job only
+    tags |= {name: str(facts[name]) for name in ("launcher", "metric", "direction") if name in facts}
+    command = shlex.join(["python", "-m", "foundry", *facts.get("command", ())])
+    return tags | {"command": masked_text(command)}
+
+
+def _outcome(sweep: Sweep) -> dict[str, str]:
+    """Tags of a parent whose jobs have ended: how many are in which state, which is the best, and how to repeat it."""
+    lines = [masked_text(text.plain) for text in summary(sweep)]
+    tags = {
+        "jobs": ", ".join(f"{number} {state}" for state, number in sweep.counts.items()),
+        _DESCRIPTION: "  \n".join(f"`{line}`" for line in lines),  # Markdown: a line each, nothing in it is markup
+    }
+    if (best := sweep.best) is not None:
+        swept = _masked_values((key, best.values[key]) for key in sweep.names if key in best.values)
+        tags |= {"best_job": str(best.index), "best_overrides": _words(swept)}
+    return tags
+
+
+def _masked_values(settings: Iterable[tuple[str, str]]) -> dict[str, str]:
+    return {key: str(masked(value, key)) for key, value in settings}
+
+
+def _words(settings: Mapping[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def _closing(sweep: Sweep, tags: Mapping[str, str], status: str) -> Iterator[dict[str, Any]]:
+    """What ends a parent; its metric is that of the best job, so that sweeps can be compared, too."""
+    now = time.time_ns() // 1_000_000
+    yield {"op": "tags", "values": tags}
+    if (best := sweep.best) is not None and best.metric is not None:
+        yield {"op": "metrics", "time_ms": now, "step": 0, "values": {sweep.metric: best.metric}}
+    try:
+        files = write_files(sweep)
+    except Exception as error:  # the picture of a sweep is not worth a run that stays open
+        _log.warning("the sweep's run in MLflow has no report: %s: %s", type(error).__name__, error)
+        files = []
+    for file in files:
+        yield {"op": "artifact", "file": file.name, "to": ""}
+    yield {"op": "end", "status": status, "time_ms": now}

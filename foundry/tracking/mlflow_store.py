@@ -1,14 +1,17 @@
 """Carrying out operations on one run in MLflow. Every operation may be repeated: doing it twice is doing it once."""
 
+import fcntl
 import itertools
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foundry.records.lock import is_held
 from foundry.tracking.destination import DEFAULT_EXPERIMENT, Destination, experiment, sqlite_file
 from foundry.tracking.mlflow_parent import ParentLink, close_parent
 
@@ -81,15 +84,15 @@ class MlflowStore:
                 client.update_run(run_id, status="RUNNING")
             case "end":
                 client.set_terminated(run_id, status=first["status"], end_time=first["time_ms"])
-                if self._link is not None:
-                    close_parent(self._run_dir / self._link.sweep, uri=self._destination.uri)
+                if self._link is not None and not is_held(sweep_dir := self._run_dir / self._link.sweep):
+                    close_parent(sweep_dir, uri=self._destination.uri)  # else the sweep's process does
 
     def _tags_of_a_job(self) -> dict[str, str]:
         """What says that the run is a job of a sweep, whose own run is there and running after this."""
         if self._link is None:
             return {}
         parent = self._link.parent_id(self._run_dir, self._destination)
-        return {**self._link.tags, **({} if parent is None else {_PARENT_TAG: parent})}
+        return self._link.tags(self._run_dir) | ({} if parent is None else {_PARENT_TAG: parent})
 
 
 def _quiet_client(uri: str) -> "MlflowClient":
@@ -98,7 +101,23 @@ def _quiet_client(uri: str) -> "MlflowClient":
     if os.environ.get("MLFLOW_LOGGING_LEVEL", "WARNING") == "WARNING":
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
-    return MlflowClient(tracking_uri=uri)
+    with _alone_with(sqlite_file(uri)):
+        return MlflowClient(tracking_uri=uri)
+
+
+@contextmanager
+def _alone_with(database: Path | None) -> Iterator[None]:
+    """Keep other processes from opening a database at the same time: the first one makes its tables.
+
+    MLflow itself does not: of two that do so at once, one fails.
+    """
+    with ExitStack() as held:
+        if database is not None:
+            with suppress(OSError):  # a file system without locks, or a folder that is not there, as will be said
+                folder = os.open(database.parent, os.O_RDONLY)
+                held.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
 
 
 def _exists(client: "MlflowClient", run_id: str | None) -> bool:

@@ -10,6 +10,7 @@ from foundry.tracking.delivery import Delivery
 from foundry.tracking.destination import PENDING_FILE_NAME, Destination, short_waits, tracking_uri
 from foundry.tracking.masking import flattened, masked
 from foundry.tracking.metrics_file import evaluation_record, step_record
+from foundry.tracking.mlflow_parent import ParentLink
 from foundry.tracking.mlflow_store import MlflowStore, Operation
 from foundry.tracking.provenance import provenance
 from foundry.tracking.tolerance import tolerant
@@ -17,6 +18,7 @@ from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "requeued": "KILLED"}
 _NO_METRICS = ("step", "samples")
+_COMPARED = ("loss", "val_loss")  # come first: MLflow's comparison of runs opens with the metric it was given first
 
 
 class MLflowTracker:
@@ -30,7 +32,7 @@ class MLflowTracker:
         run_dir: the run directory; a run it already belongs to is continued.
         uri: None: MLFLOW_TRACKING_URI, else a database in the current directory.
         experiment_name: MLFLOW_EXPERIMENT_NAME stands in for the default.
-        run_name: None: the run directory's name.
+        run_name: None: the run directory's name, or of a sweep's job what tells it from the others.
         tags: further tags; they win over foundry's own.
         finish_seconds: at the end of the run, how long to wait at most until everything is delivered.
     """
@@ -48,7 +50,7 @@ class MLflowTracker:
         self._run_dir = Path(run_dir)
         self._uri = tracking_uri(uri)
         self._experiment_name = experiment_name
-        self._run_name = run_name or self._run_dir.absolute().name
+        self._run_name = run_name
         self._tags = dict(tags or {})
         self._finish_seconds = finish_seconds
         self._delivery: Delivery | None = None
@@ -58,15 +60,15 @@ class MLflowTracker:
     def on_start(self, event: RunStarted) -> None:
         """Begin to deliver; connecting happens in the background."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        destination = Destination.of(
-            self._run_dir, uri=self._uri, experiment_name=self._experiment_name, run_name=self._run_name
-        )
+        link = ParentLink.load(self._run_dir)
+        name = self._run_name or (self._run_dir.absolute().name if link is None else link.run_name)
+        destination = Destination.of(self._run_dir, uri=self._uri, experiment_name=self._experiment_name, run_name=name)
         destination.save(self._run_dir)
         self._open.enter_context(short_waits())
         self._delivery = Delivery(
             store=MlflowStore(self._run_dir, destination),
             pending_file=self._run_dir / PENDING_FILE_NAME,
-            prepare=lambda: self._first(event, Path.cwd()),
+            prepare=lambda: self._first(event, link, Path.cwd()),
             finish_seconds=self._finish_seconds,
             how_to_send=f"send them with: python -m foundry.tracking.sync dir={self._run_dir}",
         )
@@ -91,6 +93,7 @@ class MLflowTracker:
         if self._delivery is None:
             return
         with self._open:
+            self._put_best(event.result.get("best"))
             self._put_files("plots")
             self._put_files("")
             tags = {"state": event.state} | ({"reason": event.reason} if event.reason else {})
@@ -99,22 +102,34 @@ class MLflowTracker:
             self._delivery.close()
             self._delivery = None
 
-    def _first(self, event: RunStarted, directory: Path) -> Iterator[Operation]:
-        """What describes the run; made in the background, for git and YAML take their time."""
+    def _first(self, event: RunStarted, link: ParentLink | None, directory: Path) -> Iterator[Operation]:
+        """What describes the run; made in the background, for git and YAML take their time.
+
+        A swept choice of a group, such as `optimizer`, is no field of the configuration but a parameter to compare by.
+        """
         import yaml
 
         config = masked(event.config)
         plan = {name: value for name, value in masked(event.plan).items() if isinstance(value, (str, int, float))}
         tags = provenance(directory) | {"config_hash": event.config_hash, "run_dir": str(self._run_dir.absolute())}
+        tags |= {} if link is None else link.tags(self._run_dir)
+        swept = {} if link is None else link.swept
         yield {"op": "start"}
         yield {"op": "tags", "values": tags | {str(key): str(value) for key, value in masked(self._tags).items()}}
-        yield {"op": "params", "values": flattened(config) | flattened(plan, "plan.")}
+        yield {"op": "params", "values": {**swept, **flattened(config), **flattened(plan, "plan.")}}
         yield {"op": "text", "file": "config.yaml", "text": yaml.safe_dump(_plain(config), sort_keys=False)}
 
     def _put_metrics(self, record: dict[str, Any]) -> None:
-        values = {name: value for name, value in record.items() if name not in _NO_METRICS}
+        values = {name: record[name] for name in _COMPARED if name in record}
+        values |= {name: value for name, value in record.items() if name not in _NO_METRICS}
         values["samples"] = record["samples"]
         self._put({"op": "metrics", "time_ms": _now_ms(), "step": record["step"], "values": values})
+
+    def _put_best(self, best: Mapping[str, Any] | None) -> None:
+        """The best evaluation under a name of its own; MLflow's tables and plots show the last value of a metric."""
+        if best is not None:
+            values = {f"best_{name}": value for name, value in best.items() if name != "step"}
+            self._put({"op": "metrics", "time_ms": _now_ms(), "step": best["step"], "values": values})
 
     def _put_files(self, folder: str) -> None:
         """The files of `plots/`, or the run directory's own records."""

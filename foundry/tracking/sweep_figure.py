@@ -6,9 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from foundry.tracking.canvas import BLUE, GREEN, GREY, ORANGE, RED, blank, dress
-from foundry.tracking.sweep import Job, Sweep, Which, evaluations
-from foundry.tracking.sweep_panels import Frame, Palette, Parameter, draw_grid, draw_parameter, is_grid
-from foundry.tracking.sweep_table import metric_text
+from foundry.tracking.sweep import Job, Sweep
+from foundry.tracking.sweep_panels import PRUNED, Frame, Palette, Parameter, draw_grid, draw_parameter, is_grid
+from foundry.tracking.sweep_reading import evaluations
+from foundry.tracking.sweep_table import metric_text, why_no_best
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,15 +42,16 @@ def sweep_figure(sweep: Sweep) -> "Figure":
 
 
 def _parameter_panels(sweep: Sweep, palette: Palette) -> Iterator[Panel]:
-    values = [job.metric for job in sweep.jobs if job.metric is not None and job.has_metric and not job.has_failed]
-    if not values:
+    measured = [job for job in sweep.jobs if job.has_metric and not job.has_failed]
+    if not measured:
         return
-    parameters = [Parameter.read(sweep, key) for key in sweep.names]
+    parameters = Parameter.read_all(sweep)
     if is_grid(parameters, len(sweep.jobs)):
         across, up = _as_axes(parameters)
         yield partial(draw_grid, sweep=sweep, across=across, up=up, palette=palette)
         return
-    frame = Frame.around(values)
+    whole = [job for job in measured if job.is_complete] or measured
+    frame = Frame.around(job.metric for job in whole if job.metric is not None)
     for parameter in parameters[:_MOST_PARAMETERS]:
         yield partial(draw_parameter, sweep=sweep, parameter=parameter, frame=frame, palette=palette)
 
@@ -62,7 +64,7 @@ def _as_axes(parameters: Sequence[Parameter]) -> tuple[Parameter, Parameter]:
 
 def _left_inches(sweep: Sweep) -> float:
     """Room for the names at the left of a map."""
-    parameters = [Parameter.read(sweep, key) for key in sweep.names]
+    parameters = Parameter.read_all(sweep)
     if not is_grid(parameters, len(sweep.jobs)):
         return 0.85
     return 0.6 + 0.085 * _as_axes(parameters)[1].widest_label()
@@ -76,9 +78,9 @@ def _draw_curves(axes: "Axes", sweep: Sweep, palette: Palette) -> None:
     axes.set_ylabel(name)
     if not curves:
         axes.set_axis_off()
-        axes.text(0.5, 0.5, f"no job has a {sweep.metric}", transform=axes.transAxes, ha="center", color=GREY)
+        axes.text(0.5, 0.5, "no learning curves", transform=axes.transAxes, ha="center", color=GREY)
         return
-    _fit_curves([points for _, points in curves], axes)
+    Frame.around(value for _, points in curves for _, value in points).apply(axes)
     alpha = 0.9 if len(curves) <= 40 else 0.45
     for job, points in reversed(curves):
         steps, values = zip(*points, strict=True)
@@ -109,11 +111,16 @@ def _draw_curves(axes: "Axes", sweep: Sweep, palette: Palette) -> None:
 
 
 def _curves(sweep: Sweep) -> tuple[str, list[Curve]]:
-    measured = [(job, evaluations(job, sweep.metric)) for job in sweep.jobs]
+    measured = _finite_curves(sweep, sweep.metric)
     if any(len(points) > 1 for _, points in measured):
-        return sweep.metric, [(job, _thinned(points)) for job, points in measured if points]
-    trained = [(job, evaluations(job, "loss")) for job in sweep.jobs]
-    return "training loss", [(job, _thinned(points)) for job, points in trained if points]
+        return sweep.metric, measured
+    return "training loss", _finite_curves(sweep, "loss")
+
+
+def _finite_curves(sweep: Sweep, metric: str) -> list[Curve]:
+    """What was measured of each job, if a number was among it."""
+    curves = [(job, evaluations(job, metric)) for job in sweep.jobs]
+    return [(job, _thinned(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -122,23 +129,16 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [*points[:-1:stride], points[-1]]
 
 
-def _fit_curves(curves: Sequence[Sequence[tuple[int, float]]], axes: "Axes") -> None:
-    """A frame for where curves go, not for where a few of them burst."""
-    finite = [[value for _, value in points if math.isfinite(value)] for points in curves]
-    finite = [values for values in finite if values]
-    if finite:
-        Frame.around(value for values in finite for value in values).apply(axes)
-
-
 def _head(figure: "Figure", sweep: Sweep, width: float, height: float) -> None:
     """Title and best job at the left, what the marks mean at the right."""
     best, number = sweep.best, len(sweep.jobs)
     left, line = 0.3 / width, 0.3 / height
-    kind = "best " if sweep.which is Which.best else ""
-    title = f"{kind}{sweep.metric} of {number} job{'s' * (number != 1)}"
+    title = f"{sweep.metric_name} of {number} job{'s' * (number != 1)}"
     figure.text(left, 1 - line, title, fontsize=14, fontweight="bold", va="center")
-    if best is not None:
-        settled = "best" if best.state == "finished" else "best so far"
+    if best is None:
+        figure.text(left, 1 - 1.85 * line, why_no_best(sweep), color=GREY, va="center")
+    else:
+        settled = "best" if best.is_complete else "best so far"
         said = [f"{settled}: job {best.index}", metric_text(best.metric), sweep.settings(best)]
         text = "   ".join(part for part in said if part)
         longest = int(11.5 * width)
@@ -168,8 +168,13 @@ def _handles(sweep: Sweep) -> Iterator["Line2D"]:
     counts = sweep.counts
     if sweep.best is not None:
         yield handle("best", "*", ORANGE, 13)
-    if number := counts.get("finished", 0):
-        yield handle(f"{number} finished" + (", the darker the better" if number > 2 else ""), "o", BLUE, 7.5)
+    if number := sum(job.is_complete and not job.has_diverged for job in sweep.jobs):
+        are_shaded = sum(job.is_complete and job.has_metric for job in sweep.jobs) > 2
+        yield handle(f"{number} finished" + (", the darker the better" if are_shaded else ""), "o", BLUE, 7.5)
+    if number := sum(job.has_diverged for job in sweep.jobs):
+        yield handle(f"{number} diverged", "x", GREY, 7.5)
+    if number := sum(job.is_pruned for job in sweep.jobs):
+        yield handle(f"{number} pruned", "o", PRUNED, 7.5, is_filled=False)
     if number := counts.get("running", 0):
         yield handle(f"{number} running", "o", GREEN, 7.5, is_filled=False)
     if number := counts.get("queued", 0) + counts.get("requeued", 0):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from statistics import median, quantiles
+from statistics import median, median_low, quantiles
 from typing import TYPE_CHECKING
 
 from foundry.tracking.canvas import BLUE, GREEN, GREY, ORANGE, RED, dress
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 WIDE_SPAN = 20.0
 """Positive values whose largest is more than this many times the smallest are drawn on a logarithmic axis."""
+
+PRUNED = "#c2a5cf"
+"""Of jobs that a search ended early."""
 
 _PALE, _FAILED_CELL, _MOST_TICKS, _LONGEST_LABEL = "#cfd9f7", "#fdecec", 7, 22
 _MANY_JOBS = 60  # drawn smaller
@@ -45,6 +48,29 @@ class Parameter:
             return cls(sweep.names[key], numbers, ())
         labels = tuple(dict.fromkeys(texts.values()))
         return cls(sweep.names[key], {index: labels.index(text) for index, text in texts.items()}, labels)
+
+    @classmethod
+    def read_all(cls, sweep: Sweep) -> list["Parameter"]:
+        """The swept parameters; those that always go together, as zipped ones do, are one.
+
+        Where no value occurs twice, as in a random search, nothing can be said to go together.
+        """
+        together: dict[tuple[float, ...], list[Parameter]] = {}
+        for key in sweep.names:
+            parameter = cls.read(sweep, key)
+            order = list(parameter.at.values())
+            alike = tuple(order.index(place) for place in order)
+            together.setdefault(alike if len(set(alike)) < len(order) else (len(together), -1), []).append(parameter)
+        return [parameters[0] if len(parameters) == 1 else cls._joined(parameters) for parameters in together.values()]
+
+    @classmethod
+    def _joined(cls, parameters: Sequence["Parameter"]) -> "Parameter":
+        """Categories, each named by the values that go together."""
+        first = parameters[0]
+        names = {index: ", ".join(one.label(one.at[index]) for one in parameters) for index in first.at}
+        labels = tuple(dict.fromkeys(names.values()))
+        places = {index: float(labels.index(name)) for index, name in names.items()}
+        return cls(", ".join(one.name for one in parameters), places, labels)
 
     @property
     def values(self) -> list[float]:
@@ -76,13 +102,13 @@ class Frame:
         low, high = finite[0], finite[-1]
         is_log = low > 0 and high > WIDE_SPAN * low
         if is_log:
-            margin = (high / low) ** 0.06
+            margin = (high / low) ** 0.09
             return cls(low / margin, high * margin, True)
         if len(finite) >= 5:
             first, _, third = quantiles(finite, n=4)
             reach = 4 * (third - first) or math.inf
             low, high = max(low, first - reach), min(high, third + reach)
-        margin = 0.08 * (high - low) or 0.05 * abs(high) or 0.5
+        margin = 0.09 * (high - low) or 0.05 * abs(high) or 0.5
         return cls(low - margin, high + margin, False)
 
     def apply(self, axes: "Axes") -> None:
@@ -102,7 +128,7 @@ class Palette:
 
     def __init__(self, sweep: Sweep) -> None:
         self.best = sweep.best
-        ranked = [job.index for job in sweep.jobs if job.state == "finished" and job.has_metric]
+        ranked = [job.index for job in sweep.jobs if job.is_complete and job.has_metric]
         shades = shading()
         self._shades = {index: shades(place / max(len(ranked) - 1, 1)) for place, index in enumerate(ranked)}
 
@@ -112,6 +138,8 @@ class Palette:
             return ORANGE
         if job.has_failed:
             return RED
+        if job.is_pruned:
+            return PRUNED
         return self._shades.get(job.index, GREEN if job.is_going else GREY)
 
 
@@ -126,26 +154,35 @@ def draw_parameter(axes: "Axes", sweep: Sweep, parameter: Parameter, frame: Fram
     """The metric of each job against a parameter; the best at each value, or the median of each category, as a line."""
     dress(axes)
     axes.set_xlabel(parameter.name)
-    axes.set_ylabel(sweep.metric)
+    axes.set_ylabel(sweep.metric_name)
     frame.apply(axes)
     place = _scale_categories(axes, parameter, sweep) if parameter.labels else _scale_numbers(axes, parameter)
     measured = [job for job in sweep.jobs if job.has_metric and not job.has_failed]
-    _draw_trend(axes, sweep, parameter, [job for job in measured if job.state == "finished"])
+    _draw_trend(axes, sweep, parameter, [job for job in measured if job.is_complete])
     size = 7.5 if len(measured) <= _MANY_JOBS else 4.5
     for job in reversed(measured):  # the best on top
         _draw_job(axes, place(job), job, frame, palette, size)
     edge = 0.965 if sweep.minimize else 0.035  # the bad end
-    failed = [place(job) for job in sweep.jobs if job.has_failed]
     transform = axes.get_xaxis_transform()
-    axes.plot(
-        failed, [edge] * len(failed), "x", color=RED, transform=transform, markersize=7, markeredgewidth=1.8, zorder=4
-    )
+    for job in sweep.jobs:
+        if job.has_failed or job.has_diverged:
+            colour = RED if job.has_failed else GREY
+            axes.plot(
+                [place(job)],
+                [edge],
+                "x",
+                color=colour,
+                transform=transform,
+                markersize=7,
+                markeredgewidth=1.8,
+                zorder=4,
+            )
 
 
 def _draw_job(axes: "Axes", x: float, job: Job, frame: Frame, palette: Palette, size: float) -> None:
     assert job.metric is not None
     y = min(max(job.metric, frame.low), frame.high)
-    is_inside, is_done, is_best = y == job.metric, job.state == "finished", job is palette.best
+    is_inside, is_done, is_best = y == job.metric, job.is_complete, job is palette.best
     axes.plot(
         [x],
         [y],
@@ -180,7 +217,8 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[Job], float]
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     values = parameter.values
-    is_log = values[0] > 0 and values[-1] > WIDE_SPAN * values[0]
+    is_wide = values[0] > 0 and values[-1] > WIDE_SPAN * values[0]
+    is_log = is_wide and median_low(values) < 0.35 * values[-1]  # else they lie evenly, but for a small one
     axes.margins(x=0.06)
     if is_log:
         axes.set_xscale("log")
@@ -246,15 +284,16 @@ def draw_grid(axes: "Axes", sweep: Sweep, across: Parameter, up: Parameter, pale
             axes.plot([x], [y], "x", color=RED, markersize=9, markeredgewidth=2)
         elif job.has_metric:
             goodness = shade(job)
-            is_done = job.state == "finished"
+            is_done = job.is_complete
             if is_done:
                 cell.set_facecolor(shading()(goodness))
-            colour = "white" if is_done and goodness < 0.55 else ("#111827" if is_done else GREEN)
+            colour = "white" if is_done and goodness < 0.55 else ("#111827" if is_done else palette.colour(job))
             weight = "bold" if job is palette.best else "normal"
             text = metric_text(job.metric) + ("" if is_done else "*")
             axes.text(x, y, text, ha="center", va="center", fontsize=size, color=colour, fontweight=weight)
         else:
-            axes.text(x, y, job.state, ha="center", va="center", fontsize=0.8 * size, color=GREY)
+            said = metric_text(job.metric) if job.has_diverged else job.state
+            axes.text(x, y, said, ha="center", va="center", fontsize=0.8 * size, color=GREY)
         if job is palette.best:
             frame = Rectangle(
                 (x - 0.47, y - 0.47), 0.94, 0.94, facecolor="none", edgecolor=ORANGE, linewidth=3, zorder=4
@@ -265,7 +304,13 @@ def draw_grid(axes: "Axes", sweep: Sweep, across: Parameter, up: Parameter, pale
 def _name_cells(axes: "Axes", across: Parameter, up: Parameter) -> None:
     names = [across.label(value) for value in across.values]
     is_long = sum(map(len, names)) > 48
-    axes.set_xticks(range(len(names)), names, rotation=30 if is_long else 0, ha="right" if is_long else "center")
+    axes.set_xticks(
+        range(len(names)),
+        names,
+        rotation=30 if is_long else 0,
+        ha="right" if is_long else "center",
+        rotation_mode="anchor",
+    )
     axes.set_yticks(range(len(up.values)), [up.label(value) for value in up.values])
     axes.set_xlabel(across.name)
     axes.set_ylabel(up.name)

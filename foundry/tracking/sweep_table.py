@@ -1,25 +1,19 @@
-"""A sweep for people and scripts: the table, report.csv and report.json."""
+"""A sweep on the terminal: a row for each job, what there is to say of some, and the summary."""
 
-import csv
-import io
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from foundry.records.strict_json import encode, write_atomically
 from foundry.tracking.figures import duration
-from foundry.tracking.sweep import Job, Sweep, Which
-
-CSV, JSON = "report.csv", "report.json"
-"""The files in a sweep's directory."""
+from foundry.tracking.overrides import brief
+from foundry.tracking.sweep import Job, Sweep
 
 _STYLES = {
     "finished": "green",
@@ -30,7 +24,9 @@ _STYLES = {
     "failed": "red",
     "lost": "red",
 }
-_FACTS = ("job", "state", "step", "total_steps", "seconds", "note", "run_dir")
+_MOST_NUMBERS = 8  # of jobs with the same note
+_ANY_WIDTH = 10_000
+_ROWS_BESIDES = 6  # title, head and lines around the jobs of a table
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class _Column:
 def show(sweep: Sweep, console: Console) -> None:
     """Print the table and the summary; without colours, boxes and line breaks where nobody watches."""
     if console.is_terminal:
-        console.print(screen(sweep))
+        console.print(screen(sweep, console))
         return
     for line in _plain(sweep):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -50,44 +46,54 @@ def show(sweep: Sweep, console: Console) -> None:
         console.print(text, soft_wrap=True)
 
 
-def screen(sweep: Sweep) -> Group:
-    """The jobs, the best first; below them what there is to say of some, and the summary."""
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=str(sweep.folder), title_justify="left", title_style="bold"
-    )
-    for column in _columns(sweep):
-        is_log = column.name == "log"  # the first to be cut on a narrow screen
-        side: Literal["left", "right"] = "right" if column.is_number else "left"
-        table.add_column(column.name, justify=side, no_wrap=not is_log, overflow="ellipsis")
-    for job in sweep.jobs:
-        cells = [Text(cell) for cell in _cells(sweep, job)]
-        cells[len(sweep.names) + 1].stylize(_STYLES.get(job.state, ""))
-        if job.log.is_file():
-            name = os.path.relpath(job.log, sweep.folder)
-            cells[-1] = Text(name, style=f"dim link file://{job.log.resolve()}")
-        table.add_row(*cells, style="bold" if job is sweep.best else "")
-    notes = [
-        Text(f"job {job.index}: ", style=_STYLES.get(job.state, "")) + Text(f"{job.note}; {os.path.relpath(job.log)}")
-        for job in sweep.jobs
-        if job.note
-    ]
-    return Group(table, *notes, *summary(sweep))
+def screen(sweep: Sweep, console: Console, *, scrolls: bool = True) -> Group:
+    """The jobs, the best first; below them what there is to say of some, and the summary.
+
+    Args:
+        sweep: as it stands.
+        console: where it is shown; without the logs' names where it is narrow.
+        scrolls: False: leave out jobs where the console is too low for all.
+    """
+    below = [*_notes(sweep), *summary(sweep)]
+    jobs: Sequence[Job] = sweep.jobs
+    if not scrolls:
+        used = _ROWS_BESIDES + len(console.render_lines(Group(*below)))
+        jobs = _most_telling(jobs, max(console.height - used, 3))
+    left_out = len(sweep.jobs) - len(jobs)
+    said = [Text(f"and {left_out} more jobs", style="dim")] if left_out else []
+    table = _table(sweep, jobs)
+    if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum > console.width:
+        table = _table(sweep, jobs, with_log=False)
+    title = Text(str(sweep.folder), style="bold", no_wrap=True, overflow="ellipsis")
+    return Group(title, table, *said, *below)
 
 
 def summary(sweep: Sweep) -> Iterator[Text]:
     """How many jobs are in which state, which is the best, and how to repeat it."""
     states = [Text(f"{number} {state}", style=_STYLES.get(state, "")) for state, number in sweep.counts.items()]
     number = len(sweep.jobs)
-    yield Text(f"{number} job{'s' * (number != 1)}: ") + Text(", ").join(states)
+    pruned = sum(job.is_pruned for job in sweep.jobs)
+    also = f"; {pruned} of them pruned" if pruned else ""
+    yield Text(f"{number} job{'s' * (number != 1)}: ") + Text(", ").join(states) + Text(also)
+    arrays = dict.fromkeys(job.slurm_id.partition("_")[0] for job in sweep.jobs if job.slurm_id)
+    if arrays:
+        yield Text(f"in Slurm: squeue --jobs={','.join(arrays)}")
     best = sweep.best
     if best is None:
-        yield Text(f"no job has a {sweep.metric} yet" if sweep.is_going else "no job has finished")
+        yield Text(why_no_best(sweep))
         return
-    settled = "best" if best.state == "finished" else "best so far"
-    name = f"best {sweep.metric}" if sweep.which is Which.best else sweep.metric
-    said = [f"job {best.index}", f"{name} {metric_text(best.metric)}", sweep.settings(best)]
+    settled = "best" if best.is_complete else "best so far"
+    said = [f"job {best.index}", f"{sweep.metric_name} {metric_text(best.metric)}", sweep.settings(best)]
     yield Text(f"{settled}: ", style="bold") + Text(", ".join(part for part in said if part))
     yield Text("repeat: ", style="bold") + Text(sweep.repeat(best))
+
+
+def why_no_best(sweep: Sweep) -> str:
+    """What is said in place of the best job where there is none."""
+    if sweep.is_going:
+        return f"no job has a {sweep.metric} yet"
+    have_finished = any(job.state == "finished" for job in sweep.jobs)
+    return f"no job has a finite {sweep.metric}" if have_finished else "no job has finished"
 
 
 def metric_text(value: float | None) -> str:
@@ -97,67 +103,42 @@ def metric_text(value: float | None) -> str:
     return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
-def write_csv(sweep: Sweep) -> Path:
-    """A row per job: what was swept, how it stands, and every number of its result; an empty cell where none is."""
-    results = [dict(_numbers(job.result)) for job in sweep.jobs]
-    measured = list(dict.fromkeys(name for result in results for name in result if name not in _FACTS))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["job", *sweep.names, *_FACTS[1:], "metric", *(name for name in measured if name != "metric")])
-    for job, result in zip(sweep.jobs, results, strict=True):
-        facts = _facts(sweep, job)
-        values = [job.values.get(key) for key in sweep.names]
-        numbers = [result.get(name) for name in measured if name != "metric"]
-        writer.writerow([job.index, *values, *(facts[name] for name in _FACTS[1:]), job.metric, *numbers])
-    path = sweep.folder / CSV
-    write_atomically(path, text.getvalue())
-    return path
+def _table(sweep: Sweep, jobs: Sequence[Job], *, with_log: bool = True) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = _columns(sweep) if with_log else _columns(sweep)[:-1]
+    for column in columns:
+        is_cut_first = column.name in sweep.names.values()  # on a narrow screen
+        side: Literal["left", "right"] = "right" if column.is_number else "left"
+        table.add_column(column.name, justify=side, no_wrap=not is_cut_first, overflow="ellipsis")
+    for job in jobs:
+        cells = [Text(cell) for cell in _cells(sweep, job)]
+        cells[len(sweep.names) + 1].stylize(_STYLES.get(job.state, ""))
+        if job.log.is_file():
+            link = f"link file://{job.log.resolve()}"
+            cells[0].stylize(link)
+            cells[-1] = Text(os.path.relpath(job.log, sweep.folder), style=f"dim {link}")
+        table.add_row(*cells[: len(columns)], style="bold" if job is sweep.best else "")
+    return table
 
 
-def write_json(sweep: Sweep) -> Path:
-    """The same for scripts, with the best job and the words of each."""
-    best = sweep.best
-    content = {
-        "metric": sweep.metric,
-        "direction": "minimize" if sweep.minimize else "maximize",
-        "which": sweep.which.value,
-        "counts": sweep.counts,
-        "best": None if best is None else best.index,
-        "repeat": None if best is None else sweep.repeat(best),
-        "jobs": [
-            _facts(sweep, job)
-            | {
-                "metric": job.metric,
-                "swept": {key: job.values.get(key) for key in sweep.names},
-                "overrides": job.overrides,
-                "result": job.result,
-            }
-            for job in sweep.jobs
-        ],
-    }
-    path = sweep.folder / JSON
-    write_atomically(path, encode(content) + "\n")
-    return path
+def _most_telling(jobs: Sequence[Job], number: int) -> Sequence[Job]:
+    """So many of the jobs, in their order: those that run, then from the top."""
+    chosen = {job.index for job in sorted(jobs, key=lambda job: job.state != "running")[:number]}
+    return [job for job in jobs if job.index in chosen]
 
 
-def _facts(sweep: Sweep, job: Job) -> dict[str, Any]:
-    return {
-        "job": job.index,
-        "state": job.state,
-        "step": job.step,
-        "total_steps": job.total_steps,
-        "seconds": job.seconds,
-        "note": job.note,
-        "run_dir": os.path.relpath(job.run_dir, sweep.folder),
-    }
-
-
-def _numbers(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in result.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", value
+def _notes(sweep: Sweep) -> Iterator[Text]:
+    """What there is to say of jobs, once for those of which it is the same."""
+    by_note: dict[str, list[Job]] = {}
+    for job in sweep.jobs:
+        if job.note:
+            by_note.setdefault(job.note, []).append(job)
+    for note, jobs in by_note.items():
+        numbers = ", ".join(str(job.index) for job in jobs[:_MOST_NUMBERS])
+        more = f" and {len(jobs) - _MOST_NUMBERS} more" if len(jobs) > _MOST_NUMBERS else ""
+        said = Text(f"job{'s' * (len(jobs) > 1)} {numbers}{more}: ", style=_STYLES.get(jobs[0].state, ""))
+        log = next((f"; {os.path.relpath(job.log)}" for job in jobs if job.log.is_file()), "")
+        yield said + Text(f"{note}{log}")
 
 
 def _columns(sweep: Sweep) -> list[_Column]:
@@ -165,13 +146,12 @@ def _columns(sweep: Sweep) -> list[_Column]:
         _Column(name, all(_is_number(job.values.get(key, "0")) for job in sweep.jobs))
         for key, name in sweep.names.items()
     ]
-    measured = f"best {sweep.metric}" if sweep.which is Which.best else sweep.metric
     return [
         _Column("job", True),
         *swept,
         _Column("state"),
         _Column("step", True),
-        _Column(measured, True),
+        _Column(sweep.metric_name, True),
         _Column("time", True),
         _Column("log"),
     ]
@@ -180,11 +160,11 @@ def _columns(sweep: Sweep) -> list[_Column]:
 def _cells(sweep: Sweep, job: Job) -> list[str]:
     done = "-" if job.step is None else str(job.step)
     measured = metric_text(job.metric)
-    if job.metric is not None and job.state != "finished":
+    if job.metric is not None and not job.is_complete:
         measured += "*"  # not of the whole run
     return [
         str(job.index),
-        *(job.values.get(key, "-") for key in sweep.names),
+        *(brief(job.values.get(key, "-")) for key in sweep.names),
         job.state,
         done if job.total_steps is None else f"{done}/{job.total_steps}",
         measured,

@@ -26,6 +26,7 @@ from foundry.training.interruption import Boundary, Interruption
 from foundry.training.memory_error import OutOfMemoryError
 from foundry.training.progress import Progress
 from foundry.training.protocols import Keeper, Schedule, WindowSource
+from foundry.training.pruning import Pruning
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
 
@@ -60,6 +61,7 @@ class Trainer:
         evaluation_interval: between evaluations; None: only at the end.
         evaluator: measures the model on held-out data and draws samples.
         early_stopping: ends the run when evaluations no longer improve.
+        pruning: ends the run when the search that proposed it sees no promise in it; None: no search may.
         best: the best evaluation so far.
         keeper: writes checkpoints, and brings back the last one.
         agreement: what the ranks tell each other at step boundaries.
@@ -83,6 +85,7 @@ class Trainer:
     evaluation_interval: Interval | EpochInterval | None
     evaluator: Evaluator
     early_stopping: EarlyStopping
+    pruning: Pruning | None
     best: Best
     keeper: Keeper
     agreement: Agreement
@@ -124,18 +127,19 @@ class Trainer:
             if self.save_final or last.is_best:
                 self._save(last, wait=True)
             self.keeper.finish()
-        val_loss = last.metrics["val_loss"]
         result = {
             "status": "finished",
             "step": self.progress.steps,
             "samples": self.progress.samples,
             "tokens": self.progress.tokens,
             "loss": self._loss,
-            "val_loss": val_loss,
+            **last.metrics,
             "best": self.best.result(),
             "config_hash": started.config_hash,
-            "metric": val_loss,
+            "metric": last.metrics["val_loss"],
         }
+        if self.pruning is not None:
+            result["pruned"] = self.pruning.reason
         self._tell("on_end", RunEnded(state="finished", reason=last.stop_reason or "", result=result))
         return result
 
@@ -191,6 +195,9 @@ class Trainer:
         metrics = self._evaluate()
         is_best = self.best.update(metrics, self.progress.steps)
         self._stop_reason = self.early_stopping.update(metrics, samples_before // self.progress.samples_per_epoch)
+        share = self.progress.samples / self.budget.total_samples
+        if self.pruning is not None and share < 1:
+            self._stop_reason = self.pruning.update(metrics, share) or self._stop_reason
         return _Measured(metrics, is_best, self._stop_reason)
 
     def _keep(self, before: int, after: int, measured: "_Measured") -> None:

@@ -2,9 +2,14 @@
 
 import json
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from terminal import TINY_DIT
+from warm import WarmShell
+from wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +75,7 @@ def test_the_same_command_runs_what_has_not_finished(shell):
     sweep = shell.cwd / "sweep"
     shell.run("-m", *TINY, f"hparams.lr=1e-3,{DIVERGES}", code=1)
     finished = (sweep / "0" / "result.json").stat().st_mtime_ns
-    stdout, _ = shell.run("-m", *TINY, f"hparams.lr=5e-4,{DIVERGES},1e-3", code=1)
+    stdout, _ = shell.run(*TINY, "-m", f"hparams.lr=5e-4,{DIVERGES},1e-3", code=1)  # wherever -m stands
     assert states(sweep) == {0: "finished", 1: "failed", 2: "finished"}
     assert read(sweep / "sweep.json")["jobs"][2]["overrides"] == ["hparams.lr=0.0005"]
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == finished
@@ -98,6 +103,15 @@ def test_ctrl_c_saves_the_job_and_leaves_the_rest_queued(shell):
     assert steps.count(stopped - 1) == 1, "a job goes on from its checkpoint"
 
 
+def test_a_sweep_that_is_killed_goes_on_and_ends_as_if_undisturbed():
+    script = Path(__file__).parents[2] / "benchmarks" / "sweeps.py"
+    command = [sys.executable, str(script), "kills", "--jobs", "6", "--kills", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("6 jobs, 1 kills of their sweep; ")
+    assert done.stdout.endswith("all bit-identical to an undisturbed sweep's\n")
+
+
 def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
     from mlflow import MlflowClient
 
@@ -115,13 +129,27 @@ def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
     assert jobs["1"].info.status == "FAILED"
 
 
+@pytest.mark.parametrize("launcher", ["sequential", "local"])
+def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(tmp_path, cache, launcher):
+    shell = WarmShell(tmp_path, cache)
+    write_options(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    for name, (words, _) in WRONG_SWEEPS.items():
+        stdout, stderr = shell.run("-m", *words, f"hydra/launcher={launcher}", code=2)
+        assert_said(name, stderr)
+        assert stdout == ""
+    left = set(tmp_path.rglob("*")) - before
+    assert {path.stem.partition("-")[0] for path in left} == {"said"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (
-            ["hparams.per_gpu_batch_size=2,7", "hydra.sweeper.max_batch_size=1"],
-            ["job 1 (hparams.per_gpu_batch_size=7)"],
+            ["hparams.global_batch_size=8,24", "hparams.per_gpu_batch_size=4", "distributed.nproc_per_node=1,2,3"],
+            ["job 2 (hparams.global_batch_size=8, distributed.nproc_per_node=3)"],
         ),
+        (["optimizer=glob(zzz*)"], ["optimizer: is glob(zzz*), which gives no value"]),
         (["experiment=digits_epsilon,none_such"], ["job 1 (experiment=none_such): experiment: has no option"]),
         (
             ["hparams.lr=1,2,3", "hparams.seed=1,2", "hydra.sweeper.zip=[[hparams.lr,hparams.seed]]"],
@@ -146,16 +174,3 @@ def test_a_learning_rate_range_test_is_ready(shell):
     shell.run(*words, "hparams.lr=1e-4,1e-3", "hydra.sweep.dir=sweep")
     assert states(shell.cwd / "sweep") == {0: "finished", 1: "finished"}
     assert not (shell.cwd / "sweep" / "0" / "checkpoints").exists()
-
-
-def test_a_search_without_its_package_says_how_to_install_it(shell):
-    try:
-        import hydra_plugins.hydra_optuna_sweeper  # noqa: F401
-    except ImportError:
-        _, stderr = shell.run("hparams_search=optuna_tpe", code=2)
-        assert stderr.splitlines() == [
-            "hparams_search: needs hydra-optuna-sweeper, which is not installed; pip install 'foundry[search]'"
-        ]
-        assert list(shell.cwd.iterdir()) == []
-    else:
-        pytest.skip("it is installed")

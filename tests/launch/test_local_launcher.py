@@ -13,6 +13,7 @@ import pytest
 
 from foundry.config.launcher import Local
 from foundry.launch.local_launcher import divide, visible_gpus
+from foundry.records.lock import is_held
 from foundry.tracking.metrics_file import read_metrics
 
 TINY = [
@@ -47,7 +48,12 @@ class Sweeps:
                 env=self.environment,
                 stdout=said,
                 stderr=said,
+                start_new_session=True,
             )
+
+    def ctrl_c(self, driver):
+        """As in a terminal: every process of the driver's group gets it."""
+        os.killpg(driver.pid, signal.SIGINT)
 
     @property
     def said(self):
@@ -60,11 +66,15 @@ class Sweeps:
     def status(self, job):
         return json.loads((self.cwd / "s" / str(job) / "status.json").read_text())
 
-    def wait_for_steps(self, job, steps, seconds=60):
-        path, deadline = self.cwd / "s" / str(job) / "metrics.jsonl", time.monotonic() + seconds
-        while not path.is_file() or path.read_bytes().count(b"\n") < steps:
+    def wait(self, condition, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not condition():
             assert time.monotonic() < deadline, self.said
             time.sleep(0.02)
+
+    def wait_for_steps(self, job, steps):
+        path = self.cwd / "s" / str(job) / "metrics.jsonl"
+        self.wait(lambda: path.is_file() and path.read_bytes().count(b"\n") >= steps)
 
     def process_of(self, job):
         """The process that trains in the job's directory."""
@@ -133,21 +143,52 @@ def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_goes_on(sweeps):
     driver = sweeps.start(*words)
     for job in (0, 1):
         sweeps.wait_for_steps(job, 5)
-    driver.send_signal(signal.SIGINT)
+    sweeps.ctrl_c(driver)
     sweeps.finish(driver, code=130)
     assert [sweeps.status(job)["state"] for job in (0, 1)] == ["stopped"] * 2
+    assert "SIGINT: 2 running, which save and stop, 0 waiting; a second Ctrl-C kills those that run" in sweeps.said
+    assert sweeps.said.endswith("the same command with hydra.sweep.dir=s goes on from there\n")
 
     driver = sweeps.start(*words)
     for job in (0, 1):
         sweeps.wait_for_steps(job, sweeps.status(job)["step"] + 5)
     driver.kill()
     driver.wait()
-    deadline = time.monotonic() + 30
-    while [sweeps.status(job)["state"] for job in (0, 1)] != ["stopped"] * 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    sweeps.wait(lambda: [sweeps.status(job)["state"] for job in (0, 1)] == ["stopped"] * 2)
     driver = sweeps.start(*words)
     sweeps.finish(driver)
     for job in (0, 1):
         assert sweeps.status(job)["state"] == "finished"
         assert steps(sweeps.cwd / "s" / str(job)) == list(range(1, 121))
+
+
+def test_ctrl_c_while_nothing_runs_yet_ends_the_sweep_quietly(sweeps):
+    driver = sweeps.start("hparams.seed=1,2")
+    sweeps.wait(lambda: "at a time" in sweeps.said)
+    time.sleep(0.3)
+    sweeps.ctrl_c(driver)
+    sweeps.finish(driver, code=130)
+    expected = ["2 jobs, 2 at a time", "the same command with hydra.sweep.dir=s goes on from there"]
+    assert sweeps.said.splitlines() == expected
+    assert [sweeps.status(job)["state"] for job in (0, 1)] == ["queued"] * 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_each_rank_of_a_job_and_a_second_one_kills(sweeps):
+    words = ["hparams.max_steps=5000", "hparams.seed=1,2", "distributed.nproc_per_node=2", "hydra.launcher.n_jobs=1"]
+    driver = sweeps.start(*words, "hparams.per_gpu_batch_size=2")
+    sweeps.wait_for_steps(0, 5)
+    sweeps.ctrl_c(driver)
+    sweeps.finish(driver, code=130)
+    assert [sweeps.status(job)["state"] for job in (0, 1)] == ["stopped", "queued"]
+    saved = sweeps.status(0)["step"]
+    assert saved >= 5
+
+    driver = sweeps.start(*words, "hparams.per_gpu_batch_size=2")
+    sweeps.wait_for_steps(0, saved + 5)
+    os.kill(sweeps.process_of(0), signal.SIGSTOP)  # it cannot save
+    sweeps.ctrl_c(driver)
+    sweeps.wait(lambda: "SIGINT: 1 running" in sweeps.said)
+    sweeps.ctrl_c(driver)
+    sweeps.finish(driver, code=130)
+    sweeps.wait(lambda: not is_held(sweeps.cwd / "s" / "0"))

@@ -2,9 +2,7 @@
 
 import pytest
 
-from foundry.launch.slurm_launcher import settle
-from foundry.launch.slurm_queue import QueuedJob, Unreachable, partitions, query
-from foundry.records.status import read_status, write_status
+from foundry.launch.slurm_queue import QueuedJob, Unreachable, is_requeued, partitions, query, refusal
 
 ARRAY = """\
 JobId=31 ArrayJobId=31 ArrayTaskId=2-3,5%256 JobName=foundry JobState=PENDING Reason=Resources NodeList= ExitCode=0:0
@@ -20,7 +18,7 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(**scripts):
-        for name in ("scontrol", "sacct"):
+        for name in ("scontrol", "sacct", "sbatch", "scancel"):
             script = tmp_path / name
             script.write_text(f"#!/bin/sh\n{scripts.get(name, 'echo disabled >&2; exit 1')}\n")
             script.chmod(0o755)
@@ -61,22 +59,26 @@ def test_time_limits_of_partitions_are_minutes(commands):
     assert partitions() == ({"a": 1590.0, "b": float("inf")}, "b")
 
 
-def test_a_job_that_ended_without_a_word_gets_slurms(tmp_path):
-    for found, state, reason in (
-        (QueuedJob("TIMEOUT", "TimeLimit"), "failed", "Slurm: TIMEOUT (reason TimeLimit)"),
-        (QueuedJob("NODE_FAIL", nodes="n1"), "lost", "Slurm: NODE_FAIL (on n1)"),
-        (None, "lost", "Slurm does not know job 7 any more; it left no word"),
-    ):
-        write_status(tmp_path, state="running", reason="", step=7)
-        settle(tmp_path, "7", found)
-        status = read_status(tmp_path)
-        assert (status["state"], status["reason"], status["step"]) == (state, reason, 7)
+def test_a_script_is_refused_only_if_slurm_would_not_let_it_wait(commands, tmp_path):
+    """`sbatch --test-only` refuses what has to wait for drained nodes; a real submission that is cancelled tells."""
+    log = tmp_path / "log"
+    test_only = "case $1 in --test-only) exit {};; esac"
+    commands(sbatch=test_only.format(0))
+    assert refusal("#!/bin/sh") is None
+    commands(sbatch=f"{test_only.format(1)}; cat >> {log}; echo '31;lab'", scancel=f"echo $1 >> {log}")
+    assert refusal("#!/bin/sh\n") is None
+    assert log.read_text() == "#!/bin/sh\n31\n"
+    said = "sbatch: error: Memory cannot be had\\nsbatch: error: Batch job submission failed\\n"
+    commands(sbatch=f"printf '{said}' >&2; exit 1", scancel="exit 3")
+    assert refusal("#!/bin/sh") == "Memory cannot be had; Batch job submission failed"
 
 
-def test_what_a_job_has_said_itself_stays(tmp_path):
-    write_status(tmp_path, state="finished", reason="")
-    settle(tmp_path, "7", QueuedJob("FAILED", exit_code="1:0"))
-    assert read_status(tmp_path)["state"] == "finished"
-    write_status(tmp_path, state="stopped", reason="SIGTERM")
-    settle(tmp_path, "7", QueuedJob("CANCELLED"))
-    assert read_status(tmp_path)["reason"] == "SIGTERM; Slurm: CANCELLED"
+def test_a_requeue_that_was_ordered_counts_as_a_restart(commands, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "31")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    commands(scontrol="echo 'JobId=31 JobState=COMPLETING Requeue=1 Restarts=1'")
+    assert is_requeued()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert not is_requeued()
+    commands()
+    assert is_requeued(), "as far as anybody knows"

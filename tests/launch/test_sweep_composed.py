@@ -60,6 +60,21 @@ def test_options_of_a_searchpath_are_choices_too(sweep, tmp_path):
     assert config.hydra.runtime.choices.mine == "a"
 
 
+def test_a_fixed_setting_may_be_known_to_the_swept_options_only(sweep):
+    """AdamW, the default of this task, has no momentum."""
+    loader, master_of = sweep
+    fixed = ("hparams=diffusion", "optimizer.momentum=0.85", "hparams.seed=7")
+    master = master_of("optimizer=sgd,muon,adamw", *fixed)
+    assert list(master.hydra.overrides.task) == ["optimizer=sgd,muon,adamw", *fixed]
+    assert master.hparams.seed == 7
+    jobs = [(f"optimizer={option}", *fixed) for option in ("sgd", "muon", "adamw")]
+    *good, bad = compose_jobs(loader, master, jobs)
+    assert [config.optimizer.momentum for config in good] == [0.85, 0.85]
+    assert [violation.key for violation in bad.violations] == ["optimizer.momentum"]
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum: is not a setting of the chosen optimizer"):
+        master_of("hparams.lr=1e-3,2e-3", *fixed)
+
+
 def test_a_wrong_job_is_an_answer_with_every_mistake(sweep):
     loader, master_of = sweep
     good, bad = compose_jobs(loader, master_of(), [("hparams.seed=1",), ("hparams.leer=1", "scheduler=wds")])

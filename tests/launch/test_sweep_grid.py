@@ -83,9 +83,28 @@ def test_an_exclusion_may_name_what_is_fixed():
     assert [str(job) for job in jobs("lr=1,2", "opt=sgd", excluded=["opt=sgd lr=1"])] == ["lr=2"]
 
 
+def test_values_may_hold_spaces_commas_slashes_and_quotes():
+    values = ["'a b'", '"c,d"', "e/f", "[1,2]", "'it\\'s'"]
+    expected = [f"x={value}" for value in values]
+    assert [job.words for job in jobs(f"x={','.join(values)}")] == [(word,) for word in expected]
+    left = jobs(f"x={','.join(values)}", "y=1,2", excluded=[f"{word} y=1" for word in expected])
+    assert [job.words for job in left] == [(word, "y=2") for word in expected]
+
+
+def test_options_of_groups_are_values_like_others():
+    words = ["optimizer=adamw,muon,sgd", "hparams.lr=1,2,3"]
+    zipped = jobs(*words, zipped=[["optimizer", "hparams.lr"]], excluded=["optimizer=sgd"])
+    assert [str(job) for job in zipped] == ["optimizer=adamw, hparams.lr=1", "optimizer=muon, hparams.lr=2"]
+
+
+def test_a_shuffled_list_makes_the_same_jobs():
+    assert {job.id for job in jobs("a=shuffle(range(5))")} == {job.id for job in jobs("a=range(5)")}
+
+
 @pytest.mark.parametrize(
     ("words", "options", "said"),
     [
+        (["a=range(5,5)"], {}, "a: is range(5,5), which gives no value"),
         (["a=1,2", "b=1,2,3"], {"zipped": [["a", "b"]]}, "different lengths: a has 2 and b has 3; give each"),
         (["a=1,2", "b=3"], {"zipped": [["a", "b"]]}, "names b, which is not swept; swept are a"),
         (["hparams.lr=1,2"], {"zipped": [["hparams.rl"]]}, "did you mean hparams.lr?"),

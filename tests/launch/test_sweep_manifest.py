@@ -15,6 +15,7 @@ from foundry.launch.manifest import Manifest, sweep_job
 from foundry.launch.status import fail, queue
 from foundry.records.status import read_status, write_status
 
+LOSS = {"metric": "val_loss", "direction": "minimize"}
 FIELDS = {"state", "reason", "step", "config_hash", "started", "updated"}
 
 
@@ -30,7 +31,7 @@ def config_of():
 
 
 def begun(folder, config_of, jobs):
-    manifest = Manifest.begin(folder, ["-m", "some=words"], "sequential")
+    manifest = Manifest.begin(folder, ["-m", "some=words"], launcher="sequential", **LOSS)
     entries = [sweep_job(k, str(k), job, config_of(job)) for k, job in enumerate(jobs)]
     for entry, job in zip(entries, jobs, strict=True):
         queue(folder / entry.dir, config_of(job))
@@ -52,7 +53,7 @@ def test_what_is_written_is_read_back(tmp_path, config_of):
 
 def test_old_jobs_keep_their_numbers_and_new_ones_get_new_ones(tmp_path, config_of):
     begun(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
-    again = Manifest.begin(tmp_path, ["-m", "other=words"], "local")
+    again = Manifest.begin(tmp_path, ["-m", "other=words"], launcher="local", **LOSS)
     assert again.number(points("hparams.lr=5e-4,2e-3,1e-3,4e-3")) == [2, 1, 0, 3]
     assert (again.command, again.launcher) == (("-m", "other=words"), "local")
     assert again.created == Manifest.load(tmp_path).created
@@ -87,7 +88,7 @@ def test_a_directory_with_other_runs_is_refused(tmp_path, config_of):
     entry = sweep_job(0, "0", job, config)
     (tmp_path / "0").mkdir()
     write_status(tmp_path / "0", state="finished", config_hash="of another run")
-    manifest = Manifest.begin(tmp_path, [], "sequential")
+    manifest = Manifest.begin(tmp_path, [], launcher="sequential", **LOSS)
     with pytest.raises(ConfigError, match=r"holds another run in 0, where job 0 would be, or choose"):
         manifest.check(tmp_path, [entry], [config])
     write_status(tmp_path / "0", config_hash=entry.config_hash)

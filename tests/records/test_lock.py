@@ -32,6 +32,8 @@ def test_a_run_is_seen_to_hold_its_directory_and_to_let_go(tmp_path):
     assert seen_by_another_process(run_dir) == "None"
     with ExitStack() as stack:
         assert hold(run_dir, stack)
+        assert is_held(run_dir) is True
+        assert not hold(run_dir, stack)
         assert seen_by_another_process(run_dir) == "True"
         assert seen_by_another_process(run_dir) == "True"  # looking takes nothing away
     assert seen_by_another_process(run_dir) == "False"

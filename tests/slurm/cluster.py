@@ -1,9 +1,15 @@
 """Sweeps on a running cluster, as somebody sees them who works in a folder of theirs."""
 
 import json
+import os
+import pty
+import select
+import sqlite3
 import subprocess
 import sys
 import time
+
+from safetensors.torch import load_file
 
 TINY = [
     "debug=fast",
@@ -25,6 +31,61 @@ SLURM = [
 ]
 
 
+OWN = """
+import os
+import time
+from pathlib import Path
+
+from foundry.objectives.next_token import NextToken
+
+
+class Own(NextToken):
+    def loss(self, model, microbatch):
+        if Path("slow").exists():
+            time.sleep(0.3)
+        if os.environ.get("SLURM_PROCID") == "1" and Path(f"raise{os.environ.get('SLURM_ARRAY_TASK_ID')}").exists():
+            raise ArithmeticError("the teacher has no answer")
+        return super().loss(model, microbatch)
+"""
+
+
+class Terminal:
+    """A command that somebody has typed at a terminal."""
+
+    def __init__(self, command, environment, cwd):
+        self.said = ""
+        self._pid, self._file = pty.fork()
+        if self._pid == 0:
+            os.chdir(cwd)
+            os.execve(command[0], command, environment)
+
+    def type(self, keys):
+        os.write(self._file, keys.encode())
+
+    def wait_for(self, text, seconds=60):
+        deadline = time.monotonic() + seconds
+        while text not in self.said:
+            assert self._read(), self.said
+            assert time.monotonic() < deadline, self.said
+
+    def end(self):
+        """Read all it says; returns its exit code."""
+        while self._read():
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def _read(self):
+        """Whether it may say more."""
+        if not select.select([self._file], [], [], 0.1)[0]:
+            return True
+        try:
+            new = os.read(self._file, 4096)
+        except OSError:  # Linux's way to say that nobody is there any more
+            return False
+        self.said += new.decode()
+        return bool(new)
+
+
 class Cluster:
     def __init__(self, environment, cwd):
         self.environment, self.cwd, self.drivers = environment, cwd, []
@@ -37,7 +98,7 @@ class Cluster:
         """Start a sweep; what it says goes into said.txt."""
         with (self.cwd / "said.txt").open("w") as said:
             driver = subprocess.Popen(
-                [sys.executable, "-m", "foundry", "-m", *sorted(words, key=lambda word: word[0] != "-"), *TINY],
+                self._command(*words),
                 cwd=self.cwd,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -46,6 +107,38 @@ class Cluster:
             )
         self.drivers.append(driver)
         return driver
+
+    def sweep_at_terminal(self, *words):
+        return Terminal(self._command(*words), self.environment, self.cwd)
+
+    def _command(self, *words):
+        return [sys.executable, "-m", "foundry", "-m", *sorted(words, key=lambda word: word[0] != "-"), *TINY]
+
+    def own_objective(self, *, slow=True):
+        """Make an objective that takes 0.3 s while there is a file `slow`; rank 1 of job n fails if there is `raise`n.
+
+        Returns:
+            The words that choose it.
+        """
+        (self.cwd / "own" / "objective").mkdir(parents=True)
+        (self.cwd / "own" / "objective" / "own.yaml").write_text("_target_: own_objective.Own\n")
+        (self.cwd / "own_objective.py").write_text(OWN)
+        if slow:
+            (self.cwd / "slow").touch()
+        return ["--config-dir=own", "objective=own"]
+
+    def report(self, sweep="s"):
+        """What the report says, and its exit code."""
+        command = [sys.executable, "-m", "foundry.report", f"dir={sweep}", "picture=false"]
+        done = subprocess.run(
+            command, env=self.environment, cwd=self.cwd, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done.stdout, done.returncode
+
+    def mlflow_runs(self):
+        """Name and status of each run in the folder's database."""
+        with sqlite3.connect(self.cwd / "mlflow.db") as database:
+            return sorted(database.execute("select name, status from runs").fetchall())
 
     @property
     def said(self):
@@ -56,23 +149,23 @@ class Cluster:
         driver.wait(150)
         assert driver.returncode == code, self.said
 
-    def wait(self, condition, seconds=90):
-        """Until the condition holds; fails if the sweep ends before."""
+    def wait(self, condition, seconds=90, *, detached=False):
+        """Until the condition holds; fails if the sweep ends before, unless it was to leave its jobs."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.said
-            assert self.drivers[-1].poll() is None, self.said
+            assert detached or self.drivers[-1].poll() is None, self.said
             time.sleep(0.1)
 
-    def wait_for_steps(self, job, steps):
+    def wait_for_steps(self, job, steps, *, detached=False):
         path = self.cwd / "s" / str(job) / "metrics.jsonl"
-        self.wait(lambda: path.is_file() and path.read_bytes().count(b"\n") >= steps)
+        self.wait(lambda: path.is_file() and path.read_bytes().count(b"\n") >= steps, detached=detached)
 
-    def slurm_id(self, job):
-        return json.loads((self.cwd / "s" / str(job) / "slurm.json").read_text())["job_id"]
+    def slurm_id(self, job, sweep="s"):
+        return json.loads((self.cwd / sweep / str(job) / "slurm.json").read_text())["job_id"]
 
-    def state_in_slurm(self, job):
-        said = self.ask("scontrol", "--oneliner", "show", "job", self.slurm_id(job))
+    def state_in_slurm(self, job, sweep="s"):
+        said = self.ask("scontrol", "--oneliner", "show", "job", self.slurm_id(job, sweep))
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
     def status(self, job, sweep="s"):
@@ -82,3 +175,19 @@ class Cluster:
     def next_job_id(self):
         """The number that Slurm would give a job now."""
         return int(self.ask("sbatch", "--parsable", "--wrap", "true").strip())
+
+
+def weights(run_dir):
+    folder = run_dir / "checkpoints" / "latest"
+    return {
+        f"{path.name}:{name}": tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same_weights(one, other):
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys()
+    assert len(one) > 10
+    assert [name for name in one if not one[name].equal(other[name])] == []

@@ -1,7 +1,7 @@
 """A real Slurm of two nodes on the loopback interface, all its state in a temporary folder.
 
-Jobs of the partition `main` make room for those of `urgent` and are queued again. A job that is queued again may start
-after 7 seconds (cred_expire and one more), not after two minutes as by default.
+Jobs of the partition `main` make room for those of `urgent` and are queued again; those of `spare` are cancelled. A job
+that is queued again may start after 7 seconds (cred_expire and one more), not after two minutes as by default.
 """
 
 import os
@@ -48,6 +48,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4 RealMemory=8000 State=UNKNOWN
 PartitionName=main Nodes=n[1-2] Default=YES MaxTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=spare Nodes=n[1-2] MaxTime=60 State=UP PriorityTier=1 PreemptMode=CANCEL GraceTime=0
 PartitionName=urgent Nodes=n[1-2] MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
 """
 

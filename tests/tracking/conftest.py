@@ -1,4 +1,5 @@
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -127,6 +128,24 @@ class Server:
                 os.killpg(self.process.pid, 9)
             self.process.wait(timeout=30)
             self.process = None
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory):
+    """A database of MLflow without runs: making one takes seconds, copying it does not."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("database") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def with_database(tmp_path, empty_database, monkeypatch):
+    """The current directory, with a database of its own."""
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,11 @@ class SweepDir:
             (run_dir / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*shared, *words]))
         return run_dir
 
+    def prune(self, run_dir):
+        """Make a finished job one that a search has ended early."""
+        path = run_dir / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pruned": "pruned: val_loss 9 at 25% of the run"}))
+
     def _run(self, run_dir, state, losses, reason, step):
         events = self.events(run_dir)
         observers = [MetricsFile(run_dir=run_dir), StatusFile(run_dir=run_dir, seconds_between_updates=0.0)]

@@ -15,13 +15,6 @@ from foundry.tracking.sync import main, send_pending
 SECRET = "hunter2hunter2"
 
 
-@pytest.fixture
-def quick(tmp_path, monkeypatch):
-    """A ready database in the current directory: creating one takes seconds."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def client_of(uri):
     from mlflow import MlflowClient
 
@@ -59,7 +52,7 @@ def secret_start(events):
 
 
 @pytest.mark.slow
-def test_a_run_is_in_the_database_of_the_current_directory(events, quick, capfd, caplog):
+def test_a_run_is_in_the_database_of_the_current_directory(events, with_database, capfd, caplog):
     (events.run_dir / "plots").mkdir(parents=True)
     for name in ("plots/loss.png", "plots/samples.txt", "plan.json", "result.json", "status.json"):
         (events.run_dir / name).write_text(name)
@@ -70,10 +63,10 @@ def test_a_run_is_in_the_database_of_the_current_directory(events, quick, capfd,
     tracker.on_evaluation(events.evaluation(1200))
     tracker.on_end(events.end())
 
-    uri = f"sqlite:///{quick}/mlflow.db"
+    uri = f"sqlite:///{with_database}/mlflow.db"
     run = run_of(events.run_dir, uri)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
-    assert run.info.artifact_uri.startswith(f"file://{quick}/mlruns/foundry/")
+    assert run.info.artifact_uri.startswith(f"file://{with_database}/mlruns/foundry/")
     assert run.data.params["hparams.lr"] == "0.001"
     assert run.data.params["plan.parameters"] == "1234567"
     assert run.data.params["data.field149"] == "149"
@@ -97,13 +90,13 @@ def test_a_run_is_in_the_database_of_the_current_directory(events, quick, capfd,
     assert not (events.run_dir / "mlflow_pending.jsonl").exists()
     assert capfd.readouterr() == ("", "")
     assert not [record for record in caplog.records if record.name.startswith("foundry")]
-    kept = [path for path in quick.rglob("*") if path.is_file()]
+    kept = [path for path in with_database.rglob("*") if path.is_file()]
     assert not [path for path in kept if SECRET.encode() in path.read_bytes()]
     assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_continued(events, quick):
+def test_a_resumed_run_is_continued(events, with_database):
     follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=60), events, 3, state="requeued", reason="SIGUSR1")
     uri = tracking_uri()
     first = run_of(events.run_dir, uri)
@@ -124,22 +117,22 @@ def test_a_resumed_run_is_continued(events, quick):
 
 
 @pytest.mark.slow
-def test_the_environments_run_and_experiment(events, quick, monkeypatch):
+def test_the_environments_run_and_experiment(events, with_database, monkeypatch):
     uri = tracking_uri()
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
-    follow(MLflowTracker(run_dir=quick / "a", finish_seconds=60), events, 1)
-    parent = run_of(quick / "a", uri)
+    follow(MLflowTracker(run_dir=with_database / "a", finish_seconds=60), events, 1)
+    parent = run_of(with_database / "a", uri)
     client = client_of(uri)
     assert client.get_experiment(parent.info.experiment_id).name == "of the environment"
-    follow(MLflowTracker(run_dir=quick / "b", experiment_name="chosen", finish_seconds=60), events, 1)
-    assert client.get_experiment(run_of(quick / "b", uri).info.experiment_id).name == "chosen"
+    follow(MLflowTracker(run_dir=with_database / "b", experiment_name="chosen", finish_seconds=60), events, 1)
+    assert client.get_experiment(run_of(with_database / "b", uri).info.experiment_id).name == "chosen"
 
     empty = client.create_run(parent.info.experiment_id).info.run_id
     monkeypatch.setenv("MLFLOW_RUN_ID", empty)
-    follow(MLflowTracker(run_dir=quick / "c", finish_seconds=60), events, 1)
-    assert run_of(quick / "c", uri).info.run_id == empty
-    follow(MLflowTracker(run_dir=quick / "d", finish_seconds=60), events, 1)
-    child = run_of(quick / "d", uri)
+    follow(MLflowTracker(run_dir=with_database / "c", finish_seconds=60), events, 1)
+    assert run_of(with_database / "c", uri).info.run_id == empty
+    follow(MLflowTracker(run_dir=with_database / "d", finish_seconds=60), events, 1)
+    child = run_of(with_database / "d", uri)
     assert child.info.run_id != empty
     assert child.data.tags["mlflow.parentRunId"] == empty
 
@@ -198,7 +191,7 @@ def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, ca
 
 
 @pytest.mark.slow
-def test_what_a_start_missed_the_next_one_sends(events, quick):
+def test_what_a_start_missed_the_next_one_sends(events, with_database):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         refused = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -275,8 +268,8 @@ def test_nothing_pending(tmp_path, capsys):
     assert capsys.readouterr().out == "0 records sent\n"
 
 
-def test_the_uri(monkeypatch, quick):
-    assert tracking_uri() == f"sqlite:///{quick}/mlflow.db"
+def test_the_uri(monkeypatch, with_database):
+    assert tracking_uri() == f"sqlite:///{with_database}/mlflow.db"
     assert tracking_uri("sqlite:////data/x.db?timeout=5") == "sqlite:////data/x.db?timeout=5"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:1")
     assert tracking_uri() == "http://host:1"

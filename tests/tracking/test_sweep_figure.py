@@ -5,9 +5,9 @@ from matplotlib.colors import to_hex
 from sweep_dirs import SweepDir
 
 from foundry.tracking.canvas import BLUE, ORANGE, RED, save_figure
-from foundry.tracking.sweep import read_sweep
 from foundry.tracking.sweep_figure import sweep_figure
 from foundry.tracking.sweep_panels import Frame, Parameter, is_grid
+from foundry.tracking.sweep_reading import read_sweep
 
 
 @pytest.fixture
@@ -68,6 +68,44 @@ def test_a_failed_job_is_crossed_at_the_bad_end(sweep_dir):
     assert RED in {to_hex(line.get_color()) for line in curves.lines}
 
 
+def test_a_metric_that_is_not_finite_is_crossed_too(sweep_dir):
+    for lr, loss in (("1", 2.0), ("2", 2.5), ("3", math.nan), ("4", math.inf)):
+        sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, loss))
+    panel, _ = drawn(sweep_dir)
+    assert [x for x, _ in marks(panel, "x")] == [4, 3] or [x for x, _ in marks(panel, "x")] == [3, 4]
+    assert panel.get_xlim()[1] > 4
+    legend = [text.get_text() for text in panel.figure.legends[0].get_texts()]
+    assert legend == ["best", "2 finished", "2 diverged"]
+
+
+def test_pruned_jobs_are_hollow_and_do_not_widen_the_frame(sweep_dir):
+    for lr in range(1, 4):
+        sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, 1.0 + lr / 10))
+    sweep_dir.prune(sweep_dir.job("hparams.lr=9", losses=(3.0,)))
+    panel, _ = drawn(sweep_dir)
+    assert panel.get_ylim()[1] < 1.5
+    (pruned,) = [line for line in panel.lines if line.get_marker() == "^"]
+    assert (list(pruned.get_xdata()), to_hex(pruned.get_markerfacecolor())) == ([9], "#ffffff")
+    assert "1 pruned" in [text.get_text() for text in panel.figure.legends[0].get_texts()]
+
+
+def test_keys_that_go_together_are_one_parameter(sweep_dir):
+    for lr, clip in (("1e-3", "1.0"), ("3e-3", "0.5")):
+        for seed, loss in ((0, 1.0), (1, math.nan)):
+            words = (f"hparams.lr={lr}", f"hparams.grad_clip_norm={clip}", f"hparams.seed={seed}")
+            sweep_dir.job(*words, losses=(3.0, loss + float(lr)))
+    panel, _ = drawn(sweep_dir)
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("lr, grad_clip_norm", "seed")
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["0.001, 1", "0.003, 0.5"]
+    assert sorted(said(panel)) == ["1.0010", "1.0030", "nan", "nan"]
+
+
+def test_numbers_that_lie_evenly_but_for_a_small_one_have_a_linear_axis(sweep_dir):
+    for number in (0.001, 0.1, 0.2, 0.3, 0.4):
+        sweep_dir.job(f"optimizer.weight_decay={number}")
+    assert drawn(sweep_dir)[0].get_xscale() == "linear"
+
+
 def test_two_parameters_on_a_grid_are_a_map(sweep_dir):
     for lr in ("1e-3", "1e-2", "1e-1"):
         for decay, loss in (("0.1", 1.0), ("0.2", 2.0)):
@@ -118,7 +156,7 @@ def test_three_parameters_and_words_among_them(sweep_dir):
 def test_a_single_job_in_any_state_has_a_picture(sweep_dir, state):
     sweep_dir.job("hparams.lr=1", state=state)
     (panel,) = drawn(sweep_dir)
-    assert said(panel) == (["no job has a val_loss"] if state == "queued" else [] if state == "failed" else ["job 0"])
+    assert said(panel) == (["no learning curves"] if state == "queued" else [] if state == "failed" else ["job 0"])
 
 
 def test_before_the_first_evaluations_the_training_loss_is_shown(sweep_dir):

@@ -6,7 +6,8 @@ import pytest
 from sweep_dirs import SweepDir, held
 
 from foundry.config.errors import ConfigError
-from foundry.tracking.sweep import Which, evaluations, read_sweep
+from foundry.tracking.sweep import Which
+from foundry.tracking.sweep_reading import evaluations, read_sweep
 
 
 @pytest.fixture
@@ -107,6 +108,62 @@ def test_a_job_whose_process_is_gone_is_lost(sweep_dir):
     assert order(sweep) == [(0, "lost")]
     assert sweep.jobs[0].note == "the process is gone; last sign of life 0:12:00 ago"
     assert (sweep.exit_code, sweep.is_going) == (1, False)
+
+
+def test_what_was_found_out_about_a_lost_job_is_said(sweep_dir):
+    sweep_dir.job("a=1", state="lost", reason="Slurm does not know job 7 any more")
+    assert read_sweep(sweep_dir.folder).jobs[0].note == "Slurm does not know job 7 any more"
+
+
+@pytest.mark.parametrize("state", ["queued", "requeued"])
+def test_jobs_that_wait_for_a_sweep_which_has_ended_do_not_go_on(sweep_dir, state):
+    sweep_dir.job("a=1")
+    run_dir = sweep_dir.job("a=2", state="failed", reason="was")
+    change(run_dir, state=state)
+    with held(sweep_dir.folder):
+        sweep = read_sweep(sweep_dir.folder)
+        assert (order(sweep), sweep.is_going) == ([(0, "finished"), (1, state)], True)
+    sweep = read_sweep(sweep_dir.folder)
+    assert (order(sweep), sweep.is_going, sweep.exit_code) == ([(0, "finished"), (1, state)], False, 3)
+    assert sweep.jobs[1].note == "the sweep is not running; the same command goes on with it"
+    with held(run_dir):
+        assert read_sweep(sweep_dir.folder).is_going  # a job outlives the sweep that started it
+    with held(sweep_dir.folder, host="elsewhere"):
+        pass
+    assert read_sweep(sweep_dir.folder).is_going  # who knows
+
+
+def test_jobs_that_slurm_has_go_on_by_themselves(tmp_path, events):
+    sweep_dir = SweepDir(tmp_path / "sweep", type(events), launcher="slurm")
+    submitted = sweep_dir.job("a=1", state="failed")
+    change(submitted, state="queued")
+    (submitted / "slurm.json").write_text(json.dumps({"job_id": "31_0", "error_output": "x"}))
+    with held(sweep_dir.folder):
+        pass
+    assert read_sweep(sweep_dir.folder).is_going
+    change(sweep_dir.job("a=2", state="failed"), state="queued")  # the sweep died before it submitted this one
+    sweep_dir.facts["launcher"] = "lab"  # a YAML of the user's with a partition in it
+    sweep_dir.job("a=3")
+    first, second, _ = sorted(read_sweep(sweep_dir.folder).jobs, key=lambda job: job.index)
+    assert (first.is_going, first.slurm_id, first.note) == (True, "31_0", "")
+    assert (second.is_going, second.slurm_id) == (False, "")
+
+
+def test_a_process_that_holds_locks_can_read_without_losing_them(sweep_dir):
+    with held(sweep_dir.job("a=1", state="failed", reason="was")):
+        assert order(read_sweep(sweep_dir.folder, locks=False)) == [(0, "failed")]
+        assert order(read_sweep(sweep_dir.folder)) == [(0, "running")]
+
+
+def test_a_pruned_job_is_behind_those_that_ran_to_their_end(sweep_dir):
+    sweep_dir.prune(sweep_dir.job("a=1", losses=(3.0, 1.0)))
+    sweep_dir.job("a=2", losses=(3.0, 2.0))
+    sweep = read_sweep(sweep_dir.folder)
+    assert [(job.index, job.state, job.note) for job in sweep.jobs] == [
+        (1, "finished", ""),
+        (0, "finished", "pruned: val_loss 9 at 25% of the run"),
+    ]
+    assert (sweep.best.index, sweep.exit_code) == (1, 0)
 
 
 def test_a_silent_job_on_another_machine_is_only_said_to_be_silent(sweep_dir):

@@ -9,10 +9,12 @@ import time
 
 import pytest
 from rich.console import Console
-from sweep_dirs import SweepDir
+from sweep_dirs import SweepDir, held
 
-from foundry.tracking.sweep import Which, read_sweep
-from foundry.tracking.sweep_table import metric_text, show, write_csv, write_json
+from foundry.tracking.sweep import Which
+from foundry.tracking.sweep_files import write_csv, write_json
+from foundry.tracking.sweep_reading import read_sweep
+from foundry.tracking.sweep_table import metric_text, screen, show
 
 
 @pytest.fixture
@@ -70,6 +72,69 @@ def test_a_narrow_terminal_still_shows_values_states_and_errors(mixed):
         assert said in text
 
 
+def test_on_a_narrow_terminal_the_logs_go_first_and_then_long_values(sweep_dir):
+    for number in range(2):
+        sweep_dir.job(*(f"group.a_long_name_{key}={'value_' * 5}{number}" for key in range(2)))
+    wide, narrow = (
+        shown(read_sweep(sweep_dir.folder), force_terminal=True, width=width, color_system=None) for width in (160, 80)
+    )
+    assert [column in wide[2] for column in ("log", "a_long_name_0")] == [True, True]
+    assert [column in narrow[2] for column in ("job", "log", "a_long_na", "state", "val_loss", "time")] == [
+        True, False, True, True, True, True,
+    ]  # fmt: skip
+    assert "finished  200/200    2.0000" in narrow[4]
+
+
+def test_what_is_the_same_of_several_jobs_is_said_once(sweep_dir):
+    for number in range(10):
+        sweep_dir.job(f"a={number}", state="failed", reason="ValueError: as ever")
+    sweep_dir.job("a=10", state="failed", reason="KeyError: another")
+    lines = shown(read_sweep(sweep_dir.folder), force_terminal=True, width=300, color_system=None)
+    said = [line for line in lines if "Error" in line]
+    assert said[0].startswith("jobs 0, 1, 2, 3, 4, 5, 6, 7 and 2 more: ValueError: as ever; ")
+    assert said[0].endswith("sweep/0/foundry.log")
+    assert said[1].startswith("job 10: KeyError: another; ")
+
+
+def test_a_screen_that_does_not_scroll_shows_what_runs_and_the_best(sweep_dir):
+    for number in range(60):
+        sweep_dir.job(f"a={number}", losses=(2.0, 1.0 + number))
+    sweep_dir.job("a=60", state="running", losses=(3.0,))
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, color_system=None)
+    with held(sweep_dir.folder / "60"):
+        console.print(screen(read_sweep(sweep_dir.folder), console, scrolls=False))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 24
+    rows = [line.split() for line in lines if "finished " in line or "running " in line]
+    assert [row[0] for row in rows[:-1]] == [str(number) for number in range(len(rows) - 1)]
+    assert rows[-1][0] == "60"
+    assert f"and {61 - len(rows)} more jobs" in lines
+    assert "61 jobs: 60 finished, 1 running" in lines
+
+
+def test_jobs_of_a_search(sweep_dir):
+    sweep_dir.job("hparams.lr=0.0012345678901234", "model.num_layers=12")
+    sweep_dir.prune(sweep_dir.job("hparams.lr=0.09876543210987654", "model.num_layers=1234567890"))
+    lines = shown(read_sweep(sweep_dir.folder))
+    assert lines[1].split()[:3] == ["0", "0.001235", "12"]
+    assert lines[2].split()[5] == "2.0000*"
+    assert lines[2].endswith("pruned: val_loss 9 at 25% of the run")
+    assert lines[3:5] == [
+        "2 jobs: 2 finished; 1 of them pruned",
+        "best: job 0, val_loss 2.0000, lr=0.001235 num_layers=12",
+    ]
+    assert "hparams.lr=0.0012345678901234" in lines[5]
+
+
+def test_slurm_is_named_where_it_has_jobs(tmp_path, events):
+    sweep_dir = SweepDir(tmp_path / "sweep", type(events), launcher="slurm")
+    for number, name in enumerate(("31_0", "31_1", "40")):
+        run_dir = sweep_dir.job(f"a={number}", state="queued")
+        run_dir.mkdir()
+        (run_dir / "slurm.json").write_text(json.dumps({"job_id": name}))
+    assert "in Slurm: squeue --jobs=31,40" in shown(read_sweep(sweep_dir.folder))
+
+
 def test_the_best_evaluation_is_named_as_such(mixed):
     lines = shown(read_sweep(mixed, Which.best))
     assert "best val_loss" in lines[0]
@@ -82,6 +147,10 @@ def test_without_a_result_there_is_nothing_to_repeat(sweep_dir):
     sweep_dir.facts["jobs"].clear()
     sweep_dir.job("a=1", state="failed", losses=())
     assert shown(read_sweep(sweep_dir.folder))[-2:] == ["1 job: 1 failed", "no job has finished"]
+    sweep_dir.facts["jobs"].clear()
+    shutil.rmtree(sweep_dir.folder / "0")
+    sweep_dir.job("a=1", losses=(math.nan,))
+    assert shown(read_sweep(sweep_dir.folder))[-1] == "no job has a finite val_loss"
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,19 @@ def test_a_terminal_shows_the_table_until_all_is_over(sweep_dir, meanwhile):
     assert said.index("queued") < said.index("requeued") < said.index("1 finished")
 
 
+def test_a_sweep_whose_process_has_died_is_not_waited_for(sweep_dir):
+    sweep_dir.job("hparams.lr=1")
+    sweep_dir.job("hparams.lr=2", state="queued")
+    with held(sweep_dir.folder):
+        pass
+    command = [sys.executable, "-m", "foundry.report", f"dir={sweep_dir.folder}", "watch=true", "picture=false"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert "job 0 finished" in done.stdout.splitlines()[0]
+    assert "the sweep is not running; the same command goes on with it" in done.stdout
+    assert json.loads((sweep_dir.folder / "report.json").read_text())["is_going"] is False
+
+
 def test_an_interrupt_is_no_error(sweep_dir, meanwhile):
     sweep_dir.job("hparams.lr=1", state="queued")
     meanwhile(interrupt)

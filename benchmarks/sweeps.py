@@ -1,0 +1,188 @@
+"""What a job of a sweep costs above its run alone, and what becomes of a sweep whose process is killed.
+
+    python benchmarks/sweeps.py cost [--jobs 11] [--rounds 5]
+
+times runs of one step: alone, one after the other, and as jobs of one sweep through each launcher; Slurm's where
+SLURM_CONF says how it is reached. The ways take turns, and medians over the rounds are printed. "A job" is the time of
+the whole sweep divided by its jobs; "each further" leaves out what the sweep needs for a single one.
+
+    python benchmarks/sweeps.py kills [--jobs 100] [--kills 3]
+
+kills the process of a sweep with SIGKILL while two jobs run at a time, once this share of them has finished, waits for
+its jobs to end, and starts the same command again, which has to run what has not finished and nothing else. Afterwards
+every job's checksums of tensors and random numbers, trainer's state and recorded numbers are compared with those of a
+sweep that nobody disturbed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from kills import outcome
+
+from foundry.records.lock import is_held
+from foundry.records.status import read_status
+
+RUN = [
+    "hparams=diffusion",
+    "debug=fast",
+    "tracking=none",
+    "model.hidden_size=16",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "hparams.global_batch_size=4",
+    "hparams.per_gpu_batch_size=4",
+    "evaluation.interval=null",
+    "evaluation.write_samples=false",
+]
+ALONE = "`python -m foundry`"
+LOCAL = ["hydra/launcher=local", "hydra.launcher.n_jobs=2"]
+LAUNCHERS = {
+    "`sequential`": [],
+    "`local`, one at a time": ["hydra/launcher=local", "hydra.launcher.n_jobs=1"],
+    "`local`, two at a time": LOCAL,
+    "`slurm`": ["hydra/launcher=slurm", "hydra.launcher.timeout_min=5", "hydra.launcher.signal_delay_s=30"],
+}
+RUNS_ALONE = 3
+
+
+def start(folder, *words):
+    """`python -m foundry` in a folder; what it says goes to a file there."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "FOUNDRY_CACHE": str(folder / "cache")}
+    with (folder / "said.txt").open("w") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "foundry", *words, *RUN],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+        )
+
+
+def finish(folder, process):
+    """Wait for it; it may not fail."""
+    assert process.wait() == 0, (folder / "said.txt").read_text()
+
+
+def seconds(folder, *words):
+    """How long a command takes; the run directories it leaves are removed."""
+    begin = time.perf_counter()
+    finish(folder, start(folder, *words))
+    taken = time.perf_counter() - begin
+    shutil.rmtree(folder / "out")
+    return taken
+
+
+def seeds(number):
+    """The word that makes so many jobs."""
+    return f"hparams.seed=range({number})"
+
+
+def cost(jobs, rounds):
+    """Print a table: for each way the seconds for a job, their ratio to a run alone, and each further job's."""
+    ways = {name: words for name, words in LAUNCHERS.items() if name != "`slurm`" or os.environ.get("SLURM_CONF")}
+    alone, whole, single = [], {name: [] for name in ways}, {name: [] for name in ways}
+    with tempfile.TemporaryDirectory(prefix="sweeps-") as temporary:
+        folder = Path(temporary)
+        for _ in range(rounds):
+            alone += [seconds(folder, "hparams.max_steps=1", "hydra.run.dir=out") for _ in range(RUNS_ALONE)]
+            for name, words in ways.items():
+                sweep = ["-m", "hparams.max_steps=1", *words, "hydra.sweep.dir=out"]
+                single[name].append(seconds(folder, *sweep, seeds(1)))
+                whole[name].append(seconds(folder, *sweep, seeds(jobs)))
+    print(f"median of {rounds} rounds, {jobs} jobs, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
+    print(f"Python {platform.python_version()}, {platform.machine()}\n")
+    print("| way | a job, s | of alone | each further, s | of alone |\n|---|---|---|---|---|")
+    run = statistics.median(alone)
+    print(f"| {ALONE} | {run:.2f} | 1.00 | {run:.2f} | 1.00 |")
+    for name in ways:
+        job = statistics.median(whole[name]) / jobs
+        further = statistics.median((n - one) / (jobs - 1) for n, one in zip(whole[name], single[name], strict=True))
+        print(f"| {name} | {job:.2f} | {job / run:.2f} | {further:.2f} | {further / run:.2f} |")
+
+
+def states(sweep):
+    """How many jobs are in which state."""
+    return Counter(read_status(sweep / job["dir"]).get("state") for job in entries(sweep))
+
+
+def entries(sweep):
+    """The sweep's jobs."""
+    return json.loads((sweep / "sweep.json").read_text())["jobs"] if (sweep / "sweep.json").exists() else []
+
+
+def results(sweep):
+    """The files that tell a job's end, as they were written."""
+    return {path: path.stat().st_mtime_ns for path in sweep.glob("*/result.json")}
+
+
+def kill_after(process, sweep, finished, pause):
+    """Kill it a pause after so many jobs have finished; the seconds until no job ran any more."""
+    while states(sweep)["finished"] < finished:
+        assert process.poll() is None, "the sweep ended before it could be killed"
+        time.sleep(0.02)
+    time.sleep(pause)
+    process.kill()
+    process.wait()
+    begin = time.monotonic()
+    while any(is_held(sweep / job["dir"]) for job in entries(sweep)):
+        time.sleep(0.01)
+    return time.monotonic() - begin
+
+
+def kills(jobs, number):
+    """Kill a sweep so many times, let it go on, and compare its jobs with those of an undisturbed one."""
+    rng, begin, waits, stopped = random.Random(0), time.monotonic(), [], 0
+    with tempfile.TemporaryDirectory(prefix="sweeps-") as temporary:
+        folder = Path(temporary)
+        words = ["-m", "hparams.max_steps=150", "tracking.log_every_n_steps=1", seeds(jobs)]
+        finish(folder, start(folder, *words, "hydra.sweep.dir=undisturbed"))
+        job_seconds = (time.monotonic() - begin) / jobs
+        sweep = folder / "killed"
+        for kill in range(number + 1):
+            before = results(sweep)
+            process = start(folder, *words, *LOCAL, "hydra.sweep.dir=killed")
+            if kill == number:
+                finish(folder, process)
+            else:
+                finished = (kill + 1) * jobs // (number + 1)
+                waits.append(kill_after(process, sweep, finished, rng.uniform(0, job_seconds)))
+                assert states(sweep)["running"] == 0, states(sweep)
+                stopped += states(sweep)["stopped"]
+            assert before.items() <= results(sweep).items(), "a job that had finished ran again"
+        assert states(sweep) == {"finished": jobs}
+        for job in range(jobs):
+            assert outcome(sweep / str(job)) == outcome(folder / "undisturbed" / str(job)), f"job {job} differs"
+    print(
+        f"{jobs} jobs, {number} kills of their sweep; within {max(waits):.1f} s its jobs had ended, {stopped} of them "
+        f"with a checkpoint; {time.monotonic() - begin:.0f} s; all bit-identical to an undisturbed sweep's"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("cost", "kills"))
+    parser.add_argument("--jobs", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=3)
+    options = parser.parse_args()
+    if options.what == "cost":
+        cost(options.jobs or 11, options.rounds)
+    else:
+        kills(options.jobs or 100, options.kills)
+
+
+if __name__ == "__main__":
+    main()

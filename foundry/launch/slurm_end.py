@@ -1,0 +1,107 @@
+"""How a Slurm job ended, where the run could not say it itself: from Slurm, and from what `srun` printed."""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from foundry.launch.launchers import ENDED
+from foundry.launch.slurm_queue import QueuedJob
+from foundry.records.status import read_status, write_status
+from foundry.records.strict_json import write_atomically
+
+FILE_NAME = "slurm.json"
+
+_LOST = ("NODE_FAIL", "BOOT_FAIL", "COMPLETED", "PREEMPTED")
+_ENDED_BY_SLURM = ("CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
+_RANK_ENDED = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<ranks>\S+): (?P<how>.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What a run directory remembers of its job.
+
+    Attributes:
+        job_id: Slurm's name of it, such as `31` or `32_0` of an array.
+        error_output: the file that rank 0 and srun print their errors to.
+        cluster: the cluster that knows the job.
+    """
+
+    job_id: str
+    error_output: str
+    cluster: str
+
+    def save(self, run_dir: Path) -> None:
+        """Remember it."""
+        write_atomically(run_dir / FILE_NAME, json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "Submission | None":
+        """What the run directory remembers; None where it has not been submitted."""
+        try:
+            return cls(**json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+    @staticmethod
+    def forget(run_dir: Path) -> None:
+        """The run directory's job has ended, and another is to come."""
+        (run_dir / FILE_NAME).unlink(missing_ok=True)
+
+
+class ErrorOutput:
+    """What srun says of the ranks of this attempt, in a file that earlier attempts have written to as well.
+
+    Args:
+        run_dir: of the job, which has just been started.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        submission = Submission.load(run_dir)
+        self._path = None if submission is None else Path(submission.error_output)
+        self._start = self._path.stat().st_size if self._path is not None and self._path.exists() else 0
+
+    def first_end(self) -> str | None:
+        """Which rank ended first, and how: `rank 1 on n2: Killed`; None where none has."""
+        if self._path is None or not self._path.exists():
+            return None
+        with self._path.open("rb") as file:
+            file.seek(self._start)
+            said = _RANK_ENDED.search(file.read().decode(errors="replace"))
+        if said is None:
+            return None
+        hint = " (out of memory?)" if said["how"] == "Killed" else ""
+        return f"rank {said['ranks']} on {said['node']}: {said['how']}{hint}"
+
+
+def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
+    """Make status.json true of a job that has ended.
+
+    Args:
+        run_dir: the job's.
+        job_id: Slurm's name of it.
+        found: what Slurm says of it; None where it does not know it any more.
+    """
+    status = read_status(run_dir)
+    if status.get("state") in ENDED:
+        if found is not None and found.state in _ENDED_BY_SLURM and status["state"] == "stopped":
+            write_status(run_dir, reason=f"{status.get('reason', '')}; {found}")
+        return
+    if found is None:
+        # Of a task of an array that is cancelled before it starts, the controller keeps nothing.
+        why = "was it cancelled while it waited?" if status.get("state") == "queued" else "it left no word"
+        write_status(run_dir, state="lost", reason=f"Slurm does not know job {job_id} any more; {why}")
+        return
+    said = _last_words(run_dir)
+    state = "lost" if found.state in _LOST else "stopped" if found.state == "CANCELLED" else "failed"
+    write_status(run_dir, state=state, reason=f"{found}{f'; it said last: {said}' if said else ''}")
+
+
+def _last_words(run_dir: Path) -> str:
+    """The last line that a job has printed to its error output, if any."""
+    submission = Submission.load(run_dir)
+    try:
+        lines = Path(submission.error_output).read_text("utf-8", "replace").splitlines() if submission else []
+    except FileNotFoundError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip() and "slurmstepd" not in line), "")

@@ -1,0 +1,101 @@
+"""The batch scripts of jobs: made by submitit, tried on the cluster, submitted."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.launcher import Slurm
+from foundry.launch.slurm_queue import refusal
+
+# Settings that are not submitit's.
+_OURS = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
+# submitit's names that are not Slurm's alone.
+_SHARED = {"name", "timeout_min", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem_gb"}
+_SHARED |= {"stderr_to_stdout"}
+
+
+def check_script(settings: Slurm, num_jobs: int) -> None:
+    """Show Slurm the script of an array of jobs, without submitting it.
+
+    Raises:
+        ConfigError: it would not take it.
+        Unreachable: it does not answer.
+    """
+    with _clean_environment():
+        executor = _executor(settings, None)._executor
+        if num_jobs > 1:
+            executor.parameters["map_count"] = num_jobs
+        if said := refusal(executor._make_submission_file_text(executor._submitit_command_str, "")):
+            raise _refused(said)
+
+
+def submit(settings: Slurm, run_dirs: Sequence[Path], code: Path | None) -> list[tuple[str, Path]]:
+    """Submit jobs as an array.
+
+    Args:
+        settings: those of all these jobs.
+        run_dirs: a job's each.
+        code: a folder to import from; None: where this process does.
+
+    Returns:
+        For each what Slurm calls it, and the file its errors are printed to.
+
+    Raises:
+        ConfigError: Slurm refuses them.
+    """
+    from submitit.core.utils import FailedSubmissionError, UncompletedJobError
+
+    from foundry.launch.worker import SlurmTask
+
+    try:
+        with _clean_environment():
+            jobs = _executor(settings, code).map_array(SlurmTask(), list(map(str, run_dirs)))
+    except (UncompletedJobError, FailedSubmissionError) as error:
+        raise _refused(str(error).strip().splitlines()[-1]) from None
+    return [(job.job_id, job.paths.stderr) for job in jobs]
+
+
+def _refused(said: str) -> ConfigError:
+    return ConfigError(Violation("hydra.launcher", f"Slurm refuses such jobs: {said}"))
+
+
+def _executor(settings: Slurm, code: Path | None) -> Any:
+    import submitit
+
+    folder = Path(settings.submitit_folder).absolute()
+    executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=settings.max_num_timeout)
+    given = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _OURS}
+    # submitit passes an empty or absent option on as text.
+    parameters = {name: value for name, value in given.items() if value is not None}
+    executor.update_parameters(
+        **{name if name in _SHARED else f"slurm_{name}": value for name, value in parameters.items()},
+        slurm_setup=[*_environment_of_job(code), *(settings.setup or [])],
+        # One rank that failed would leave the others waiting for it.
+        slurm_srun_args=["--kill-on-bad-exit=1"],
+    )
+    return executor
+
+
+def _environment_of_job(code: Path | None) -> list[str]:
+    # Since Slurm 22.05 srun does not take over the cores that sbatch was asked for.
+    lines = ["export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}"]
+    if code is not None:
+        # Without the safe path, `python -m` would look into the working directory first.
+        lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH='{code}':$PYTHONPATH:'{Path.cwd()}'"]
+    return lines
+
+
+@contextmanager
+def _clean_environment() -> Iterator[None]:
+    """Hide what this process's own job, if it is one, has set; where Slurm is configured stays known."""
+    from submitit.helpers import clean_env
+
+    config = os.environ.get("SLURM_CONF")
+    with clean_env():
+        if config is not None:
+            os.environ["SLURM_CONF"] = config
+        yield

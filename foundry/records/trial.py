@@ -1,0 +1,53 @@
+"""`trial.json` in a run directory: which trial of a search the run is, and who may end it early."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foundry.records.strict_json import write_atomically
+
+if TYPE_CHECKING:
+    from optuna.storages import JournalStorage
+
+FILE_NAME = "trial.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialLink:
+    """What a run knows of the search that proposed it.
+
+    Attributes:
+        journal: the file that holds the study, relative to the run directory.
+        study: its name there.
+        number: of the trial.
+        metric: what it is judged by, as it is called in metrics.jsonl.
+        pruner: `_target_` and arguments of the one who judges.
+    """
+
+    journal: str
+    study: str
+    number: int
+    metric: str
+    pruner: Mapping[str, Any]
+
+    def save(self, run_dir: Path) -> None:
+        """Tell a run of its search, before it starts."""
+        write_atomically(run_dir / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "TrialLink | None":
+        """The link of a run; None for one that no search has proposed, or that is to run to its end."""
+        try:
+            return cls(**json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+
+def open_storage(journal: Path) -> "JournalStorage":
+    """Where Optuna keeps a study: a file of JSON lines, to which processes of several machines may append."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return JournalStorage(JournalFileBackend(str(journal)))

@@ -1,0 +1,216 @@
+"""Reading a sweep's directory: which jobs there are, and how each is doing."""
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.records.lock import is_held
+from foundry.records.strict_json import decode
+from foundry.tracking.figures import duration
+from foundry.tracking.metrics_file import read_metrics
+from foundry.tracking.overrides import recorded_words, short_names
+from foundry.tracking.sweep import WAITING, Job, Sweep, Which
+
+SWEEP = "sweep.json"
+"""The file in a sweep's directory that lists its jobs."""
+
+NOT_RUNNING = "the sweep is not running; the same command goes on with it"
+"""Said of jobs that nobody will start."""
+
+_SUBMITTED = "slurm.json"
+_QUIET_SECONDS = 300.0  # a run that logs rarely, or evaluates for long, is silent for a while
+_ON_THIS_MACHINE = ("sequential", "local")  # launchers; a user's YAML built on slurm may have any other name
+
+
+def evaluations(job: Job, metric: str) -> list[tuple[int, float]]:
+    """(optimizer step, value) of a metric in metrics.jsonl, ascending."""
+    try:
+        records = read_metrics(job.run_dir, having=metric)
+    except (OSError, ValueError):
+        return []
+    return [(record["step"], float(record[metric])) for record in records]
+
+
+def read_sweep(folder: Path, which: Which = Which.last, *, locks: bool = True, now: datetime | None = None) -> Sweep:
+    """Read a sweep's directory, or one that holds run directories.
+
+    Args:
+        folder: of the sweep.
+        which: the evaluation that counts.
+        locks: see by their locks whether processes are at work. False: take the word of status.json; for a process
+            that may hold such a lock itself, and would lose it by looking.
+        now: the time, for jobs that are running.
+
+    Raises:
+        ConfigError: there are no jobs in it.
+    """
+    facts = _facts(folder)
+    metric, minimize = facts.get("metric") or "val_loss", facts.get("direction") != "maximize"
+    reader = _Reader(
+        metric=metric,
+        minimize=minimize,
+        which=which,
+        now=now or datetime.now(UTC),
+        locks=locks,
+        is_running=not (locks and "jobs" in facts and is_held(folder) is False),
+        may_be_on_slurm=facts.get("launcher") not in _ON_THIS_MACHINE,
+    )
+    jobs = [reader.read(index, run_dir, words) for index, run_dir, words in _listed(folder, facts)]
+    if not jobs:
+        hint = "; give the folder that holds it" if (folder / "status.json").exists() else ""
+        kind = "a single run" if hint else f"a folder without {SWEEP} and without run directories in it"
+        raise ConfigError(Violation("dir", f"is {folder}, {kind}{hint}"))
+    jobs.sort(key=lambda job: job.rank(minimize=minimize))
+    return Sweep(
+        folder=folder,
+        metric=metric,
+        minimize=minimize,
+        which=which,
+        jobs=tuple(jobs),
+        names=short_names(_differing(jobs)),
+        command=tuple(facts.get("command") or ()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reader:
+    """Reads one job after another.
+
+    Attributes:
+        is_running: whether the process that starts the jobs is there, or may be.
+        may_be_on_slurm: whether Slurm starts the jobs that were submitted to it, without that process.
+    """
+
+    metric: str
+    minimize: bool
+    which: Which
+    now: datetime
+    locks: bool
+    is_running: bool
+    may_be_on_slurm: bool
+
+    def read(self, index: int, run_dir: Path, overrides: tuple[str, ...]) -> Job:
+        """A job as it stands."""
+        state, status = self._state(run_dir)
+        is_waiting = state in WAITING
+        submitted = _read(run_dir / _SUBMITTED) if self.may_be_on_slurm and (is_waiting or state == "running") else {}
+        slurm_id = str(submitted.get("job_id", ""))
+        updated = _time(status.get("updated"))
+        job = Job(
+            index=index,
+            run_dir=run_dir,
+            overrides=overrides,
+            state=state,
+            is_going=state == "running" or (is_waiting and (self.is_running or bool(slurm_id))),
+            note="",
+            step=status.get("step"),
+            total_steps=_read(run_dir / "plan.json").get("total_steps"),
+            metric=None,
+            seconds=self._seconds(state, _time(status.get("started")), updated),
+            result=_read(run_dir / "result.json") if state == "finished" else {},
+            slurm_id=slurm_id,
+        )
+        note = self._note(job, str(status.get("reason") or ""), updated)
+        return replace(job, note=note, metric=self._metric(job) if status else None)
+
+    def _state(self, run_dir: Path) -> tuple[str, dict[str, Any]]:
+        """The job's state, and its status.json."""
+        status = _read(run_dir / "status.json")
+        state = status.get("state", "queued")
+        if self.locks and state != "finished":
+            held = is_held(run_dir)
+            if held:
+                return "running", status
+            if state == "running" and held is False:
+                status = _read(run_dir / "status.json")  # it may have ended between the two looks
+                state = status.get("state", "queued")
+                return ("lost" if state == "running" else state), status
+        return state, status
+
+    def _note(self, job: Job, reason: str, updated: datetime | None) -> str:
+        silent = (self.now - updated).total_seconds() if updated is not None else 0.0
+        if job.is_pruned:
+            return str(job.result["pruned"])
+        if job.state == "lost" and not reason:
+            return f"the process is gone; last sign of life {duration(silent)} ago"
+        if job.state == "running":
+            return f"no sign of life for {duration(silent)}" if silent > _QUIET_SECONDS else ""
+        if job.state in WAITING and not job.is_going:
+            return NOT_RUNNING
+        return " ".join(reason.split()) or (_last_line(job.log) if job.state == "failed" else "")
+
+    def _seconds(self, state: str, started: datetime | None, updated: datetime | None) -> float | None:
+        if state == "queued":
+            return None
+        end = self.now if state == "running" else updated
+        return None if started is None or end is None else max((end - started).total_seconds(), 0.0)
+
+    def _metric(self, job: Job) -> float | None:
+        known = job.result.get("best") or {} if self.which is Which.best else job.result
+        if isinstance(value := known.get(self.metric), int | float):
+            return float(value)
+        values = [value for _, value in evaluations(job, self.metric)]
+        if self.which is Which.best:
+            values = [value for value in values if math.isfinite(value)]
+            return (min if self.minimize else max)(values, default=None)
+        return values[-1] if values else None
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ConfigError(Violation("dir", f"is {folder}, which is no folder; give the directory of a sweep"))
+    path = folder / SWEEP
+    facts = _read(path)
+    if path.exists() and not isinstance(facts.get("jobs"), list):
+        raise ConfigError(Violation("dir", f"is {folder}, whose {SWEEP} cannot be read as a list of jobs"))
+    return facts
+
+
+def _listed(folder: Path, facts: Mapping[str, Any]) -> Iterable[tuple[int, Path, tuple[str, ...]]]:
+    """Index, run directory and words of each job: as recorded, or as found."""
+    if "jobs" in facts:
+        for job in facts["jobs"]:
+            yield int(job["index"]), folder / job["dir"], tuple(job["overrides"])
+        return
+    found = [Path(entry.path) for entry in os.scandir(folder) if Path(entry.path, "status.json").is_file()]
+    are_numbered = all(run_dir.name.isdecimal() for run_dir in found)
+    found.sort(key=lambda run_dir: (int(run_dir.name) if are_numbered else 0, run_dir.name))
+    for number, run_dir in enumerate(found):
+        yield int(run_dir.name) if are_numbered else number, run_dir, recorded_words(run_dir)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where the file is missing or broken."""
+    try:
+        value = decode(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _time(text: object) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+
+
+def _last_line(path: Path, reach: int = 4096) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - reach, 0))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _differing(jobs: Sequence[Job]) -> list[str]:
+    """The keys whose values are not the same in all jobs, in the order of the words."""
+    keys = dict.fromkeys(key for job in jobs for key in job.values)
+    return [key for key in keys if len({job.values.get(key) for job in jobs}) > 1]

@@ -1,0 +1,67 @@
+"""docs/run_blocks.py runs what the pages show, there where it can run."""
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = """
+```bash
+echo everywhere
+```
+
+<!-- run: slurm -->
+```bash
+echo cluster
+```
+
+<!-- run: elsewhere -->
+
+```bash
+echo elsewhere
+```
+
+```text
+echo never
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("run_blocks", ROOT / "docs" / "run_blocks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_comment_says_where_a_block_runs(script):
+    assert script.blocks(PAGE) == ["echo everywhere\n"]
+    assert script.blocks(PAGE, at="slurm") == ["echo everywhere\n", "echo cluster\n"]
+    with pytest.raises(ValueError, match="slrum --> is none of slurm, elsewhere"):
+        script.blocks(PAGE.replace("slurm", "slrum"))
+
+
+def test_what_a_block_says_is_shown_when_it_fails(script, tmp_path):
+    assert script._run_block("echo $PLACE; test $PLACE = here", tmp_path, {**os.environ, "PLACE": "here"}) is None
+    error = script._run_block("echo before; false; echo after", tmp_path, os.environ)
+    assert error == "exit code 1\nbefore\n"
+
+
+def test_what_a_block_leaves_running_is_ended(script, tmp_path):
+    began = time.monotonic()
+    assert script._run_block("sleep 30 & echo $! > pid", tmp_path, os.environ) is None
+    assert time.monotonic() - began < 10
+    process = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")
+    deadline = time.monotonic() + 5
+    while process.exists() and process.read_bytes():  # of one that has ended, but is not yet reaped, it is empty
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_every_page_says_of_its_blocks_where_they_run(script):
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        script.blocks(page.read_text())

@@ -1,0 +1,174 @@
+"""`hydra/sweeper=optuna`: refused whole, pruned, gone on with."""
+
+import json
+import signal
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from terminal import TINY_DIT
+
+from foundry.records.trial import open_storage
+
+pytestmark = pytest.mark.slow
+
+SEARCH = [
+    *TINY_DIT,
+    "hparams_search=optuna_tpe",
+    "hparams.max_steps=20",
+    "evaluation.max_samples=64",
+    "tracking=none",
+    "hydra.sweep.dir=sweep",
+    "hydra.sweeper.pruner.n_startup_trials=2",
+]
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def trials(sweep):
+    return optuna.load_study(study_name="search", storage=open_storage(sweep / "optuna.jsonl")).get_trials()
+
+
+def outcomes(sweep):
+    """What was proposed and what came of it."""
+    return [(trial.state.name, trial.params, trial.value, trial.intermediate_values) for trial in trials(sweep)]
+
+
+def jobs(sweep):
+    return read(sweep / "sweep.json")["jobs"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, cache):
+    """A search of seven trials, and what was said; not to be changed."""
+    from terminal import Shell
+
+    shell = Shell(tmp_path_factory.mktemp("search"), cache)
+    stdout, _ = shell.run(*SEARCH, "hydra.sweeper.n_trials=7")
+    return shell, shell.cwd / "sweep", stdout
+
+
+def test_trials_of_little_promise_are_ended_early(undisturbed):
+    _, sweep, stdout = undisturbed
+    ended = trials(sweep)
+    pruned = [trial for trial in ended if trial.state is TrialState.PRUNED]
+    assert {trial.state for trial in ended} == {TrialState.COMPLETE, TrialState.PRUNED}
+    assert len(ended) == len(jobs(sweep)) == 7
+    for trial, job in zip(ended, jobs(sweep), strict=True):
+        result, status = read(sweep / job["dir"] / "result.json"), read(sweep / job["dir"] / "status.json")
+        assert trial.value == result["val_loss"]
+        assert status["state"] == "finished"
+        assert (result["pruned"] is not None) == (trial in pruned) == (result["step"] < 20)
+        assert status["reason"] == (result["pruned"] or "")
+        shares = [step / 1000 for step in trial.intermediate_values]
+        assert shares == [k / 10 for k in range(1, 1 + min(9, result["step"] // 2))]
+    assert f"\nbest: job {min(ended, key=lambda trial: trial.value).number}," in stdout
+
+
+def test_values_are_those_of_the_words(undisturbed):
+    _, sweep, _ = undisturbed
+    for trial, job in zip(trials(sweep), jobs(sweep), strict=True):
+        words = dict(word.split("=") for word in job["overrides"])
+        assert float(words["hparams.lr"]) == pytest.approx(trial.params["hparams.lr"], rel=1e-3)
+        assert words["scheduler.warmup"] == trial.params["scheduler.warmup"]
+
+
+def test_an_interrupted_search_is_the_undisturbed_one(undisturbed, shell):
+    _, expected, _ = undisturbed
+    process = shell.start(*SEARCH, "hydra.sweeper.n_trials=5", variables={"PYTHONUNBUFFERED": "1"})
+    for line in process.stdout:
+        if line.startswith("job 2 "):
+            process.send_signal(signal.SIGINT)
+            break
+    process.communicate(timeout=240)
+    assert process.returncode == 130
+    sweep = shell.cwd / "sweep"
+    assert [trial.state for trial in trials(sweep)][2:] == [TrialState.RUNNING]
+    finished = (sweep / "0" / "result.json").stat().st_mtime_ns
+    shell.run(*SEARCH, "hydra.sweeper.n_trials=7")
+    assert outcomes(sweep) == outcomes(expected)
+    assert (sweep / "0" / "result.json").stat().st_mtime_ns == finished
+
+
+def test_another_search_is_refused_there(undisturbed):
+    shell, sweep, _ = undisturbed
+    before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}
+    _, stderr = shell.run(*SEARCH, "hparams.lr=interval(1e-4,1e-1)", "hydra.sweeper.direction=maximize", code=2)
+    (line,) = stderr.splitlines()
+    assert line.startswith("hydra.sweep.dir: is sweep, which holds a search with hparams.lr FloatDistribution(")
+    assert "direction minimize; give that" in line
+    _, stderr = shell.run(*SEARCH, "hparams.grad_clip_norm=0.5", code=2)
+    assert "holds this sweep with hparams.grad_clip_norm: 1 -> 0.5 in job 0" in stderr
+    assert {path: path.stat().st_mtime_ns for path in sweep.rglob("*")} == before
+
+
+def test_failures_are_marked_and_end_the_search(shell):
+    """Two jobs at a time on this machine, at a rate that diverges."""
+    local = ["hydra/launcher=local", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
+    words = [*SEARCH, *local, "hydra.sweeper.n_trials=12", "hydra.sweeper.max_failures=2"]
+    words += ["hparams.lr=1e30", "scheduler.warmup='0.1'", "optimizer.weight_decay=0.0", "hparams.seed=range(50)"]
+    stdout, stderr = shell.run(*words, code=1)
+    sweep = shell.cwd / "sweep"
+    states = [trial.state for trial in trials(sweep)]
+    assert states.count(TrialState.FAIL) == 2
+    assert len(jobs(sweep)) == 2
+    assert "the search ends: 2 jobs have failed (hydra.sweeper.max_failures)" in stdout + stderr
+    assert [line.split(")")[0].split("=")[0] for line in stderr.splitlines()] == [
+        "job 0 (hparams.seed",
+        "job 1 (hparams.seed",
+    ]
+    assert stderr.count("NonFiniteError") == 2
+
+
+def test_ranks_of_a_pruned_trial_end_together(shell):
+    """The pruner is one that ends whatever is above a threshold."""
+    options = shell.cwd / "own" / "hydra" / "sweeper" / "pruner"
+    options.mkdir(parents=True)
+    (options / "mine.yaml").write_text("_target_: optuna.pruners.ThresholdPruner\nupper: 0.0\n")
+    words = [word for word in SEARCH if "pruner" not in word]
+    two = ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=8"]
+    shell.run("--config-dir=own", *words, "hydra/sweeper/pruner=mine", *two, "hydra.sweeper.n_trials=1")
+    result = read(shell.cwd / "sweep" / "0" / "result.json")
+    assert result["step"] == 2
+    assert result["pruned"].startswith("pruned: val_loss ")
+    assert [trial.state for trial in trials(shell.cwd / "sweep")] == [TrialState.PRUNED]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hydra.sweeper.n_trials=0"], ["hydra.sweeper.n_trials: is 0 but must be at least 1"]),
+        (["hydra.sweeper.sampler._target_=optuna.samplers.Nope"], ["hydra.sweeper.sampler: cannot be built: Error"]),
+        (["+hydra.sweeper.sampler.sed=3"], ["hydra.sweeper.sampler: cannot be built: TPESampler.__init__()"]),
+        (["hydra.sweeper.pruner._target_=optuna.pruners.Nope"], ["hydra.sweeper.pruner: cannot be built: Error"]),
+        (["hparams.lr=interval(1,0)"], ["hparams.lr: is interval(1,0): "]),
+        (
+            ["model.num_heads=choice(1,2,3,5)"],
+            ["num_heads=3: model.num_heads: is 3 but must divide", "num_heads=5: model.num_heads: is 5 but must"],
+        ),
+        (["hparams.lr=interval(1e-3,-0.5)"], ["hparams.lr: is interval"]),
+        (["hydra/launcher=slurm", "hydra.launcher.detach=true"], ["hydra.launcher.detach: is true but a search"]),
+    ],
+)
+def test_a_wrong_search_is_refused_whole(shell, words, said):
+    _, stderr = shell.run(*SEARCH, *words, code=2)
+    assert [part in line for part, line in zip(said, stderr.splitlines(), strict=True)] == [True] * len(said)
+    assert list(shell.cwd.iterdir()) == []
+
+
+def test_a_metric_that_runs_do_not_measure_is_said_after_the_first(shell):
+    _, stderr = shell.run(*SEARCH, "hydra.sweeper.metric=val_los", code=2)
+    assert stderr.splitlines()[-1] == (
+        "hydra.sweeper.metric: is val_los but runs measure val_loss; did you mean val_loss?"
+    )
+    assert len(jobs(shell.cwd / "sweep")) == 1
+
+
+def test_a_search_without_its_package_says_how_to_install_it(shell):
+    (shell.cwd / "without").mkdir()
+    (shell.cwd / "without" / "optuna.py").write_text("raise ImportError\n")
+    _, stderr = shell.run("hparams_search=optuna_tpe", code=2, variables={"PYTHONPATH": "without"})
+    assert stderr.splitlines() == ["hydra/sweeper: is optuna, which is not installed; pip install 'foundry[search]'"]
+    assert [path.name for path in shell.cwd.iterdir()] == ["without"]

@@ -1,0 +1,119 @@
+"""How jobs of Slurm ended that cannot say it themselves; the lines are a real srun's and controller's."""
+
+import json
+
+import pytest
+
+from foundry.launch.slurm_end import ErrorOutput, Submission, settle
+from foundry.launch.slurm_queue import QueuedJob
+from foundry.launch.slurm_unwatched import settle_unwatched
+from foundry.records.status import read_status, write_status
+
+KILLED = """\
+srun: error: n2: task 3: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=10.0
+slurmstepd-n1: error: *** STEP 10.0 ON n1 CANCELLED AT 2026-11-21T22:54:02 ***
+srun: error: n1: tasks 0-2: Exited with exit code 1
+"""
+
+
+@pytest.fixture
+def submitted(tmp_path):
+    """A run directory whose job has been submitted, and what its job has printed."""
+    error_output = tmp_path / "7_0_log.err"
+    Submission(job_id="7", error_output=str(error_output), cluster="lab").save(tmp_path)
+    return tmp_path, error_output
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "reason"),
+    [
+        (QueuedJob("TIMEOUT", "TimeLimit"), "failed", "Slurm: TIMEOUT (reason TimeLimit)"),
+        (QueuedJob("NODE_FAIL", nodes="n1"), "lost", "Slurm: NODE_FAIL (on n1)"),
+        (QueuedJob("CANCELLED"), "stopped", "Slurm: CANCELLED"),
+        (None, "lost", "Slurm does not know job 7 any more; it left no word"),
+    ],
+)
+def test_a_job_that_ended_without_a_word_gets_slurms(tmp_path, found, state, reason):
+    write_status(tmp_path, state="running", reason="", step=7)
+    settle(tmp_path, "7", found)
+    status = read_status(tmp_path)
+    assert (status["state"], status["reason"], status["step"]) == (state, reason, 7)
+
+
+def test_what_a_job_has_printed_last_is_said(submitted):
+    run_dir, error_output = submitted
+    error_output.write_text("out of file handles\nslurmstepd: error: *** JOB 7 ON n1 ***\n\n")
+    write_status(run_dir, state="running")
+    settle(run_dir, "7", QueuedJob("FAILED", exit_code="1:0"))
+    assert read_status(run_dir)["reason"] == "Slurm: FAILED (exit code 1:0); it said last: out of file handles"
+
+
+def test_what_a_job_has_said_itself_stays(tmp_path):
+    write_status(tmp_path, state="finished", reason="")
+    settle(tmp_path, "7", QueuedJob("FAILED", exit_code="1:0"))
+    assert read_status(tmp_path)["state"] == "finished"
+    for found, reason in (("FAILED", "SIGTERM"), ("CANCELLED", "SIGTERM; Slurm: CANCELLED")):
+        write_status(tmp_path, state="stopped", reason="SIGTERM")
+        settle(tmp_path, "7", QueuedJob(found))
+        assert read_status(tmp_path)["reason"] == reason
+
+
+def test_of_the_ranks_the_first_that_ended_in_this_attempt_is_the_cause(submitted):
+    run_dir, error_output = submitted
+    assert ErrorOutput(run_dir).first_end() is None
+    error_output.write_text("srun: error: n1: task 0: Terminated\n")
+    attempt = ErrorOutput(run_dir)
+    assert attempt.first_end() is None
+    with error_output.open("a") as file:
+        file.write(KILLED)
+    assert attempt.first_end() == "rank 3 on n2: Killed (out of memory?)"
+    assert ErrorOutput(run_dir / "local").first_end() is None, "which no srun has started"
+
+
+@pytest.fixture
+def slurm_says(tmp_path, monkeypatch):
+    """Puts a scontrol that knows job 7 of a cluster where Slurm's would be."""
+    monkeypatch.setattr("foundry.launch.slurm_unwatched._SECOND_LOOK_SECONDS", 0.01)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def write(cluster, *states):
+        """The states are those that it says one after the other."""
+        count = tmp_path / "count"
+        count.write_text("")
+        cases = "".join(f"{number}) state={state};;" for number, state in enumerate(states))
+        script = f"""#!/bin/sh
+        if [ "$2" = config ]; then echo 'ClusterName             = {cluster}'; exit; fi
+        case $(wc -l < {count}) in {cases} esac
+        echo >> {count}
+        echo "JobId=7 JobState=$state Reason=None ExitCode=0:9 NodeList=n1"
+        """
+        (tmp_path / "scontrol").write_text(script)
+        (tmp_path / "scontrol").chmod(0o755)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("cluster", "states", "state"),
+    [
+        ("lab", ("OUT_OF_MEMORY", "OUT_OF_MEMORY"), "failed"),
+        ("lab", ("CANCELLED", "PENDING"), "running"),
+        ("lab", ("RUNNING",), "running"),
+        ("another", ("FAILED", "FAILED"), "running"),
+    ],
+)
+def test_a_job_that_nobody_waits_for(submitted, slurm_says, cluster, states, state):
+    """It ended only if Slurm says so twice: one that is queued again has ended for a moment."""
+    run_dir, _ = submitted
+    (run_dir / "sweep.json").write_text(json.dumps({"jobs": [{"index": 0, "dir": ".", "overrides": []}]}))
+    write_status(run_dir, state="running", reason="")
+    slurm_says(cluster, *states)
+    settle_unwatched(run_dir, [run_dir])
+    assert read_status(run_dir)["state"] == state
+
+
+def test_a_job_that_was_never_submitted_is_left_alone(tmp_path):
+    write_status(tmp_path, state="queued", reason="")
+    settle_unwatched(tmp_path, [tmp_path])
+    assert read_status(tmp_path)["state"] == "queued"

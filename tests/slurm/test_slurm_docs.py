@@ -1,0 +1,45 @@
+"""Every command of docs/slurm.md runs as it is written there."""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "slurm.md"
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module")
+def run_blocks():
+    spec = importlib.util.spec_from_file_location("run_blocks", ROOT / "docs" / "run_blocks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_page_runs_from_top_to_bottom(cluster, run_blocks, capfd):
+    done = run_blocks.run(PAGE, at="slurm", environment=cluster.environment)
+    assert done, capfd.readouterr().out
+
+
+def test_of_the_job_with_gpus_only_the_partition_is_missing_here(cluster, run_blocks):
+    """Its settings fit together; what it lacks is the cluster."""
+    own = run_blocks.blocks(PAGE.read_text())
+    (code,) = (block for block in run_blocks.blocks(PAGE.read_text(), at="elsewhere") if block not in own)
+    (cluster.cwd / "text").mkdir()
+    said = subprocess.run(
+        ["bash", "-c", code.replace("/shared", str(cluster.cwd))],
+        cwd=cluster.cwd,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert said.stderr.startswith("hydra.launcher.partition: is gpu, which is not here; partitions here: main, ")
+    assert said.stderr.count("\n") == 1

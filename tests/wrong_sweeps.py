@@ -1,0 +1,64 @@
+"""Sweeps in which some jobs are wrong, and how each line begins that is said of them."""
+
+EXPERIMENT = "# @package _global_\nhparams:\n  lr: {lr}\noptimizer:\n  weight_decay: {weight_decay}\n"
+SEARCH = """\
+# @package _global_
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    params:
+      hparams.lr: 1e-3,2e-3,-1,4e-3
+      hparams.seed: range(3)
+"""
+RATES = "hparams.lr=" + ",".join("-1" if number == 7 else f"{number + 1}e-3" for number in range(12))
+
+WRONG_SWEEPS = {
+    "grid": ([RATES], ["job 7 (hparams.lr=-1): hparams.lr: "]),
+    "max_batch_size": (
+        [RATES, "hydra.sweeper.max_batch_size=1"],
+        ["job 7 (hparams.lr=-1): hparams.lr: "],
+    ),
+    "zip": (
+        [RATES, "hparams.seed=range(12)", "hydra.sweeper.zip=[[hparams.lr,hparams.seed]]"],
+        ["job 7 (hparams.lr=-1, hparams.seed=7): hparams.lr: "],
+    ),
+    "experiment": (
+        ["--config-dir=own", "experiment=one,two,broken", "hparams.seed=range(4)"],
+        [
+            f"job {8 + seed} (experiment=broken, hparams.seed={seed}): {key}: "
+            for seed in range(4)
+            for key in ("hparams.lr", "optimizer.weight_decay")
+        ],
+    ),
+    "combination": (
+        ["hparams.global_batch_size=8,12,24", "hparams.per_gpu_batch_size=1,2,4,8"],
+        ["job 7 (hparams.global_batch_size=12, hparams.per_gpu_batch_size=8): hparams.global_batch_size: "],
+    ),
+    "options": (
+        ["scheduler=wsd,linear", "scheduler.decay_style=cosine", "hparams.seed=range(6)"],
+        [f"job {6 + seed} (scheduler=linear, hparams.seed={seed}): scheduler.decay_style: " for seed in range(6)],
+    ),
+    "search": (
+        ["--config-dir=own", "hparams_search=mine"],
+        [f"job {6 + seed} (hparams.lr=-1, hparams.seed={seed}): hparams.lr: " for seed in range(3)],
+    ),
+}
+"""By name: the words, and the beginnings of the lines."""
+
+
+def write_options(folder):
+    """The options of the user's own that some of them choose, in `folder`/own."""
+    for name, lr, weight_decay in (("one", 0.001, 0.0), ("two", 0.002, 0.1), ("broken", -0.5, -0.1)):
+        path = folder / "own" / "experiment" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(EXPERIMENT.format(lr=lr, weight_decay=weight_decay))
+    path = folder / "own" / "hparams_search" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(SEARCH)
+
+
+def assert_said(name, stderr):
+    """A line for each thing that is wrong with each wrong job, and no other."""
+    lines, expected = stderr.splitlines(), WRONG_SWEEPS[name][1]
+    assert [line[: len(beginning)] for line, beginning in zip(lines, expected, strict=False)] == expected, stderr
+    assert len(lines) == len(expected), stderr
