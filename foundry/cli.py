@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -51,7 +52,8 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
         raise  # a sweep goes on with its other jobs
     except Stopped as stopped:
         if detect().rank == 0:
-            sys.stderr.write(f"{stopped}{_how_it_goes_on(stopped)}\n")
+            with suppress(OSError):  # the terminal is gone, as after SIGHUP
+                sys.stderr.write(f"{stopped}{_how_it_goes_on(stopped)}\n")
         raise  # its exit code is in it; a sweep ends too
 
 

@@ -3,6 +3,7 @@
 | signal | who sends it | what becomes of the run |
 |---|---|---|
 | SIGINT | a person, Ctrl-C; a second one ends the process at once | stopped |
+| SIGHUP | a terminal that closes, a connection that breaks; nothing under nohup | stopped |
 | SIGTERM | a person, Docker, Slurm | stopped; requeued where Slurm will start the job again |
 | SIGUSR1, SIGUSR2 | a scheduler before its time limit, as submitit asks Slurm to | stopped; requeued by submitit |
 """
@@ -31,9 +32,10 @@ class Boundary(IntFlag):
 
     SAVE = 1
     STOP_INT = 2
-    STOP_TERM = 4
-    STOP_USR1 = 8
-    STOP_USR2 = 16
+    STOP_HUP = 4
+    STOP_TERM = 8
+    STOP_USR1 = 16
+    STOP_USR2 = 32
 
     @property
     def signum(self) -> signal.Signals | None:
@@ -43,6 +45,7 @@ class Boundary(IntFlag):
 
 _FLAGS = {
     signal.SIGINT: Boundary.STOP_INT,
+    signal.SIGHUP: Boundary.STOP_HUP,
     signal.SIGTERM: Boundary.STOP_TERM,
     signal.SIGUSR1: Boundary.STOP_USR1,
     signal.SIGUSR2: Boundary.STOP_USR2,
@@ -70,7 +73,8 @@ class Interruption:
             log.warning("not in the main thread: signals will not be noticed, and end the run without a checkpoint")
             return self
         for signum in _FLAGS:
-            self._previous[signum] = signal.signal(signum, self._note)
+            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                self._previous[signum] = signal.signal(signum, self._note)
         return self
 
     def __exit__(

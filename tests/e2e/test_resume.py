@@ -1,14 +1,20 @@
 """Going on: what a person sees who starts a run again."""
 
+import fcntl
 import json
 import os
+import pty
 import shutil
 import signal
+import subprocess
+import sys
+import termios
 import time
 
 import pytest
 from outcome import losses, outcome, status
 from small_text import RUN, SMALL, write_text
+from terminal import Shell
 from warm import WarmShell
 
 from foundry.checkpoint.folder import find, list_checkpoints, problems
@@ -295,3 +301,27 @@ def test_signals_stop_two_processes_as_well(shell, text):
     shell.run(*words, "hydra.run.dir=whole")
     interrupt_again_and_again(shell, [*words, "hydra.run.dir=run"], shell.cwd / "run")
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
+
+
+def test_a_terminal_that_closes_stops_the_run(shell, text):
+    """Everything that the run still says then is an input/output error."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "foundry", *RUN, *SMALL, text, "hparams.max_steps=5000", "hydra.run.dir=run"],
+        cwd=shell.cwd,
+        env=Shell(shell.cwd, shell.cache).environment,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        while b"step " not in seen:
+            seen += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(60) == 129
+    run_dir = shell.cwd / "run"
+    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", "SIGHUP")
+    assert f"step_{status(run_dir)['step']:08d}" == find(run_dir).name

@@ -12,7 +12,7 @@ from submitit.core.job_environment import SignalHandler
 
 from foundry.training.interruption import Boundary, Interruption
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Submitit:
@@ -57,6 +57,14 @@ def test_a_signal_is_noted_and_the_handlers_from_before_come_back(signum):
         assert interruption.state_after(signum) == "stopped"
         assert interruption.hand_over(signum, is_main=True) is False
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_nohup_is_respected(install):
+    install({signal.SIGHUP: signal.SIG_IGN})
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interruption.requested is None
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_the_first_signal_counts():
