@@ -4,9 +4,10 @@ The study is kept in the sweep's directory, in a file of JSON lines. What Optuna
 seed, on k and on the results so far, and on nothing else: a search that was interrupted goes on as if it had not been.
 """
 
-import logging
+import hashlib
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,6 @@ JOURNAL = "optuna.jsonl"
 
 _STUDY = "search"
 _FACTS = "facts"
-_log = logging.getLogger(__name__)
 
 
 class OptunaSweeper(CheckedSweeper):
@@ -105,6 +105,8 @@ class OptunaSweeper(CheckedSweeper):
                     self._tell(study, number, job)
                     jobs[job.entry.index] = job
         self.report(list(jobs.values()))
+        if self._failures:
+            raise SystemExit(1)
         return results
 
     def _check(self, space: "Space", manifest: Manifest) -> None:
@@ -117,9 +119,11 @@ class OptunaSweeper(CheckedSweeper):
 
         points = list[dict[str, Any]]()
         if (self.sweep_dir / JOURNAL).is_file():
-            study = optuna.load_study(study_name=_STUDY, storage=open_storage(self.sweep_dir / JOURNAL))
-            self._check_same(study, space)
-            points = [trial.params for trial in study.get_trials(deepcopy=False)]
+            storage = open_storage(self.sweep_dir / JOURNAL)
+            if _STUDY in optuna.get_all_study_names(storage):  # a kill may have come before
+                study = optuna.load_study(study_name=_STUDY, storage=storage)
+                self._check_same(study, space)
+                points = [trial.params for trial in study.get_trials(deepcopy=False)]
         elif manifest.jobs:
             message = f"is {self.sweep_dir}, which holds a sweep that is no search; choose another"
             raise ConfigError(Violation("hydra.sweep.dir", message))
@@ -154,7 +158,8 @@ class OptunaSweeper(CheckedSweeper):
         Raises:
             ConfigError: it had other values, or another metric.
         """
-        was, now = study.user_attrs[_FACTS], self._facts(space)
+        now = self._facts(space)
+        was = study.user_attrs.get(_FACTS, now)
         said = [f"{key} {was.get(key, 'not searched')}" for key in {**was, **now} if was.get(key) != now.get(key)]
         if said:
             message = f"is {self.sweep_dir}, which holds a search with {', '.join(said)}; give that, or choose another"
@@ -182,7 +187,11 @@ class OptunaSweeper(CheckedSweeper):
     def _sampler_node(self, number: int) -> Mapping[str, Any]:
         """What proposes trial `number`, whatever has been proposed before."""
         node, seed = self._search.sampler, self._search.sampler.get("seed")
-        return node if seed is None else {**node, "seed": seed + number}
+        if seed is None:
+            return node
+        # Hashed, since generators with neighbouring seeds may begin alike.
+        digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
+        return {**node, "seed": int.from_bytes(digest[:4])}
 
     def _built(self, name: str, node: Mapping[str, Any]) -> Any:
         """A part of Optuna.
@@ -205,7 +214,7 @@ class OptunaSweeper(CheckedSweeper):
         if interrupted := [number for number in running if number not in self._left]:
             return interrupted[: self._search.n_jobs]
         if self._search.max_failures is not None and self._failures >= self._search.max_failures:
-            _log.error("the search ends: %d jobs have failed (hydra.sweeper.max_failures)", self._failures)
+            sys.stderr.write(f"the search ends: {self._failures} jobs have failed (hydra.sweeper.max_failures)\n")
             return []
         new = range(len(trials), min(len(trials) + self._search.n_jobs, self._search.n_trials))
         return [self._ask(study, space, number) for number in new]
@@ -220,7 +229,7 @@ class OptunaSweeper(CheckedSweeper):
         try:
             (prepared,) = self.prepare([job], manifest)
         except ConfigError as error:
-            _log.error("%s is not run: %s", job, "; ".join(map(str, error.violations)))
+            sys.stderr.write(f"{job} is not run: {'; '.join(violation.message for violation in error.violations)}\n")
             self._fail(study, number)
             return None
         return prepared

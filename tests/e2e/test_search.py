@@ -109,13 +109,14 @@ def test_failures_are_marked_and_end_the_search(shell):
     local = ["hydra/launcher=local", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
     words = [*SEARCH, *local, "hydra.sweeper.n_trials=12", "hydra.sweeper.max_failures=2"]
     words += ["hparams.lr=1e30", "scheduler.warmup='0.1'", "optimizer.weight_decay=0.0", "hparams.seed=range(50)"]
-    stdout, stderr = shell.run(*words, code=1)
+    _, stderr = shell.run(*words, code=1)
     sweep = shell.cwd / "sweep"
     states = [trial.state for trial in trials(sweep)]
     assert states.count(TrialState.FAIL) == 2
     assert len(jobs(sweep)) == 2
-    assert "the search ends: 2 jobs have failed (hydra.sweeper.max_failures)" in stdout + stderr
-    assert [line.split(")")[0].split("=")[0] for line in stderr.splitlines()] == [
+    ended, *lines = stderr.splitlines()
+    assert ended == "the search ends: 2 jobs have failed (hydra.sweeper.max_failures)"
+    assert [line.split(")")[0].split("=")[0] for line in lines] == [
         "job 0 (hparams.seed",
         "job 1 (hparams.seed",
     ]
@@ -146,7 +147,7 @@ def test_ranks_of_a_pruned_trial_end_together(shell):
         (["hparams.lr=interval(1,0)"], ["hparams.lr: is interval(1,0): "]),
         (
             ["model.num_heads=choice(1,2,3,5)"],
-            ["num_heads=3: model.num_heads: is 3 but must divide", "num_heads=5: model.num_heads: is 5 but must"],
+            ["num_heads=5: model.num_heads: is 5 but must", "num_heads=3: model.num_heads: is 3 but must divide"],
         ),
         (["hparams.lr=interval(1e-3,-0.5)"], ["hparams.lr: is interval"]),
         (["hydra/launcher=slurm", "hydra.launcher.detach=true"], ["hydra.launcher.detach: is true but a search"]),
@@ -172,3 +173,18 @@ def test_a_search_without_its_package_says_how_to_install_it(shell):
     _, stderr = shell.run("hparams_search=optuna_tpe", code=2, variables={"PYTHONPATH": "without"})
     assert stderr.splitlines() == ["hydra/sweeper: is optuna, which is not installed; pip install 'foundry[search]'"]
     assert [path.name for path in shell.cwd.iterdir()] == ["without"]
+
+
+def test_a_combination_that_does_not_go_together_is_said_and_counts_as_failed(shell):
+    """Each value goes with the first point's others, so that only a proposal shows it."""
+    words = [*SEARCH, "hydra.sweeper.n_trials=7", "hydra.sweeper.pruner=null", "hydra/sweeper/sampler=random"]
+    words += ["hparams.lr=1e-3", "scheduler.warmup=choice('0.1','0.6')", "optimizer.weight_decay=0.0"]
+    words += ["scheduler=wsd", "scheduler.decay=choice('0.2','0.5')"]
+    _, stderr = shell.run(*words, code=1)
+    sweep = shell.cwd / "sweep"
+    failed = [trial.params for trial in trials(sweep) if trial.state is TrialState.FAIL]
+    assert failed
+    assert all(params == {"scheduler.warmup": "0.6", "scheduler.decay": "0.5"} for params in failed)
+    assert "scheduler.warmup=0.6, scheduler.decay=0.5 is not run: scheduler" in stderr
+    assert {trial.state for trial in trials(sweep)} == {TrialState.FAIL, TrialState.COMPLETE}
+    assert all(" ".join(job["overrides"]) != "scheduler.warmup=0.6 scheduler.decay=0.5" for job in jobs(sweep))
