@@ -42,8 +42,8 @@ def read_sweep(folder: Path, which: Which = Which.last, *, locks: bool = True, n
     Args:
         folder: of the sweep.
         which: the evaluation that counts.
-        locks: see by their locks whether processes are at work. False: take the word of status.json; for a process
-            that may hold such a lock itself, and would lose it by looking.
+        locks: see by their locks whether processes are at work. False: take the word of status.json, as the last job
+            does, which holds its lock a little longer than it trains.
         now: the time, for jobs that are running.
 
     Raises:
