@@ -25,6 +25,7 @@ from foundry.launch.snapshot import snapshot
 from foundry.records.status import read_status
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 1.0, 15.0
+_GLANCE_SECONDS = 0.01  # at each job's status.json
 
 
 class SlurmLauncher(FrozenLauncher):
@@ -119,12 +120,12 @@ class _Watch:
         self._suspects: set[str] = set()
         self._interval = _FIRST_POLL_SECONDS
         self._complained = False
+        self._states = dict[Job, str | None]()
 
     def run(self) -> None:
         """Until every job has ended."""
         while self._going:
-            time.sleep(self._interval)
-            self._interval = min(1.1 * self._interval, _LAST_POLL_SECONDS)
+            self._wait()
             try:
                 found = query(list(self._going.values()))
             except Unreachable as error:
@@ -134,6 +135,18 @@ class _Watch:
                 continue
             for job, job_id in list(self._going.items()):
                 self._look_at(job, job_id, found.get(job_id))
+
+    def _wait(self) -> None:
+        """Until Slurm is to be asked again: less and less often, and as soon as a run says that something changed."""
+        until = time.monotonic() + self._interval
+        self._interval = min(1.1 * self._interval, _LAST_POLL_SECONDS)
+        glance = max(_FIRST_POLL_SECONDS, _GLANCE_SECONDS * len(self._going))
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(glance, left))
+            states = {job: read_status(job.run_dir).get("state") for job in self._going}
+            if states != self._states:
+                self._states = states
+                return
 
     def _look_at(self, job: Job, job_id: str, found: QueuedJob | None) -> None:
         state = read_status(job.run_dir).get("state", "queued")
