@@ -189,7 +189,7 @@ class OptunaSweeper(CheckedSweeper):
         node, seed = self._search.sampler, self._search.sampler.get("seed")
         if seed is None:
             return node
-        # Hashed, since generators with neighbouring seeds may begin alike.
+        # Their sum would have the search with the next seed propose the same points, one trial earlier.
         digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
         return {**node, "seed": int.from_bytes(digest[:4])}
 
