@@ -23,7 +23,7 @@ def tasks_of(job_id):
             variables = dict(word.partition(b"=")[::2] for word in (process / "environ").read_bytes().split(b"\0"))
         except OSError:  # it has ended
             continue
-        is_task = command[0].endswith(b"python") and b"submitit.core._submit" in command
+        is_task = Path(os.fsdecode(command[0])).name.startswith("python") and b"submitit.core._submit" in command
         if is_task and variables[b"SLURM_JOB_ID"] == job_id.encode():
             tasks[int(variables[b"SLURM_PROCID"])] = int(process.name)
     return tasks
