@@ -236,8 +236,8 @@ def _is_to_cancel() -> bool:
     """Ask what becomes of the jobs; without a terminal, or on another Ctrl-C, they go on."""
     if not sys.stdin.isatty():
         return False
-    say("\nCancel the jobs (c), or leave them to go on by themselves (any other key)?")
     try:
+        say("\nCancel the jobs (c), or leave them to go on by themselves (any other key)?")
         return input().strip().lower().startswith("c")
     except (KeyboardInterrupt, EOFError):
         say("")
