@@ -239,14 +239,7 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[Job], float]
 def _scale_categories(axes: "Axes", parameter: Parameter, sweep: Sweep) -> Callable[[Job], float]:
     """Set the names below the strips; a job's place is beside those of its category."""
     names = [parameter.label(value) for value in range(len(parameter.labels))]
-    is_long = sum(map(len, names)) > 36
-    axes.set_xticks(
-        range(len(names)),
-        names,
-        rotation=20 if is_long else 0,
-        ha="right" if is_long else "center",
-        rotation_mode="anchor",
-    )
+    _name_columns(axes, names, room=36)
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.grid(axis="x", visible=False)
     offsets = dict[int, float]()
@@ -301,16 +294,20 @@ def draw_grid(axes: "Axes", sweep: Sweep, across: Parameter, up: Parameter, pale
             axes.add_patch(frame)
 
 
-def _name_cells(axes: "Axes", across: Parameter, up: Parameter) -> None:
-    names = [across.label(value) for value in across.values]
-    is_long = sum(map(len, names)) > 48
+def _name_columns(axes: "Axes", names: Sequence[str], *, room: int) -> None:
+    """Write the names below the axes, aslant where they have more characters than there is room for."""
+    is_long = sum(map(len, names)) > room
     axes.set_xticks(
         range(len(names)),
         names,
-        rotation=30 if is_long else 0,
+        rotation=25 if is_long else 0,
         ha="right" if is_long else "center",
         rotation_mode="anchor",
     )
+
+
+def _name_cells(axes: "Axes", across: Parameter, up: Parameter) -> None:
+    _name_columns(axes, [across.label(value) for value in across.values], room=48)
     axes.set_yticks(range(len(up.values)), [up.label(value) for value in up.values])
     axes.set_xlabel(across.name)
     axes.set_ylabel(up.name)

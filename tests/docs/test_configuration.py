@@ -1,7 +1,6 @@
 """docs/configuration.md says what the schemas say, and every key it names exists."""
 
 import functools
-import importlib.util
 import json
 import re
 import shlex
@@ -12,22 +11,15 @@ from typing import get_type_hints
 import pytest
 from composition import compose
 from omegaconf import OmegaConf
+from scripts import ROOT, load_script
 
 from foundry.config.compose import config_dir
 from foundry.config.errors import ConfigError
 from foundry.config.root import to_config
 from foundry.config.store import GROUPS, group_schemas
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 SOURCES = "## Names in other systems"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def source_table():
@@ -46,7 +38,9 @@ def composed(*words):
 
 def test_the_tables_are_up_to_date():
     text = PAGE.read_text()
-    assert load("generate_configuration").page_with_tables(text) == text, "run python docs/generate_configuration.py"
+    assert load_script("generate_configuration").page_with_tables(text) == text, (
+        "run python docs/generate_configuration.py"
+    )
 
 
 def keys_below(path, schema):
@@ -67,7 +61,7 @@ def test_every_field_is_in_the_tables():
 
 
 def test_types_are_said_in_words():
-    generated = load("generate_configuration").tables()
+    generated = load_script("generate_configuration").tables()
     assert "<class" not in generated
     assert '| `scheduler.horizon` | duration | `"1.0"` |' in generated
     assert "| `hparams.batch_ramp.over_samples` | count or null |" in generated
@@ -131,4 +125,4 @@ def plan(tmp_path_factory):
 
 def test_blocks_marked_elsewhere_are_left_out():
     text = "# Title\n\n```bash\nfirst\n```\n\n<!-- run: elsewhere -->\n```bash\nsecond\n```\n\n```text\nthird\n```\n"
-    assert load("run_blocks").blocks(text) == ["first\n"]
+    assert load_script("run_blocks").blocks(text) == ["first\n"]

@@ -1,20 +1,14 @@
 """docs/draw_schedules.py draws every picture that the pages show of schedules."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from scripts import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("draw_schedules", ROOT / "docs" / "draw_schedules.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("draw_schedules")
 
 
 def test_it_draws_what_the_pages_show(script, tmp_path):

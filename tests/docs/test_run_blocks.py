@@ -1,13 +1,12 @@
 """docs/run_blocks.py runs what the pages show, there where it can run."""
 
-import importlib.util
 import os
 import time
 from pathlib import Path
 
 import pytest
+from scripts import ROOT, load_script
 
-ROOT = Path(__file__).parents[2]
 PAGE = """
 ```bash
 echo everywhere
@@ -32,10 +31,7 @@ echo never
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("run_blocks", ROOT / "docs" / "run_blocks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("run_blocks")
 
 
 def test_a_comment_says_where_a_block_runs(script):
@@ -64,4 +60,7 @@ def test_what_a_block_leaves_running_is_ended(script, tmp_path):
 
 def test_every_page_says_of_its_blocks_where_they_run(script):
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        script.blocks(page.read_text())
+        text = page.read_text()
+        here = len(script.blocks(text))
+        elsewhere = sum(len(script.blocks(text, at=place)) - here for place in script.PLACES)
+        assert here + elsewhere == text.count("\n```bash\n")

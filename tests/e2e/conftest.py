@@ -1,5 +1,6 @@
 import pytest
-from terminal import TINY_DIT, TINY_LM, Shell
+from terminal import Shell
+from tiny import TINY_DIT, TINY_LM
 
 
 @pytest.fixture(scope="session")

@@ -4,27 +4,6 @@ import os
 import subprocess
 import sys
 
-# Small models, so that a run is start-up and little else.
-TINY_LM = [
-    "debug=fast",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_layers=2",
-    "model.num_heads=2",
-    "model.num_kv_heads=2",
-    "data.seq_len=32",
-    "objective.sample_tokens=16",
-]
-TINY_DIT = [
-    "hparams=diffusion",
-    "debug=fast",
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.num_heads=2",
-    "hparams.global_batch_size=16",
-    "objective.sampling_steps=3",
-    "objective.samples_per_class=1",
-]
 NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

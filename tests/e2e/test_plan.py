@@ -4,7 +4,8 @@ import csv
 import json
 
 import pytest
-from terminal import TINY_DIT, TINY_LM, Shell
+from terminal import Shell
+from tiny import TINY_DIT, TINY_LM
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from terminal import TINY_LM
+from tiny import TINY_LM
 
 pytestmark = pytest.mark.slow
 

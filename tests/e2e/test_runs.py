@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from terminal import TINY_DIT, TINY_LM, Shell
+from terminal import Shell
+from tiny import TINY_DIT, TINY_LM
 
 pytestmark = pytest.mark.slow
 

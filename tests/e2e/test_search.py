@@ -6,7 +6,7 @@ import signal
 import optuna
 import pytest
 from optuna.trial import TrialState
-from terminal import TINY_DIT
+from tiny import TINY_DIT
 
 from foundry.records.trial import open_storage
 

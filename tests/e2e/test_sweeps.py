@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from terminal import TINY_DIT
+from tiny import TINY_DIT
 from warm import WarmShell
 from wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
 

@@ -10,19 +10,9 @@ import sys
 import time
 
 from safetensors.torch import load_file
+from tiny import SMALL_LM
 
-TINY = [
-    "debug=fast",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_layers=2",
-    "model.num_heads=2",
-    "model.num_kv_heads=2",
-    "data.seq_len=32",
-    "evaluation.interval=null",
-    "evaluation.write_samples=false",
-    "tracking.plots=false",
-]
+TINY = [*SMALL_LM, "evaluation.interval=null", "evaluation.write_samples=false", "tracking.plots=false"]
 SLURM = [
     "hydra/launcher=slurm",
     "hydra.launcher.timeout_min=5",

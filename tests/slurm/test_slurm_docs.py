@@ -1,12 +1,10 @@
 """Every command of docs/slurm.md runs as it is written there."""
 
-import importlib.util
 import subprocess
-from pathlib import Path
 
 import pytest
+from scripts import ROOT, load_script
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "slurm.md"
 
 pytestmark = pytest.mark.slurm
@@ -14,10 +12,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(scope="module")
 def run_blocks():
-    spec = importlib.util.spec_from_file_location("run_blocks", ROOT / "docs" / "run_blocks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("run_blocks")
 
 
 @pytest.mark.slow
