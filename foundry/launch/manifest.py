@@ -15,8 +15,8 @@ from foundry.config.frozen import FILE_NAME as CONFIG_FILE
 from foundry.config.frozen import hash_config, plain
 from foundry.config.root import Config
 from foundry.launch.grid import Job
+from foundry.records.files import write_atomically
 from foundry.records.status import read_status
-from foundry.records.strict_json import write_atomically
 
 FILE_NAME = "sweep.json"
 _KEY = "hydra.sweep.dir"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from foundry.launch.launchers import ENDED
 from foundry.launch.slurm_queue import QueuedJob
+from foundry.records.files import write_atomically
 from foundry.records.status import read_status, write_status
-from foundry.records.strict_json import write_atomically
 
 FILE_NAME = "slurm.json"
 

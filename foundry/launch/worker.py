@@ -30,9 +30,9 @@ from foundry.launch.slurm_end import ErrorOutput
 from foundry.launch.slurm_queue import is_requeued
 from foundry.launch.start import start
 from foundry.launch.status import last_line
+from foundry.records.files import write_atomically
 from foundry.records.lock import is_held
 from foundry.records.status import write_status
-from foundry.records.strict_json import write_atomically
 
 log = logging.getLogger(__name__)
 

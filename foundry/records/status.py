@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foundry.records.strict_json import write_atomically
+from foundry.records.files import write_atomically
 
 FILE_NAME = "status.json"
 

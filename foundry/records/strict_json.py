@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -45,20 +43,3 @@ def _floats(value: Any) -> Any:
     if isinstance(value, list):
         return [_floats(item) for item in value]
     return value
-
-
-def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace `path` by `text` in one step: a reader sees the old file or the new one, never a part.
-
-    Args:
-        path: the file.
-        text: all of its new content.
-        durable: also wait until the content is on the disk.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.replace(path)

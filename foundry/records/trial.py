@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.records.strict_json import write_atomically
+from foundry.records.files import write_atomically
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from foundry.records.strict_json import write_atomically
+from foundry.records.files import write_atomically
 from foundry.tracking.masking import MASK, masked_text
 
 DEFAULT_URI = "sqlite:///mlflow.db"

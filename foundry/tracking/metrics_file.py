@@ -5,7 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from foundry.records.strict_json import decode, encode, write_atomically
+from foundry.records.files import write_atomically
+from foundry.records.strict_json import decode, encode
 from foundry.tracking.tolerance import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foundry.records.strict_json import write_atomically
+from foundry.records.files import write_atomically
 from foundry.tracking.destination import Destination, short_waits, tracking_uri
 from foundry.tracking.masking import masked, masked_text
 from foundry.tracking.overrides import brief, command_of, key_and_value, recorded_words, short_names

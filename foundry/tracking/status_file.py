@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foundry.records.strict_json import encode, write_atomically
+from foundry.records.files import write_atomically
+from foundry.records.strict_json import encode
 from foundry.tracking.tolerance import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 

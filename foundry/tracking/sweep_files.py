@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry.records.strict_json import encode, write_atomically
+from foundry.records.files import write_atomically
+from foundry.records.strict_json import encode
 from foundry.tracking.sweep import Job, Sweep
 
 CSV, JSON, PICTURE = "report.csv", "report.json", "report.png"
