@@ -25,9 +25,8 @@ WRONG_SWEEPS = {
     "experiment": (
         ["--config-dir=own", "experiment=one,two,broken", "hparams.seed=range(4)"],
         [
-            f"job {8 + seed} (experiment=broken, hparams.seed={seed}): {key}: "
-            for seed in range(4)
-            for key in ("hparams.lr", "optimizer.weight_decay")
+            "hparams.lr: is -0.5 but must be above 0 (4 of 12 jobs: 8, 9, 10, …; the ",
+            "optimizer.weight_decay: is -0.1 ",
         ],
     ),
     "combination": (
@@ -36,11 +35,11 @@ WRONG_SWEEPS = {
     ),
     "options": (
         ["scheduler=wsd,linear", "scheduler.decay_style=cosine", "hparams.seed=range(6)"],
-        [f"job {6 + seed} (scheduler=linear, hparams.seed={seed}): scheduler.decay_style: " for seed in range(6)],
+        ["scheduler.decay_style: is not a setting of "],
     ),
     "search": (
         ["--config-dir=own", "hparams_search=mine"],
-        [f"job {6 + seed} (hparams.lr=-1, hparams.seed={seed}): hparams.lr: " for seed in range(3)],
+        ["hparams.lr: is -1 but must be above 0 (3 of 12 jobs: 6, 7, 8; the first, job 6: hparams.lr=-1, "],
     ),
 }
 """By name: the words, and the beginnings of the lines."""
@@ -58,7 +57,7 @@ def write_options(folder):
 
 
 def assert_said(name, stderr):
-    """A line for each thing that is wrong with each wrong job, and no other."""
+    """A line for each thing that is wrong, with the jobs of which it is true, and no other."""
     lines, expected = stderr.splitlines(), WRONG_SWEEPS[name][1]
     assert [line[: len(beginning)] for line, beginning in zip(lines, expected, strict=False)] == expected, stderr
     assert len(lines) == len(expected), stderr

@@ -1,9 +1,9 @@
 """Finding every mistake of a composition that failed, where Hydra stops at the first."""
 
-import copy
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -32,6 +32,26 @@ _KINDS = {
 _UNION_KINDS = {"int": "a number", "float": "a number", "str": "a text"}
 
 
+@dataclass
+class Known:
+    """What explaining one job of a sweep has found out, and need not be found out again for the next.
+
+    Attributes:
+        repo: the options of the groups, read once.
+        checked: what the rules say of a configuration, by the overrides that it was composed of.
+    """
+
+    repo: IConfigRepository
+    checked: dict[tuple[str, ...], list[Violation]] = field(default_factory=dict)
+
+    def check(self, config: DictConfig, overrides: list[str]) -> list[Violation]:
+        """Check a configuration against the rules, once for the same overrides."""
+        key = tuple(overrides)
+        if key not in self.checked:
+            self.checked[key] = check(config)
+        return self.checked[key]
+
+
 def find_mistakes(
     loader: ConfigLoaderImpl,
     config_name: str | None,
@@ -40,15 +60,28 @@ def find_mistakes(
     error: Exception,
     *,
     whole: bool,
+    known: Known | None = None,
 ) -> list[Violation]:
     """Explain why composing `overrides` failed with `error`.
 
     The choices of groups are checked first; then every other override is applied alone to what those choices compose
     to; what is left is checked against the rules, if `whole`.
+
+    Args:
+        loader: Hydra's.
+        config_name: of the primary configuration.
+        compose: composes overrides, unchecked; returns a configuration that may be changed.
+        overrides: those that failed together.
+        error: what composing them raised.
+        whole: whether they are all of a run's, rather than those of a sweep.
+        known: from other jobs of the same sweep.
     """
     parsed, violations = _parse(overrides)
-    repo = CachingConfigRepository(loader.repository)
-    loader._process_config_searchpath(config_name, parsed, repo)
+    if known is None:
+        options = CachingConfigRepository(loader.repository)
+        loader._process_config_searchpath(config_name, parsed, options)
+        known = Known(options)
+    repo = known.repo
     good = [o for o in parsed if o.is_hydra_override()]
     choices = [o for o in parsed if o not in good and _is_choice(repo, o)]
     values = [o for o in parsed if o not in good and o not in choices]
@@ -58,10 +91,9 @@ def find_mistakes(
         if not found:
             good.append(choice)
     try:
-        base = compose(_lines(good))
+        config = compose(_lines(good))
     except HYDRA_ERRORS as base_error:
         return violations or [_unattributed(base_error)]
-    config = copy.deepcopy(base)
     for value in values:
         found = list(_apply(repo, config, value, sweeping=not whole))
         violations += found
@@ -69,7 +101,7 @@ def find_mistakes(
             good.append(value)
     if not violations:
         return [_unattributed(error)]
-    return violations + (check(config) if whole else [])
+    return violations + (known.check(config, _lines(good)) if whole else [])
 
 
 def master_over_options(

@@ -37,6 +37,9 @@ class Sweep(Sweeper):
     """A grid over what is swept, except that zipped keys go together and excluded combinations are left out."""
 
     _target_: str = "hydra_plugins.foundry.GridSweeper"
+    max_jobs: int = setting(
+        5000, "jobs, those that are excluded included, above which a sweep is refused before any is composed", ge=1
+    )
     max_batch_size: int | None = setting(None, "jobs handed to the launcher at a time; null: all of them", ge=1)
     zip: list[Any] = setting(list, "lists of swept keys whose values go together, the first with the first")
     exclude: list[str] = setting(list, "combinations to leave out, such as 'hparams.lr=1e-2 optimizer=sgd'")

@@ -3,16 +3,19 @@
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal, localcontext
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.sweep import Sweep
 
 _ZIP, _EXCLUDE = "hydra.sweeper.zip", "hydra.sweeper.exclude"
 _WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
@@ -40,13 +43,12 @@ class Job:
         return ", ".join(self.swept)
 
 
-def expand(overrides: Sequence[Override], zipped: Sequence[Sequence[str]], excluded: Sequence[str]) -> list[Job]:
+def expand(overrides: Sequence[Override], options: Sweep) -> list[Job]:
     """Every job of a sweep, the last key varying fastest.
 
     Args:
         overrides: the sweep's words, parsed; of several for one key the last one counts.
-        zipped: groups of swept keys whose values go together.
-        excluded: combinations to leave out, each some words separated by spaces.
+        options: which keys go together, which combinations are left out, and how many jobs there may be.
 
     Raises:
         ConfigError: with everything that is wrong with them.
@@ -57,16 +59,56 @@ def expand(overrides: Sequence[Override], zipped: Sequence[Sequence[str]], exclu
         raise ConfigError(
             [Violation(o.key_or_group, f"is {o.get_value_string()}, which {message}") for o in continuous]
         )
-    values = {
-        key: [f"{key}={value}" for value in o.sweep_string_iterator()]
-        for key, o in by_key.items()
-        if o.is_sweep_override()
-    }
+    zipped = options.zip
+    swept = {key: override for key, override in by_key.items() if override.is_sweep_override()}
+    # Counted before anything is enumerated: range(1000000) is typed quickly.
+    if too_many := list(_check_size(swept, zipped, options.max_jobs)):
+        raise ConfigError(too_many)
+    values = {key: [f"{key}={value}" for value in o.sweep_string_iterator()] for key, o in swept.items()}
     violations = [*_check_empty(values, by_key), *_check_twice(values), *_check_zip(zipped, values)]
     if violations:
         raise ConfigError(violations)
     jobs = list(_product(by_key, values, zipped))
-    return _without(jobs, excluded)
+    return _without(jobs, options.exclude)
+
+
+def count_values(override: Override) -> int:
+    """How many values a swept key has, without enumerating those of a range.
+
+    Raises:
+        ValueError: it is a range without an end.
+    """
+    value = override.value()
+    if not isinstance(value, RangeSweep):
+        return len(value.list) if isinstance(value, ChoiceSweep) else sum(1 for _ in override.sweep_iterator())
+    numbers = [Decimal(0 if number is None else number) for number in (value.start, value.stop, value.step)]
+    if not all(number.is_finite() for number in numbers):
+        raise ValueError("has no end; give finite numbers")
+    start, stop, step = numbers
+    if step == 0:
+        raise ValueError("has a step of 0; give another")
+    with localcontext(Context(prec=500)):
+        return max(0, int(((stop - start) / step).to_integral_value(ROUND_CEILING)))
+
+
+def _check_size(swept: dict[str, Override], zipped: Sequence[Sequence[str]], most: int) -> Iterator[Violation]:
+    lengths = dict[str, int]()
+    for key, override in swept.items():
+        try:
+            lengths[key] = count_values(override)
+        except ValueError as error:
+            yield Violation(key, f"is {override.get_value_string()}, which {error}")
+    group_of = {key: tuple(group) for group in zipped for key in group}
+    axes = dict.fromkeys(group_of.get(key, (key,)) for key in lengths)
+    total = math.prod(max(lengths.get(key, 1) for key in axis) for axis in axes)
+    if total > most:
+        said = ", ".join(f"{key} has {_written(length)} values" for key, length in lengths.items() if length > 1)
+        message = f"is {most} but the sweep has {_written(total)} jobs ({said}); sweep over less, or raise it"
+        yield Violation("hydra.sweeper.max_jobs", message)
+
+
+def _written(number: int) -> str:
+    return str(number) if number < 10**12 else f"about 10^{math.log10(number):.0f}"
 
 
 def _check_empty(values: dict[str, list[str]], by_key: dict[str, Override]) -> Iterator[Violation]:
@@ -118,7 +160,7 @@ def word_of(override: Override) -> str:
 def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
     """The jobs that no exclusion names; one that names none is a mistake, most likely of spelling."""
     violations, left = [], jobs
-    for text in excluded:
+    for text in map(str, excluded):
         try:
             words = {word_of(override) for override in OverridesParser.create().parse_overrides(_WORD.findall(text))}
         except HydraException:

@@ -12,8 +12,8 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from foundry.config.errors import ConfigError
-from foundry.config.mistakes import HYDRA_ERRORS
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.mistakes import HYDRA_ERRORS, Known, find_mistakes
 from foundry.config.rules import check
 
 Words = tuple[str, ...]
@@ -101,6 +101,7 @@ class _Composer:
         _, self._repository = loader._parse_overrides_and_create_caching_repo(
             master.hydra.job.config_name, list(self.hydra_words)
         )
+        self._known = Known(self._repository)
         self._bases: dict[Words, bytes] = {}
         self._overrides: dict[str, Override] = {}
 
@@ -112,12 +113,20 @@ class _Composer:
         """
         try:
             config = self._compose(words)
-        except HYDRA_ERRORS:
-            # The long way finds every mistake.
-            return self._loader.load_sweep_config(self._master, list(words))
+        except HYDRA_ERRORS as error:
+            raise ConfigError(self._mistakes(words, error)) from error
         if violations := check(config):
             raise ConfigError(violations)
         return config
+
+    def _mistakes(self, words: Words, error: Exception) -> list[Violation]:
+        """Everything wrong with a job that does not compose, found with the options that are read already."""
+
+        def compose(lines: list[str]) -> DictConfig:
+            return self._base(tuple(line for line in lines if line not in self.hydra_words))
+
+        name, lines = self._master.hydra.job.config_name, [*self.hydra_words, *words]
+        return find_mistakes(self._loader, name, compose, lines, error, whole=True, known=self._known)
 
     def _compose(self, words: Words) -> DictConfig:
         overrides = [self._parse(word) for word in words]

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.launch.grid import Job, word_of
+from foundry.launch.grid import Job, count_values, word_of
 
 _DIGITS = 4
 
@@ -106,11 +107,22 @@ def _distribution(override: Override) -> BaseDistribution:
             return IntDistribution(value.start, value.end, log="log" in tags)
         return FloatDistribution(value.start, value.end, log="log" in tags)
     if isinstance(value, RangeSweep):
-        numbers = list(value.range())
-        if not numbers:
-            raise ValueError("there is no number in it")
-        low, high, step = min(numbers), max(numbers), abs(value.step)
-        if isinstance(low, int) and isinstance(step, int):
-            return IntDistribution(low, int(high), log="log" in tags, step=step)
-        return FloatDistribution(float(low), float(high), log="log" in tags, step=None if "log" in tags else step)
+        return _range_distribution(override, value, is_log="log" in tags)
     return CategoricalDistribution(list(override.sweep_string_iterator()))
+
+
+def _range_distribution(override: Override, value: RangeSweep, *, is_log: bool) -> BaseDistribution:
+    """The numbers of a range, which are not enumerated.
+
+    Raises:
+        ValueError: there is none in it, or no end to them.
+    """
+    count, start, step = count_values(override), value.start, value.step
+    if count == 0:
+        raise ValueError("there is no number in it")
+    assert start is not None
+    if isinstance(start, int) and isinstance(step, int) and isinstance(value.stop, int):
+        last = start + (count - 1) * step
+        return IntDistribution(min(start, last), max(start, last), log=is_log, step=abs(step))
+    end = float(Decimal(start) + (count - 1) * Decimal(step))
+    return FloatDistribution(min(start, end), max(start, end), log=is_log, step=None if is_log else abs(step))

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
+from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -28,6 +29,7 @@ from foundry.launch.grid import Job, expand
 from foundry.launch.jobs import compose_jobs, set_number
 from foundry.launch.launchers import FrozenLauncher
 from foundry.launch.manifest import Manifest, SweepJob, sweep_job
+from foundry.launch.refusals import refusals
 from foundry.launch.status import queue
 from foundry.records.lock import hold
 from foundry.records.status import read_status
@@ -85,9 +87,17 @@ class CheckedSweeper(Sweeper):
         """
         if violations := [*check_fields(self.options, "hydra.sweeper"), *self.options.check()]:
             raise ConfigError(violations)
-        given = [f"{key}={value}" for key, value in self.options.params.items()]
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        return self.run(parser.parse_overrides([*given, *arguments]))
+        given, violations = list[Override](), list[Violation]()
+        for key, value in self.options.params.items():
+            try:
+                given += parser.parse_overrides([f"{key}={value}"])
+            except HydraException:
+                message = f"is {value!r}, which is no value of an override, such as '1,2', 'range(3)' or \"'a b'\""
+                violations.append(Violation(f"hydra.sweeper.params.{key}", message))
+        if violations:
+            raise ConfigError(violations)
+        return self.run([*given, *parser.parse_overrides(arguments)])
 
     @abstractmethod
     def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
@@ -182,16 +192,9 @@ class CheckedSweeper(Sweeper):
             ConfigError: with every mistake of every job.
         """
         results = compose_jobs(self.hydra_context.config_loader, self.config, [job.words for job in jobs])
-        composed, violations = [], []
-        for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
-            if isinstance(result, ConfigError):
-                name = f"job {number} ({job})" if job.swept else f"job {number}"
-                violations += [Violation(name, str(violation)) for violation in result.violations]
-            else:
-                composed.append((job, result))
-        if violations:
+        if violations := refusals(jobs, results):
             raise ConfigError(violations)
-        return composed
+        return [(job, result) for job, result in zip(jobs, results, strict=True) if isinstance(result, DictConfig)]
 
     def _numbered(self, composed: Sequence[tuple[Job, DictConfig]], manifest: Manifest) -> list[Prepared]:
         """The jobs with their numbers and directories, which are written into their configurations too."""
@@ -229,6 +232,7 @@ class GridSweeper(CheckedSweeper):
         params: Mapping[str, str],
         metric: str,
         direction: Direction,
+        max_jobs: int,
         max_batch_size: int | None,
         zip: Sequence[Any],
         exclude: Sequence[str],
@@ -237,6 +241,7 @@ class GridSweeper(CheckedSweeper):
             params=dict(params),
             metric=metric,
             direction=direction,
+            max_jobs=max_jobs,
             max_batch_size=max_batch_size,
             zip=[list(group) if isinstance(group, Sequence) and not isinstance(group, str) else group for group in zip],
             exclude=list(exclude),
@@ -245,7 +250,7 @@ class GridSweeper(CheckedSweeper):
     def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
         """Check every job, then run those that have not finished."""
         manifest = self.begin()
-        jobs = self.prepare(expand(overrides, self._grid.zip, self._grid.exclude), manifest)
+        jobs = self.prepare(expand(overrides, self._grid), manifest)
         with self.running():
             self.record(manifest, jobs)
             waiting = [job for job in jobs if self.state(job) != "finished"]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundry.config.errors import ConfigError
+from foundry.config.sweep import Sweep
 from foundry.launch.grid import expand
 
 
@@ -17,7 +18,7 @@ def parse(*words):
 
 
 def jobs(*words, zipped=(), excluded=()):
-    return expand(parse(*words), zipped, excluded)
+    return expand(parse(*words), Sweep(zip=list(zipped), exclude=list(excluded)))
 
 
 def refusal(*words, zipped=(), excluded=()):

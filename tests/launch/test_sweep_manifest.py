@@ -10,6 +10,7 @@ from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import hash_config
 from foundry.config.root import to_config
+from foundry.config.sweep import Sweep
 from foundry.launch.grid import expand
 from foundry.launch.manifest import Manifest, sweep_job
 from foundry.launch.status import fail, queue
@@ -20,7 +21,7 @@ FIELDS = {"state", "reason", "step", "config_hash", "started", "updated"}
 
 
 def points(*words):
-    return expand(OverridesParser.create().parse_overrides(list(words)), [], [])
+    return expand(OverridesParser.create().parse_overrides(list(words)), Sweep())
 
 
 @pytest.fixture
