@@ -18,6 +18,9 @@ from typing import Literal
 
 from foundry.config.errors import ConfigError, Violation
 
+STORE = "FOUNDRY_STORE"
+"""The variable by which processes that foundry starts on this machine know the file in which they meet."""
+
 # slurm.h: SLURM_PENDING_STEP, SLURM_EXTERN_CONT, SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP, … are the top of 32 bits.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 # Below Linux's ephemeral range (32768-60999), so that no outgoing connection can hold the port.

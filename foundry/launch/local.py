@@ -1,33 +1,37 @@
-"""Several processes on this machine, started by torch elastic."""
+"""Several processes on this machine."""
 
 import ctypes
-import itertools
 import json
-import logging
+import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
+from contextlib import contextmanager
+from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from foundry.config.environment import STORE
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.stopped import Stopped
 from foundry.launch.status import last_line
+from foundry.records.notes import NOTES, leave_note
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
+_PATIENCE_SECONDS = 5.0  # for the others to fail because one has
+_LAST_PATIENCE_SECONDS = 30.0  # for them to obey SIGTERM; one that is stopped obeys SIGKILL only
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PROCESS = ".process"
+_ANSWER = "answer"
 # A rank that fails because another died says one of these; the other's error is the one to show.
 _CONSEQUENCES = ("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
@@ -40,15 +44,18 @@ class WorkerFailed(RuntimeError):
         rank: which one.
         reason: the last line of its error.
         trace: its whole traceback; empty where it was killed.
+        exit_code: what the whole run should end with.
     """
 
-    def __init__(self, rank: int, reason: str, trace: str = "") -> None:
-        self.rank, self.reason, self.trace = rank, reason, trace
+    def __init__(self, rank: int, reason: str, trace: str = "", exit_code: int = 1) -> None:
+        self.rank, self.reason, self.trace, self.exit_code = rank, reason, trace, exit_code
         super().__init__(f"rank {rank} failed: {reason}")
 
 
 def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)` in `nproc` processes with torchrun's variables set, and return what rank 0 returns.
+
+    They meet in a file of a folder that only this user can enter, so that none of them listens for that.
 
     A signal to this process reaches each of them once, as the same signal; Ctrl-C in a terminal too, because they have
     sessions of their own, out of its reach. They have all the time they need to save, as one process has: whoever sends
@@ -67,63 +74,66 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         KeyboardInterrupt: Ctrl-C ended them before there was anything to save, or a second one did.
         SystemExit: another signal did; its code is 128 + its number.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        start_method="spawn",
-    )
-    # Started here, because starting it lets SIGINT through to the thread that does.
+    # Started here, because starting it lets SIGINT through.
     resource_tracker.ensure_running()
     with (
         noted_signals() as noted,
-        tempfile.TemporaryDirectory(prefix="foundry-") as folder,
-        _quiet_elastic(),
+        tempfile.TemporaryDirectory(prefix="foundry-") as name,  # its mode is 0700
         _threads_per_process(nproc),
-        # Elastic installs no handlers outside the main thread; this one's mask is what the processes start with.
-        ThreadPoolExecutor(1, initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGINT})) as pool,
     ):
-        future = pool.submit(elastic_launch(config, _work), function, args, folder)
-        killed = _pass_on(noted, future, Path(folder), nproc)
-        if killed and future.exception() is not None:
-            raise ended_by(noted[0])
+        folder, ranks = Path(name), list[BaseProcess]()
         try:
-            answer = future.result()[0]
-        except ChildFailedError as failed:
-            if _is_due_to_signal(noted, Path(folder), failed):
-                raise ended_by(noted[0]) from None
-            raise _first_cause(Path(folder), failed) from None
+            _start(ranks, nproc, (function, args, folder))
+            ends, killed = _wait(ranks, noted, folder)
+        finally:
+            for rank in ranks:
+                if rank.is_alive():
+                    rank.kill()
+                rank.join()
+        if any(ends.values()):
+            if killed or _is_due_to_signal(noted, folder, ends):
+                raise ended_by(noted[0])
+            raise _first_cause(folder, ends)
+        answer = pickle.loads((folder / _ANSWER).read_bytes())  # a process of this user's wrote it
     if isinstance(answer, Stopped):
         raise answer
     return answer
 
 
-def _work(function: Callable[..., Any], args: tuple[Any, ...], folder: str) -> Any:
-    """In the process: run, and leave a note in `folder` where that fails.
-
-    Returns:
-        What the function returns; or the Stopped that it raised, for which elastic would end the other processes.
-    """
+def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
+    """Start the processes, which hold SIGINT back, as this one does meanwhile."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        _join_session(Path(folder))
-        return function(*args)
-    except Stopped as stopped:
-        return stopped
+        for rank in range(nproc):
+            process = multiprocessing.get_context("spawn").Process(target=_work, args=(rank, nproc, *work))
+            process.start()
+            ranks.append(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:
+    """In the process: run, and leave in `folder` the answer of rank 0, or a note where that fails.
+
+    A Stopped is an answer too.
+    """
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), NOTES: str(folder), STORE: str(folder / "store")}
+    os.environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    try:
+        _join_session(folder)
+        try:
+            answer = function(*args)
+        except Stopped as stopped:
+            answer = stopped
+        if rank == 0:
+            (folder / _ANSWER).write_bytes(pickle.dumps(answer))
     except KeyboardInterrupt:
-        # torch.multiprocessing would swallow it, and elastic wait for an answer.
-        raise SystemExit(128 + signal.SIGINT) from None
+        sys.exit(128 + signal.SIGINT)
     except BaseException as error:
-        if not (isinstance(error, SystemExit) and error.code in (0, None)):
-            _leave_note(error, Path(folder))
-        raise
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            raise
+        _note(error)
+        sys.exit(1)  # multiprocessing would print the traceback; that is for the process that started this one
 
 
 def _join_session(folder: Path) -> None:
@@ -164,29 +174,46 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(signum, handler)
 
 
-def _pass_on(noted: list[signal.Signals], future: "Future[Any]", folder: Path, nproc: int) -> bool:
-    """Send each signal to every process, until `future` is there; returns whether the processes were killed instead."""
-    num_passed, killing = 0, False
-    while not future.done():
-        wait([future], _POLL_SECONDS)
+def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -> tuple[dict[int, int], bool]:
+    """Wait for all to end, and send each signal that comes to every process.
+
+    Once one has failed, the others have time to fail in their turn, for that may tell the cause; then they are ended.
+
+    Returns:
+        The exit codes, by rank, of those that ended by themselves, the first first; whether a signal had all killed.
+    """
+    ends, failed_at, is_told, num_passed, killing = dict[int, int](), math.inf, False, 0, False
+    while True:
+        alive = []
+        for number, rank in enumerate(ranks):
+            if rank.exitcode is None:
+                alive.append(rank)
+            elif not is_told:
+                ends.setdefault(number, rank.exitcode)
+        if not alive:
+            return ends, killing
+        if any(ends.values()):
+            failed_at = min(failed_at, time.monotonic())
         new = noted[num_passed:]
         num_passed += len(new)
-        workers = [int(path.stem) for path in folder.glob(f"*{_PROCESS}")]
-        killing = killing or noted.count(signal.SIGINT) > 1 or (bool(new) and len(workers) < nproc)
-        if killing:
-            for process in multiprocessing.active_children():
-                process.kill()
-        else:
-            for pid, signum in itertools.product(workers, new):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signum)
-    return killing
+        num_ready = len(list(folder.glob(f"*{_PROCESS}")))
+        killing = killing or noted.count(signal.SIGINT) > 1 or (bool(new) and num_ready < len(ranks))
+        late = time.monotonic() - failed_at
+        if late > _PATIENCE_SECONDS and not is_told:
+            new, is_told = [*new, signal.SIGTERM], True
+        for rank in alive:
+            if killing or late > _LAST_PATIENCE_SECONDS:
+                rank.kill()
+            elif rank.pid is not None:
+                for signum in new:
+                    os.kill(rank.pid, signum)  # nobody has waited for it yet, so the number is still its own
+        connection.wait([rank.sentinel for rank in alive], _POLL_SECONDS)
 
 
-def _is_due_to_signal(noted: list[signal.Signals], folder: Path, failed: Any) -> bool:
+def _is_due_to_signal(noted: list[signal.Signals], folder: Path, ends: dict[int, int]) -> bool:
     """Whether the processes ended because of a signal that found nothing to save, and not of an error of their own."""
-    ends = {code for signum in noted for code in (-signum, 128 + signum)}
-    silent_ones_too = all(failure.exitcode in ends for failure in _silent(folder, failed).values())
+    expected = {code for signum in noted for code in (-signum, 128 + signum)}
+    silent_ones_too = all(code in expected for code in _silent(folder, ends).values())
     return bool(noted) and silent_ones_too and all(map(_is_consequence, _notes(folder)))
 
 
@@ -195,42 +222,37 @@ def ended_by(signum: signal.Signals) -> BaseException:
     return KeyboardInterrupt() if signum is signal.SIGINT else SystemExit(128 + signum)
 
 
-def _leave_note(error: BaseException, folder: Path) -> None:
-    note: dict[str, Any] = {
-        "rank": int(os.environ["RANK"]),
-        "time": time.time(),
-        "kind": type(error).__name__,
-        "reason": last_line(error),
-        "trace": "".join(traceback.format_exception(error)),
-    }
-    if isinstance(error, ConfigError):
-        note["violations"] = [(violation.key, violation.message) for violation in error.violations]
-    (folder / f"rank{note['rank']}.json").write_text(json.dumps(note), encoding="utf-8")
+def _note(error: BaseException) -> None:
+    """In the process: tell the one that started it what went wrong."""
+    violations = error.violations if isinstance(error, ConfigError) else ()
+    leave_note(
+        kind=type(error).__name__,
+        reason=last_line(error),
+        trace="".join(traceback.format_exception(error)),
+        violations=[(violation.key, violation.message) for violation in violations],
+    )
 
 
-def _first_cause(folder: Path, failed: Any) -> Exception:
+def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
     """The error to show: a user's mistake, else the earliest that is not the consequence of another rank's end."""
     notes = _notes(folder)
     for note in notes:
-        if "violations" in note:
+        if note["violations"]:
             return ConfigError([Violation(key, message) for key, message in note["violations"]])
     causes = [note for note in notes if not _is_consequence(note)]
-    for rank, failure in () if causes else _silent(folder, failed).items():
-        return WorkerFailed(rank, how_it_ended(failure.exitcode))
-    if not notes:
-        rank, failure = failed.get_first_failure()
-        return WorkerFailed(rank, how_it_ended(failure.exitcode))
+    for rank, code in () if causes else _silent(folder, ends).items():
+        return WorkerFailed(rank, how_it_ended(code))
     first = min(causes or notes, key=lambda note: note["time"])
-    return WorkerFailed(first["rank"], first["reason"], first["trace"])
+    return WorkerFailed(first["rank"], first["reason"], first["trace"], first["exit_code"])
 
 
 def _notes(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
 
 
-def _silent(folder: Path, failed: Any) -> dict[int, Any]:
-    """The failures, by rank, of processes that left no note."""
-    return {rank: end for rank, end in failed.failures.items() if not (folder / f"rank{rank}.json").exists()}
+def _silent(folder: Path, ends: dict[int, int]) -> dict[int, int]:
+    """The exit codes, by rank, of processes that failed and left no note."""
+    return {rank: code for rank, code in ends.items() if code and not (folder / f"rank{rank}.json").exists()}
 
 
 def is_consequence(kind: str, reason: str) -> bool:
@@ -248,21 +270,6 @@ def how_it_ended(exitcode: int) -> str:
         name = signal.Signals(-exitcode).name
         return f"killed by {name}" + (": out of memory?" if name == "SIGKILL" else "")
     return f"ended with exit code {exitcode}"
-
-
-@contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Keep elastic's own tracebacks off the terminal: a process's error says what is wrong.
-
-    Its loggers set their own levels and handlers, so only the switch for all of logging reaches them; this process does
-    nothing but wait meanwhile.
-    """
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 @contextmanager

@@ -1,19 +1,25 @@
 """The ranks of a run: who we are, on which device, and how long we live."""
 
+import itertools
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from foundry.config.distributed import FSDP, Backend, Distributed
-from foundry.config.environment import LaunchEnvironment, detect
+from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation
+
+_numbers = itertools.count()
+"""Of the process groups that this process has joined; a file store serves one."""
 
 
 @dataclass(frozen=True)
@@ -111,20 +117,21 @@ def _initialise(config: Distributed, environment: LaunchEnvironment, backend: st
     if environment.world_size == 1:
         dist.init_process_group(
             backend,
-            store=torch._C._distributed_c10d.HashStore(),
+            store=HashStore(),
             rank=0,
             world_size=1,
             timeout=timeout,
             device_id=device_id,
         )
         return
-    method = config.init_method
+    store, method = _store(config, environment, timeout), config.init_method
     if method == "env://" and environment.launcher == "slurm":
         # Slurm sets neither MASTER_ADDR nor RANK; what it does set says the same.
         method = f"tcp://{environment.master_addr}:{environment.master_port}"
     dist.init_process_group(
         backend,
-        init_method=method,
+        init_method=method if store is None else None,
+        store=store,
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timeout,
@@ -132,11 +139,39 @@ def _initialise(config: Distributed, environment: LaunchEnvironment, backend: st
     )
 
 
-def _prefer_loopback(num_nodes: int) -> None:
-    """On one node let gloo use the loopback interface: the host's own name may resolve to nothing reachable.
+def _store(config: Distributed, environment: LaunchEnvironment, timeout: timedelta) -> Store | None:
+    """Where ranks of one machine find each other, out of reach of any other machine; None: as `init_method` says.
 
-    It stays set while the process lives, because groups made later (meshes) read it too.
+    torch's own store listens on every interface of rank 0's machine. Ranks that foundry has started meet in a file
+    that only their user can open; others by the loopback interface, where that is where they are told to meet.
+    """
+    if config.init_method == "env://" and (path := os.environ.get(STORE)):
+        store = FileStore(f"{path}{next(_numbers)}", environment.world_size)
+        store.set_timeout(timeout)
+        return store
+    host, port = environment.master_addr, environment.master_port
+    if config.init_method.startswith("tcp://"):
+        url = urlsplit(config.init_method)
+        host, port = url.hostname or "", url.port or 0
+    elif environment.launcher == "slurm" and environment.num_nodes == 1:
+        host = "localhost"
+    elif config.init_method != "env://" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    if not (host == "localhost" or host.startswith("127.")) or not 0 < port < 65536:
+        return None
+    listener = socket.create_server(("127.0.0.1", port)).detach() if environment.rank == 0 else None
+    return TCPStore(
+        "127.0.0.1", port, environment.world_size, environment.rank == 0, timeout, master_listen_fd=listener
+    )
+
+
+def _prefer_loopback(num_nodes: int) -> None:
+    """On one node let gloo and NCCL use the loopback interface, which nobody reaches from outside.
+
+    The host's own name, gloo's choice, may also resolve to nothing reachable. It stays set while the process lives,
+    because groups made later (meshes) read it too.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if num_nodes == 1 and loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)

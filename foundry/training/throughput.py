@@ -131,11 +131,11 @@ class Throughput:
         self._step = 0
         self._samples = 0
 
-    def start(self, step: int = 0, samples: int = 0) -> None:
+    def start(self, step: int, samples: int) -> None:
         """Measure from now on.
 
         Args:
-            step: optimizer steps already taken; a resumed run does not start at 0.
+            step: optimizer steps already taken; a run that was resumed or went back does not start at 0.
             samples: samples already consumed.
         """
         self._since, self._paused_seconds = self._clock(), 0.0

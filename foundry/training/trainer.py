@@ -114,7 +114,7 @@ class Trainer:
             Stopped: a signal came; the run is saved.
         """
         self._tell("on_start", started)
-        self.throughput.start()
+        self.throughput.start(self.progress.steps, self.progress.samples)
         last = _Measured({}, is_best=False, stop_reason=self._stop_reason)
         with self._errors_explained():
             while self.progress.steps < self.budget.total_steps and last.stop_reason is None:
@@ -247,6 +247,7 @@ class Trainer:
         if self._rollbacks > self.max_rollbacks:
             log.error("%s; going back to step %d %d times has not helped", spike, step, self.max_rollbacks)
             raise spike
+        self.throughput.start(step, self.progress.samples)
         if self.world.is_main:
             log.warning("%s; back to step %d, and past its data", spike, step)
 

@@ -1,8 +1,5 @@
 """Parts that the parity tests bring along, as a user would."""
 
-import os
-import socket
-
 import torch
 from torch.utils.data import Dataset
 
@@ -39,28 +36,3 @@ def ragged_tokens(*, seed, seq_len, vocab_size):
 def run_each(jobs):
     """Train each (configuration, run directory) in turn, in the processes that call this together."""
     return [run(config, run_dir).metric for config, run_dir in jobs]
-
-
-def run_each_together(jobs, ports):
-    """`run_each` on the ranks of one launch; each run has a store of its own, at the next of `ports`.
-
-    Elastic's store keeps the addresses of the first process group, and a second one would wait for them forever.
-    """
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    metrics = []
-    for job, port in zip(jobs, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        metrics += run_each([job])
-    return metrics
-
-
-def free_ports(count):
-    """Ports of the loopback interface that nobody uses now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

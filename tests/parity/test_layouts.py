@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from parity_parts import free_ports, run_each, run_each_together
+from parity_parts import run_each
 from safetensors.torch import load_file
 
 from foundry.export import ExportOptions, export
@@ -41,7 +41,7 @@ def trained(configure, tmp_path_factory):
             jobs[processes].append((config, run_dir))
     run_each(jobs[1])
     for processes in (2, 4):
-        run_local(processes, run_each_together, jobs[processes], free_ports(len(jobs[processes])))
+        run_local(processes, run_each, jobs[processes])
     return {(task, name): root / f"{task} {name}" for task in TASKS for name in LAYOUTS}
 
 

@@ -10,7 +10,7 @@ import os
 
 import pytest
 import torch
-from parity_parts import free_ports, run_each, run_each_together
+from parity_parts import run_each
 
 from foundry.checkpoint.folder import find
 from foundry.checkpoint.tensors import load_weights
@@ -68,7 +68,7 @@ def run_all(jobs):
         if processes == 1:
             run_each(own)
         elif own:
-            run_local(processes, run_each_together, own, free_ports(len(own)))
+            run_local(processes, run_each, own)
 
 
 def weights(config, run_dir):

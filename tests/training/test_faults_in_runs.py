@@ -1,5 +1,6 @@
 """Spikes and numbers that are not finite, in whole runs."""
 
+import itertools
 import json
 import logging
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from foundry.run import run
 from foundry.tracking.metrics_file import read_metrics
 from foundry.training.guards import LossSpike, NonFiniteError
+from foundry.training.throughput import Throughput
 
 SMALL = [
     "hparams=diffusion",
@@ -62,6 +64,34 @@ def test_a_spike_takes_the_run_back_and_past_its_data(configure, tmp_path, caplo
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "latest" / "manifest.json").read_text())
     # Steps 21 to 25 had been read when the run went back to step 20.
     assert manifest["state"]["source"] == {"samples": 320, "skipped": 40}
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """A clock of a run's throughput that is a second later whenever it is looked at."""
+    monkeypatch.setitem(Throughput.__init__.__kwdefaults__, "clock", map(float, itertools.count()).__next__)
+
+
+def rates(run_dir):
+    return {record["step"]: record["samples_per_second"] for record in steps_of(run_dir)}
+
+
+def test_after_a_rollback_samples_are_counted_from_the_checkpoint_on(configure, tmp_path, ticks):
+    config = configure(*GUARDED, "guard.spike_action=rollback", bad=[8 * 24 + 3])
+    run(config, tmp_path / "run")
+    # A log comes a second or more after the one before, or after going back, and 8 samples.
+    assert all(0 < rate <= 8 for rate in rates(tmp_path / "run").values())
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_after_a_resume_samples_are_counted_from_the_checkpoint_on(configure, tmp_path, ticks, every):
+    logged = f"tracking.log_every_n_steps={every}"
+    run(configure("hparams.max_steps=20", "scheduler.horizon='40'", logged), tmp_path / "run")
+    before = rates(tmp_path / "run")
+    run(configure("scheduler.horizon='40'", logged), tmp_path / "run")
+    after = {step: rate for step, rate in rates(tmp_path / "run").items() if step > 20}
+    assert len(after) == 20 // every
+    assert all(0 < rate <= 8 * every for rate in [*before.values(), *after.values()])
 
 
 def test_without_a_checkpoint_a_spike_ends_the_run(configure, tmp_path, caplog):

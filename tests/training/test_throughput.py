@@ -107,7 +107,7 @@ def test_rates_are_those_since_the_last_log():
 def test_a_pause_is_no_training_time():
     clock = Clock()
     throughput = make(clock)
-    throughput.start()
+    throughput.start(0, 0)
     clock.now += 1.0
     with throughput.pause():
         clock.now += 50.0

@@ -1,0 +1,118 @@
+"""What a run on one machine listens on, from its start to its end, in every process of it."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from tiny import TINY_LM
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+LISTENING = "0A"  # include/net/tcp_states.h
+
+
+def family(pid):
+    """A process and all that descend from it."""
+    found = [pid]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [one for child in children.read_text().split() for one in family(int(child))]
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def sockets(pid):
+    """Numbers of a process's sockets."""
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+        try:
+            name = str(descriptor.readlink())
+        except OSError:
+            continue
+        if name.startswith("socket:["):
+            found.add(name.removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def address(text):
+    """The address that /proc/net writes as 32-bit words in the machine's byte order."""
+    words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
+    return ip_address(b"".join(words))
+
+
+def listening(pids):
+    """(protocol, address) of every socket of these processes that anybody may connect, or send, to."""
+    own = set().union(*map(sockets, pids))
+    for protocol in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in own and (fields[3] == LISTENING or protocol.startswith("udp")):
+                yield protocol, address(fields[1].split(":")[0])
+
+
+def watched(process):
+    """What a command listens on, and how often that was seen, until it ends."""
+    seen, most, looks = Counter(), 0, 0
+    while process.poll() is None:
+        pids = family(process.pid)
+        most, looks = max(most, len(pids)), looks + 1
+        seen.update(set(listening(pids)))
+        time.sleep(0.05)
+    return seen, most, looks
+
+
+def started(tmp_path, *command, **variables):
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "GLOO"))}
+    words = [*TINY_LM, "hparams.per_gpu_batch_size=2", "data.num_workers=1", "hydra.run.dir=run"]
+    with (tmp_path / f"said-{len(list(tmp_path.glob('said*')))}").open("w") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "foundry", *words, *command],
+            cwd=tmp_path,
+            env={**keep, **variables},
+            stdout=said,
+            stderr=said,
+        )
+
+
+def said(tmp_path):
+    return "\n".join(path.read_text() for path in sorted(tmp_path.glob("said*")))
+
+
+def test_the_look_sees_a_socket_that_listens_everywhere():
+    with socket.create_server(("", 0)), socket.create_server(("127.0.0.1", 0)):
+        assert {str(where) for _, where in listening([os.getpid()])} >= {"0.0.0.0", "127.0.0.1"}
+
+
+def test_two_processes_on_one_machine_listen_on_its_loopback_interface_only(tmp_path):
+    process = started(tmp_path, "distributed=fsdp", "distributed.nproc_per_node=2")
+    seen, most, looks = watched(process)
+    assert process.returncode == 0, said(tmp_path)
+    assert most >= 3
+    assert looks > 20
+    assert [where for where in seen if not where[1].is_loopback] == []
+    # Of these only gloo's own: the processes met in a file, and nothing else was started.
+    assert {protocol for protocol, _ in seen} == {"tcp"}
+
+
+def test_the_tasks_of_a_step_on_one_node_listen_on_its_loopback_interface_only(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    step |= {"SLURM_STEP_NODELIST": socket.gethostname(), "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(port)}
+    first, second = (
+        started(tmp_path, "distributed=fsdp", **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")
+    )
+    seen, _, _ = watched(first)
+    assert (first.returncode, second.wait(60)) == (0, 0), said(tmp_path)
+    assert seen
+    assert [where for where in seen if not where[1].is_loopback] == []
