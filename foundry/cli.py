@@ -25,6 +25,7 @@ from foundry.config.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.launchers import register
 from foundry.launch.start import discard, start
+from foundry.records.redact import one_line, printable
 
 Result = TypeVar("Result")
 
@@ -91,7 +92,7 @@ def enter(task: Callable[[], object]) -> None:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
     except (HydraException, OmegaConfBaseException) as error:
-        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        sys.stderr.write(f"{one_line(str(error))}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -99,5 +100,5 @@ def enter(task: Callable[[], object]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception:
-        traceback.print_exc()
+        sys.stderr.write(printable(traceback.format_exc()))
         sys.exit(1)

@@ -18,6 +18,7 @@ from foundry.config.errors import ConfigError
 from foundry.config.mistakes import HYDRA_ERRORS, find_mistakes, master_over_options
 from foundry.config.resolvers import register_resolvers
 from foundry.config.rules import check
+from foundry.config.secrets import check_secrets, check_words
 from foundry.config.store import register_schemas
 
 CONFIG_NAME = "config"
@@ -56,6 +57,9 @@ def install() -> None:
 
         if not _is_ours(self, config_name):
             return compose(overrides)
+        secrets = list(check_words(overrides))  # first: no message below may show them
+        if secrets and run_mode is not RunMode.RUN:
+            raise ConfigError(secrets)  # multirun.yaml would have them
         try:
             config = compose(overrides)
         except HYDRA_ERRORS as error:
@@ -64,7 +68,8 @@ def install() -> None:
                 return master
             raise ConfigError(find_mistakes(self, config_name, compose, overrides, error, whole=whole)) from error
         # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed.
-        if run_mode is RunMode.RUN and (violations := check(config)):
+        # But it is written down as it is.
+        if violations := check(config) if run_mode is RunMode.RUN else list(check_secrets(config)):
             raise ConfigError(violations)
         return config
 

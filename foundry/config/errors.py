@@ -4,16 +4,21 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from foundry.records.redact import one_line
+
 
 @dataclass(frozen=True)
 class Violation:
-    """One mistake in a configuration: the key, and what is wrong with its value and how to mend it."""
+    """One mistake in a configuration: the key, and what is wrong with its value and how to mend it.
+
+    As text it is one line without secrets and without what a terminal would obey.
+    """
 
     key: str
     message: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.message}"
+        return one_line(f"{self.key}: {self.message}")
 
 
 class ConfigError(Exception):

@@ -10,19 +10,24 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.root import Config, to_config
+from foundry.config.secrets import check_secrets
 from foundry.config.store import group_schemas, writable
+from foundry.records.files import write_atomically
+from foundry.records.redact import recorded
 
 FILE_NAME = "config.yaml"
 
 
 def plain(node: Any) -> Any:
-    """Dataclasses, enums and containers as what YAML and JSON can say."""
+    """Dataclasses, enums and containers as what YAML and JSON can say; of secrets the variables they come from."""
     if is_dataclass(node):
         return {item.name: plain(getattr(node, item.name)) for item in fields(node)}
     if isinstance(node, dict):
         return {str(key): plain(value) for key, value in node.items()}
     if isinstance(node, (list, tuple)):
         return [plain(value) for value in node]
+    if isinstance(node, str):
+        return recorded(node)
     return node.name if isinstance(node, Enum) else node
 
 
@@ -36,7 +41,7 @@ def hash_config(config: Config) -> str:
 def save_config(config: Config, run_dir: Path) -> Path:
     """Write the resolved configuration to the run directory and return the file."""
     path = run_dir / FILE_NAME
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(plain(config))))
     return path
 
 
@@ -52,6 +57,7 @@ def load_config(run_dir: Path) -> Config:
     saved = OmegaConf.load(path)
     assert isinstance(saved, DictConfig)
     typed = OmegaConf.create({item.name: _typed(item.name, saved[item.name]) for item in fields(Config)})
+    list(check_secrets(typed))  # takes note of them; what an older version recorded is read all the same
     return to_config(typed)
 
 

@@ -21,6 +21,7 @@ from foundry.config.lengths import batch_sizes_of, budget_of, check_lengths
 from foundry.config.precision import PrecisionMode
 from foundry.config.root import Config, to_config
 from foundry.config.scheduler import Scheduler
+from foundry.config.secrets import check_secrets
 from foundry.config.setting import check_fields
 from foundry.config.store import GROUPS
 
@@ -59,7 +60,7 @@ def check(composed: DictConfig) -> list[Violation]:
     except ConfigError as error:
         return list(error.violations)
     launch = Launch(environment, _world_size(config, environment, composed))
-    single = [*_check_groups(config), *check_launcher(composed)]
+    single = [*check_secrets(composed), *_check_groups(config), *check_launcher(composed)]
     wrong = {violation.key for violation in single}
     across = [violation for rule in RULES for violation in rule(config, launch)]
     # A rule that looked at a value already known to be wrong has nothing to add.

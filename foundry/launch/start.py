@@ -3,12 +3,14 @@
 import logging.config
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.environment import detect
 from foundry.config.root import Config
 from foundry.records.lock import is_held
+from foundry.records.redact import known, remember
 
 if TYPE_CHECKING:
     from foundry.run import RunResult
@@ -38,14 +40,16 @@ def start(config: Config, run_dir: Path) -> float | None:
         return run(config, run_dir).metric
     from foundry.launch.local import run_local
 
-    result: RunResult = run_local(processes, _run_as_rank, config, run_dir)
+    result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known())
     return result.metric
 
 
-def _run_as_rank(config: Config, run_dir: Path) -> "RunResult":
-    """In a process of its own: what rank 0 logs goes where its parent logs."""
+def _run_as_rank(config: Config, run_dir: Path, secrets: Mapping[str, str]) -> "RunResult":
+    """In a process of its own: what rank 0 logs goes where its parent logs, and secrets stay unsaid."""
     from foundry.run import run
 
+    for secret, reference in secrets.items():
+        remember(secret, reference)
     saved = run_dir / ".hydra" / "hydra.yaml"
     if detect().rank == 0 and saved.is_file():
         log_as_hydra(saved)

@@ -1,7 +1,13 @@
-"""`foundry.log` in a run directory."""
+"""What is logged: `foundry.log` in a run directory, and lines on the terminal."""
 
 import logging
+import os
 import sys
+from io import TextIOWrapper
+from pathlib import Path
+
+from foundry.records.files import open_regular
+from foundry.records.redact import printable
 
 log = logging.getLogger(__name__)
 
@@ -14,6 +20,18 @@ class RunLog(logging.FileHandler):
 
     _is_said = False
 
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without secrets and escape sequences."""
+        return printable(super().format(record))
+
+    def _open(self) -> TextIOWrapper:
+        """Open a regular file, or nothing: a run does not end because its log is something else."""
+        try:
+            return open_regular(Path(self.baseFilename), "a")  # type: ignore[return-value]
+        except OSError as error:
+            log.warning("nothing is written to foundry.log: %s (the run goes on)", error)
+            return Path(os.devnull).open("a")
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Say once what keeps the file from being written; any other error is a mistake in the call, and shown whole.
 
@@ -25,3 +43,11 @@ class RunLog(logging.FileHandler):
         elif not self._is_said:
             self._is_said = True  # first: this line comes here as well
             log.warning("%s: %s (the run goes on; said once)", self.baseFilename, error)
+
+
+class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # of whatever stderr is
+    """Lines on the terminal, without secrets and escape sequences."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        return printable(super().format(record))

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from foundry.records.redact import masked_text
 from foundry.records.strict_json import decode, encode
-from foundry.tracking.masking import masked_text
 from foundry.tracking.mlflow_store import METRICS_PER_REQUEST, MlflowStore, Operation, is_refusal
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from foundry.records.files import write_atomically
-from foundry.tracking.masking import MASK, masked_text
+from foundry.records.redact import MASK, masked_text
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "foundry"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from foundry.records.files import write_atomically
+from foundry.records.redact import masked, masked_text
 from foundry.tracking.destination import Destination, short_waits, tracking_uri
-from foundry.tracking.masking import masked, masked_text
 from foundry.tracking.overrides import brief, command_of, key_and_value, recorded_words, short_names
 from foundry.tracking.provenance import provenance
 from foundry.tracking.sweep import WAITING, Sweep

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from foundry.records.redact import masked
 from foundry.tracking.delivery import Delivery
 from foundry.tracking.destination import PENDING_FILE_NAME, Destination, short_waits, tracking_uri
-from foundry.tracking.masking import flattened, masked
 from foundry.tracking.metrics_file import evaluation_record, step_record
 from foundry.tracking.mlflow_parent import ParentLink
 from foundry.tracking.mlflow_store import MlflowStore, Operation
@@ -151,6 +151,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A configuration as `group.field` → text; a list is one value, null is `None`."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{name}.")
+        else:
+            flat[name] = str(value)
+    return flat
 
 
 def _now_ms() -> int:

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from foundry.records.redact import masked_text
 from foundry.tracking.destination import sqlite_file, tracking_uri
 from foundry.tracking.figures import count, duration, number
-from foundry.tracking.masking import masked_text
 from foundry.tracking.tolerance import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 

@@ -1,6 +1,7 @@
 import pytest
 
-from foundry.tracking.masking import flattened, masked, masked_text
+from foundry.records.redact import masked, masked_text
+from foundry.tracking.mlflow_tracker import flattened
 
 
 @pytest.mark.parametrize(
