@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from foundry.checkpoint.finished import check_finished, result_of
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.init_from import init_from
 from foundry.checkpoint.keeper import NoKeeper, RunKeeper
@@ -44,6 +45,7 @@ from foundry.parts import (
 )
 from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
 from foundry.records.lock import hold
+from foundry.records.status import read_status
 from foundry.records.strict_json import encode
 from foundry.tracking.observers import build_observers
 from foundry.training.best import Best
@@ -96,12 +98,14 @@ def run(config: Config, run_dir: Path) -> RunResult:
             keep_freed_memory()
         run_dir, state = _agree(world, run_dir, config_hash, held)
         origin = find_origin(config.checkpoint.resume, run_dir, world)
+        result = result_of(run_dir) if state == "finished" else None
+        if result is not None and not is_longer(origin, _recorded(config)):
+            check_finished(config, _recorded(config), config_hash, run_dir, origin, result)
+            return RunResult(run_dir, result)
         if origin is not None:
-            check_config(origin, _recorded(config), config.checkpoint.on_changed_config)
-        if state == "finished" and not is_longer(origin, _recorded(config)):
-            return _earlier(run_dir)
-        if origin is not None and state == "finished":
-            origin = past_its_end(origin)
+            check_config(origin, config, _recorded(config), config.checkpoint.on_changed_config)
+            if state == "finished":
+                origin = past_its_end(origin)
         observers = build_observers(config.tracking, run_dir) if world.is_main else []
         with _told(observers):
             data = build_data(config)
@@ -296,9 +300,8 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
     """
     state, is_free = None, True
     if world.is_main:
-        status = run_dir / "status.json"
         is_free = hold(run_dir, held)
-        state = json.loads(status.read_text())["state"] if status.is_file() else None
+        state = read_status(run_dir).get("state")
     said: list[Any] = [(str(run_dir), config_hash, state, is_free)]
     if world.world_size > 1:
         said *= world.world_size
@@ -312,12 +315,6 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
         message = f"is {said[0][0]}, where another process trains; wait for it, or choose another"
         raise ConfigError(Violation("hydra.run.dir", message))
     return Path(said[0][0]), said[0][2]
-
-
-def _earlier(run_dir: Path) -> RunResult:
-    """The result of the finished run that the run directory holds."""
-    log.warning("%s holds a finished run; choose another hydra.run.dir to train again", run_dir)
-    return RunResult(run_dir, json.loads((run_dir / "result.json").read_text()))
 
 
 @contextmanager

@@ -10,23 +10,49 @@
 A folder has its final name only when every byte in it is on the disk, and loses it before the first byte is deleted.
 """
 
+import errno
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
+from foundry.records.files import UnsafeFileError, open_regular, read_text
+
 MANIFEST, LATEST, BEST = "manifest.json", "latest", "best"
-_NAME = re.compile(r"step_(\d{8,})")
+FORMAT = 1
+"""Of the checkpoints that are written, and the highest that is read; a manifest that names none is of format 1."""
+
+_NAME = re.compile(r"step_([0-9]{8,18})")
+_PUT_ASIDE = re.compile(_NAME.pattern + r"\.corrupt[0-9]*")
+_TENSORS = ".safetensors"
 _CHUNK_BYTES = 2**22
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read, or does not fit what it is to be read into."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is missing, or has another size or checksum than it should."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a checkpoint.
+
+    Attributes:
+        message: names the file and what is wrong with it.
+        is_damage: a file is missing or its bytes are others, for good. Anything else, such as a denied permission or a
+            disk that does not answer, says nothing about the checkpoint itself.
+    """
+
+    message: str
+    is_damage: bool
 
 
 @dataclass(frozen=True)
@@ -58,6 +84,7 @@ class Manifest:
         versions: of the libraries that wrote it.
         metric: the held-out loss at this step, where it was measured and finite.
         files: every other file of the folder.
+        format: of the checkpoint; a field that is unknown within a format may be ignored.
     """
 
     step: int
@@ -71,6 +98,16 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     metric: float | None = None
     files: Mapping[str, FileFacts] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("config", "state", "versions", "files"), dict),
+    **dict.fromkeys(("step", "samples", "world_size", "format"), int),
+    **dict.fromkeys(("config_hash", "strategy"), str),
+    "tokens": (int, type(None)),
+    "metric": (int, float, type(None)),
+}
 
 
 def step_name(step: int) -> str:
@@ -93,7 +130,7 @@ def partial_of(run_dir: Path, step: int) -> Path:
 def write_durably(path: Path, text: str) -> FileFacts:
     """Write a small new file and wait until it is on the disk."""
     content = text.encode()
-    with path.open("wb") as file:
+    with open_regular(path, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -151,38 +188,92 @@ def link(folder: Path, name: str) -> None:
 
 
 def linked_step(run_dir: Path, name: str) -> int | None:
-    """The step that a link points to; None where there is no such link or folder."""
+    """The step that a link points to; None where there is none, or it leads elsewhere."""
     path = run_dir / "checkpoints" / name
-    return step_of(path.resolve()) if path.is_symlink() and path.is_dir() else None
+    try:
+        target = str(path.readlink())
+    except OSError:
+        return None
+    folder = path.with_name(target) if _NAME.fullmatch(target) else None
+    return step_of(folder) if folder is not None and folder.is_dir() else None
 
 
 def read_manifest(folder: Path) -> Manifest:
     """What a checkpoint says of itself.
 
+    Fields that this version does not know are ignored, and those that are missing have their defaults.
+
     Raises:
-        CheckpointError: the manifest is missing, half-written or changed.
+        DamagedError: the manifest is missing, half-written or changed.
+        CheckpointError: it is whole, but of a newer format, or not one that foundry writes.
+        OSError: it cannot be read.
     """
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        text = read_text(folder / MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(f"{MANIFEST} is missing") from None
+        raise DamagedError(f"{MANIFEST} is missing") from None
     except UnicodeDecodeError:
-        raise CheckpointError(f"{MANIFEST} is no text") from None
+        raise DamagedError(f"{MANIFEST} is no text") from None
     try:
         content = json.loads(text)
+        _check_format(content)  # first: a later format may have another checksum
         checksum = content.pop("checksum")
-        if checksum != _checksum_of_json(content):
-            raise CheckpointError(f"{MANIFEST} does not have the checksum {checksum} that it names")
-        files = {name: FileFacts(**facts) for name, facts in content.pop("files").items()}
-        return Manifest(files=files, **content)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{MANIFEST} is half-written, or no manifest ({len(text)} characters)") from None
+        found = _checksum_of_json(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DamagedError(f"{MANIFEST} is half-written, or no manifest ({len(text)} characters)") from None
+    if checksum != found:
+        raise DamagedError(f"{MANIFEST} does not have the checksum {checksum} that it names")
+    known = {item.name: content[item.name] for item in fields(Manifest) if item.name in content}
+    if wrong := [name for name, kind in _TYPES.items() if name in known and not isinstance(known[name], kind)]:
+        raise CheckpointError(f"{MANIFEST} has no {wrong[0]} that foundry has written")
+    try:
+        known["files"] = {name: _facts_of(name, facts) for name, facts in known.get("files", {}).items()}
+        return Manifest(**known)
+    except TypeError:
+        raise CheckpointError(f"{MANIFEST} names no step") from None
+
+
+def _check_format(content: Mapping[str, Any]) -> None:
+    """Refuse what only a later version can read."""
+    written = content.get("format", FORMAT)
+    if isinstance(written, (int, float)) and written > FORMAT:
+        versions = content.get("versions")
+        by = versions.get("foundry") if isinstance(versions, dict) else None
+        version = f"foundry {by} or later" if by else "a later foundry"
+        raise CheckpointError(f"{MANIFEST} is of format {written}, this foundry reads up to {FORMAT}: use {version}")
+
+
+def _facts_of(name: str, facts: Any) -> FileFacts:
+    """Size and checksum of a file, whose name stays within the folder."""
+    if not name or name.startswith(".") or {"/", "\\", "\0"} & set(name) or name == MANIFEST:
+        raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
+    size, checksum = (facts.get(key) if isinstance(facts, dict) else None for key in ("bytes", "checksum"))
+    if not isinstance(size, int) or not isinstance(checksum, str):
+        raise CheckpointError(f"{MANIFEST} does not say size and checksum of {name}")
+    return FileFacts(size, checksum)
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The published checkpoints, newest first, whole or not."""
-    folders = [path for path in (run_dir / "checkpoints").glob("step_*") if _NAME.fullmatch(path.name)]
+    """The published checkpoints, newest first, whole or not.
+
+    Raises:
+        OSError: the folder is there but cannot be listed: that is not a run without checkpoints.
+    """
+    folders = [run_dir / "checkpoints" / name for name in _names_in(run_dir / "checkpoints") if _NAME.fullmatch(name)]
     return sorted(folders, key=step_of, reverse=True)
+
+
+def list_put_aside(run_dir: Path) -> list[Path]:
+    """What had been a checkpoint until it was found damaged."""
+    names = _names_in(run_dir / "checkpoints")
+    return [run_dir / "checkpoints" / name for name in sorted(names) if _PUT_ASIDE.fullmatch(name)]
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
 
 
 def find(run_dir: Path, which: str = "last") -> Path:
@@ -195,7 +286,7 @@ def find(run_dir: Path, which: str = "last") -> Path:
     Raises:
         FileNotFoundError: there is none; the message lists those there are.
     """
-    there = [folder for folder in list_checkpoints(run_dir) if (folder / MANIFEST).is_file()]
+    there = [folder for folder in list_checkpoints(run_dir) if MANIFEST in _names_in(folder)]
     if which in ("last", "best"):
         step = linked_step(run_dir, LATEST if which == "last" else BEST)
         # Killed between publishing its first checkpoint and pointing to it, a run has one that no link names.
@@ -209,9 +300,14 @@ def find(run_dir: Path, which: str = "last") -> Path:
 
 
 def problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint; nothing is, if the list is empty.
+    """What is wrong with a checkpoint, in lines; nothing is, if the list is empty. As `examine`."""
+    return [problem.message for problem in examine(folder, part=part, num_parts=num_parts)]
 
-    Every file is read, at the speed of the disk.
+
+def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[Problem]:
+    """What is wrong with a checkpoint, and whether that is damage; nothing is, if the list is empty.
+
+    Every file is read, at the speed of the disk; links, pipes and devices are not.
 
     Args:
         folder: the checkpoint.
@@ -219,32 +315,46 @@ def problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
         num_parts: among how many the work is shared.
     """
     try:
+        if folder.is_symlink():
+            raise UnsafeFileError(folder, "a symbolic link", "a checkpoint")
         manifest = read_manifest(folder)
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
+        # The reader of tensors opens all of them, named in the manifest or not.
+        if strangers := sorted({name for name in _names_in(folder) if name.endswith(_TENSORS)} - set(manifest.files)):
+            return [Problem(f"{strangers[0]} is not named in {MANIFEST}; remove it", is_damage=False)]
+    except CheckpointError as error:
+        return [Problem(str(error), isinstance(error, DamagedError))]
+    except OSError as error:
+        return [_unreadable(folder / MANIFEST, error)]
     names = sorted(manifest.files)[part::num_parts]
     return [problem for name in names for problem in _file_problems(folder / name, manifest.files[name])]
 
 
-def _file_problems(path: Path, facts: FileFacts) -> Iterator[str]:
+def _file_problems(path: Path, facts: FileFacts) -> Iterator[Problem]:
     try:
-        size = path.stat().st_size
-        if size != facts.bytes:
-            yield f"{path.name} has {size} bytes, not {facts.bytes}"
-        elif (checksum := _checksum(path)) != facts.checksum:
-            yield f"{path.name} has the checksum {checksum}, not {facts.checksum}"
+        with open_regular(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != facts.bytes:
+                yield Problem(f"{path.name} has {size} bytes, not {facts.bytes}", is_damage=True)
+            elif (checksum := _checksum(file)) != facts.checksum:
+                yield Problem(f"{path.name} has the checksum {checksum}, not {facts.checksum}", is_damage=True)
     except FileNotFoundError:
-        yield f"{path.name} is missing"
+        yield Problem(f"{path.name} is missing", is_damage=True)
     except OSError as error:
-        yield f"{path.name} cannot be read ({error.strerror})"
+        yield _unreadable(path, error)
 
 
-def _checksum(path: Path) -> str:
+def _unreadable(path: Path, error: OSError) -> Problem:
+    if isinstance(error, UnsafeFileError):
+        return Problem(str(error), is_damage=False)
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    return Problem(f"{path.name} cannot be read ({error.strerror or error}, {name})", is_damage=False)
+
+
+def _checksum(file: IO[bytes]) -> str:
     digest, buffer = xxhash.xxh3_128(), bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
+    while count := file.readinto(buffer):  # type: ignore[attr-defined] # opened without a buffer
+        digest.update(view[:count])
     return digest.hexdigest()
 
 

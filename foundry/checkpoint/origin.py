@@ -2,19 +2,31 @@
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from foundry.checkpoint.folder import MANIFEST, Manifest, list_checkpoints, read_manifest, step_of
+from foundry.checkpoint.folder import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    list_checkpoints,
+    list_put_aside,
+    read_manifest,
+    step_of,
+)
 from foundry.checkpoint.rng import seed_rng, set_rng_state
-from foundry.checkpoint.verification import problems_together, verify_newest
+from foundry.checkpoint.verification import damage_together, together, verify_newest
 from foundry.config.checkpoint import OnChangedConfig
 from foundry.config.differences import differences
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.root import Config
 from foundry.parallel.process_group import World
+from foundry.records.files import UnsafeFileError, read_text
 
 log = logging.getLogger(__name__)
 _KEY = "checkpoint.resume"
@@ -36,8 +48,9 @@ class Origin:
 def find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
     """The checkpoint to go on from; all ranks together, and with the same answer.
 
-    A run directory that has checkpoints of its own goes on from them, wherever it once started. Those that are not
-    whole are put aside under a name that ends in `.corrupt`, so that they neither count nor are lost.
+    A run directory that has checkpoints of its own goes on from them, wherever it once started. Those that are damaged
+    and newer are put aside under a name that ends in `.corrupt`, so that they neither count nor are lost. Where none is
+    whole, or one cannot be read, nothing is renamed and the run does not start: it would start from step 0.
 
     Args:
         resume: auto, never, or a run directory or checkpoint.
@@ -45,46 +58,59 @@ def find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
         world: this rank and the others.
 
     Raises:
-        ConfigError: there is no whole checkpoint at the path, or `never` meets a run that has some.
+        ConfigError: there is no whole checkpoint at the path or among the run's own, one cannot be read, or `never`
+            meets a run that has some.
     """
+    try:
+        return _find_origin(resume, run_dir, world)
+    except (CheckpointError, OSError) as error:
+        message = f"is {resume}, but a checkpoint cannot be used: {error}; mend that, or choose another hydra.run.dir"
+        raise ConfigError(Violation(_KEY, f"{message} (nothing was changed)")) from error
+
+
+def _find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
+    were_there = together(partial(_checkpoints_of, run_dir), world)[0]
     if resume == "never":
-        if list_checkpoints(run_dir):
+        if were_there:
             raise ConfigError(Violation(_KEY, f"is never but {run_dir} has checkpoints; choose another hydra.run.dir"))
         return None
-    was_there, own = bool(list_checkpoints(run_dir)), verify_newest(run_dir, world)
-    if world.is_main:
-        _put_aside_newer(run_dir, own)
+    own = verify_newest(run_dir, world)
     if own is not None:
+        together(partial(_put_aside_newer, run_dir, own if world.is_main else None), world)
         return Origin(own, read_manifest(own))
-    if resume == "auto":
-        if world.is_main and was_there:
-            log.warning("no checkpoint of %s is whole: the run starts from the beginning", run_dir)
-        return None
-    path = Path(resume)
-    if (path / MANIFEST).exists():
-        if wrong := problems_together(path, world):
-            raise ConfigError(Violation(_KEY, f"is {path}, which is not whole: {'; '.join(wrong)}"))
-        return _elsewhere(path)
-    newest = verify_newest(path, world) if path.is_dir() else None
-    if newest is None:
-        raise ConfigError(Violation(_KEY, f"is {path}, where there is no whole checkpoint"))
-    return _elsewhere(newest)
+    if were_there:
+        message = (
+            f"is {resume}, but of {', '.join(were_there)} in {run_dir / 'checkpoints'} none is whole; to start from "
+            "scratch, move that folder away or choose another hydra.run.dir"
+        )
+        raise ConfigError(Violation(_KEY, message))
+    return None if resume == "auto" else _elsewhere(Path(resume), world)
 
 
-def check_config(origin: Origin, config: Mapping[str, Any], on_changed: OnChangedConfig) -> None:
+def _checkpoints_of(run_dir: Path) -> list[str]:
+    """The names of those there are, or were; the folder must be the run's own, since checkpoints are deleted in it."""
+    if (run_dir / "checkpoints").is_symlink():
+        raise UnsafeFileError(run_dir / "checkpoints", "a symbolic link", "a folder of the run directory")
+    return [folder.name for folder in (*list_checkpoints(run_dir), *list_put_aside(run_dir))]
+
+
+def check_config(origin: Origin, config: Config, recorded: Mapping[str, Any], on_changed: OnChangedConfig) -> None:
     """Say in which settings a resumed run differs from the one that was saved, and refuse what makes it another.
 
     Args:
         origin: the checkpoint.
-        config: of this run, as plain containers.
+        config: of this run.
+        recorded: the same as a manifest holds it.
         on_changed: whether to refuse, or only to warn.
 
     Raises:
         ConfigError: with a line for every setting that changes what the run computes.
     """
-    changed = list(differences(origin.manifest.config, config))
+    changed = list(differences(origin.manifest.config, recorded, config))
     for difference in changed:
-        if difference.is_allowed:
+        if difference.is_gone:
+            log.warning("the checkpoint was trained with another version of foundry: %s", difference)
+        elif difference.is_allowed:
             log.info("resumed with %s", difference)
     refused = [difference for difference in changed if not difference.is_allowed]
     if refused and on_changed is OnChangedConfig.error:
@@ -109,22 +135,31 @@ def is_longer(origin: Origin | None, config: Mapping[str, Any]) -> bool:
 def restore_rng(origin: Origin, world: World, seed: int) -> None:
     """Continue this rank's random numbers, or on another number of ranks start new ones that no rank has used."""
     file = origin.folder / f"rank-{world.rank:05d}.json"
-    if origin.manifest.world_size == world.world_size and file.is_file():
-        set_rng_state(json.loads(file.read_text(encoding="utf-8")), world.device)
+    if origin.manifest.world_size == world.world_size and file.name in origin.manifest.files:
+        set_rng_state(json.loads(read_text(file)), world.device)
     else:
         seed_rng(seed + 1 + world.rank + 1_000_003 * origin.manifest.step)
 
 
-def _elsewhere(folder: Path) -> Origin:
+def _elsewhere(path: Path, world: World) -> Origin:
     """Another run's checkpoint: this run does not end where that one did, and its directory lacks that one's best."""
+    folder: Path | None = path.expanduser().resolve()  # of `latest`, the checkpoint that it leads to
+    assert folder is not None
+    if not os.path.lexists(folder / MANIFEST):
+        folder = verify_newest(folder, world)
+    elif damage := damage_together(folder, world):
+        raise ConfigError(Violation(_KEY, f"is {path}, which is not whole: {'; '.join(damage)}"))
+    if folder is None:
+        raise ConfigError(Violation(_KEY, f"is {path}, where there is no whole checkpoint"))
     manifest = read_manifest(folder)
     state = {**manifest.state, "stop_reason": None, "best": {"step": None, "value": None}}
     return Origin(folder, replace(manifest, state=state))
 
 
 def _put_aside_newer(run_dir: Path, whole: Path | None) -> None:
-    for folder in list_checkpoints(run_dir):
-        if whole is None or step_of(folder) > step_of(whole):
+    """Rename what is newer than the newest whole checkpoint; nothing if there is none."""
+    for folder in list_checkpoints(run_dir) if whole is not None else ():
+        if whole is not None and step_of(folder) > step_of(whole):
             folder.rename(_unused(folder.with_name(f"{folder.name}.corrupt")))
 
 

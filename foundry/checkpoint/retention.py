@@ -39,4 +39,7 @@ def remove_leftovers(run_dir: Path) -> None:
     """Delete what interrupted saves and removals have left."""
     for pattern in (".step_*.partial", ".step_*.removed"):
         for folder in (run_dir / "checkpoints").glob(pattern):
-            shutil.rmtree(folder)
+            if folder.is_symlink() or not folder.is_dir():
+                folder.unlink()  # what it leads to is not ours
+            else:
+                shutil.rmtree(folder)

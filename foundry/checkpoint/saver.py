@@ -32,8 +32,9 @@ from foundry.checkpoint.folder import (
 )
 from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
-from foundry.checkpoint.verification import gather, problems_together
+from foundry.checkpoint.verification import damage_together, together
 from foundry.parallel.process_group import World
+from foundry.records.files import make_folder
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -187,7 +188,7 @@ class Checkpointer:
     def _write(self, job: _Save, folder: Path) -> None:
         """All ranks together; each step begins when all have done the one before."""
         is_there = self._together(partial(self._on_main, self._prepare, folder))[0]
-        if is_there and not problems_together(folder, self._world, self._group):
+        if is_there and not damage_together(folder, self._world, self._group):
             self._together(partial(self._on_main, self._point_to, folder, job.is_best))
             return
         files: dict[str, FileFacts] = {}
@@ -197,7 +198,8 @@ class Checkpointer:
 
     def _prepare(self, folder: Path) -> bool:
         remove_leftovers(self._run_dir)
-        partial_of(self._run_dir, step_of(folder)).mkdir(parents=True)
+        make_folder(folder.parent)
+        partial_of(self._run_dir, step_of(folder)).mkdir()
         return folder.exists()
 
     def _write_files(self, job: _Save) -> dict[str, FileFacts]:
@@ -236,18 +238,4 @@ class Checkpointer:
         return work(*args) if self._world.is_main else None
 
     def _together(self, work: Callable[[], _T]) -> Sequence[_T]:
-        """Every rank's result; if any rank failed, all raise the same.
-
-        Raises:
-            SaveError: names the ranks and their reasons.
-        """
-        result: _T | None = None
-        reason: str | None = None
-        try:
-            result = work()
-        except Exception as error:
-            reason = f"rank {self._world.rank}: {type(error).__name__}: {error}"
-        said = gather((result, reason), self._world, self._group)
-        if reasons := [reason for _, reason in said if reason is not None]:
-            raise SaveError("; ".join(reasons))
-        return [result for result, _ in said]  # type: ignore[misc]
+        return together(work, self._world, self._group)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.tensor import DTensor
 
 from foundry.checkpoint.folder import FileFacts
+from foundry.records.files import open_regular
 
 _DTYPES = {
     torch.float64: "F64",
@@ -99,7 +100,7 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk]) -> FileFacts:
     # The larger types first, as safetensors itself does, so that every tensor is aligned to its type.
     names = sorted(chunks, key=lambda name: (-chunks[name].local.element_size(), name))
     digest, size = xxhash.xxh3_128(), 0
-    with path.open("wb", buffering=_BUFFER_BYTES) as file:
+    with open_regular(path, "xb", buffering=_BUFFER_BYTES) as file:
         contents: Iterator[Any] = (_content(chunks[name].local) for name in names)
         for content in chain([_header(chunks, names)], contents):
             digest.update(content)

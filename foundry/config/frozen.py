@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from foundry.config.root import Config, to_config
 from foundry.config.secrets import check_secrets
@@ -43,6 +45,15 @@ def save_config(config: Config, run_dir: Path) -> Path:
     path = run_dir / FILE_NAME
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(plain(config))))
     return path
+
+
+def read_recorded(run_dir: Path) -> dict[str, Any] | None:
+    """The configuration in a run directory as plain containers, from which nothing is built; None if there is none."""
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(run_dir / FILE_NAME), resolve=False)
+    except (OSError, YAMLError, OmegaConfBaseException):
+        return None
+    return {str(key): value for key, value in saved.items()} if isinstance(saved, dict) else None
 
 
 def load_config(run_dir: Path) -> Config:

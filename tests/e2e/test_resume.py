@@ -88,6 +88,26 @@ def test_a_finished_run_says_so(run_dir, go, finished):
     assert outcome(run_dir) == outcome(finished)
 
 
+@pytest.mark.parametrize("kept", ["checkpoints", "config.yaml"])
+def test_a_finished_run_does_not_answer_for_other_settings(run_dir, go, kept):
+    if kept == "config.yaml":
+        shutil.rmtree(run_dir / "checkpoints")
+    before = sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*.json*"))
+    stderr = go(MAX, "hparams.lr=2e-3", "evaluation.max_samples=4", "tracking.log_every_n_steps=3", code=2)[1]
+    assert [line.partition(":")[0] for line in stderr.splitlines()] == ["hparams.lr", "evaluation.max_samples"]
+    assert "is 0.002 but run holds a finished run with 0.001; give that, or choose another" in stderr.replace(
+        str(run_dir), "run"
+    )
+    assert "holds a finished run; choose another" in go(MAX, "tracking.log_every_n_steps=3")[1]
+    assert sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*.json*")) == before
+
+
+def test_a_result_that_was_lost_is_made_again(run_dir, go, finished):
+    (run_dir / "result.json").write_text("{")
+    go(MAX)
+    assert outcome(run_dir) == outcome(finished)
+
+
 def test_a_longer_budget_goes_on_under_the_same_schedule(run_dir, go):
     stdout, _ = go("hparams.max_steps=45", f"scheduler.horizon='{STEPS}'")
     assert f"after step {STEPS}" in stdout
@@ -261,14 +281,20 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(broken_off, go
     assert (newest.parent / f"{newest.name}.corrupt").is_dir()
 
 
-def test_where_all_are_corrupt_the_run_starts_afresh_and_says_so(broken_off, go, finished):
-    folders = list_checkpoints(broken_off)
+def test_where_all_are_corrupt_the_run_does_not_start_from_scratch(broken_off, go):
+    folders, before = list_checkpoints(broken_off), losses(broken_off)
     for folder in folders:
         flip(folder / "shard-00000.safetensors")
-    stderr = go(MAX)[1]
-    assert all(folder.name in stderr for folder in folders)
-    assert "starts from the beginning" in stderr
-    assert outcome(broken_off) == outcome(finished)
+    for _ in range(2):
+        stderr = go(MAX, code=2)[1]
+        (line,) = [line for line in stderr.splitlines() if line.startswith("checkpoint.resume: is auto")]
+        assert all(folder.name in line for folder in folders)
+        assert "to start from scratch, move that folder away" in line
+        assert list_checkpoints(broken_off) == folders
+        assert losses(broken_off) == before
+    (broken_off / "checkpoints").rename(broken_off / "old")
+    go(MAX)
+    assert losses(broken_off) == before
 
 
 def interrupt_again_and_again(shell, words, run_dir):

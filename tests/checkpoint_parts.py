@@ -1,8 +1,12 @@
 """A small model and a way to save it, for the tests of checkpoints."""
 
+import json
+
 import torch
+import xxhash
 from torch import nn
 
+from foundry.checkpoint.folder import MANIFEST
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import collect
 from foundry.parallel.process_group import World
@@ -52,3 +56,11 @@ def assert_same(one, other):
     assert one.keys() == other.keys()
     for name in one:
         assert torch.equal(one[name], other[name]), name
+
+
+def rewrite_manifest(folder, **changes):
+    """Change a manifest together with its checksum; None deletes a field."""
+    content = json.loads((folder / MANIFEST).read_text()) | changes
+    content = {key: value for key, value in content.items() if value is not None and key != "checksum"}
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    (folder / MANIFEST).write_text(json.dumps({"checksum": checksum, **content}))

@@ -1,0 +1,60 @@
+"""A run directory that holds a finished run answers with its result, for the settings that gave it and no others."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foundry.checkpoint.origin import Origin
+from foundry.config.differences import differences
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.frozen import read_recorded
+from foundry.config.root import Config
+from foundry.records.files import read_text
+from foundry.records.strict_json import decode, encode
+
+log = logging.getLogger(__name__)
+
+
+def result_of(run_dir: Path) -> dict[str, Any] | None:
+    """What result.json of a finished run says; None where it was lost, so that the run has to end once more."""
+    try:
+        result = decode(read_text(run_dir / "result.json"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return result if isinstance(result, dict) else None
+
+
+def check_finished(
+    config: Config,
+    recorded: Mapping[str, Any],
+    config_hash: str,
+    run_dir: Path,
+    origin: Origin | None,
+    result: Mapping[str, Any],
+) -> None:
+    """Refuse the result of a finished run to other settings than its own.
+
+    Args:
+        config: of this run.
+        recorded: the same as a manifest holds it.
+        config_hash: of the same.
+        run_dir: holds the finished run.
+        origin: its newest checkpoint, if it kept any.
+        result: what its result.json says.
+
+    Raises:
+        ConfigError: with a line for every setting with which the result would be another.
+    """
+    if result.get("config_hash") != config_hash:
+        # A launcher writes the settings of this run into config.yaml; a checkpoint may be of an earlier start.
+        is_origins = origin is not None and origin.manifest.config_hash == result.get("config_hash")
+        was = origin.manifest.config if origin is not None and is_origins else read_recorded(run_dir)
+        if was is None:
+            message = f"is {run_dir}, which holds a finished run of other settings; choose another hydra.run.dir"
+            raise ConfigError(Violation("hydra.run.dir", message))
+        found = differences(json.loads(encode(was)), recorded, config)
+        if changed := [difference for difference in found if difference.changes_result]:
+            raise ConfigError(difference.of_finished(run_dir) for difference in changed)
+    log.warning("%s holds a finished run; choose another hydra.run.dir to train again", run_dir)

@@ -1,0 +1,107 @@
+"""A finished run directory answers for its own settings only."""
+
+import functools
+import json
+
+import pytest
+from composition import configure
+
+from foundry.checkpoint.finished import check_finished, result_of
+from foundry.checkpoint.folder import Manifest
+from foundry.checkpoint.origin import Origin
+from foundry.config.errors import ConfigError
+from foundry.config.frozen import hash_config, plain, save_config
+from foundry.records.strict_json import encode
+
+BASE = ["hparams.max_steps=40"]
+OTHER_RESULTS = [
+    ["hparams.lr=2e-3"],
+    ["hparams.lr=1e-9"],
+    ["hparams.max_steps=20"],
+    ["hparams.seed=7"],
+    ["hparams.seed=7", "checkpoint.on_changed_config=warn"],
+    ["hparams.ema_decay=0.9"],
+    ["hparams.grad_clip_norm=0.5"],
+    ["hparams.global_batch_size=64"],
+    ["scheduler=constant"],
+    ["scheduler.horizon='80'"],
+    ["optimizer=adamw"],
+    ["optimizer.weight_decay=0.3"],
+    ["model.hidden_size=64"],
+    ["precision=fp32"],
+    ["data.held_out=0.2"],
+    ["evaluation.max_samples=4"],
+    ["evaluation.interval=null"],
+    ["evaluation.early_stopping.patience=3"],
+    ["guard.spike_zscore=20"],
+    ["checkpoint.keep_best.mode=max"],
+    ["checkpoint.resume=elsewhere"],
+]
+SAME_RESULT = [
+    ["tracking.log_every_n_steps=3"],
+    ["tracking=none"],
+    ["checkpoint.keep_last=1", "checkpoint.asynchronous=false"],
+    ["hparams.per_gpu_batch_size=4"],
+    ["hparams.grad_checkpointing=true"],
+    ["data.num_workers=1"],
+    ["data.cache_dir=elsewhere"],
+    ["distributed=fsdp"],
+    ["evaluation.write_samples=false"],
+]
+
+
+configured = functools.cache(configure)
+
+
+def recorded(config):
+    return json.loads(encode(plain(config)))
+
+
+def ask(run_dir, words, *, kept="config.yaml"):
+    """Ask a finished run for its result with other words."""
+    was, now = (
+        configured(*BASE),
+        configured(*BASE, *[word for word in words if not word.startswith("hparams.max_steps")]),
+    )
+    if any(word.startswith("hparams.max_steps") for word in words):
+        now = configured(*words)
+    result = {"config_hash": hash_config(was), "metric": 1.5}
+    origin = None
+    if kept == "config.yaml":
+        save_config(was, run_dir)
+    if kept == "manifest":
+        save_config(now, run_dir)  # as a launcher does
+        origin = Origin(run_dir, Manifest(step=40, config=recorded(was), config_hash=hash_config(was)))
+    check_finished(now, recorded(now), hash_config(now), run_dir, origin, result)
+
+
+@pytest.mark.parametrize("kept", ["config.yaml", "manifest"])
+@pytest.mark.parametrize("words", OTHER_RESULTS, ids=" ".join)
+def test_another_result_is_refused_by_name(tmp_path, words, kept):
+    with pytest.raises(ConfigError) as refused:
+        ask(tmp_path, words, kept=kept)
+    keys = [violation.key for violation in refused.value.violations]
+    assert any(key.startswith(words[0].partition("=")[0]) for key in keys)
+    assert all("holds a finished run with" in violation.message for violation in refused.value.violations)
+
+
+@pytest.mark.parametrize("words", [[], *SAME_RESULT], ids=" ".join)
+def test_the_same_result_is_answered(tmp_path, words, caplog):
+    ask(tmp_path, words)
+    assert "holds a finished run" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, "", "- 1", "a: [", "a: ${", "a: ${oc.env:HOME}"])
+def test_without_its_settings_it_is_one_line(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        ask(tmp_path, ["hparams.lr=2e-3"], kept="nothing")
+    assert "finished run" in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "3", b"\xff"])
+def test_a_result_that_was_lost_is_none(tmp_path, content):
+    if content is not None:
+        (tmp_path / "result.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert result_of(tmp_path) is None

@@ -1,0 +1,165 @@
+"""Where a run goes on from, and what must not make it start from scratch."""
+
+import errno
+import json
+import os
+
+import pytest
+from checkpoint_parts import ALONE, Net, rewrite_manifest, write
+
+from foundry.checkpoint.folder import FORMAT, MANIFEST, list_checkpoints, problems, read_manifest
+from foundry.checkpoint.origin import find_origin
+from foundry.config.errors import ConfigError
+
+SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"
+ERRNOS = ["EACCES", "EPERM", "EIO", "EMFILE", "ENFILE", "ESTALE", "ENOMEM", "ENOLCK", "ETIMEDOUT", "EREMOTEIO"]
+
+
+def tree(folder):
+    """Every name below a folder, and what is in the files."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Make the system refuse to open, list or stat paths that end in a name."""
+
+    def fail(name, number):
+        def wrap(original):
+            def call(path, *args, **options):
+                if str(path).endswith(name) and not str(path).endswith(f"/.{name}"):
+                    raise OSError(number, os.strerror(number), str(path))
+                return original(path, *args, **options)
+
+            return call
+
+        for function in ("open", "listdir", "scandir"):
+            monkeypatch.setattr(os, function, wrap(getattr(os, function)))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", ERRNOS)
+@pytest.mark.parametrize("name", [SHARD, RANK, MANIFEST, "checkpoints"])
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_what_cannot_be_read_ends_the_run_and_changes_nothing(tmp_path, monkeypatch, failing, name, number, resume):
+    for step in (1, 2):
+        write(tmp_path, step, Net(step))
+    before, code = tree(tmp_path), getattr(errno, number)
+    failing(name, code)
+    run_dir, asked = (tmp_path, "auto") if resume == "auto" else (tmp_path / "other", str(tmp_path))
+    with pytest.raises(ConfigError) as refused:
+        find_origin(asked, run_dir, ALONE)
+    (violation,) = refused.value.violations
+    assert violation.key == "checkpoint.resume"
+    assert name in violation.message
+    assert os.strerror(code) in violation.message
+    assert "\n" not in violation.message
+    monkeypatch.undo()
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_denied_permission_is_no_run_without_checkpoints(tmp_path):
+    """Asked as a user without rights: for root every file can be read."""
+    folder = write(tmp_path, 1, Net(1))
+    for path in [*tmp_path.parents[:3], tmp_path, folder.parent, folder, *folder.iterdir()]:
+        path.chmod(0o755)
+    for locked in (folder / SHARD, folder / MANIFEST, folder, folder.parent, tmp_path):
+        mode = locked.stat().st_mode
+        locked.chmod(0)
+        reading, writing = os.pipe()
+        if (child := os.fork()) == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+            try:
+                said = str(find_origin("auto", tmp_path, ALONE))
+            except ConfigError as error:
+                said = str(error)
+            os.write(writing, said.encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        said = os.read(reading, 10_000).decode()
+        locked.chmod(mode)
+        assert "Permission denied" in said
+        assert said.startswith("checkpoint.resume: is auto, but")
+    assert problems(folder) == []
+
+
+def test_a_newer_format_names_the_version_to_use(tmp_path):
+    folder = write(tmp_path, 1, Net(1))
+    rewrite_manifest(folder, format=FORMAT + 1, versions={"foundry": "99.1"}, shape="new")
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError, match=rf"format {FORMAT + 1}.*foundry 99\.1 or later"):
+        find_origin("auto", tmp_path, ALONE)
+    assert tree(tmp_path) == before
+    content = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**content, "checksum": "of another kind"}))
+    assert "or later" in problems(folder)[0]
+
+
+UNKNOWN = {"number": 1, "list": [1, {}], "nested": {"a": {"b": None}}, "text": "x", "Infinity": "-Infinity"}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_fields_of_the_same_format_are_ignored(tmp_path, name):
+    folder = write(tmp_path, 1, Net(1))
+    before = read_manifest(folder)
+    rewrite_manifest(folder, **{f"new_{name}": UNKNOWN[name]})
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    rewrite_manifest(folder, files={file: {**facts, "new": UNKNOWN[name]} for file, facts in files.items()})
+    assert problems(folder) == []
+    assert read_manifest(folder) == before
+    assert find_origin("auto", tmp_path, ALONE).folder == folder
+
+
+OPTIONAL = ("format", "samples", "tokens", "config_hash", "config", "strategy", "state", "world_size", "versions")
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_missing_field_has_its_default(tmp_path, name):
+    folder = write(tmp_path, 1, Net(1))
+    rewrite_manifest(folder, **{name: None})
+    assert problems(folder) == []
+    assert getattr(read_manifest(folder), name) == getattr(type(read_manifest(folder))(step=1), name)
+
+
+def test_a_manifest_without_a_step_is_not_damage(tmp_path):
+    folder = write(tmp_path, 1, Net(1))
+    rewrite_manifest(folder, step=None)
+    with pytest.raises(ConfigError, match="no step"):
+        find_origin("auto", tmp_path, ALONE)
+    assert list_checkpoints(tmp_path) == [folder]
+
+
+@pytest.mark.parametrize("put_aside", [False, True])
+def test_where_none_is_whole_the_run_does_not_start_from_scratch(tmp_path, put_aside):
+    folders = [write(tmp_path, step, Net(step)) for step in (1, 2)]
+    for folder in folders:
+        (folder / RANK).unlink()
+        if put_aside:
+            folder.rename(folder.with_name(f"{folder.name}.corrupt"))
+    before = tree(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="to start from scratch, move that folder away") as refused:
+            find_origin("auto", tmp_path, ALONE)
+        assert "step_00000001" in str(refused.value)
+    assert tree(tmp_path) == before
+    (tmp_path / "checkpoints").rename(tmp_path / "old")
+    assert find_origin("auto", tmp_path, ALONE) is None
+
+
+def test_only_what_is_newer_than_a_whole_one_is_put_aside(tmp_path):
+    folders = [write(tmp_path, step, Net(step)) for step in (1, 2, 3)]
+    for folder in (folders[0], folders[2]):
+        (folder / RANK).unlink()
+    assert find_origin("auto", tmp_path, ALONE).folder == folders[1]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000001", "step_00000002", "step_00000003.corrupt"]
+
+
+@pytest.mark.parametrize("link", ["latest", "best"])
+def test_a_link_names_a_checkpoint_to_resume(tmp_path, link):
+    folder = write(tmp_path / "run", 1, Net(1), is_best=True)
+    origin = find_origin(str(folder.parent / link), tmp_path / "new", ALONE)
+    assert origin.folder == folder.resolve()

@@ -1,0 +1,133 @@
+"""A checkpoint that somebody else made: what its manifest names, and what lies in its folder."""
+
+import json
+import os
+
+import pytest
+from checkpoint_parts import ALONE, Net, rewrite_manifest, write
+
+from foundry.checkpoint.folder import BEST, LATEST, MANIFEST, find, list_checkpoints, problems, read_manifest
+from foundry.checkpoint.origin import find_origin
+from foundry.checkpoint.retention import remove_leftovers
+from foundry.config.errors import ConfigError
+
+SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"
+
+
+NAMES = [
+    "../outside",
+    "/dev/zero",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    ".hidden",
+    "sub/file",
+    "a\0b",
+    "a\\b",
+    MANIFEST,
+    "../" * 40 + "dev/zero",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [0, 10, 2**62])
+def test_names_stay_in_the_folder(tmp_path, name, size):
+    folder = write(tmp_path, 1, Net(1))
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    rewrite_manifest(folder, files={**files, name: {"bytes": size, "checksum": "0"}})
+    (problem,) = problems(folder)
+    assert repr(name) in problem
+    with pytest.raises(ConfigError, match="no file of a checkpoint"):
+        find_origin("auto", tmp_path, ALONE)
+    assert list_checkpoints(tmp_path) == [folder], "nothing is renamed"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [SHARD, RANK, MANIFEST, "extra.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "zero", "link", "dangling", "folder"])
+def test_special_files_are_neither_followed_nor_waited_on(tmp_path, name, kind):
+    write(tmp_path, 1, Net(1))
+    folder = write(tmp_path, 2, Net(2))
+    path, secret = folder / name, tmp_path / "secret"
+    secret.write_bytes(path.read_bytes() if path.exists() else b"secret")
+    path.unlink(missing_ok=True)
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "zero": lambda: path.symlink_to("/dev/zero"),
+        "link": lambda: path.symlink_to(secret),
+        "dangling": lambda: path.symlink_to(tmp_path / "nothing"),
+        "folder": path.mkdir,
+    }[kind]()
+    (problem,) = problems(folder)
+    assert name in problem
+    with pytest.raises(ConfigError, match=name):
+        find_origin("auto", tmp_path, ALONE)
+    assert [found.name for found in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000001"]
+
+
+BAD_CONTENT = [
+    {"step": "1"},
+    {"files": []},
+    {"files": {SHARD: []}},
+    {"files": {SHARD: {"bytes": "many", "checksum": "0"}}},
+    {"files": {SHARD: {"checksum": "0"}}},
+    {"state": []},
+    {"config": "x"},
+    {"world_size": "2"},
+    {"versions": 1},
+    {"format": "1"},
+]
+
+
+@pytest.mark.parametrize("changes", BAD_CONTENT, ids=str)
+def test_nonsense_with_a_checksum_that_fits_ends_the_run_and_renames_nothing(tmp_path, changes):
+    folder = write(tmp_path, 1, Net(1))
+    rewrite_manifest(folder, **changes)
+    (problem,) = problems(folder)
+    assert MANIFEST in problem
+    with pytest.raises(ConfigError, match=MANIFEST):
+        find_origin("auto", tmp_path, ALONE)
+    assert list_checkpoints(tmp_path) == [folder]
+
+
+def test_a_deep_manifest_is_no_manifest(tmp_path):
+    folder = write(tmp_path, 1, Net(1))
+    (folder / MANIFEST).write_text("[" * 200_000)
+    assert "no manifest" in problems(folder)[0]
+
+
+@pytest.mark.parametrize("target", ["../../elsewhere", "..", "/", "step_00000009", "latest", "step_1", "x"])
+def test_links_that_lead_elsewhere_are_no_links(tmp_path, target):
+    folder = write(tmp_path / "run", 1, Net(1))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in (LATEST, BEST):
+        (folder.parent / name).unlink(missing_ok=True)
+        (folder.parent / name).symlink_to(target)
+    assert find(tmp_path / "run") == folder.resolve()
+    with pytest.raises(FileNotFoundError, match="no checkpoint 'best'"):
+        find(tmp_path / "run", "best")
+
+
+def test_checkpoints_in_another_folder_are_read_but_not_written_or_deleted(tmp_path):
+    folder = write(tmp_path / "theirs", 1, Net(1))
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "checkpoints").symlink_to(folder.parent)
+    assert read_manifest(find(tmp_path / "ours")).step == 1
+    for resume in ("auto", "never"):
+        with pytest.raises(ConfigError, match="checkpoints is a symbolic link"):
+            find_origin(resume, tmp_path / "ours", ALONE)
+    assert find_origin(str(tmp_path / "ours"), tmp_path / "new", ALONE).manifest.step == 1
+
+
+def test_leftovers_are_deleted_without_what_they_lead_to(tmp_path):
+    write(tmp_path, 1, Net(1))
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("kept")
+    (tmp_path / "checkpoints" / ".step_00000005.partial").symlink_to(theirs)
+    (tmp_path / "checkpoints" / ".step_00000006.removed").write_text("a file")
+    remove_leftovers(tmp_path)
+    assert (theirs / "file").read_text() == "kept"
+    assert not list((tmp_path / "checkpoints").glob(".step_*"))
