@@ -12,6 +12,7 @@ from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.hparams import ScheduleUnit
 from foundry.config.lengths import budget_of, check_lengths
+from foundry.config.metrics import check_metrics, declared
 from foundry.config.root import Config
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
@@ -43,6 +44,19 @@ def build_data(config: Config) -> DataSplits:
     """Training and held-out samples."""
     data: DataSplits = build(config.data, seed=config.hparams.seed)
     return data
+
+
+def build_objective(config: Config) -> Objective:
+    """What is minimised.
+
+    Raises:
+        ConfigError: it says which metrics it has, and a setting chooses another.
+    """
+    objective: Objective = build(config.objective)
+    measured = declared(objective)
+    if measured is not None and (wrong := list(check_metrics(config, measured))):
+        raise ConfigError(wrong)
+    return objective
 
 
 def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:

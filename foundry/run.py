@@ -39,6 +39,7 @@ from foundry.parts import (
     build_evaluator,
     build_loader,
     build_model,
+    build_objective,
     build_schedule,
     build_throughput,
     init_from_of,
@@ -166,7 +167,7 @@ def _assemble(
     )
     optimizers = build(config.optimizer, model=parallel.model, lr=hparams.lr)
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
-    objective: Objective = build(config.objective)
+    objective = build_objective(config)
     schedule = build_schedule(config, budget)
     if origin is not None:
         try:

@@ -16,6 +16,11 @@ class NextToken:
     kind: ClassVar[str] = "tokens"
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is measured beside the loss."""
+        return ("cross_entropy", "z_loss") if self.z_loss_coefficient else ()
+
     _target_: str = "foundry.objectives.next_token.NextToken"
     z_loss_coefficient: float = setting("${hparams.z_loss_coefficient}", "weight of the z-loss", ge=0)
     sample_tokens: int = setting(160, "length of a text sample in tokens", ge=1)
@@ -43,6 +48,7 @@ class Diffusion:
 
     kind: ClassVar[str] = "images"
     loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
+    metrics: ClassVar[tuple[str, ...]] = ()
 
     _target_: str = "foundry.objectives.diffusion.Diffusion"
     seed: int = setting("${hparams.seed}", "seed of noise, timesteps and dropped conditions", ge=0)

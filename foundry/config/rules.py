@@ -18,6 +18,7 @@ from foundry.config.guard import SpikeAction
 from foundry.config.hparams import HParams, ScheduleUnit
 from foundry.config.launcher import check_launcher, tasks_of
 from foundry.config.lengths import batch_sizes_of, budget_of, check_lengths
+from foundry.config.metrics import check_metrics, check_sweeper, declared
 from foundry.config.precision import PrecisionMode
 from foundry.config.root import Config, to_config
 from foundry.config.scheduler import Scheduler
@@ -60,7 +61,8 @@ def check(composed: DictConfig) -> list[Violation]:
     except ConfigError as error:
         return list(error.violations)
     launch = Launch(environment, _world_size(config, environment, composed))
-    single = [*check_secrets(composed), *_check_groups(config), *check_launcher(composed)]
+    parts = [*_check_groups(config), *check_launcher(composed), *check_sweeper(composed, config)]
+    single = [*check_secrets(composed), *parts]
     wrong = {violation.key for violation in single}
     across = [violation for rule in RULES for violation in rule(config, launch)]
     # A rule that looked at a value already known to be wrong has nothing to add.
@@ -243,6 +245,12 @@ def _loss(config: Config, launch: Launch) -> Iterator[Violation]:
         yield Violation("hparams.z_loss_coefficient", "is set but mse has no logits to regularise; set it to 0")
 
 
+def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
+    measured = declared(config.objective)
+    if measured is not None:
+        yield from check_metrics(config, measured)
+
+
 def _kinds(config: Config, launch: Launch) -> Iterator[Violation]:
     """Model, data and objective speak of the same things, as far as their schemas say of what."""
     data = getattr(config.data, "kind", None)
@@ -333,6 +341,7 @@ RULES: tuple[Rule, ...] = (
     _lengths,
     _kinds,
     _loss,
+    _metrics,
     _launcher,
     _strategy,
     _precision,

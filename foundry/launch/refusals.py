@@ -46,6 +46,8 @@ def _line(found: list[Found], total: int, how: str) -> Violation:
     number, job, violation = found[0]
     if len(found) == 1:
         return Violation(f"job {number} ({job})" if job.swept else f"job {number}", str(violation))
+    if len(found) == total and not how:
+        return Violation(violation.key, f"{violation.message} (all {total} jobs)")
     numbers = ", ".join(str(number) for number, _, _ in found[:_NUMBERS_SHOWN])
     more = ", …" if len(found) > _NUMBERS_SHOWN else ""
     jobs = f"{len(found)} of {total} jobs{how}: {numbers}{more}; the first, job {number}: {job}"

@@ -18,8 +18,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.build import build
-from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.metrics import check_metric
 from foundry.config.sweep import Direction, Search
+from foundry.launch.grid import Job
 from foundry.launch.jobs import compose_jobs
 from foundry.launch.manifest import Manifest
 from foundry.launch.sweep import CheckedSweeper, Prepared
@@ -143,14 +145,17 @@ class OptunaSweeper(CheckedSweeper):
         """
         corners = list(space.corners(values))
         results = compose_jobs(self.hydra_context.config_loader, self.config, [job.words for job in corners])
-        wrong = dict[str, Violation]()
+        wrong = dict[Violation, list[Job]]()
         for job, result in zip(corners, results, strict=True):
-            if isinstance(result, ConfigError):
-                other = [word for word in job.swept if word not in corners[0].swept] or job.swept
-                for violation in result.violations:
-                    wrong.setdefault(str(violation), Violation(f"with {', '.join(other)}", str(violation)))
+            for violation in dict.fromkeys(result.violations) if isinstance(result, ConfigError) else ():
+                wrong.setdefault(violation, []).append(job)
         if wrong:
-            raise ConfigError(wrong.values())
+            raise ConfigError(
+                violation
+                if len(jobs) == len(corners)
+                else Violation(f"with {', '.join(_others(jobs[0], corners[0]))}", str(violation))
+                for violation, jobs in wrong.items()
+            )
 
     def _check_same(self, study: "optuna.Study", space: "Space") -> None:
         """Refuse to go on with a search for something else.
@@ -263,11 +268,10 @@ class OptunaSweeper(CheckedSweeper):
         state = self.state(job)
         if state == "finished":
             result = decode((self.run_dir(job) / "result.json").read_text(encoding="utf-8"))
-            value = result.get(self._search.metric)
+            value = result.get(self._search.metric) if self._search.metric.startswith("val_") else None
             if not isinstance(value, (int, float)):
                 known = [name for name in result if name.startswith("val_")]
-                message = f"is {self._search.metric} but runs measure {', '.join(known)}"
-                raise ConfigError(Violation("hydra.sweeper.metric", message + nearest(self._search.metric, known)))
+                raise ConfigError(check_metric("hydra.sweeper.metric", self._search.metric, known))
             if result.get("pruned"):
                 study.tell(number, state=TrialState.PRUNED)
             elif math.isfinite(value):
@@ -284,6 +288,11 @@ class OptunaSweeper(CheckedSweeper):
 
         study.tell(number, state=TrialState.FAIL)
         self._failures += 1
+
+
+def _others(job: Job, first: Job) -> Sequence[str]:
+    """The values of a job that the first has not; all of its own for the first itself."""
+    return [word for word in job.swept if word not in first.swept] or job.swept
 
 
 def _plain(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Diffusion:
         samples_per_class: images of each class that `draw` makes.
     """
 
+    metrics: tuple[str, ...] = ()
+
     def __init__(
         self,
         *,

@@ -29,6 +29,11 @@ class NextToken:
         self.sample_tokens = sample_tokens
         self.temperature = temperature
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is measured beside the loss."""
+        return ("cross_entropy", "z_loss") if self.z_loss_coefficient else ()
+
     def count(self, microbatch: Microbatch) -> int:
         """Number of targets that are not ignored, in samples that are not padding."""
         return int((_valid_targets(microbatch) != IGNORED_TARGET).sum())

@@ -30,11 +30,9 @@ def step_record(event: StepLogged) -> dict[str, Any]:
 
 
 def evaluation_record(event: Evaluated) -> dict[str, Any]:
-    """An evaluation by name; the objective's metrics carry the prefix `val_`."""
+    """An evaluation by name."""
     record: dict[str, Any] = {"step": event.step, "samples": event.samples, "val_loss": event.val_loss}
-    for name, value in event.metrics.items():
-        record.setdefault(name if name.startswith("val_") else f"val_{name}", value)
-    return record
+    return record | {name: value for name, value in event.metrics.items() if name not in record}
 
 
 def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any]]:

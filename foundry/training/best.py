@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from foundry.config.checkpoint import KeepBest
-from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.errors import ConfigError
 from foundry.config.evaluation import Mode
+from foundry.config.metrics import LOSS, check_metric
 
 
 class Best:
@@ -18,7 +19,7 @@ class Best:
     """
 
     def __init__(self, settings: KeepBest) -> None:
-        self._metric = settings.metric or "val_loss"
+        self._metric = settings.metric or LOSS
         self._sign = 1.0 if settings.mode is Mode.min else -1.0
         self._min_delta, self._is_kept = settings.min_delta, settings.metric is not None
         self.step: int | None = None
@@ -35,8 +36,7 @@ class Best:
             ConfigError: the metric is none of those measured.
         """
         if self._metric not in metrics:
-            known = f"this run measures {', '.join(sorted(metrics))}{nearest(self._metric, metrics)}"
-            raise ConfigError(Violation("checkpoint.keep_best.metric", f"is {self._metric} but {known}"))
+            raise ConfigError(check_metric("checkpoint.keep_best.metric", self._metric, metrics))
         value = metrics[self._metric]
         if not math.isfinite(value):
             return False

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.errors import ConfigError
 from foundry.config.evaluation import EarlyStopping as Settings
 from foundry.config.evaluation import Mode, PatienceUnit
+from foundry.config.metrics import check_metric
 
 
 class EarlyStopping:
@@ -45,8 +46,7 @@ class EarlyStopping:
         if patience is None:
             return None
         if name not in metrics:
-            known = f"this run measures {', '.join(sorted(metrics))}{nearest(name, metrics)}"
-            raise ConfigError(Violation("evaluation.early_stopping.metric", f"is {name} but {known}"))
+            raise ConfigError(check_metric("evaluation.early_stopping.metric", name, metrics))
         value = metrics[name]
         if not math.isfinite(value):
             return f"{name} is {value}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from foundry.config.metrics import LOSS, name_of
 from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
 from foundry.parallel.precision import PrecisionPolicy
@@ -41,7 +42,7 @@ class Evaluator:
 
     @torch.no_grad()
     def measure(self, beat: Callable[[], None]) -> dict[str, float]:
-        """The mean loss over all valid held-out items of all ranks, as `loss`, and the objective's metrics.
+        """The means over all valid held-out items of all ranks, by name as in metrics.jsonl: `val_loss`, `val_…`.
 
         Args:
             beat: called before every forward pass, to tell a watchdog.
@@ -61,7 +62,9 @@ class Evaluator:
             count += self.objective.count(microbatch)
             with self.precision.autocast(self.world.device):
                 part = self.objective.loss(self.model, to_device(microbatch, self.world.device))
-            for name, value in {"loss": part.loss, **part.metrics}.items():
+            # The loss itself last: no metric of an objective replaces it.
+            named = {**{name_of(name): value for name, value in part.metrics.items()}, LOSS: part.loss}
+            for name, value in named.items():
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
         self.model.train(was_training)
         counted = torch.tensor(float(count), dtype=torch.float64, device=self.world.device)

@@ -90,7 +90,7 @@ class Evaluated:
     """The model was measured on held-out data after step `step`.
 
     Attributes:
-        metrics: the objective's own, averaged over the held-out items.
+        metrics: the others, averaged over the held-out items, by their names in metrics.jsonl: `val_accuracy`.
         samples_file: the picture or text drawn, if any.
     """
 

@@ -39,7 +39,10 @@ class Samples(Protocol):
 
 
 class Objective(Protocol):
-    """What is minimised: a sum over valid items, divided by their number over the whole global batch."""
+    """What is minimised: a sum over valid items, divided by their number over the whole global batch.
+
+    One that has `metrics`, the names of those in its `LossSum`, has settings that choose another refused at the start.
+    """
 
     def count(self, microbatch: Microbatch) -> int:
         """Number of valid items, known before the forward pass; the microbatch is still in host memory."""

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from foundry.config.duration import Budget, EpochInterval, Interval
+from foundry.config.errors import ConfigError
+from foundry.config.metrics import LOSS
 from foundry.config.stopped import Stopped
 from foundry.parallel.agreement import Agreement
 from foundry.parallel.process_group import World
@@ -136,7 +138,7 @@ class Trainer:
             **last.metrics,
             "best": self.best.result(),
             "config_hash": started.config_hash,
-            "metric": last.metrics["val_loss"],
+            "metric": last.metrics[LOSS],
         }
         if self.pruning is not None:
             result["pruned"] = self.pruning.reason
@@ -212,7 +214,7 @@ class Trainer:
     def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
         self._doing("saving a checkpoint")
         self.step.guard.check()
-        metric = measured.metrics.get("val_loss")
+        metric = measured.metrics.get(LOSS)
         with self.throughput.pause():
             return self.keeper.save(
                 self.progress, self.state_dict(), metric=metric, is_best=measured.is_best, wait=wait
@@ -281,16 +283,15 @@ class Trainer:
             else:
                 with self.ema.swapped_in():
                     metrics, file = self._measure_and_draw()
-        rest = {name: value for name, value in metrics.items() if name != "loss"}
         event = Evaluated(
             step=self.progress.steps,
             samples=self.progress.samples,
-            val_loss=metrics["loss"],
-            metrics=rest,
+            val_loss=metrics[LOSS],
+            metrics={name: value for name, value in metrics.items() if name != LOSS},
             samples_file=file,
         )
         self._tell("on_evaluation", event)
-        return {"val_loss": metrics["loss"], **{f"val_{name}": value for name, value in rest.items()}}
+        return metrics
 
     def _measure_and_draw(self) -> tuple[dict[str, float], Path | None]:
         metrics = self.evaluator.measure(lambda: self._doing("evaluating"))
@@ -304,6 +305,9 @@ class Trainer:
             yield
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(self.explain_out_of_memory(error, self.progress.steps + 1)) from error
+        except ConfigError as error:  # found only by training: the run has begun, and says how it ends
+            self._tell("on_end", RunEnded(state="failed", reason=str(error), result={}))
+            raise
         except Exception as error:
             explained = translate(error, rank=self.world.rank, step=self.progress.steps, doing=self._now)
             if explained is None:

@@ -71,7 +71,7 @@ class Events:
         return StepLogged(**(fields | changes))
 
     def evaluation(self, step, **changes):
-        fields = {"step": step, "samples": step * 32, "val_loss": 3.5, "metrics": {"accuracy": 0.2}}
+        fields = {"step": step, "samples": step * 32, "val_loss": 3.5, "metrics": {"val_accuracy": 0.2}}
         return Evaluated(**(fields | changes))
 
     def end(self, **changes):

@@ -26,7 +26,7 @@ def test_plain_lines_without_a_terminal(events):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     assert "batch          2 ranks x 4 per rank x 4 accumulated = 32 samples per step, 4.1k tokens\n" in text
     assert "step  10/200  ETA 0:00:19  loss 2.5000  lr 1.00e-03  41k tokens/s  MFU 41.2%\n" in text
-    assert "step 10  held-out loss 2.7500  accuracy 0.2000\n" in text
+    assert "step 10  held-out loss 2.7500  val_accuracy 0.2000\n" in text
     assert "step 200/200  ETA 0:00:00  loss nan  lr 1.00e-03  320 samples/s\n" in text
     assert "unigram entropy  3.2500" in text
     assert re.search(r"held-out loss +1\.7500\n", text)

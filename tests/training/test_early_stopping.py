@@ -52,7 +52,7 @@ def test_what_is_not_finite_stops_at_once(value, said):
 
 def test_a_metric_that_is_not_measured():
     stopping = EarlyStopping(Settings(patience=1, metric="val_los"))
-    with pytest.raises(ConfigError, match="is val_los but this run measures val_loss; did you mean val_loss"):
+    with pytest.raises(ConfigError, match="is val_los but evaluations measure val_loss; did you mean val_loss"):
         stopping.update({"val_loss": 1.0}, 0)
 
 

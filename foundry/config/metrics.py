@@ -1,0 +1,60 @@
+"""The metrics of an evaluation, by their names in metrics.jsonl, and the settings that choose one of them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from foundry.config.errors import Violation, nearest
+from foundry.config.root import Config
+
+LOSS = "val_loss"
+
+
+def name_of(metric: str) -> str:
+    """What an objective's own metric is called where it is measured on held-out data."""
+    return f"val_{metric}"
+
+
+def names_of(metrics: Iterable[str]) -> tuple[str, ...]:
+    """What an evaluation measures by the name of each, given the names that the objective has for its own metrics."""
+    return tuple(dict.fromkeys((LOSS, *map(name_of, metrics))))
+
+
+def declared(objective: object) -> tuple[str, ...] | None:
+    """What evaluations of an objective, or of its schema, measure.
+
+    Returns:
+        None where nobody says: a part of the user's own need not have `metrics`, and no schema speaks for it.
+    """
+    if is_dataclass(objective) and getattr(objective, "_target_", None) != getattr(type(objective), "_target_", None):
+        return None
+    # A subclass with a loss of its own may measure what its parent does not know of.
+    speaker = next((part for part in type(objective).__mro__ if {"metrics", "loss"} & set(vars(part))), None)
+    if "metrics" not in {*getattr(objective, "__dict__", ()), *(vars(speaker) if speaker else ())}:
+        return None
+    metrics = getattr(objective, "metrics", None)
+    is_said = isinstance(metrics, (tuple, list)) and all(isinstance(name, str) for name in metrics)
+    return names_of(metrics) if metrics is not None and is_said else None
+
+
+def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Violation]:
+    """Say that the metric which `key` chooses is none of those that are measured."""
+    known = list(measured)
+    if metric not in known:
+        yield Violation(key, f"is {metric} but evaluations measure {', '.join(known)}{nearest(metric, known)}")
+
+
+def check_metrics(config: Config, measured: Iterable[str]) -> Iterator[Violation]:
+    """Check every setting of a run that chooses a metric."""
+    known = list(measured)
+    if (best := config.checkpoint.keep_best.metric) is not None:
+        yield from check_metric("checkpoint.keep_best.metric", best, known)
+    yield from check_metric("evaluation.early_stopping.metric", config.evaluation.early_stopping.metric, known)
+
+
+def check_sweeper(composed: DictConfig, config: Config) -> Iterator[Violation]:
+    """Check what the jobs of a sweep are compared by, where the sweeper is one of foundry's."""
+    metric, measured = OmegaConf.select(composed, "hydra.sweeper.metric"), declared(config.objective)
+    if metric is not None and measured is not None:
+        yield from check_metric("hydra.sweeper.metric", str(metric), measured)

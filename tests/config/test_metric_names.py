@@ -1,0 +1,153 @@
+"""A metric has one name; a setting that chooses one which nobody measures is refused before anything is spent."""
+
+import sys
+
+import pytest
+import torch
+from composition import compose, configure
+
+from foundry.config import objective as schemas
+from foundry.config.build import build
+from foundry.config.errors import ConfigError
+from foundry.config.metrics import declared, names_of
+from foundry.models.token_log_probs import TokenLogProbs
+from foundry.parts import build_objective
+
+KEYS = ["checkpoint.keep_best.metric", "evaluation.early_stopping.metric", "hydra.sweeper.metric"]
+Z_LOSS = "hparams.z_loss_coefficient=0.1"
+
+
+def refusal(*words):
+    with pytest.raises(ConfigError) as refused:
+        compose(*words)
+    return str(refused.value).splitlines()
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", ["val_los", "loss", "Val_Loss", "train_loss", "val_z_loss", "", "step"])
+def test_a_metric_that_nobody_measures_is_a_line(key, name):
+    (line,) = refusal(f"hparams={'llm' if len(name) % 2 else 'diffusion'}", f"{key}={name!r}")
+    assert line.startswith(f"{key}: is {name} but evaluations measure val_loss")
+
+
+def test_the_nearest_name_is_proposed():
+    (line,) = refusal(Z_LOSS, "checkpoint.keep_best.metric=val_zloss")
+    assert line == (
+        "checkpoint.keep_best.metric: is val_zloss but evaluations measure val_loss, val_cross_entropy, val_z_loss; "
+        "did you mean val_z_loss?"
+    )
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_metrics_of_the_objective_may_be_chosen(key):
+    for name in ("val_cross_entropy", "val_z_loss", "val_loss"):
+        compose(Z_LOSS, f"{key}={name}")
+
+
+def test_no_metric_at_all_is_a_choice():
+    assert configure("checkpoint.keep_best.metric=null").checkpoint.keep_best.metric is None
+
+
+@pytest.mark.parametrize("sweeper", ["foundry", "optuna"])
+def test_both_sweepers_know_the_metrics(sweeper):
+    (line,) = refusal(f"hydra/sweeper={sweeper}", "hydra.sweeper.metric=loss")
+    assert line.endswith("did you mean val_loss?")
+
+
+class Model(torch.nn.Module):
+    """Answers whatever an objective asks."""
+
+    def forward(self, inputs, *_):
+        if inputs.ndim == 2:
+            return TokenLogProbs(torch.zeros(inputs.shape), torch.ones(inputs.shape))
+        return torch.zeros_like(inputs)
+
+
+def microbatch(kind):
+    position = torch.arange(2)
+    if kind == "tokens":
+        return {"tokens": torch.ones(2, 3, dtype=torch.int64), "targets": torch.ones(2, 3, dtype=torch.int64)} | {
+            "position": position
+        }
+    return {"images": torch.zeros(2, 1, 8, 8), "labels": torch.zeros(2, dtype=torch.int64), "position": position}
+
+
+SHIPPED = [
+    ("NextToken", ["hparams=llm"]),
+    ("NextToken", ["hparams=llm", Z_LOSS]),
+    ("Diffusion", ["hparams=diffusion"]),
+]
+
+
+def test_every_objective_of_the_schemas_is_among_them():
+    known = {name for name, value in vars(schemas).items() if hasattr(value, "_target_")}
+    assert known == {name for name, _ in SHIPPED}
+
+
+@pytest.mark.parametrize(("name", "words"), SHIPPED)
+def test_an_objective_measures_what_its_schema_declares(name, words):
+    schema = configure(*words).objective
+    assert type(schema).__name__ == name
+    objective = build(schema)
+    returned = objective.loss(Model(), microbatch(schema.kind)).metrics
+    assert declared(schema) == declared(objective) == names_of(returned)
+
+
+class Own:
+    """An objective of the user's."""
+
+    def __init__(self, metrics=None):
+        if metrics is not None:
+            self.metrics = metrics
+
+
+class Silent(Own):
+    """A loss of its own, and no word about metrics."""
+
+    metrics = ("perplexity",)
+
+
+class Louder(Silent):
+    """Measures more than its parent says."""
+
+    def loss(self, model, microbatch):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("objective", "known"),
+    [
+        (Own(), None),
+        (Own(metrics=("accuracy",)), ("val_loss", "val_accuracy")),
+        (Own(metrics=["a", "b"]), ("val_loss", "val_a", "val_b")),
+        (Own(metrics=lambda: 3), None),
+        (Own(metrics={"a": 1}), None),
+        (Silent(), ("val_loss", "val_perplexity")),
+        (Louder(), None),
+        ({"_target_": "own.Objective"}, None),
+    ],
+)
+def test_an_objective_of_ones_own_may_declare(objective, known):
+    assert declared(objective) == known
+
+
+def own(folder, monkeypatch, declaration):
+    (folder / "own_objective.py").write_text(
+        "from foundry.objectives.next_token import NextToken\n\n\n"
+        f"class Mine(NextToken):\n    {declaration}\n\n    def loss(self, model, microbatch):\n"
+        "        return super().loss(model, microbatch)\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "own_objective", raising=False)
+
+
+def test_one_that_declares_is_checked_before_the_first_step(tmp_path, monkeypatch):
+    own(tmp_path, monkeypatch, 'metrics = ("accuracy",)')
+    words = ["objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_acuracy"]
+    with pytest.raises(ConfigError, match=r"is val_acuracy but .* val_loss, val_accuracy; did you mean val_accuracy\?"):
+        build_objective(configure(*words))
+
+
+def test_one_that_is_silent_is_not_refused(tmp_path, monkeypatch):
+    own(tmp_path, monkeypatch, "")
+    build_objective(configure("objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_whatever"))
