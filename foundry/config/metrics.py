@@ -42,7 +42,9 @@ def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Vio
     """Say that the metric which `key` chooses is none of those that are measured."""
     known = list(measured)
     if metric not in known:
-        yield Violation(key, f"is {metric} but evaluations measure {', '.join(known)}{nearest(metric, known)}")
+        yield Violation(
+            key, f"is {metric.strip() or 'empty'} but evaluations measure {', '.join(known)}{nearest(metric, known)}"
+        )
 
 
 def check_metrics(config: Config, measured: Iterable[str]) -> Iterator[Violation]:
