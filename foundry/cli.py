@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import hydra._internal.core_plugins.basic_launcher as hydra_launcher
+import hydra._internal.hydra as hydra_run
 import hydra._internal.utils as hydra_utils
 from hydra import main as hydra_main
-from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -23,15 +24,12 @@ from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
 from foundry.config.root import to_config
 from foundry.config.stopped import Stopped
+from foundry.launch.claim import Refused, run_job
 from foundry.launch.launchers import register
-from foundry.launch.start import discard, start
+from foundry.launch.start import start
 from foundry.records.redact import one_line, printable
 
 Result = TypeVar("Result")
-
-
-class Refused(BaseException):
-    """Carries mistakes past Hydra, which would add remarks to an exception of the task."""
 
 
 @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
@@ -41,13 +39,11 @@ def task(composed: DictConfig) -> float | None:
 
 
 def in_run_dir(work: Callable[[Path], Result]) -> Result:
-    """Do a job in the folder that Hydra made for it; one refused before it started leaves nothing there."""
+    """Do a job in the folder that Hydra made for it, which `foundry.launch.claim` gives back where it is refused."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         return work(run_dir)
     except ConfigError as error:
-        if detect().rank == 0 and not (run_dir / "status.json").exists():
-            discard(run_dir)
         if HydraConfig.get().mode is RunMode.RUN:
             raise Refused(error) from None
         raise  # a sweep goes on with its other jobs
@@ -81,9 +77,11 @@ def enter(task: Callable[[], object]) -> None:
         sys.argv[1:] = [*flags, *(word for word in sys.argv[1:] if word not in flags)]
     # Hydra would print a mistake with its own remarks and leave with 1; and it shortens the traceback of real failures.
     hydra_utils.run_and_report = lambda func: func()
+    # Hydra makes the directory and writes there before the task begins.
+    hydra_run.run_job = hydra_launcher.run_job = run_job  # type: ignore[assignment, attr-defined]
     if {"-h", "--help"} & set(sys.argv):
         # Hydra lists every group, which takes two seconds, for a place in the page that ours does not have.
-        Hydra.format_config_groups = lambda self, predicate, compact=True: ""  # type: ignore[method-assign]
+        hydra_run.Hydra.format_config_groups = lambda self, predicate, compact=True: ""  # type: ignore[method-assign]
     try:
         if detect().rank > 0:
             sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]

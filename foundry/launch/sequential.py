@@ -4,11 +4,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job
+from hydra.core.utils import JobReturn, JobStatus, configure_log
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from foundry.config.root import to_config
+from foundry.launch.claim import run_job
 from foundry.launch.launchers import FrozenLauncher, Job, Ledger
 from foundry.launch.status import fail, queue
 from foundry.records.lock import is_held

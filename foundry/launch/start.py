@@ -2,20 +2,16 @@
 
 import logging.config
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.environment import detect
 from foundry.config.root import Config
-from foundry.records.lock import is_held
 from foundry.records.redact import known, remember
 
 if TYPE_CHECKING:
     from foundry.run import RunResult
-
-_OURS = (".hydra", ".lock", "foundry.log", "config.yaml", "plan.json", "tokenizer.json")
 
 
 def start(config: Config, run_dir: Path) -> float | None:
@@ -72,22 +68,3 @@ def _yield_to_others() -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = "10000"
-
-
-def discard(run_dir: Path) -> None:
-    """Remove what a run that never started has written, and folders left empty up to the working directory.
-
-    Where another process trains, nothing is removed.
-    """
-    if is_held(run_dir):
-        return
-    for name in _OURS:
-        path = run_dir / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    for folder in (run_dir, *run_dir.parents):
-        if Path.cwd() not in folder.parents or any(folder.iterdir()):
-            break
-        folder.rmdir()

@@ -18,9 +18,11 @@ def queue(run_dir: Path, config: Config) -> None:
     if is_held(run_dir):
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (run_dir / FILE_NAME).exists():
-        save_config(config, run_dir)
+    is_new = not (run_dir / FILE_NAME).exists()
+    # First, as it says whose directory this is.
     write_status(run_dir, state="queued", reason="", config_hash=hash_config(config))
+    if is_new:
+        save_config(config, run_dir)
 
 
 def fail(run_dir: Path, error: BaseException) -> None:

@@ -25,6 +25,7 @@ from foundry.config.root import Config, to_config
 from foundry.config.setting import check_fields
 from foundry.config.sweep import Direction, Sweep
 from foundry.config.sweep import Sweeper as Options
+from foundry.launch.claim import check_free, claim
 from foundry.launch.grid import Job, expand
 from foundry.launch.jobs import compose_jobs, set_number
 from foundry.launch.launchers import FrozenLauncher
@@ -35,6 +36,7 @@ from foundry.records.lock import hold
 from foundry.records.status import read_status
 
 _log = logging.getLogger(__name__)
+_KEY = "hydra.sweep.dir"
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class CheckedSweeper(Sweeper):
         """
         composed = self._compose(jobs)
         prepared = self._numbered(composed, manifest)
+        self._check_folders(prepared)
         manifest.check(self.sweep_dir, [job.entry for job in prepared], [job.config for job in prepared])
         self._check_launcher(manifest, [config for _, config in composed])
         return prepared
@@ -157,6 +160,7 @@ class CheckedSweeper(Sweeper):
         """
         from foundry.tracking.mlflow_parent import try_to_close_parent
 
+        claim(str(self.config.hydra.sweep.dir), _KEY)
         with _held(self.sweep_dir):
             stopped = True
             try:
@@ -212,6 +216,23 @@ class CheckedSweeper(Sweeper):
             own = to_config(config)
             jobs.append(Prepared(sweep_job(index, folder, job, own), job.words, own))
         return jobs
+
+    def _check_folders(self, jobs: Sequence[Prepared]) -> None:
+        """Refuse to write where files are that are no sweep's and no run's.
+
+        Raises:
+            ConfigError: with each such directory.
+        """
+        folders = [(str(self.config.hydra.sweep.dir), _KEY)]
+        folders += [(str(self.run_dir(job)), "hydra.sweep.subdir") for job in jobs]
+        violations = list[Violation]()
+        for folder, key in folders:
+            try:
+                check_free(folder, key)
+            except ConfigError as error:
+                violations += error.violations
+        if violations:
+            raise ConfigError(violations)
 
     def _check_launcher(self, manifest: Manifest, configs: Sequence[DictConfig]) -> None:
         """Refuse what the machine or cluster cannot run, and to go on through a launcher that counts jobs afresh."""
@@ -283,5 +304,5 @@ def _held(sweep_dir: Path) -> Iterator[None]:
     with ExitStack() as held:
         if not hold(sweep_dir, held):
             message = f"is {sweep_dir}, where another process runs a sweep; wait for it, or choose another"
-            raise ConfigError(Violation("hydra.sweep.dir", message))
+            raise ConfigError(Violation(_KEY, message))
         yield

@@ -1,12 +1,14 @@
 """Carrying out operations on one run in MLflow. Every operation may be repeated: doing it twice is doing it once."""
 
 import fcntl
+import glob
 import itertools
 import logging
 import os
 import re
+import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,8 +103,55 @@ def _quiet_client(uri: str) -> "MlflowClient":
     if os.environ.get("MLFLOW_LOGGING_LEVEL", "WARNING") == "WARNING":
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
-    with _alone_with(sqlite_file(uri)):
-        return MlflowClient(tracking_uri=uri)
+    database = sqlite_file(uri)
+    with _alone_with(database):
+        if database is None:
+            return MlflowClient(tracking_uri=uri)
+        if not database.exists() or not database.stat().st_size:
+            _make(database)
+        try:
+            return MlflowClient(tracking_uri=uri)
+        except Exception as error:
+            if _holds_runs(database):
+                raise
+            raise HalfMadeDatabaseError(database) from error
+
+
+class HalfMadeDatabaseError(RuntimeError):
+    """The process that made a database was killed before all tables were there; MLflow does not get over it."""
+
+    def __init__(self, database: Path) -> None:
+        super().__init__(f"{database} was left half made by a process that was killed, and holds no run; delete it")
+
+
+def _make(database: Path) -> None:
+    """Make a database with all of MLflow's tables under another name, so that it is there whole or not at all."""
+    from mlflow import MlflowClient
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    for left in database.parent.glob(f".{glob.escape(database.name)}.*.partial*"):  # by a process that was killed
+        left.unlink(missing_ok=True)
+    partial = database.with_name(f".{database.name}.{os.getpid()}.partial")
+    uri = f"sqlite:///{partial}"
+    MlflowClient(tracking_uri=uri)
+    # With its last connection SQLite's journal goes.
+    SqlAlchemyStore._engine_map.pop(uri).dispose()
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    if database.exists() and not database.stat().st_size:
+        database.unlink()
+    with suppress(FileExistsError):  # made by another machine, where locks do not reach
+        os.link(partial, database)
+    partial.unlink()
+
+
+def _holds_runs(database: Path) -> bool:
+    """Whether a run has been written to a database, which then was whole once."""
+    with closing(sqlite3.connect(database)) as connection:
+        try:
+            return connection.execute("SELECT 1 FROM runs LIMIT 1").fetchone() is not None
+        except sqlite3.OperationalError:  # there is not even the table
+            return False
 
 
 @contextmanager

@@ -1,0 +1,184 @@
+"""Taking a directory for a run, a plan or a sweep, and giving it back as it was where the command is refused."""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
+from hydra.core.utils import run_job as hydra_run_job
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf
+
+from foundry.config.environment import detect
+from foundry.config.errors import ConfigError, Violation
+from foundry.records.files import UnsafeFileError, open_regular, replaced_atomically
+from foundry.records.lock import LOCK, is_held
+from foundry.records.run_dir import MARK, is_ours, mark
+from foundry.records.status import FILE_NAME as STATUS
+
+_HYDRA_FILES = ("config.yaml", "hydra.yaml", "overrides.yaml")
+_OWN_FILES = (LOCK, MARK, "config.yaml", "plan.json", "tokenizer.json")
+
+
+class Refused(BaseException):
+    """Carries mistakes past Hydra, which would add remarks to an exception of the task."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A directory that this process may write into.
+
+    Attributes:
+        folder: the directory, absolute.
+        made: it and its parents, as far as they were not there, innermost first.
+        before: what a refused command may have written by its path, with the content that was there; None: no file.
+    """
+
+    folder: Path
+    made: tuple[Path, ...]
+    before: dict[Path, bytes | None]
+
+    def release(self) -> None:
+        """Remove what this process made, and nothing else; put back what Hydra has replaced.
+
+        Where another process trains, nothing is removed.
+        """
+        if is_held(self.folder):
+            return
+        for path, content in self.before.items():
+            with suppress(OSError):  # the refusal is what the user is to read
+                if content is None:
+                    path.unlink(missing_ok=True)
+                elif _content(path) != content:
+                    with replaced_atomically(path) as file:
+                        file.write(content)
+        subfolders = {parent for path in self.before for parent in path.parents if self.folder in parent.parents}
+        for folder in (*sorted(subfolders, reverse=True), *self.made):
+            with suppress(OSError):  # it holds something else
+                folder.rmdir()
+
+
+def check_free(given: str, key: str) -> Path:
+    """The directory of a run, plan or sweep that is about to begin or to go on, absolute; nothing is written.
+
+    Args:
+        given: the directory as the user said it.
+        key: the setting that says it.
+
+    Raises:
+        ConfigError: the path is empty, no directory, cannot be read, or holds files that are not foundry's.
+    """
+    if not given:
+        raise ConfigError(Violation(key, "is empty; give the path of a folder that is new, empty, or holds the run"))
+    folder = Path(os.path.abspath(given))  # noqa: PTH100 # follows no link, as Hydra
+    try:
+        found = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if isinstance(error, NotADirectoryError) or folder.is_symlink():
+            raise ConfigError(Violation(key, f"is {folder}, which is no folder; choose another path")) from None
+        return folder
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, key, error) from None
+    if found and not is_ours(folder):
+        message = (
+            f"is {folder}, which holds files of another origin, such as {found[0].name}; "
+            "choose a folder that is new, empty, or holds the run"
+        )
+        raise ConfigError(Violation(key, message))
+    return folder
+
+
+def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: str = "foundry.log") -> Claim:
+    """Take a directory: make it where it is missing, and mark it as foundry's.
+
+    Args:
+        given: the directory as the user said it.
+        key: the setting that says it.
+        output_subdir: where in it Hydra will write the configuration; None: nowhere.
+        log_name: the file that Hydra will log to.
+
+    Raises:
+        ConfigError: as `check_free`; or the directory cannot be made or written into, or holds a link or a device where
+            a file of foundry's is to be.
+    """
+    folder = check_free(given, key)
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    hydra_files = [] if output_subdir is None else [folder / output_subdir / name for name in _HYDRA_FILES]
+    try:
+        before = {path: _content(path) for path in hydra_files}
+        own_files = {path: _content(path, max_bytes=0) for path in (folder / name for name in (*_OWN_FILES, log_name))}
+        # Of a run that goes on, what is there already is not this process's to remove.
+        claimed = Claim(folder, tuple(missing), before | {path: None for path, was in own_files.items() if was is None})
+    except OSError as error:
+        raise _unusable(folder, key, error) from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark(folder)
+    except (OSError, ValueError) as error:
+        claimed.release()
+        raise _unusable(folder, key, error) from None
+    return claimed
+
+
+def run_job(
+    *, config: DictConfig, job_dir_key: str, job_subdir_key: str | None, hydra_context: HydraContext, **more: Any
+) -> JobReturn:
+    """Hydra's own `run_job` in a directory that is claimed before Hydra writes there, and given back if it is refused.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+    run = partial(
+        hydra_run_job,
+        config=config,
+        job_dir_key=job_dir_key,
+        job_subdir_key=job_subdir_key,
+        hydra_context=hydra_context,
+        **more,
+    )
+    if detect().rank > 0:
+        return run()
+    claimed = _claim_of(config, job_dir_key, job_subdir_key)
+    status = claimed.folder / STATUS
+    had_status = status.exists()
+    try:
+        result = run()
+    except Refused:
+        if had_status or not status.exists():
+            claimed.release()
+        raise
+    if isinstance(result._return_value, ConfigError) and not status.exists():
+        claimed.release()
+    return result
+
+
+def _claim_of(config: DictConfig, job_dir_key: str, job_subdir_key: str | None) -> Claim:
+    state = HydraConfig.instance()
+    before = state.cfg
+    state.cfg = cast(Any, config)  # for ${hydra:...}; set_config would copy the configuration
+    try:
+        given, key = str(OmegaConf.select(config, job_dir_key)), job_dir_key
+        if job_subdir_key is not None:
+            given, key = str(Path(given, str(OmegaConf.select(config, job_subdir_key)))), job_subdir_key
+        return claim(given, key, output_subdir=config.hydra.output_subdir, log_name=f"{config.hydra.job.name}.log")
+    finally:
+        state.cfg = before
+
+
+def _content(path: Path, *, max_bytes: int | None = None) -> bytes | None:
+    """What a file holds, at most so many bytes of it; None where there is none."""
+    try:
+        with open_regular(path, "rb") as file:
+            content: bytes = file.read(-1 if max_bytes is None else max_bytes)
+            return content
+    except FileNotFoundError:
+        return None
+
+
+def _unusable(folder: Path, key: str, error: Exception) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) and not isinstance(error, UnsafeFileError) else str(error)
+    return ConfigError(Violation(key, f"is {folder}, which cannot be used: {reason}; choose a folder you may write to"))

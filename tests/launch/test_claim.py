@@ -1,0 +1,188 @@
+"""A directory is taken only where it is foundry's to write into, and a refused command leaves what was there."""
+
+import json
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foundry.config.errors import ConfigError
+from foundry.launch.claim import check_free, claim
+from foundry.records.run_dir import MARK, is_ours
+from foundry.records.status import write_status
+
+KEY = "hydra.run.dir"
+OURS = [
+    ".foundry",
+    ".hydra/config.yaml",
+    ".hydra/hydra.yaml",
+    ".lock",
+    "checkpoints/latest",
+    "config.yaml",
+    "foundry.log",
+    "metrics.jsonl",
+    "multirun.yaml",
+    "plan.json",
+    "plots/loss.png",
+    "result.json",
+    "schedule.csv",
+    "status.json",
+    "sweep.json",
+    "tokenizer.json",
+]
+NAMES = [*OURS, "model.safetensors", "data/train.txt", "notes"]
+CONTENTS = ["", "{}", "[]", "state: finished\n", '{"state": "finished"}', '{"state": ', "\x00", "foundry\n"]
+
+
+def snapshot(folder):
+    """Everything below a folder: kind, mode, time of change and content."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        content = None if path.is_dir() else path.read_bytes()
+        found[str(path.relative_to(folder))] = (status.st_mode, path.is_dir() or status.st_mtime_ns, content)
+    return found
+
+
+def write_tree(folder, files):
+    for name, (content, mode) in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        path.chmod(mode)
+        os.utime(path, ns=(10**18, 10**18))
+
+
+def write_as_hydra(folder):
+    """What is written before a run knows that its data are wrong."""
+    (folder / ".hydra").mkdir(exist_ok=True)
+    for name in (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "foundry.log", ".lock"):
+        with (folder / name).open("a") as file:
+            file.write("new")
+
+
+trees = st.dictionaries(
+    st.sampled_from(NAMES), st.tuples(st.sampled_from(CONTENTS), st.sampled_from([0o644, 0o600, 0o755])), min_size=1
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(files=trees)
+def test_a_folder_of_the_users_own_is_refused_and_left_as_it_was(files):
+    with TemporaryDirectory() as parent:
+        folder = Path(parent) / "mine"
+        folder.mkdir()
+        write_tree(folder, files)
+        before = snapshot(Path(parent))
+        with pytest.raises(ConfigError) as refused:
+            claim(str(folder), KEY, output_subdir=".hydra")
+        (violation,) = refused.value.violations
+        assert violation.key == KEY
+        assert str(folder) in violation.message
+        assert "\n" not in violation.message
+        assert snapshot(Path(parent)) == before
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(files=trees, path=st.sampled_from(["run", "a/b/run"]))
+def test_a_refused_command_leaves_what_was_beside_its_folder_and_nothing_new(files, path):
+    with TemporaryDirectory() as parent:
+        write_tree(Path(parent), files)
+        before = snapshot(Path(parent))
+        claimed = claim(str(Path(parent, path)), KEY, output_subdir=".hydra")
+        write_as_hydra(claimed.folder)
+        claimed.release()
+        assert snapshot(Path(parent)) == before
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(files=trees)
+def test_a_refused_command_leaves_a_run_with_what_its_user_put_there(files):
+    files = {name: value for name, value in files.items() if name not in (MARK, "status.json", "foundry.log")}
+    with TemporaryDirectory() as parent:
+        folder = Path(parent)
+        write_tree(folder, {"foundry.log": ("log", 0o644), **files})
+        write_status(folder, state="stopped", reason="SIGTERM")
+        claim(str(folder), KEY)  # the run's own start
+        before = snapshot(folder)
+        claimed = claim(str(folder), KEY, output_subdir=".hydra")
+        write_as_hydra(folder)
+        claimed.release()
+        after = snapshot(folder)
+        assert set(after) == set(before)
+        for name in set(before) - {"foundry.log", MARK, ".lock"}:
+            assert after[name][2] == before[name][2], name
+
+
+def test_an_empty_folder_stays_and_so_do_empty_parents(tmp_path):
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    for path in ("runs/empty", "runs/new"):
+        claimed = claim(str(tmp_path / path), KEY, output_subdir=".hydra")
+        write_as_hydra(claimed.folder)
+        claimed.release()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["runs", "runs/empty"]
+
+
+def test_what_somebody_else_puts_there_meanwhile_stays(tmp_path):
+    claimed = claim(str(tmp_path / "run"), KEY, output_subdir=".hydra")
+    write_as_hydra(claimed.folder)
+    (tmp_path / "run" / "theirs.txt").write_text("kept")
+    claimed.release()
+    assert snapshot(tmp_path).keys() == {"run", "run/theirs.txt"}
+
+
+def test_a_run_a_plan_and_a_sweep_may_be_gone_on_with(tmp_path):
+    claim(str(tmp_path / "killed at once"), KEY)
+    write_tree(tmp_path, {"killed at once/.hydra/config.yaml": ("", 0o644)})
+    (tmp_path / "run").mkdir()
+    write_status(tmp_path / "run", state="running")
+    sweep = {"command": [], "created": "", "launcher": "local", "metric": "val_loss", "direction": "min", "jobs": []}
+    write_tree(tmp_path, {"sweep/sweep.json": (json.dumps(sweep), 0o644)})
+    for name in ("killed at once", "run", "sweep"):
+        assert is_ours(tmp_path / name)
+        assert check_free(str(tmp_path / name), KEY) == tmp_path / name
+
+
+@pytest.mark.parametrize("name", [".hydra/hydra.yaml", "foundry.log", "config.yaml", ".lock"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_link_or_a_pipe_among_the_files_is_refused(tmp_path, name, kind):
+    target = tmp_path / "target"
+    target.write_text("kept")
+    (tmp_path / "run").mkdir()
+    write_status(tmp_path / "run", state="stopped")
+    path = tmp_path / "run" / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(target) if kind == "link" else os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir: is .*remove it"):
+        claim(str(tmp_path / "run"), KEY, output_subdir=".hydra")
+    assert target.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("", "is empty"),
+        ("/", "files of another origin"),
+        (".", "files of another origin"),
+        ("..", "files of another origin"),
+        ("file", "is no folder"),
+        ("file/below/it", "is no folder"),
+        ("dangling", "is no folder"),
+        ("/proc/none", "cannot be used"),
+        ("x" * 300, "File name too long"),
+        ("nul\0byte", "null byte"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_a_line(tmp_path, monkeypatch, path, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    before = {path: path.lstat() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError) as refused:
+        claim(path, KEY, output_subdir=".hydra")
+    assert named in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert {path: path.lstat() for path in tmp_path.iterdir()} == before
