@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from foundry.checkpoint.finished import check_finished, result_of
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.init_from import init_from
 from foundry.checkpoint.keeper import NoKeeper, RunKeeper
-from foundry.checkpoint.origin import Origin, check_config, find_origin, is_longer, past_its_end, restore_rng
+from foundry.checkpoint.origin import (
+    Origin,
+    check_config,
+    check_data,
+    find_origin,
+    is_longer,
+    past_its_end,
+    restore_rng,
+)
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import restore_into
@@ -101,7 +109,9 @@ def run(config: Config, run_dir: Path) -> RunResult:
         origin = find_origin(config.checkpoint.resume, run_dir, world)
         result = result_of(run_dir) if state == "finished" else None
         if result is not None and not is_longer(origin, _recorded(config)):
-            check_finished(config, _recorded(config), config_hash, run_dir, origin, result)
+            check_finished(
+                config, _recorded(config), config_hash, run_dir, origin, result, lambda: build_data(config).identity()
+            )
             return RunResult(run_dir, result)
         if origin is not None:
             check_config(origin, config, _recorded(config), config.checkpoint.on_changed_config)
@@ -109,7 +119,7 @@ def run(config: Config, run_dir: Path) -> RunResult:
                 origin = past_its_end(origin)
         observers = build_observers(config.tracking, run_dir) if world.is_main else []
         with _told(observers):
-            data = build_data(config)
+            data = _data(config, origin)
             trainer, plan = _assemble(config, config_hash, data, run_dir, world, origin)
             if world.is_main:
                 _write_facts(config, plan, data, run_dir)
@@ -117,6 +127,20 @@ def run(config: Config, run_dir: Path) -> RunResult:
             started = _started(config, config_hash, trainer, plan, run_dir)
             with trainer.watchdog, trainer.interruption:
                 return RunResult(run_dir, trainer.fit(started))
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    return build_data(config).identity()
+
+
+def _data(config: Config, origin: Origin | None) -> DataSplits:
+    """The data, in the order in which a run that is resumed has begun to read it."""
+    data = build_data(config)
+    if origin is None:
+        return data
+    identity = data.identity()
+    order = check_data(origin, identity, plain(config.data), config.checkpoint.on_changed_config)
+    return replace(data, content=identity["content"], fingerprint=order)
 
 
 def _started(config: Config, config_hash: str, trainer: Trainer, plan: dict[str, Any], run_dir: Path) -> RunStarted:
@@ -191,7 +215,7 @@ def _assemble(
         early_stopping=EarlyStopping(config.evaluation.early_stopping),
         pruning=Pruning.of(run_dir, world),
         best=Best(config.checkpoint.keep_best),
-        keeper=_keeper(config, config_hash, parallel, ema, optimizers, budget, run_dir, world),
+        keeper=_keeper(config, config_hash, data, parallel, ema, optimizers, budget, run_dir, world),
         agreement=Agreement(world),
         interruption=Interruption(),
         ema=ema,
@@ -246,6 +270,7 @@ def _explain_out_of_memory(
 def _keeper(
     config: Config,
     config_hash: str,
+    data: DataSplits,
     parallel: Parallel,
     ema: WeightAverage | None,
     optimizers: Sequence[Optimizer],
@@ -273,7 +298,12 @@ def _keeper(
         world=world,
         interval=wanted.interval_in(budget),
         every_minutes=wanted.every_minutes,
-        facts={"config_hash": config_hash, "config": _recorded(config), "strategy": parallel.strategy.value},
+        facts={
+            "config_hash": config_hash,
+            "config": _recorded(config),
+            "strategy": parallel.strategy.value,
+            "data": data.identity(),
+        },
     )
 
 

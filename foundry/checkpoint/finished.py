@@ -2,11 +2,11 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry.checkpoint.origin import Origin
+from foundry.checkpoint.origin import Origin, changed_data
 from foundry.config.differences import differences
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import read_recorded
@@ -33,6 +33,7 @@ def check_finished(
     run_dir: Path,
     origin: Origin | None,
     result: Mapping[str, Any],
+    identity: Callable[[], Mapping[str, Any]],
 ) -> None:
     """Refuse the result of a finished run to other settings than its own.
 
@@ -43,6 +44,7 @@ def check_finished(
         run_dir: holds the finished run.
         origin: its newest checkpoint, if it kept any.
         result: what its result.json says.
+        identity: of this run's data; asked only where nothing but the place of the data has changed.
 
     Raises:
         ConfigError: with a line for every setting with which the result would be another.
@@ -55,6 +57,9 @@ def check_finished(
             message = f"is {run_dir}, which holds a finished run of other settings; choose another hydra.run.dir"
             raise ConfigError(Violation("hydra.run.dir", message))
         found = differences(json.loads(encode(was)), recorded, config)
-        if changed := [difference for difference in found if difference.changes_result]:
+        changed = [difference for difference in found if difference.changes_result]
+        if origin is not None and origin.manifest.data and all(difference.locates_data for difference in changed):
+            changed = changed if changed and changed_data(origin.manifest, identity()) else []
+        if changed:
             raise ConfigError(difference.of_finished(run_dir) for difference in changed)
     log.warning("%s holds a finished run; choose another hydra.run.dir to train again", run_dir)

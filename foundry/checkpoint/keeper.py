@@ -69,7 +69,7 @@ class RunKeeper:
         """Save the run as it is; with `wait`, return only when it is on the disk.
 
         Raises:
-            SaveError: with `checkpoint.strict_saves`, this one or the one before could not be written.
+            SaveError: it was waited for and could not be written; with `checkpoint.strict_saves`, the one before.
         """
         self._since = time.monotonic()
         manifest = {**self.facts, "samples": progress.samples, "tokens": progress.tokens, "state": state}
@@ -85,7 +85,11 @@ class RunKeeper:
         return self.run_dir / "checkpoints" / step_name(progress.steps)
 
     def finish(self) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until everything is on the disk.
+
+        Raises:
+            SaveError: the last one could not be written.
+        """
         self.checkpointer.finish()
 
     def roll_back(self) -> dict[str, Any] | None:
@@ -93,7 +97,7 @@ class RunKeeper:
 
         Random numbers go on: what they were drawn for is not read again.
         """
-        self.finish()
+        self.checkpointer.join()
         folder = verify_newest(self.run_dir, self.world)
         if folder is None:
             return None

@@ -22,7 +22,7 @@ from foundry.checkpoint.folder import (
 from foundry.checkpoint.rng import seed_rng, set_rng_state
 from foundry.checkpoint.verification import damage_together, together, verify_newest
 from foundry.config.checkpoint import OnChangedConfig
-from foundry.config.differences import differences
+from foundry.config.differences import Difference, differences
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.root import Config
 from foundry.parallel.process_group import World
@@ -30,6 +30,9 @@ from foundry.records.files import UnsafeFileError, read_text
 
 log = logging.getLogger(__name__)
 _KEY = "checkpoint.resume"
+_DATA_KEYS = {"content": ("path",), "tokenizer": ("tokenizer",), "samples": ()}
+"""What the identity of data is compared by, and the settings it depends on first."""
+_DIGEST_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -103,20 +106,63 @@ def check_config(origin: Origin, config: Config, recorded: Mapping[str, Any], on
         recorded: the same as a manifest holds it.
         on_changed: whether to refuse, or only to warn.
 
+    Where data lies may differ if the checkpoint knows its content, which `check_data` compares.
+
     Raises:
         ConfigError: with a line for every setting that changes what the run computes.
     """
-    changed = list(differences(origin.manifest.config, recorded, config))
-    for difference in changed:
+    refused: list[Difference] = []
+    for difference in differences(origin.manifest.config, recorded, config):
         if difference.is_gone:
             log.warning("the checkpoint was trained with another version of foundry: %s", difference)
-        elif difference.is_allowed:
+        elif difference.is_allowed or (difference.locates_data and origin.manifest.data):
             log.info("resumed with %s", difference)
-    refused = [difference for difference in changed if not difference.is_allowed]
+        else:
+            refused.append(difference)
     if refused and on_changed is OnChangedConfig.error:
         raise ConfigError(difference.violation() for difference in refused)
     for difference in refused:
         log.warning("resumed with another %s: the run is no longer the one that was saved", difference)
+
+
+def check_data(origin: Origin, now: Mapping[str, Any], settings: Mapping[str, Any], on_changed: OnChangedConfig) -> str:
+    """Refuse other data than the checkpoint was trained on, wherever either lies.
+
+    Args:
+        origin: the checkpoint.
+        now: the identity of this run's data.
+        settings: of the data, to be named.
+        on_changed: whether to refuse, or only to warn.
+
+    Returns:
+        The fingerprint from which the order of samples is drawn: the checkpoint's, as far as its data is this data.
+
+    Raises:
+        ConfigError: the content, the tokenizer or the number of samples is another.
+    """
+    changed = changed_data(origin.manifest, now)
+    wrong: list[Violation] = []
+    for name in changed:
+        # The rest follows from what comes first, but for a tokenizer that was chosen.
+        if name != changed[0] and (name != "tokenizer" or settings.get("tokenizer") is None):
+            continue
+        key = next((f"data.{key}" for key in _DATA_KEYS[name] if key in settings), "data")
+        was, is_now = (str(said[name])[:_DIGEST_SHOWN] for said in (origin.manifest.data, now))
+        message = (
+            f"gives other data than the checkpoint was trained on ({name} {was} -> {is_now}); give that, start from "
+            "scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn"
+        )
+        wrong.append(Violation(key, message))
+    if wrong and on_changed is OnChangedConfig.error:
+        raise ConfigError(wrong)
+    for violation in wrong:
+        log.warning("resumed although %s", violation)
+    return str(now["order"] if "content" in changed else origin.manifest.data.get("order", now["order"]))
+
+
+def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:
+    """What the data of a run differs in from that of a checkpoint; what the checkpoint does not say does not differ."""
+    return [name for name in _DATA_KEYS if manifest.data.get(name) not in (None, now[name])]
 
 
 def past_its_end(origin: Origin) -> Origin:

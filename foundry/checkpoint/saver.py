@@ -35,13 +35,10 @@ from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
 from foundry.checkpoint.verification import damage_together, together
 from foundry.parallel.process_group import World
 from foundry.records.files import make_folder
+from foundry.training.protocols import SaveError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written; on every rank alike."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,8 @@ class Checkpointer:
     """Writes a run's checkpoints and keeps those that are wanted.
 
     All ranks construct it and call `save` and `finish` together. What goes wrong while writing is one line in the log
-    of rank 0: training goes on, and the checkpoints there were stay.
+    of rank 0: training goes on, and the checkpoints there were stay. Only a save that is waited for has to succeed, as
+    the last one of a run.
 
     Attributes:
         failed_saves: how many could not be written.
@@ -127,13 +125,15 @@ class Checkpointer:
             wait: return only when it is on the disk.
 
         Raises:
-            SaveError: with `strict`, an earlier save failed, or this one if it was waited for.
+            SaveError: with `strict`, an earlier save failed; or this one, if it was waited for.
         """
         begin = time.perf_counter()
         if self.pending:
-            self._join()
+            self.join()
             log.info("step %d waited %.1f s for the checkpoint before it", step, time.perf_counter() - begin)
-        self._raise_error()
+        error, self._error = self._error, None
+        if error is not None and self._strict:
+            raise error
         chunks = own_chunks(tensors(), rank=self._world.rank, world_size=self._world.world_size)
         in_background = self._thread is not None and not wait
         about = Manifest(
@@ -156,19 +156,20 @@ class Checkpointer:
         """Wait until everything is on the disk.
 
         Raises:
-            SaveError: with `strict`, the last save failed.
+            SaveError: the last save failed.
         """
-        self._join()
+        self.join()
         self._raise_error()
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Wait until nothing is being written, whatever has become of it."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
-        if error is not None and self._strict:
+        if error is not None:
             raise error
 
     def _run(self, job: _Save) -> None:

@@ -26,6 +26,9 @@ _FREE = (
 )
 """Single settings that leave the global order and every update what they are."""
 
+_DATA = ("data.path", "data.tokenizer", "data.validation_path")
+"""Where data lies; compared by its content where that is known."""
+
 _SAME_RESULT = (
     *(name for name in _FREE if name not in (*_BUDGETS, "model.init_from")),
     "checkpoint",
@@ -67,6 +70,11 @@ class Difference:
         """Whether a run may go on with it."""
         group = self.key.partition(".")[0]
         return self.is_gone or group in _FREE_GROUPS or any(_within(self.key, name) for name in (*_FREE, *_SCHEDULE))
+
+    @property
+    def locates_data(self) -> bool:
+        """Whether it says where data lies, so that the data itself tells whether it matters."""
+        return self.key in _DATA
 
     @property
     def is_budget(self) -> bool:

@@ -40,11 +40,13 @@ class Corpus:
         train: to learn from.
         validation: held out.
         fingerprint: SHA-256 of their contents, names and split, in hexadecimal.
+        content: the same without the names of files, where they do not matter.
     """
 
     train: Iterable[str]
     validation: Iterable[str]
     fingerprint: str
+    content: str
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,12 @@ def stdlib_corpus(*, held_out: float) -> Corpus:
     paths = {path.relative_to(root).as_posix(): path for path in _python_files(root)}
     names = list(paths)
     chosen = held_out_names(names, held_out)
+    digest = _digest([f"stdlib {held_out}", *names], _hashes(paths.values()))
     return Corpus(
         train=_Files(tuple(paths[name] for name in names if name not in chosen)),
         validation=_Files(tuple(paths[name] for name in names if name in chosen)),
-        fingerprint=_digest([f"stdlib {held_out}", *names], [paths[name] for name in names]),
+        fingerprint=digest,
+        content=digest,
     )
 
 
@@ -133,20 +137,22 @@ def files_corpus(*, path: str, text_field: str, validation_path: str | None, hel
     files = _find_files(path, "data.path")
     validation_files = [] if validation_path is None else _find_files(validation_path, "data.validation_path")
     described = [f"files {text_field} {held_out} {bool(validation_files)}", *(file.name for file in files)]
-    fingerprint = _digest(described, [*files, *validation_files])
+    hashes = _hashes([*files, *validation_files])
+    fingerprint = _digest(described, hashes)
+    content = _digest([described[0], _KINDS[files[0].suffix], str(len(files))], hashes)
     texts = _read_texts(files, text_field, cache_dir, "data.path")
     if validation_files:
         validation = _read_texts(validation_files, text_field, cache_dir, "data.validation_path")
-        return Corpus(texts, validation, fingerprint)
+        return Corpus(texts, validation, fingerprint, content)
     if len(texts) == 1:
         text = "".join(texts)
         cut = round(len(text) * (1 - held_out))
-        return Corpus([text[:cut]], [text[cut:]], fingerprint)
+        return Corpus([text[:cut]], [text[cut:]], fingerprint, content)
     chosen = held_out_names([str(index) for index in range(len(texts))], held_out)
     by_split: dict[bool, list[int]] = {True: [], False: []}
     for index in range(len(texts)):
         by_split[str(index) in chosen].append(index)
-    return Corpus(texts.select(by_split[False]), texts.select(by_split[True]), fingerprint)
+    return Corpus(texts.select(by_split[False]), texts.select(by_split[True]), fingerprint, content)
 
 
 def _find_files(pattern: str, key: str) -> list[Path]:
@@ -193,9 +199,14 @@ def _read_texts(files: Sequence[Path], text_field: str, cache_dir: str, key: str
     return _Column(rows, text_field)
 
 
-def _digest(names: Iterable[str], files: Iterable[Path]) -> str:
-    digest = hashlib.sha256("\0".join(names).encode())
+def _hashes(files: Iterable[Path]) -> list[bytes]:
+    """The SHA-256 of each file's content."""
+    found: list[bytes] = []
     for file in files:
         with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
+            found.append(hashlib.file_digest(stream, "sha256").digest())
+    return found
+
+
+def _digest(names: Iterable[str], hashes: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(["\0".join(names).encode(), *hashes])).hexdigest()

@@ -1,5 +1,6 @@
 """What a data part hands to the run."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,10 +36,11 @@ class DataSplits:
     """Training and held-out samples.
 
     Attributes:
-        fingerprint: changes whenever the samples or their order in the dataset do.
+        fingerprint: changes whenever the samples or their order in the dataset do; the order of a run is drawn from it.
         tokens_per_sample: tokens in one sample; None where samples are not sequences of tokens.
         tokenizer: a `tokenizers.Tokenizer` for text; None otherwise.
         notes: facts worth telling, such as the unigram entropy of held-out text; they go to plan.json.
+        content: as the fingerprint, but the same for the same samples from files of other names; None: the fingerprint.
     """
 
     train: Dataset
@@ -47,3 +49,14 @@ class DataSplits:
     tokens_per_sample: int | None = None
     tokenizer: Any = None
     notes: dict[str, Any] | None = None
+    content: str | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint remembers of its data: content, order, number of samples and digest of the tokenizer."""
+        text = getattr(self.tokenizer, "to_str", lambda: None)()
+        return {
+            "content": self.fingerprint if self.content is None else self.content,
+            "order": self.fingerprint,
+            "samples": len(self.train),
+            "tokenizer": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+        }

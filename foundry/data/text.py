@@ -95,6 +95,7 @@ def _splits(corpus: Corpus, *, seq_len: int, vocab_size: int, tokenizer: str | N
         train=train,
         validation=validation,
         fingerprint=f"{tokens.fingerprint}-{seq_len}",
+        content=f"{corpus.content}-{seq_len}",
         tokens_per_sample=seq_len,
         tokenizer=tokens.tokenizer,
         notes=notes,

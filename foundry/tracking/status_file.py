@@ -63,11 +63,23 @@ class StatusFile:
         self._status["step"] = event.step
         self._write()
 
-    @tolerant
     def on_end(self, event: RunEnded) -> None:
-        """The run is over: its result first, so that a finished run always has one."""
+        """The run is over: its result first, so that a finished run always has one.
+
+        Raises:
+            OSError: a run that finished cannot say so: it has to end once more.
+        """
         if event.result:
             write_atomically(self._run_dir / "result.json", _pretty(event.result), durable=True)
+            self._end(event)
+        else:
+            self._end_if_it_can(event)
+
+    @tolerant
+    def _end_if_it_can(self, event: RunEnded) -> None:
+        self._end(event)
+
+    def _end(self, event: RunEnded) -> None:
         step = event.result.get("step", self._status.get("step", 0))
         self._status |= {"state": event.state, "reason": event.reason, "step": step}
         self._write(durable=True)

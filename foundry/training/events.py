@@ -117,7 +117,10 @@ class RunEnded:
 
 
 class Observer(Protocol):
-    """Told of events on rank 0, in order. An observer never stops a run: what it cannot do it logs."""
+    """Told of events on rank 0, in order. An observer never stops a run: what it cannot do it logs.
+
+    The one exception is the result of a finished run, without which it is not finished.
+    """
 
     def on_start(self, event: RunStarted) -> None:
         """The run begins."""

@@ -111,6 +111,10 @@ class Schedule(Protocol):
         ...
 
 
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; on every rank alike."""
+
+
 class Keeper(Protocol):
     """Keeps checkpoints of a run, and brings one back; all ranks call it together, except `is_time`."""
 
@@ -133,11 +137,18 @@ class Keeper(Protocol):
             metric: of an evaluation at this step.
             is_best: no earlier step had a better one.
             wait: return only when it is on the disk.
+
+        Raises:
+            SaveError: it was waited for and could not be written.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until everything is on the disk.
+
+        Raises:
+            SaveError: the last one could not be written.
+        """
         ...
 
     def roll_back(self) -> dict[str, Any] | None:

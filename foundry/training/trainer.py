@@ -27,7 +27,7 @@ from foundry.training.guards import LossSpike
 from foundry.training.interruption import Boundary, Interruption
 from foundry.training.memory_error import OutOfMemoryError
 from foundry.training.progress import Progress
-from foundry.training.protocols import Keeper, Schedule, WindowSource
+from foundry.training.protocols import Keeper, SaveError, Schedule, WindowSource
 from foundry.training.pruning import Pruning
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
@@ -113,6 +113,7 @@ class Trainer:
             NonFiniteError: the loss or the gradient is NaN or infinite.
             OutOfMemoryError: the device's memory did not suffice.
             LossSpike: the loss jumped again and again after going back to a checkpoint, or there was none.
+            SaveError: the run is done, but its last checkpoint could not be written.
             Stopped: a signal came; the run is saved.
         """
         self._tell("on_start", started)
@@ -221,11 +222,15 @@ class Trainer:
             )
 
     def _stop(self, signum: Signals, measured: "_Measured") -> NoReturn:
-        """Save, tell, let a scheduler take over where there is one, and end."""
-        checkpoint = self._save(measured, wait=True)
-        self.keeper.finish()
+        """Save, tell, let a scheduler take over where there is one, and end; without a save if it fails."""
+        reason = signum.name
+        try:
+            checkpoint = self._save(measured, wait=True)
+            self.keeper.finish()
+        except SaveError as error:  # a run that is queued again resumes from an earlier checkpoint
+            checkpoint, reason = None, f"{signum.name}; {error}"
         state = self.interruption.state_after(signum) if self.world.is_main else "stopped"
-        self._tell("on_end", RunEnded(state=state, reason=signum.name, result={}))
+        self._tell("on_end", RunEnded(state=state, reason=reason, result={}))
         self.interruption.hand_over(signum, is_main=self.world.is_main)
         raise Stopped(signum, self.progress.steps, checkpoint, state)
 

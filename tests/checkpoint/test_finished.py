@@ -72,7 +72,7 @@ def ask(run_dir, words, *, kept="config.yaml"):
     if kept == "manifest":
         save_config(now, run_dir)  # as a launcher does
         origin = Origin(run_dir, Manifest(step=40, config=recorded(was), config_hash=hash_config(was)))
-    check_finished(now, recorded(now), hash_config(now), run_dir, origin, result)
+    check_finished(now, recorded(now), hash_config(now), run_dir, origin, result, dict)
 
 
 @pytest.mark.parametrize("kept", ["config.yaml", "manifest"])

@@ -116,7 +116,7 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path, asynchronous, caplog):
         checkpointer = saver(run_dir, asynchronous=asynchronous, strict=False)
         ask(checkpointer, 1, lambda: {"a": torch.ones(50_000)})
         ask(checkpointer, 2, lambda: {"a": torch.ones(100_000)})
-        checkpointer.finish()
+        checkpointer.join()
         (message,) = errors(caplog)
         assert "no checkpoint of step 2 at " + str(run_dir / "checkpoints" / "step_00000002") in message
         assert "No space left on device" in message
@@ -127,6 +127,12 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path, asynchronous, caplog):
         checkpointer.finish()
         assert find(run_dir).name == "step_00000003"
         assert checkpointer.failed_saves == 1
+        with pytest.raises(SaveError, match=r"no checkpoint of step 4 .*No space left on device"):
+            ask(checkpointer, 4, lambda: {"a": torch.ones(100_000)}, wait=True)
+        ask(checkpointer, 5, lambda: {"a": torch.ones(100_000)})
+        with pytest.raises(SaveError, match=r"no checkpoint of step 5 .*No space left on device"):
+            checkpointer.finish()
+        assert find(run_dir).name == "step_00000003"
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, caplog):

@@ -6,7 +6,7 @@ from small_disk import fill, small_disk
 from small_text import RUN, SMALL, write_text
 from warm import WarmShell
 
-from foundry.checkpoint.folder import list_checkpoints, problems
+from foundry.checkpoint.folder import find, list_checkpoints, problems
 
 pytestmark = pytest.mark.slow
 
@@ -30,23 +30,77 @@ def words(tmp_path):
     return [*WORDS, write_text(tmp_path)]
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_training_goes_on_and_the_old_checkpoint_stays(shell, words, asynchronous):
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["checkpoint.asynchronous=true"],
+        ["checkpoint.asynchronous=false"],
+        pytest.param(
+            ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=1"],
+            marks=pytest.mark.distributed,
+        ),
+    ],
+    ids=["asynchronous", "synchronous", "two ranks"],
+)
+def test_training_goes_on_to_its_end_which_is_then_no_success(shell, words, disk, more):
     run_dir = shell.cwd / "small" / "run"
-    stderr = shell.run(*words, f"checkpoint.asynchronous={asynchronous}")[1]
+    stderr = shell.run(*words, *more, code=1)[1]
     (first,) = list_checkpoints(run_dir)
     assert first.name == "step_00000010"
     assert problems(first) == []
-    failed = [line for line in stderr.splitlines() if "ERROR" in line and "No space left on device" in line]
+    failed = [line for line in stderr.splitlines() if "[ERROR]" in line and "No space left on device" in line]
     assert [line.partition("no checkpoint of ")[2].split(" at ")[0] for line in failed] == [
         "step 20",
         "step 30",
         "step 40",
     ]
     assert not list((run_dir / "checkpoints").glob(".step_*"))
-    assert status(run_dir)["state"] == "finished"
+    assert status(run_dir)["state"] == "failed"
+    assert "no checkpoint of step 40" in status(run_dir)["reason"]
+    assert "No space left on device" in status(run_dir)["reason"]
+    assert not (run_dir / "result.json").exists()
     assert list(losses(run_dir)) == list(range(1, 41))
-    assert failed[-1] == stderr.splitlines()[-1]
+    disk("8m")
+    assert "after step 10" in shell.run(*words, *more)[0]
+    assert status(run_dir)["state"] == "finished"
+    assert find(run_dir).name == "step_00000040"
+    assert list(losses(run_dir)) == list(range(1, 41))
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_the_best_at_the_end_has_to_be_saved_too(shell, words, asynchronous):
+    run_dir = shell.cwd / "small" / "run"
+    only_best = ["checkpoint.save_final=false", "checkpoint.interval=null", "checkpoint.every_minutes=null"]
+    first = [*words, *only_best, f"checkpoint.asynchronous={asynchronous}", "evaluation.interval=20"]
+    stderr = shell.run(*first, code=1)[1]
+    assert "SaveError: no checkpoint of step 40" in stderr
+    assert status(run_dir)["state"] == "failed"
+    assert find(run_dir, "best").name == "step_00000020"
+
+
+def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, words, disk):
+    run_dir = shell.cwd / "small" / "run"
+    disk("8m")
+    (run_dir / "result.json").mkdir(parents=True)
+    few = [*words, "checkpoint.interval=null"]
+    assert "result.json" in shell.run(*few, code=1)[1]
+    assert status(run_dir)["state"] == "failed"
+    assert "result.json" in status(run_dir)["reason"]
+    (run_dir / "result.json").rmdir()
+    assert "after step 40" in shell.run(*few)[0]
+    assert status(run_dir)["state"] == "finished"
+
+
+def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, words):
+    run_dir = shell.cwd / "small" / "run"
+    process = shell.start(*words, "hparams.max_steps=4000")
+    shell.wait_for_steps(process, run_dir, 30)
+    process.terminate()
+    stderr = shell.finish(process, code=143)[1]
+    assert "nothing was saved" in stderr
+    assert "Traceback" not in stderr
+    assert status(run_dir)["state"] == "stopped"
+    assert status(run_dir)["reason"].startswith("SIGTERM; no checkpoint of step ")
 
 
 def test_strict_saves_end_the_run_which_goes_on_when_there_is_room(shell, words, disk):
@@ -62,15 +116,16 @@ def test_strict_saves_end_the_run_which_goes_on_when_there_is_room(shell, words,
     assert list(losses(run_dir)) == list(range(1, 41))
 
 
-def test_a_disk_without_a_byte_left_costs_records_and_not_the_run(shell, words):
+def test_a_disk_without_a_byte_left_costs_records_and_the_last_checkpoint(shell, words, disk):
     run_dir, words = shell.cwd / "small" / "run", [*words, "hparams.max_steps=400"]
     process = shell.start(*words)
     shell.wait_for_steps(process, run_dir, 20)
     fill(run_dir.parent / "ballast")
-    stderr = shell.finish(process)[1]
+    stderr = shell.finish(process, code=1)[1]
     assert len([line for line in stderr.splitlines() if "foundry.log: [Errno 28] No space left on device" in line]) == 1
-    assert "Traceback" not in stderr
+    assert "SaveError: no checkpoint of step 400" in stderr
     (run_dir.parent / "ballast").unlink()
+    disk("8m")
     assert all(problems(folder) == [] for folder in list_checkpoints(run_dir))
     assert "goes on" in shell.run(*words)[0]
     assert status(run_dir)["state"] == "finished"

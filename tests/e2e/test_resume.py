@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 from outcome import losses, outcome, status
@@ -162,6 +163,64 @@ def test_how_a_run_is_watched_kept_and_cut_up_may_change(broken_off, go, finishe
     ours, theirs = outcome(broken_off), outcome(finished)
     assert ours["result"]["samples"] == theirs["result"]["samples"]
     assert ours["result"]["loss"] == pytest.approx(theirs["result"]["loss"], rel=1e-5)
+
+
+def test_the_same_data_elsewhere_is_gone_on_with(broken_off, shell, text, finished):
+    """Under another name too, from which a fresh run would draw another order."""
+    elsewhere = shell.cwd / "elsewhere" / "renamed.txt"
+    elsewhere.parent.mkdir()
+    shutil.copy(text.partition("=")[2], elsewhere)
+    moved = [*RUN, *SMALL, MAX, "hydra.run.dir=run", f"data.path={elsewhere}"]
+    shell.run(*moved)
+    assert outcome(broken_off) == outcome(finished)
+    assert "holds a finished run" in shell.run(*moved)[1]
+    elsewhere.write_text(elsewhere.read_text().replace("7", "8", 1))
+    assert shell.run(*moved, code=0)[1].count("finished run") == 1, "the settings are those of the finished run"
+    stderr = shell.run(*moved[:-1], f"data.path={elsewhere.rename(elsewhere.with_name('third.txt'))}", code=2)[1]
+    assert stderr.startswith("data.path: is ")
+
+
+OTHER_DATA = {
+    "changed": lambda content: content.replace("1 times 1 is 1", "1 times 1 is 2"),
+    "one more line": lambda content: content + "\nmore",
+    "other order": lambda content: "\n".join(reversed(content.split("\n"))),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_DATA)
+def test_other_data_is_refused(broken_off, shell, text, kind):
+    path = shell.cwd / "text.txt"
+    path.write_text(OTHER_DATA[kind](Path(text.partition("=")[2]).read_text()))
+    before = losses(broken_off)
+    words = [*RUN, *SMALL, MAX, f"data.path={path}"]
+    for place in (["hydra.run.dir=run"], ["hydra.run.dir=other", f"checkpoint.resume={broken_off}"]):
+        stdout, stderr = shell.run(*words, *place, code=2)
+        assert stdout == ""
+        (line,) = stderr.splitlines()
+        assert line.startswith("data.path: gives other data than the checkpoint was trained on (content ")
+        assert "checkpoint.on_changed_config=warn" in line
+    assert losses(broken_off) == before
+    assert not (shell.cwd / "other").exists()
+    stderr = shell.run(*words, "hydra.run.dir=run", "checkpoint.on_changed_config=warn")[1]
+    assert "resumed although data.path: gives other data" in stderr
+    assert list(losses(broken_off)) == list(range(1, STEPS + 1))
+
+
+def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_off, shell, text, finished):
+    tokenizer = json.loads((finished / "tokenizer.json").read_text())
+    same, other = shell.cwd / "same.json", shell.cwd / "other.json"
+    same.write_text(json.dumps(tokenizer))
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
+    last = max(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
+    del tokenizer["model"]["vocab"][last]
+    other.write_text(json.dumps(tokenizer))
+    words = [*RUN, *SMALL, text, MAX, "hydra.run.dir=run"]
+    (line,) = [
+        line for line in shell.run(*words, f"data.tokenizer={other}", code=2)[1].splitlines() if "tokenizer" in line
+    ]
+    assert line.startswith("data.tokenizer: gives other data than the checkpoint was trained on (tokenizer ")
+    shell.run(*words, f"data.tokenizer={same}")
+    assert outcome(broken_off) == outcome(finished)
 
 
 @pytest.mark.distributed

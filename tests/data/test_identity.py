@@ -1,0 +1,94 @@
+"""What tells data from other data, and what does not."""
+
+import json
+import sysconfig
+
+import pytest
+
+from foundry.data.corpus import files_corpus, stdlib_corpus
+from foundry.data.digits import digits
+from foundry.data.text import text_files
+
+LINES = [f"{n} plus {n} is {2 * n}" for n in range(60)]
+
+
+def corpus(folder, path=".", **options):
+    settings = {"text_field": "text", "validation_path": None, "held_out": 0.1} | options
+    return files_corpus(path=str(folder / path), cache_dir=str(folder.parent / "cache"), **settings)
+
+
+def write(folder, texts, kind="txt"):
+    folder.mkdir()
+    for name, lines in texts.items():
+        content = "\n".join(lines if kind == "txt" else [json.dumps({"text": line}) for line in lines])
+        (folder / f"{name}.{kind}").write_text(content)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_names_and_places_of_files_do_not_matter(tmp_path, kind):
+    one = write(tmp_path / "one", {"a": LINES[:30], "b": LINES[30:]}, kind)
+    other = write(tmp_path / "other", {"x": LINES[:30], "y": LINES[30:]}, kind)
+    assert corpus(one).content == corpus(other).content
+
+
+OTHERS = {
+    "a line": {"a": [*LINES[:29], "another"], "b": LINES[30:]},
+    "the order": {"a": LINES[30:], "b": LINES[:30]},
+    "where a file ends": {"a": LINES[:31], "b": LINES[31:]},
+    "one file more": {"a": LINES[:30], "b": LINES[30:], "c": ["more"]},
+    "one file less": {"a": LINES[:30]},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_contents_do(tmp_path, kind, other):
+    one = corpus(write(tmp_path / "one", {"a": LINES[:30], "b": LINES[30:]}, kind))
+    two = corpus(write(tmp_path / "two", OTHERS[other], kind))
+    assert one.content != two.content
+    assert one.fingerprint != two.fingerprint
+
+
+def test_which_files_are_held_out_does(tmp_path):
+    folder = write(tmp_path / "one", {"a": LINES[:20], "b": LINES[20:40], "c": LINES[40:]})
+    found = {
+        corpus(folder, "[ab].txt", validation_path=str(folder / "c.txt")).content,
+        corpus(folder, "a.txt", validation_path=str(folder / "[bc].txt")).content,
+        corpus(folder).content,
+        corpus(folder, held_out=0.4).content,
+    }
+    assert len(found) == 4
+
+
+def test_another_standard_library_is_other_data(tmp_path, monkeypatch):
+    found = []
+    for number, body in enumerate(["x = 1", "x = 1", "x = 2"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in ("a", "b", "c"):
+            (folder / f"{name}.py").write_text(body)
+        monkeypatch.setattr(sysconfig, "get_path", lambda _, folder=folder: str(folder))
+        found.append(stdlib_corpus(held_out=0.4).content)
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_identity_of_text(tmp_path):
+    one = write(tmp_path / "one", {"a": LINES})
+    other = write(tmp_path / "other", {"b": LINES})
+    settings = {"seed": 0, "seq_len": 8, "vocab_size": 300, "tokenizer": None, "held_out": 0.1}
+    splits = [text_files(path=str(folder), cache_dir=str(tmp_path / "cache"), **settings) for folder in (one, other)]
+    first, second = (split.identity() for split in splits)
+    assert {**first, "order": None} == {**second, "order": None}
+    assert first["order"] != second["order"]
+    assert first["samples"] == len(splits[0].train)
+    longer = text_files(path=str(one), cache_dir=str(tmp_path / "cache"), **{**settings, "seq_len": 9}).identity()
+    assert longer["content"] != first["content"]
+    assert json.loads(json.dumps(first)) == first
+
+
+def test_the_identity_of_images():
+    first, second = (digits(seed=seed, held_out=0.1).identity() for seed in (0, 1))
+    assert first == second
+    assert first["tokenizer"] is None
+    assert first != digits(seed=0, held_out=0.2).identity()
