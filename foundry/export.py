@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from foundry.config.command import command
+from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.setting import setting
 
@@ -16,6 +16,7 @@ class ExportOptions:
     run: str = setting("???", "run directory")
     out: str = setting("???", "folder to write: new, or empty")
     which: str = setting("last", "last, best, or the number of a step")
+    trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
     ema: bool = setting(True, "take the averaged weights where the run kept them")
 
 
@@ -25,7 +26,8 @@ def export(options: ExportOptions) -> Path:
     Raises:
         ConfigError: there is no such run or checkpoint, or `out` holds files.
     """
-    out = Path(options.out)
+    out = folder_option("out", options.out)
+    check_writable("out", out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(Violation("out", f"is {out}, which exists and is not an empty folder; choose another"))
     from safetensors.torch import save_file
@@ -33,7 +35,7 @@ def export(options: ExportOptions) -> Path:
     from foundry.config.frozen import save_config
     from foundry.restore import restore
 
-    restored = restore(options.run, options.which, ema=options.ema)
+    restored = restore(folder_option("run", options.run), options.which, ema=options.ema, trust=options.trust)
     model = restored.model
     state = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
     if (export_state := getattr(model, "export_state", None)) is not None:

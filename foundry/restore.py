@@ -1,21 +1,34 @@
 """Opening a run again: its configuration, data and model, on one process."""
 
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from hydra.errors import HydraException
 from torch import nn
 
-from foundry.checkpoint.folder import find
+from foundry.checkpoint.folder import CheckpointError, find, problems
 from foundry.checkpoint.tensors import load_weights
+from foundry.config.build import build
+from foundry.config.data import Text
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import load_config
+from foundry.config.frozen import FILE_NAME, load_config
+from foundry.config.model import HuggingFace
+from foundry.config.recorded import shown
 from foundry.config.root import Config
+from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
-from foundry.parts import build_data, build_model
 from foundry.planning.derive import PLAN
-from foundry.run import TOKENIZER
+from foundry.records.files import read_text
+from foundry.run import TOKENIZER, TRANSFORMERS
+
+_BUILT = ("model", "data", "objective")
+"""Groups that sampling and exporting build; of the others nothing is run."""
 
 
 @dataclass(frozen=True)
@@ -36,37 +49,139 @@ class Restored:
     device: torch.device
 
 
-def restore(run_dir: str, which: str, *, ema: bool) -> Restored:
-    """Read a checkpoint of a run, whatever number of ranks wrote it.
+def restore(run_dir: str | Path, which: str, *, ema: bool, trust: bool = False) -> Restored:
+    """Read a checkpoint of a run, whatever number of ranks wrote it, once every byte of it is known to be right.
 
     Args:
-        run_dir: the run directory.
+        run_dir: the run directory, which may be somebody else's.
         which: "last", "best", or the number of a step.
         ema: take the averaged weights, where the run kept them.
+        trust: build parts that are not foundry's own, too, which runs their code.
 
     Raises:
-        ConfigError: there is no such run or checkpoint.
+        ConfigError: there is no such run or checkpoint, it is not whole, or it is not to be trusted.
+    """
+    run_dir = Path(run_dir)
+    config = load_config(run_dir, trust=trust)
+    folder = _whole_checkpoint(run_dir, which)
+    _check_bounds(run_dir, config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = _data(config, run_dir)
+    model: nn.Module = build_part(config, "model", **_own_architecture(config, run_dir, trust=trust))
+    try:
+        load_weights(folder, model, ema=ema)
+    except CheckpointError as error:
+        raise ConfigError(Violation("which", str(error))) from error
+    return Restored(config, model.to(device).eval(), data, folder, device)
+
+
+def build_part(config: Config, group: str, **runtime: Any) -> Any:
+    """A part of a recorded configuration that has been trusted.
+
+    Raises:
+        ConfigError: it cannot be imported; or it is foundry's own, and cannot be built from these settings.
     """
     try:
-        config = load_config(Path(run_dir))
-    except FileNotFoundError as error:
-        raise ConfigError(Violation("run", str(error))) from None
+        with explained(f"the {group} of {FILE_NAME} cannot be built", config, group):
+            return build(getattr(config, group), **runtime)
+    except HydraException as error:
+        message = f"the {group} of {FILE_NAME} cannot be built here: {' '.join(str(error).split())}"
+        raise ConfigError(Violation("run", message)) from error
+
+
+@contextmanager
+def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
+    """Say in a line what foundry's own parts could not do with the files of a run, which may be anything.
+
+    Raises:
+        ConfigError: instead of another error in the body; that of a user's own part is shown where it came from.
+    """
     try:
-        folder = find(Path(run_dir), which)
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if not all(is_dataclass(getattr(config, group)) for group in groups):
+            raise
+        first_line = next(iter(str(error).splitlines()), "")
+        raise ConfigError(Violation("run", f"{what}: {type(error).__name__}: {first_line}")) from error
+
+
+def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str, Any]:
+    """What builds a model of transformers without the folder it was once read from, whose weights are not needed.
+
+    Raises:
+        ConfigError: only that folder knows the architecture, and it may be any that the configuration names.
+    """
+    if not isinstance(config.model, HuggingFace) or config.model.path is None:
+        return {}
+    own = run_dir / TRANSFORMERS
+    if os.path.lexists(own):
+        return {"path": str(own), "read_weights": False}
+    if trust:
+        return {}
+    message = f"has no {TRANSFORMERS}/, and its model.path={shown(config.model.path)} is a folder outside of it"
+    raise ConfigError(Violation("run", f"{run_dir} {message}; add trust=true to read that folder"))
+
+
+def _whole_checkpoint(run_dir: Path, which: str) -> Path:
+    try:
+        folder = find(run_dir, which)
     except FileNotFoundError as error:
         raise ConfigError(Violation("which", str(error))) from None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(config)
-    load_weights(folder, model, ema=ema)
-    return Restored(config, model.to(device).eval(), _data(config, Path(run_dir)), folder, device)
+    if wrong := problems(folder):
+        message = f"is {which}, but {folder} is not whole: {'; '.join(wrong)}; choose another step"
+        raise ConfigError(Violation("which", message))
+    return folder
+
+
+def _check_bounds(run_dir: Path, config: Config) -> None:
+    """Refuse parts with values that composing would have refused, which is where they came from."""
+    wrong = list[Violation]()
+    for group in _BUILT:
+        node = getattr(config, group)
+        found = list(check_fields(node, group))
+        wrong += found if found or not hasattr(node, "check") else node.check()
+    if wrong:
+        raise ConfigError(Violation("run", f"{run_dir / FILE_NAME}: {violation}") for violation in wrong)
 
 
 def _data(config: Config, run_dir: Path) -> DataSplits:
-    """The run's tokenizer without its text; for other data, the data."""
-    if not (run_dir / TOKENIZER).is_file():
-        return build_data(config)
+    """The run's tokenizer without its text; for other data, the data.
+
+    Text is not read again: it lies where a configuration says, which may be somebody else's.
+
+    Raises:
+        ConfigError: the tokenizer is missing, or is none.
+    """
+    file = run_dir / TOKENIZER
+    if not os.path.lexists(file):
+        if isinstance(config.data, Text):
+            raise ConfigError(Violation("run", f"{run_dir} has no {TOKENIZER}, which a run over text writes"))
+        data: DataSplits = build_part(config, "data", seed=config.hparams.seed)
+        return data
     from tokenizers import Tokenizer
 
-    tokens = json.loads((run_dir / PLAN).read_text())["tokens_per_sample"]
-    tokenizer = Tokenizer.from_file(str(run_dir / TOKENIZER))
+    tokens = _tokens_per_sample(run_dir / PLAN)
+    try:
+        tokenizer = Tokenizer.from_str(read_text(file))
+    except OSError as error:
+        raise ConfigError(Violation("run", f"{run_dir} cannot be read: {error}")) from None
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ConfigError(Violation("run", f"{file} is no tokenizer: {error}")) from None
     return DataSplits(train=[], validation=[], fingerprint="", tokens_per_sample=tokens, tokenizer=tokenizer)
+
+
+def _tokens_per_sample(plan: Path) -> int:
+    """What plan.json says of the data.
+
+    Raises:
+        ConfigError: nothing that could be.
+    """
+    try:
+        tokens = json.loads(read_text(plan))["tokens_per_sample"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(Violation("run", f"{plan} cannot be read: {type(error).__name__}: {error}")) from None
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens < 2**63:
+        raise ConfigError(Violation("run", f"{plan} has tokens_per_sample={shown(tokens)}, not a whole number above 0"))
+    return tokens

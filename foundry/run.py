@@ -32,6 +32,7 @@ from foundry.config.build import build
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import hash_config, plain, save_config
+from foundry.config.model import HuggingFace
 from foundry.config.root import Config
 from foundry.data.splits import DataSplits
 from foundry.optim.schedule_state import reconcile
@@ -53,6 +54,7 @@ from foundry.parts import (
     init_from_of,
 )
 from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
+from foundry.records.files import make_folder, write_atomically
 from foundry.records.lock import hold
 from foundry.records.status import read_status
 from foundry.records.strict_json import encode
@@ -73,6 +75,9 @@ log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
 """The tokenizer's file in a run directory, so that sampling and export need no training data."""
+
+TRANSFORMERS = "transformers"
+"""A folder with the config of a model of transformers, so that they need not read the folder it came from either."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,12 @@ def _write_facts(config: Config, plan: dict[str, Any], data: DataSplits, run_dir
         data.tokenizer.save(str(run_dir / TOKENIZER))
 
 
+def _write_architecture(config: Config, model: Any, run_dir: Path) -> None:
+    """Of a model that was read from a folder of transformers, what it is built from, should the folder be gone."""
+    if isinstance(config.model, HuggingFace) and config.model.path is not None:
+        write_atomically(make_folder(run_dir / TRANSFORMERS) / "config.json", model.hf_config().to_json_string())
+
+
 def _recorded(config: Config) -> dict[str, Any]:
     """The configuration as a manifest holds it, in strict JSON: no gradient clipping may be a norm of infinity."""
     recorded: dict[str, Any] = json.loads(encode(plain(config)))
@@ -180,7 +191,7 @@ def _assemble(
     policy = PrecisionPolicy.from_config(config.precision, world.device)
     model = build_model(config)
     if origin is None and (weights := init_from_of(config)) is not None:
-        init_from(model, weights)
+        init_from(model, weights, world)
     parallel = parallelize(
         policy.prepare(model),
         config.distributed,
@@ -228,7 +239,10 @@ def _assemble(
     else:
         trainer.load_state_dict(origin.manifest.state)
         restore_rng(origin, world, hparams.seed)
-    return trainer, _plan(config, budget, data, schedule, parallel, world)
+    plan = _plan(config, budget, data, schedule, parallel, world)
+    if world.is_main:
+        _write_architecture(config, model, run_dir)
+    return trainer, plan
 
 
 def _step(

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from foundry.config.command import command
+from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.setting import setting
 
@@ -18,7 +18,8 @@ class SampleOptions:
     which: str = setting("last", "last, best, or the number of a step")
     out: str | None = setting(None, "file to write, without suffix; null: samples in the run directory's plots/")
     ema: bool = setting(True, "use the averaged weights where the run kept them")
-    seed: int = setting(0, "seed of the drawing", ge=0)
+    trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
+    seed: int = setting(0, "seed of the drawing", ge=0, le=2**63 - 1)
     prompt: str | None = setting(None, "text to continue")
     num_tokens: int | None = setting(None, "tokens to add", ge=1)
     temperature: float | None = setting(None, "of the sampled tokens; 0 picks the likeliest", ge=0)
@@ -34,12 +35,14 @@ def sample(options: SampleOptions) -> Path:
     Raises:
         ConfigError: there is no such run or checkpoint, or an option is not of this run's objective.
     """
-    from foundry.config.build import build
-    from foundry.restore import restore
+    from foundry.restore import build_part, explained, restore
     from foundry.training.protocols import Drawing
 
-    restored = restore(options.run, options.which, ema=options.ema)
-    objective = build(restored.config.objective)
+    run_dir = folder_option("run", options.run)
+    stem = folder_option("out", options.out) if options.out else run_dir / "plots" / "samples"
+    check_writable("out", stem.parent)
+    restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust)
+    objective = build_part(restored.config, "objective")
     asked = {
         name: value
         for name in ("prompt", "num_tokens", "temperature", "labels", "samples_per_class", "guidance_scale", "steps")
@@ -51,8 +54,11 @@ def sample(options: SampleOptions) -> Path:
     takes = inspect.signature(objective.draw).parameters
     if unknown := [name for name in asked if name not in takes]:
         raise ConfigError([Violation(name, f"is no option of objective {kind}") for name in unknown])
-    drawn = objective.draw(restored.model, restored.data, restored.device, seed=options.seed, **asked)
-    stem = Path(options.out) if options.out else Path(options.run) / "plots" / "samples"
+    if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
+        message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
+        raise ConfigError(Violation("which", message))
+    with explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"):
+        drawn = objective.draw(restored.model, restored.data, restored.device, seed=options.seed, **asked)
     stem.parent.mkdir(parents=True, exist_ok=True)
     file = drawn.save(stem)
     if hasattr(drawn, "text"):

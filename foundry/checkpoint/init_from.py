@@ -1,43 +1,54 @@
 """`model.init_from`: weights of another run or another program, everything else afresh."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from foundry.checkpoint.folder import MANIFEST, CheckpointError, find
 from foundry.checkpoint.tensors import load_weights, tied_names
+from foundry.checkpoint.verification import problems_together
 from foundry.config.errors import ConfigError, Violation
+from foundry.parallel.process_group import World
 
 _KEY = "model.init_from"
 
 
-def init_from(model: nn.Module, path: Path) -> None:
+def init_from(model: nn.Module, path: Path, world: World) -> None:
     """Give a model, not yet wrapped, the weights that lie at a path; a tensor at a time is in memory besides.
+
+    Nothing but weights is read: what a run's config.yaml names is not built. A checkpoint is first compared with the
+    checksums of its manifest.
 
     Args:
         model: as its constructor left it, on the CPU.
         path: a run directory (its newest checkpoint), a checkpoint, a .safetensors file, or a folder of them as
             transformers writes it. Averaged weights are taken where a run kept them.
+        world: all ranks call this together, and share the reading that checksums need.
 
     Raises:
-        ConfigError: there are no weights, or their names or shapes are not the model's.
+        ConfigError: there are no weights, they are damaged, or their names or shapes are not the model's.
     """
     try:
         checkpoint = (
             path if (path / MANIFEST).is_file() else find(path, "last") if (path / "checkpoints").is_dir() else None
         )
         if checkpoint is not None:
+            if wrong := problems_together(checkpoint, world):
+                raise CheckpointError(f"{checkpoint.name} is not whole: {'; '.join(wrong)}")
             load_weights(checkpoint, model, ema=True)
             return
-    except (FileNotFoundError, CheckpointError) as error:
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        if not files:
+            message = f"is {path}, which is no run, no checkpoint, and holds no .safetensors file"
+            raise ConfigError(Violation(_KEY, message))
+        _copy_from(files, model)
+    except (OSError, CheckpointError) as error:
         raise ConfigError(Violation(_KEY, f"is {path}: {error}")) from None
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(Violation(_KEY, f"is {path}, which is no run, no checkpoint, and holds no .safetensors file"))
-    _copy_from(files, model)
 
 
 @torch.no_grad()
@@ -46,7 +57,7 @@ def _copy_from(files: Iterable[Path], model: nn.Module) -> None:
     own_name = getattr(model, "import_name", lambda name: name)
     unknown, misshapen, found = list[str](), list[str](), set[str]()
     for file in files:
-        with safe_open(file, framework="pt") as opened:
+        with _opened(file) as opened:
             for stored in opened.keys():  # noqa: SIM118 # an opened file is no mapping
                 name = own_name(stored)
                 if name not in wanted:
@@ -63,6 +74,22 @@ def _copy_from(files: Iterable[Path], model: nn.Module) -> None:
     said = [f"{verb} {_listed(names)}" for verb, names in wrong if names]
     if said:
         raise ConfigError(Violation(_KEY, f"does not fit the model: it {'; it '.join(said)}"))
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A .safetensors file.
+
+    Raises:
+        CheckpointError: it is none, or part of one.
+    """
+    try:
+        if not file.is_file():
+            raise CheckpointError(f"{file.name} is no regular file")
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise CheckpointError(f"{file.name} is no .safetensors file, or is damaged: {error}") from None
 
 
 def _listed(names: list[str], most: int = 3) -> str:

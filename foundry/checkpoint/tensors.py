@@ -4,12 +4,15 @@
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -78,12 +81,14 @@ def load_weights(folder: Path, model: nn.Module, *, ema: bool = False) -> None:
     Raises:
         CheckpointError: the checkpoint lacks weights of the model, has others, or has them in another shape.
     """
-    reader, saved = _open(folder)
     weights = _weights(model)
+    with _readable(folder):
+        reader, saved = _open(folder)
     _check_names(folder, [f"model.{name}" for name in weights], [name for name in saved if name.startswith("model.")])
     averaged = {name for name in weights if ema and f"ema.{name}" in saved}
     targets = {f"{'ema' if name in averaged else 'model'}.{name}": tensor for name, tensor in weights.items()}
-    _read(folder, reader, targets, saved)
+    with _readable(folder):
+        _read(folder, reader, targets, saved)
     _accept(model, targets)
 
 
@@ -113,6 +118,18 @@ def _open(folder: Path) -> tuple[HuggingFaceStorageReader, dict[str, torch.Size]
     reader = HuggingFaceStorageReader(str(folder))
     entries = reader.read_metadata().state_dict_metadata
     return reader, {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Say in a line what is wrong with files that are as their manifest says, and no tensors."""
+    try:
+        yield
+    except (SafetensorError, CheckpointException, ValueError, LookupError, TypeError, AttributeError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise CheckpointError(
+            f"{folder} holds no tensors that can be read: {lines[-1] if lines else error!r}"
+        ) from error
 
 
 def _check_names(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> None:

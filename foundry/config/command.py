@@ -1,13 +1,18 @@
 """The other commands' `key=value` words: the same grammar, types and errors as a run's."""
 
+import errno
+import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields
 from enum import Enum
+from pathlib import Path
 from typing import TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,12 +20,31 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.errors import ConfigError, Violation, nearest
 from foundry.config.mistakes import explain_value
 from foundry.config.setting import check_fields
+from foundry.records.redact import one_line
 
 Options = TypeVar("Options")
+
+_INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
+_OF_THE_PATH = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENOTEMPTY,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+)
+"""Errors that another path would not have had, so that the command was wrong; any other is the machine's."""
 
 
 def command(schema: type[Options], run: Callable[[Options], object], *, name: str, doc: str) -> None:
     """Run a command with the words after its name; exit code 2 and a line for each mistake in them.
+
+    A file that cannot be read or written is a line, too: exit code 2 where the path is to blame, else 1.
 
     Args:
         schema: the options as a frozen dataclass of `setting`s.
@@ -37,6 +61,14 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # whoever read our output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        sys.stderr.write(f"{name}: {one_line(str(error))}\n")
+        sys.exit(2 if error.errno in _OF_THE_PATH else 1)
 
 
 def parse_options(schema: type[Options], words: list[str]) -> Options:
@@ -55,16 +87,15 @@ def parse_options(schema: type[Options], words: list[str]) -> Options:
         except HydraException:
             violations.append(Violation(word, "is not of the form key=value; quote values that hold spaces or commas"))
             continue
-        if override.key_or_group not in names:
-            hint = nearest(override.key_or_group, names)
-            violations.append(Violation(override.key_or_group, f"is no option{hint} (options: {', '.join(names)})"))
+        if (wrong := _check_word(override, names)) is not None:
+            violations.append(wrong)
             continue
         try:
             OmegaConf.update(options, override.key_or_group, override.value())
         except OmegaConfBaseException as error:
             violations.append(explain_value(override, str(error)))
-    wrong = {violation.key for violation in violations}
-    missing = sorted(OmegaConf.missing_keys(options) - wrong)
+    wrong_keys = {violation.key for violation in violations}
+    missing = sorted(OmegaConf.missing_keys(options) - wrong_keys)
     violations += [Violation(key, f"has no value; give it as {key}=...") for key in missing]
     if violations:
         raise ConfigError(violations)
@@ -73,6 +104,53 @@ def parse_options(schema: type[Options], words: list[str]) -> Options:
         raise ConfigError(violations)
     assert isinstance(result, schema)
     return result
+
+
+def _check_word(override: Override, names: Sequence[str]) -> Violation | None:
+    """What is wrong with a word that Hydra's grammar knows, whatever the types of the options."""
+    key = override.key_or_group
+    if key not in names:
+        return Violation(key, f"is no option{nearest(key, names)} (options: {', '.join(names)})")
+    if override.type is not OverrideType.CHANGE or override.package is not None:
+        return Violation(key, f"is given as {override.input_line}; a command takes {key}=value only")
+    text = override.get_value_string()
+    if override.is_sweep_override():
+        return Violation(key, f"is {text} but takes one value; quote a text that holds commas, as {key}='\"a, b\"'")
+    if _INTERPOLATION.search(text):
+        return Violation(key, f"is {text}: there is nothing here to interpolate; write the value itself")
+    return None
+
+
+def folder_option(key: str, text: str) -> Path:
+    """The path that an option names, `~` expanded.
+
+    Raises:
+        ConfigError: it is empty, or there is no such user.
+    """
+    if not text:
+        raise ConfigError(Violation(key, "is empty; give a folder, or . for this one"))
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(Violation(key, f"is {text}: {error}")) from None
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Say before any work is done that a folder cannot be made, or cannot be written into.
+
+    Args:
+        key: of the option that names it.
+        folder: which may not be there yet.
+
+    Raises:
+        ConfigError: why not.
+    """
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path) or path == path.parent)
+    if not there.is_dir():
+        what = "a broken symbolic link" if there.is_symlink() else "no folder"
+        raise ConfigError(Violation(key, f"is {folder} but {there} is {what}; choose another"))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(Violation(key, f"is {folder} but {there} cannot be written into; choose another"))
 
 
 def _help(schema: type[Options], name: str, doc: str) -> str:

@@ -5,15 +5,17 @@ import json
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.recorded import foreign_parts, own_targets, read_settings, shown, variables
 from foundry.config.root import Config, to_config
 from foundry.config.secrets import check_secrets
 from foundry.config.store import group_schemas, writable
+from foundry.config.strict_yaml import read_yaml
 from foundry.records.files import write_atomically
 from foundry.records.redact import recorded
 
@@ -50,34 +52,89 @@ def save_config(config: Config, run_dir: Path) -> Path:
 def read_recorded(run_dir: Path) -> dict[str, Any] | None:
     """The configuration in a run directory as plain containers, from which nothing is built; None if there is none."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(run_dir / FILE_NAME), resolve=False)
-    except (OSError, YAMLError, OmegaConfBaseException):
+        saved = read_yaml(run_dir / FILE_NAME)
+    except (OSError, ValueError):
         return None
     return {str(key): value for key, value in saved.items()} if isinstance(saved, dict) else None
 
 
-def load_config(run_dir: Path) -> Config:
-    """Read a run's configuration back as it was.
+def load_config(run_dir: Path, *, trust: bool = False) -> Config:
+    """Read a run's configuration back as it was; nothing is imported, and unless it is trusted, nothing resolved.
+
+    A setting that the file lacks, because an earlier foundry wrote it, takes its default.
+
+    Args:
+        run_dir: the run directory, which may be somebody else's.
+        trust: whether it may name parts that are not foundry's own, which run code when they are built, and have the
+            variables of the environment that it names for its secrets.
 
     Raises:
-        FileNotFoundError: `run_dir` holds no run.
+        ConfigError: `run_dir` holds no run, or a configuration that cannot be read or trusted.
     """
     path = run_dir / FILE_NAME
-    if not path.is_file():
-        raise FileNotFoundError(f"{run_dir} is not a run directory: it has no {FILE_NAME}")
-    saved = OmegaConf.load(path)
-    assert isinstance(saved, DictConfig)
-    typed = OmegaConf.create({item.name: _typed(item.name, saved[item.name]) for item in fields(Config)})
-    list(check_secrets(typed))  # takes note of them; what an older version recorded is read all the same
-    return to_config(typed)
+    content = read_settings(path, "run")
+    groups = {item.name: item for item in fields(Config)}
+    if unknown := [shown(name) for name in content if name not in groups]:
+        raise _refused(path, f"has {', '.join(unknown)}, which this version of foundry does not know")
+    if missing := [name for name, item in groups.items() if name not in content and item.default == MISSING]:
+        raise _refused(path, f"has no {' and no '.join(missing)}")
+    if not trust and (foreign := list(foreign_parts(content))):
+        message = f"asks for what is not foundry's own, and could run code: {', '.join(foreign)}"
+        raise _refused(path, f"{message}; add trust=true if you trust whoever wrote it")
+    nodes = {name: _typed(path, name, content.get(name, {})) for name in groups}
+    try:
+        whole = OmegaConf.create(nodes)
+        list(check_secrets(whole))  # takes note of them; what an older version recorded is read all the same
+        for where, text in [] if trust else variables(content):
+            OmegaConf.update(whole, where, text.replace("${", r"\${"))  # the name stays a name
+        return to_config(whole)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise _refused(path, f"cannot be read: {_one_line(error)}") from None
 
 
-def _typed(group: str, node: Any) -> Any:
-    """The node with the schema that wrote it: the one with the same fields and the same part."""
-    for schema in group_schemas(group).values():
-        names = [item.name for item in fields(schema)]
-        default = {item.name: item.default for item in fields(schema)}
-        same_part = all(node.get(key) == plain(default[key]) for key in ("_target_", "strategy") if key in default)
-        if list(node) == names and same_part:
-            return OmegaConf.merge(writable(schema), node)
-    return node
+def _typed(path: Path, group: str, node: Any) -> Any:
+    """The node with the schema that wrote it.
+
+    Raises:
+        ConfigError: there is no such schema, or a value is not of its type.
+    """
+    if not isinstance(node, dict):
+        raise _refused(path, f"has {group}={shown(node)}, which must be a mapping")
+    schemas = [schema for schema in group_schemas(group).values() if _is_of(group, schema, node)]
+    if own_targets(group) and node.get("_target_") not in (None, *own_targets(group)):
+        return node  # a part of the user's own, which has been trusted
+    if not schemas:
+        raise _refused(path, f"has no {group} that this version of foundry knows: {_unknown(group, node)}")
+    schema = min(schemas, key=lambda s: _distance(s, node))
+    try:
+        return OmegaConf.merge(writable(schema), node)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        key = ".".join(filter(None, (group, getattr(error, "full_key", None))))
+        raise _refused(path, f"has a wrong {key}: {_one_line(error)}") from None
+
+
+def _is_of(group: str, schema: type[Any], node: dict[str, Any]) -> bool:
+    """Whether a schema of a group has all the fields of a node, and is of the same part."""
+    declared = {item.name: item.type for item in fields(Config)}[group]
+    default = {item.name: item.default for item in fields(schema)}
+    is_declared = declared is Any or issubclass(schema, cast(type, declared))
+    return is_declared and set(node) <= set(default) and node.get("_target_") == default.get("_target_")
+
+
+def _distance(schema: type[Any], node: dict[str, Any]) -> tuple[bool, bool, int]:
+    """How unlike a node is to a schema that knows its fields; of equals, the strategy tells one from the other."""
+    default = {item.name: plain(item.default) for item in fields(schema)}
+    return set(node) != set(default), node.get("strategy") != default.get("strategy"), len(default)
+
+
+def _unknown(group: str, node: dict[str, Any]) -> str:
+    names = {item.name for schema in group_schemas(group).values() for item in fields(schema)}
+    return ", ".join(f"{group}.{shown(name)}" for name in node if name not in names) or f"{group}={shown(node)}"
+
+
+def _refused(path: Path, message: str) -> ConfigError:
+    return ConfigError(Violation("run", f"{path} {message}"))
+
+
+def _one_line(error: Exception) -> str:
+    return shown(next(iter(str(error).splitlines()), type(error).__name__))

@@ -12,7 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.errors import Violation
 from foundry.records.redact import MASK, is_secret, masked_text, recorded, remember
 
-_VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,\s*(?:null|''|\"\")?\s*)?\}")
+VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,\s*(?:null|''|\"\")?\s*)?\}")
+"""What a file has in place of a secret: the variable that holds it."""
+
 _ANY_VARIABLE = re.compile(r"\boc\.env:\s*([A-Za-z_]\w*)")
 _USER_FROM_VARIABLES = re.compile(r"(?<=://)[^/\s@:]*:?\*\*\*@")
 # Of Hydra's part, what a user sets: the rest repeats it, or is Hydra's own.
@@ -44,7 +46,7 @@ class _Leaf:
         """Whether what is written, beside the names of variables or of another setting, may be shown."""
         if self.is_reference:  # what it leads to has been looked at
             return recorded(str(self.value())) not in (str(self.value()), MASK)
-        rest = _VARIABLE.sub(MASK, str(self.raw))
+        rest = VARIABLE.sub(MASK, str(self.raw))
         plain = _USER_FROM_VARIABLES.sub("", rest)
         return bool(self.variables) and "${" not in rest and masked_text(plain) == plain
 
@@ -98,7 +100,7 @@ def check_words(words: Iterable[str]) -> Iterator[Violation]:
         key, sign, value = word.partition("=")
         name = key.lstrip("+~").rpartition(".")[2].partition("@")[0]
         bare = value.strip("'\"")
-        if sign and not _VARIABLE.search(value) and (is_secret(name, bare) or masked_text(bare) != bare):
+        if sign and not VARIABLE.search(value) and (is_secret(name, bare) or masked_text(bare) != bare):
             for part in {bare, *(part.strip(" '\"[]") for part in bare.split(","))}:
                 if is_secret(name, bare):
                     remember(part)

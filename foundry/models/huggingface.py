@@ -35,6 +35,7 @@ class HuggingFaceCausalLM(nn.Module):
         init_std: standard deviation of fresh weights, or a rule of `resolve_std`, for `draw_weights`; None: the
             architecture's own initialisation.
         embedding_init_std: that of embeddings; None: init_std.
+        read_weights: take the folder's weights; False: they come from a checkpoint, and the folder has none.
 
     Raises:
         ConfigError: there is no such folder, architecture or field, or the vocabulary or the positions do not suffice,
@@ -51,6 +52,7 @@ class HuggingFaceCausalLM(nn.Module):
         max_seq_len: int,
         init_std: float | str | None = None,
         embedding_init_std: float | str | None = None,
+        read_weights: bool = True,
     ) -> None:
         super().__init__()
         fields = dict(config or {})
@@ -61,7 +63,7 @@ class HuggingFaceCausalLM(nn.Module):
         _check_sizes(hf_config, vocab_size, max_seq_len)
         hf_config.use_cache = False
         self.config = hf_config
-        self.causal_lm = _build(hf_config) if path is None else _load(path, hf_config)
+        self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(hf_config)
         if path is None and init_std is not None:
             self._init_weights(init_std, init_std if embedding_init_std is None else embedding_init_std)
         for module in self.causal_lm.modules():
@@ -157,9 +159,10 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
         raise ConfigError(Violation("model.path", message))
     folder = str(Path(path).expanduser())
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ConfigError(Violation("model.path", f"{path!r}: {_one_line(error)}")) from error
+    _check_kernels(path, config)
     _check_fields(config, config.model_type, fields)
     try:
         for name, value in fields.items():
@@ -172,7 +175,7 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
     build: Any = AutoModelForCausalLM.from_config
-    model: PreTrainedModel = build(config, dtype=torch.float32)
+    model: PreTrainedModel = build(config, dtype=torch.float32, trust_remote_code=False)
     return model
 
 
@@ -187,6 +190,7 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
             config=config,
             dtype=torch.float32,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
     except (ValueError, OSError, RuntimeError) as error:
@@ -215,6 +219,14 @@ def _check_fields(config: PreTrainedConfig, architecture: str, fields: dict[str,
     ]
     if unknown:
         raise ConfigError(unknown)
+
+
+def _check_kernels(path: str, config: PreTrainedConfig) -> None:
+    """Refuse a folder that would have transformers fetch code: the attention of a hub, which it names by a `/`."""
+    attention = getattr(config, "_attn_implementation", None)
+    if "/" in str(attention):
+        message = f"{path!r} asks for the code {attention!r} of a hub; give one with +model.config.attn_implementation="
+        raise ConfigError(Violation("model.path", message))
 
 
 def _check_sizes(config: PreTrainedConfig, vocab_size: int, max_seq_len: int) -> None:

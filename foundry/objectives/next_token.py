@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry.config.errors import ConfigError, Violation
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.text_samples import TextSamples, sample_token
 from foundry.training.protocols import LossSum, Microbatch
@@ -79,12 +80,18 @@ class NextToken:
             num_tokens: tokens to add at most, the text ends with its document; None: `sample_tokens`.
             temperature: None: the objective's own.
             seed: of the drawing.
+
+        Raises:
+            ConfigError: the prompt has no tokens.
         """
         prompt = DEFAULT_PROMPT if prompt is None else prompt
         temperature = self.temperature if temperature is None else temperature
         special = [token for token, added in data.tokenizer.get_added_tokens_decoder().items() if added.special]
         # Without a prompt the text starts where documents do: after the end of another.
         tokens: list[int] = data.tokenizer.encode(prompt, add_special_tokens=False).ids or special[:1]
+        if not tokens:
+            message = f"is {prompt!r}, of which the tokenizer makes no token; give a text that it knows"
+            raise ConfigError(Violation("prompt", message))
         prompt_length = len(tokens)
         generator = torch.Generator().manual_seed(seed)
         was_training = model.training

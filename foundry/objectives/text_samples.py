@@ -31,7 +31,8 @@ def sample_token(logits: Tensor, temperature: float, generator: torch.Generator)
     """Draw a token from (vocab,) logits; temperature 0: the likeliest."""
     # Each device has a random stream of its own; the host's is the same on every rank.
     logits = logits.float().cpu()
-    if temperature == 0:
+    # A temperature so small that the quotients overflow picks the likeliest, too.
+    if temperature == 0 or not (scaled := logits / temperature).max().isfinite():
         return int(logits.argmax())
-    probabilities = torch.softmax(logits / temperature, dim=-1)
+    probabilities = torch.softmax(scaled, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))

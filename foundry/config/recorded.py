@@ -1,0 +1,117 @@
+"""What other runs, and other people, have written down of their settings: read as data, never as instructions."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.secrets import VARIABLE
+from foundry.config.store import group_schemas
+from foundry.config.strict_yaml import read_yaml
+from foundry.records.redact import one_line
+
+_HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+"""What `hydra.utils.instantiate` obeys, at any depth of what it is given."""
+
+_ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+_MAX_BITS = 64
+_LONGEST = 120  # characters of a value in a message
+
+
+def read_settings(path: Path, key: str) -> dict[str, Any]:
+    """The settings that a file of a run directory holds, as plain containers.
+
+    Args:
+        path: the file.
+        key: of the option that names the directory, for messages.
+
+    Raises:
+        ConfigError: it cannot be read or holds no settings; or one is an interpolation. foundry writes what those came
+            to, and of a secret the name of its variable, which `variables` finds.
+    """
+    try:
+        content = read_yaml(path)
+    except FileNotFoundError:
+        message = f"{path.parent} is not a run directory: it has no {path.name}"
+        raise ConfigError(Violation(key, message)) from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(Violation(key, f"{path.parent} cannot be read: {error}")) from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            Violation(key, f"{path} holds no settings: it is {'empty' if content is None else 'no mapping'}")
+        )
+    for where, value in _leaves(content, ""):
+        if reason := _is_strange(value):
+            raise ConfigError(Violation(key, f"{path} has {where}={shown(value)}; {reason}"))
+    return content
+
+
+def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
+    """What in a run's settings would have a library run code that is not foundry's own, each as key=value.
+
+    A part is foundry's own if its `_target_` is the default of a schema of its group; whatever else Hydra obeys, and
+    whatever is nested, is not. Kernels of a hub, which transformers would fetch, are not either, and a part is given no
+    variable of the environment.
+    """
+    for group, node in content.items():
+        own = {f"{group}._target_": own_targets(group)}
+        for where, name, value in _keys(node, group):
+            is_hydra = name in _HYDRA_KEYS and value not in own.get(where, ())
+            is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
+            if is_hydra or is_kernel:
+                yield f"{where}={shown(value)}"
+        for where, value in _leaves(node, group) if own_targets(group) else ():
+            if isinstance(value, str) and "${" in value:
+                yield f"{where}={shown(value)}"
+
+
+def variables(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Path and text of the settings of a run that name a variable of the environment in place of a secret."""
+    for where, _, value in _keys(content, ""):
+        if isinstance(value, str) and VARIABLE.search(value):
+            yield where, value
+
+
+def own_targets(group: str) -> tuple[str, ...]:
+    """The `_target_` of each of foundry's own parts of a group; none where the group has no parts."""
+    defaults = (item.default for s in group_schemas(group).values() for item in fields(s) if item.name == "_target_")
+    return tuple(dict.fromkeys(default for default in defaults if isinstance(default, str)))
+
+
+def shown(value: object) -> str:
+    """A value of somebody else's in a message: not too long, and nothing that a terminal would obey."""
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return f"a number of {value.bit_length()} bits"  # Python may refuse to spell it
+    text = one_line(value if isinstance(value, str) else repr(value))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _is_strange(value: object) -> str:
+    """Why foundry has not written a value; empty where it may have."""
+    if isinstance(value, str) and "${" in VARIABLE.sub("", value):
+        return "recorded settings are resolved, and hold no interpolations"
+    if value == "???":
+        return "recorded settings have values"
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return "no setting is as large"
+    return ""
+
+
+def _keys(node: Any, path: str) -> Iterator[tuple[str, object, object]]:
+    """Path, name and value of every key at any depth."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in children:
+        where = f"{path}.{shown(name)}" if path else shown(name)
+        if isinstance(node, dict):
+            yield where, name, value
+        yield from _keys(value, where)
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, object]]:
+    """Every name and every value that is no container, with its path."""
+    for where, name, value in _keys(node, path):
+        yield where, name
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, (dict, list)):
+                yield where, item

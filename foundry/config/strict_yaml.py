@@ -1,0 +1,65 @@
+"""YAML as foundry and Hydra write it into a directory: small, plain, and read without running or expanding anything."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf._utils import get_yaml_loader
+
+from foundry.records.files import read_text
+
+MAX_BYTES = 2**20
+"""No file of settings is larger; one that is was not written by foundry."""
+
+_MAX_DEPTH = 32
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    """Reads numbers as OmegaConf does, and constructs nothing but mappings, lists, texts and numbers."""
+
+    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file that another program, or another person, may have written.
+
+    Aliases, which let a file of a hundred bytes become gigabytes, and tags are refused; interpolations stay texts.
+
+    Raises:
+        ValueError: it is no YAML, or none that foundry writes; the message is a line that names the file.
+        UnsafeFileError: it is not a regular file, or larger than `MAX_BYTES`.
+        OSError: it is missing or cannot be read.
+    """
+    try:
+        text = read_text(path, max_bytes=MAX_BYTES)
+        _check_plain(text)
+        return yaml.load(text, Loader=_Loader)  # built on the safe loader
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {_where(error)}") from None
+    except (ValueError, TypeError, RecursionError) as error:  # no UTF-8, no such date, a key that is a list
+        raise ValueError(f"{path} is no settings file: {' '.join(str(error).split())}") from None
+
+
+def _check_plain(text: str) -> None:
+    """Look at the tokens before anything is made of them.
+
+    Raises:
+        ValueError: there is an alias, an anchor, a tag, or too deep a nesting.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=_Base):
+        line = 1 if event.start_mark is None else event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise ValueError(f"line {line} has an alias or anchor, which settings do not need")
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise ValueError(f"line {line} has the tag {tag!r}, which settings do not need")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"line {line} is nested deeper than {_MAX_DEPTH} levels")
+
+
+def _where(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    line = "" if mark is None else f"line {mark.line + 1}: "
+    return line + " ".join(str(problem).split())

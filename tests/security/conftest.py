@@ -1,0 +1,33 @@
+"""Tiny finished runs, to be spoilt."""
+
+import shutil
+
+import pytest
+from composition import configure
+from tiny import TINY_DIT, TINY_LM
+
+from foundry.run import run
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A folder with the finished runs `lm` and `dit`."""
+    folder = tmp_path_factory.mktemp("finished")
+    for name, words in (("lm", TINY_LM), ("dit", TINY_DIT)):
+        run(
+            configure(*words, "tracking=none", "evaluation.write_samples=false", "tracking.progress=false"),
+            folder / name,
+        )
+    return folder
+
+
+@pytest.fixture
+def lm(finished, tmp_path):
+    """A copy of the language model's run directory."""
+    return shutil.copytree(finished / "lm", tmp_path / "lm", symlinks=True)
+
+
+@pytest.fixture
+def dit(finished, tmp_path):
+    """A copy of the diffusion model's."""
+    return shutil.copytree(finished / "dit", tmp_path / "dit", symlinks=True)

@@ -1,0 +1,260 @@
+"""What a stranger's run directory names is not built, imported or resolved."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from attacks import CANARY, SECRET, hydra_targets, places, spoilt, targets
+
+from foundry.config.command import command
+from foundry.config.errors import ConfigError
+from foundry.config.frozen import load_config
+from foundry.config.recorded import own_targets
+from foundry.config.store import GROUPS
+from foundry.export import ExportOptions, export
+from foundry.sample import SampleOptions, sample
+
+COMMANDS = {"sample": (SampleOptions, sample), "export": (ExportOptions, export)}
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch):
+    monkeypatch.setenv(CANARY, SECRET)
+
+
+@pytest.fixture
+def ask(monkeypatch, capsys, tmp_path):
+    """Run a command in this process; its exit code and what it said."""
+
+    def ask(name, run_dir, *words):
+        words = [f"run={run_dir}", *([f"out={tmp_path / 'out'}"] if name == "export" else []), *words]
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        try:
+            command(*COMMANDS[name], name=name, doc="")
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert SECRET not in out + err
+        return code, out, err
+
+    return ask
+
+
+def settings_of(run_dir):
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+def write(run_dir, settings):
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+def test_no_hostile_target_is_built(lm, tmp_path, ask):
+    canary, good, tried = tmp_path / "canary", settings_of(lm), 0
+    own = {target for group in GROUPS for target in own_targets(group)}
+    for name, attack in targets(canary).items():
+        for place, change in places(attack, name):
+            bad = spoilt(good, change)
+            write(lm, bad)
+            with pytest.raises(ConfigError) as refused:
+                load_config(lm)
+            said = str(refused.value)
+            assert "\n" not in said, place
+            assert "trust=true" in said, place
+            assert all(target in said for target in set(hydra_targets(bad)) - own), place
+            assert not canary.exists(), place
+            tried += 1
+    assert tried >= 500
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("attack", targets(Path("x")))
+def test_commands_refuse_it(lm, tmp_path, ask, name, attack):
+    canary = tmp_path / "canary"
+    place, change = next(places(targets(canary)[attack], attack))
+    write(lm, spoilt(settings_of(lm), change))
+    code, out, err = ask(name, lm)
+    assert (code, out) == (2, ""), place
+    assert err.startswith("run: ")
+    assert err.count("\n") == 1
+    assert "model" in err
+    assert not canary.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_trust_builds_what_is_named(lm, tmp_path, ask, monkeypatch):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "theirmodel.py").write_text(
+        "from foundry.models.transformer import Transformer\n"
+        "def make(**settings):\n"
+        f"    open({str(tmp_path / 'canary')!r}, 'w')\n"
+        "    return Transformer(**settings)\n"
+    )
+    settings = settings_of(lm)
+    del settings["model"]["init_from"]
+    settings["model"]["_target_"] = "theirmodel.make"
+    write(lm, settings)
+    assert ask("export", lm)[0] == 2
+    code, _, err = ask("export", lm, "trust=true")
+    assert (code, "theirmodel" in err, err.count("\n")) == (2, True, 1), "it cannot be imported yet"
+    monkeypatch.syspath_prepend(str(tmp_path / "theirs"))
+    assert ask("export", lm)[0] == 2
+    assert not (tmp_path / "canary").exists()
+    assert ask("export", lm, "trust=true")[0] == 0
+    assert (tmp_path / "canary").exists()
+
+
+ENVIRONMENT = f"${{oc.env:{CANARY}}}"
+
+
+@pytest.mark.parametrize("trust", [(), ("trust=true",)])
+@pytest.mark.parametrize("value", [f"${{oc.env:{CANARY},x}}", f"a ${{oc.decode:{ENVIRONMENT}}} b", "${hparams.seed}"])
+@pytest.mark.parametrize("key", ["tracking.run_name", "model.init_from", "data.cache_dir", "hparams.lr", ENVIRONMENT])
+def test_nothing_is_resolved(lm, tmp_path, ask, key, value, trust):
+    settings = settings_of(lm)
+    group, _, leaf = key.rpartition(".") if "$" not in key else ("tracking", "", key)
+    settings[group][leaf] = value
+    write(lm, settings)
+    code, out, err = ask("export", lm, *trust)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert leaf in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "key", ["model.init_from", "data.cache_dir", "data.tokenizer", "objective.temperature", "hparams.lr"]
+)
+def test_no_part_is_given_a_variable(lm, tmp_path, ask, key):
+    settings = settings_of(lm)
+    group, _, leaf = key.rpartition(".")
+    settings[group][leaf] = ENVIRONMENT
+    write(lm, settings)
+    code, _, err = ask("export", lm)
+    assert (code, leaf in err, err.count("\n")) == (2, True, 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_a_secret_the_export_names_the_variable(lm, tmp_path, ask):
+    settings = settings_of(lm)
+    settings["tracking"]["uri"] = ENVIRONMENT
+    settings["tracking"]["run_name"] = f"http://me:{ENVIRONMENT}@host"
+    write(lm, settings)
+    for trust in ("false", "true"):
+        code, _, err = ask("export", lm, f"trust={trust}", f"out={tmp_path / trust}")
+        assert (code, err) == (0, "")
+        text = (tmp_path / trust / "config.yaml").read_text()
+        assert SECRET not in text
+        assert yaml.safe_load(text)["tracking"] == settings["tracking"]
+
+
+@pytest.mark.parametrize(
+    "attention", ["evil/kernel", "kernels-community/flash-attn", {"": "evil/kernel"}, "evil", "/tmp/evil.py"]
+)
+def test_no_kernel_of_a_hub_is_fetched(lm, ask, attention):
+    settings = settings_of(lm)
+    settings["model"] = {
+        "_target_": "foundry.models.huggingface.HuggingFaceCausalLM",
+        "init_from": None,
+        "path": None,
+        "architecture": "llama",
+        "config": {"attn_implementation": attention},
+        "vocab_size": 512,
+        "max_seq_len": 32,
+        "init_std": None,
+        "embedding_init_std": None,
+    }
+    write(lm, settings)
+    code, _, err = ask("export", lm)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "attn_implementation" in err
+
+
+def test_a_folder_that_settings_name_is_not_read(lm, tmp_path, ask):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512}))
+    settings = settings_of(lm)
+    settings["model"] = {
+        "_target_": "foundry.models.huggingface.HuggingFaceCausalLM",
+        "path": str(folder),
+        "vocab_size": 512,
+        "max_seq_len": 32,
+    }
+    write(lm, settings)
+    code, _, err = ask("export", lm)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "trust=true" in err
+    assert str(folder) in err
+
+
+def test_text_that_settings_name_is_not_read(lm, tmp_path, ask):
+    (tmp_path / "private.txt").write_text("private " * 10_000)
+    settings = settings_of(lm)
+    settings["data"] |= {
+        "_target_": "foundry.data.text.text_files",
+        "path": str(tmp_path / "private.txt"),
+        "text_field": "text",
+        "validation_path": None,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    write(lm, settings)
+    (lm / "tokenizer.json").unlink()
+    code, _, err = ask("sample", lm)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "tokenizer.json" in err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_bomb_ends_at_once(lm, ask):
+    levels = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    bombs = [
+        f"l0: &l0 [x, x]\n{levels}",
+        "a: &a [*a]",
+        "[" * 100_000,
+        "{a: " * 100_000,
+        "- " * 100_000,
+        "? " * 100_000,
+        "a: 1\n" * 2_000_000,
+        f"hparams: {{seed: {'9' * 5000}}}",
+        f"hparams: {{seed: 0x{'f' * 50000}}}",
+        "a: !!python/object/apply:os.system [id]",
+        "model: !!python/name:os.system",
+    ]
+    for bomb in bombs:
+        (lm / "config.yaml").write_text(bomb)
+        code, _, err = ask("sample", lm)
+        assert (code, err.count("\n")) == (2, 1), bomb[:40]
+        assert len(err) < 1000
+
+
+def test_names_reach_the_terminal_escaped(lm, ask):
+    settings = settings_of(lm)
+    settings["\x1b]0;owned\x07"] = 1
+    write(lm, settings)
+    code, _, err = ask("sample", lm)
+    assert (code, "\x1b" in err) == (2, False)
+
+
+def test_an_older_run_takes_defaults_and_a_newer_one_is_refused(lm, ask):
+    good = settings_of(lm)
+    for group in ("guard", "tracking"):
+        older = {name: node for name, node in good.items() if name != group}
+        write(lm, older)
+        assert ask("export", lm, f"out={lm / group}")[0] == 0
+    older = json.loads(json.dumps(good))
+    del older["model"]["logprob_tile_tokens"], older["distributed"]["timeout_seconds"]
+    write(lm, older)
+    assert load_config(lm) == load_config(shutil.copytree(lm, lm.parent / "same"))
+    assert ask("export", lm)[0] == 0
+    for group in ("model", "hparams", "guard"):
+        write(lm, {**good, group: {**good[group], "of_the_future": 1}})
+        code, _, err = ask("sample", lm)
+        assert (code, "of_the_future" in err, err.count("\n")) == (2, True, 1)
+    write(lm, {name: node for name, node in good.items() if name != "model"})
+    assert "has no model" in ask("sample", lm)[2]
+    (lm / "config.yaml").unlink()
+    assert "has no config.yaml" in ask("sample", lm)[2]
