@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foundry.checkpoint.folder import MANIFEST, CheckpointError, find
 from foundry.checkpoint.tensors import load_weights, tied_names
-from foundry.checkpoint.verification import problems_together
+from foundry.checkpoint.verification import damage_together
 from foundry.config.errors import ConfigError, Violation
 from foundry.parallel.process_group import World
 
@@ -35,10 +35,14 @@ def init_from(model: nn.Module, path: Path, world: World) -> None:
     """
     try:
         checkpoint = (
-            path if (path / MANIFEST).is_file() else find(path, "last") if (path / "checkpoints").is_dir() else None
+            path.resolve()  # `checkpoints/latest` is a link
+            if (path / MANIFEST).is_file()
+            else find(path, "last")
+            if (path / "checkpoints").is_dir()
+            else None
         )
         if checkpoint is not None:
-            if wrong := problems_together(checkpoint, world):
+            if wrong := damage_together(checkpoint, world):
                 raise CheckpointError(f"{checkpoint.name} is not whole: {'; '.join(wrong)}")
             load_weights(checkpoint, model, ema=True)
             return
