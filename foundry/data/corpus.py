@@ -3,33 +3,27 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from glob import has_magic
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.data.documents import Documents, documents, source_files
 
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = {"encodings", "pydoc_data"}
 _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_PATH, _VALIDATION_PATH = "data.path", "data.validation_path"
 
 
-class Documents(Protocol):
-    """Texts that are read when iterated, so that there may be more than memory holds."""
+class Splits(NamedTuple):
+    """Documents to learn from, and those held out."""
 
-    def __len__(self) -> int:
-        """Number of documents, empty ones included."""
-        ...
-
-    def __iter__(self) -> Iterator[str]:
-        """The texts that are not empty, in order."""
-        ...
-
-    def select(self, indices: Sequence[int]) -> "Documents":
-        """Some of the documents."""
-        ...
+    train: Iterable[str]
+    validation: Iterable[str]
 
 
 @dataclass(frozen=True)
@@ -37,50 +31,14 @@ class Corpus:
     """Documents by split.
 
     Attributes:
-        train: to learn from.
-        validation: held out.
         fingerprint: SHA-256 of their contents, names and split, in hexadecimal.
         content: the same without the names of files, where they do not matter.
+        read: opens them; where their tokens are in the cache, nobody has to.
     """
 
-    train: Iterable[str]
-    validation: Iterable[str]
     fingerprint: str
     content: str
-
-
-@dataclass(frozen=True)
-class _Files:
-    """One document a file."""
-
-    paths: tuple[Path, ...]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __iter__(self) -> Iterator[str]:
-        texts = (path.read_text(encoding="utf-8", errors="replace") for path in self.paths)
-        return filter(None, texts)
-
-    def select(self, indices: Sequence[int]) -> "_Files":
-        return _Files(tuple(self.paths[index] for index in indices))
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One document a row of a `datasets.Dataset`."""
-
-    rows: Any
-    text_field: str
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[str]:
-        return filter(None, self.rows[self.text_field])
-
-    def select(self, indices: Sequence[int]) -> "_Column":
-        return _Column(self.rows.select(indices), self.text_field)
+    read: Callable[[], Splits]
 
 
 def stdlib_corpus(*, held_out: float) -> Corpus:
@@ -93,13 +51,10 @@ def stdlib_corpus(*, held_out: float) -> Corpus:
     paths = {path.relative_to(root).as_posix(): path for path in _python_files(root)}
     names = list(paths)
     chosen = held_out_names(names, held_out)
+    train = source_files([paths[name] for name in names if name not in chosen])
+    validation = source_files([paths[name] for name in names if name in chosen])
     digest = _digest([f"stdlib {held_out}", *names], _hashes(paths.values()))
-    return Corpus(
-        train=_Files(tuple(paths[name] for name in names if name not in chosen)),
-        validation=_Files(tuple(paths[name] for name in names if name in chosen)),
-        fingerprint=digest,
-        content=digest,
-    )
+    return Corpus(digest, digest, lambda: Splits(train, validation))
 
 
 def _python_files(root: Path) -> list[Path]:
@@ -121,7 +76,7 @@ def held_out_names(names: Sequence[str], share: float) -> set[str]:
     return set(ranked[: min(max(1, round(share * len(ranked))), len(ranked) - 1)])
 
 
-def files_corpus(*, path: str, text_field: str, validation_path: str | None, held_out: float, cache_dir: str) -> Corpus:
+def files_corpus(*, path: str, text_field: str, validation_path: str | None, held_out: float) -> Corpus:
     """The user's own files. A text file is one document; a line of JSONL or a row of Parquet is one.
 
     Args:
@@ -129,74 +84,84 @@ def files_corpus(*, path: str, text_field: str, validation_path: str | None, hel
         text_field: column or key of the text.
         validation_path: files to hold out; None: a share of `path`'s documents, or of a single document's end.
         held_out: that share.
-        cache_dir: where `datasets` keeps its Arrow files.
 
     Raises:
-        ConfigError: there are no files, kinds are mixed, the column is missing or the documents are empty.
+        ConfigError: there are no files, kinds are mixed, or one cannot be read; `read` raises one for their contents.
     """
-    files = _find_files(path, "data.path")
-    validation_files = [] if validation_path is None else _find_files(validation_path, "data.validation_path")
+    files = _find_files(path, _PATH)
+    validation_files = [] if validation_path is None else _find_files(validation_path, _VALIDATION_PATH)
     described = [f"files {text_field} {held_out} {bool(validation_files)}", *(file.name for file in files)]
-    hashes = _hashes([*files, *validation_files])
-    fingerprint = _digest(described, hashes)
-    content = _digest([described[0], _KINDS[files[0].suffix], str(len(files))], hashes)
-    texts = _read_texts(files, text_field, cache_dir, "data.path")
+    try:
+        hashes = _hashes([*files, *validation_files])
+    except OSError as error:
+        message = f"{error.filename} cannot be read: {error.strerror}; make it readable or leave it out"
+        raise ConfigError(Violation(_PATH, message)) from error
+    return Corpus(
+        _digest(described, hashes),
+        _digest([described[0], _KINDS[files[0].suffix], str(len(files))], hashes),
+        partial(_read, files, validation_files, text_field, held_out),
+    )
+
+
+def _read(files: Sequence[Path], validation_files: Sequence[Path], text_field: str, held_out: float) -> Splits:
+    """The documents by split; all are read once, so that nothing is built on files that turn out to be broken.
+
+    Raises:
+        ConfigError: a file cannot be read, the text is not where it should be, or there is none.
+    """
+    train = documents(files, text_field=text_field, key=_PATH)
+    count = _count(train, _PATH)
     if validation_files:
-        validation = _read_texts(validation_files, text_field, cache_dir, "data.validation_path")
-        return Corpus(texts, validation, fingerprint, content)
-    if len(texts) == 1:
-        text = "".join(texts)
+        validation = documents(validation_files, text_field=text_field, key=_VALIDATION_PATH)
+        _count(validation, _VALIDATION_PATH)
+        return Splits(train, validation)
+    if count == 1:
+        text = "".join(train)
         cut = round(len(text) * (1 - held_out))
-        return Corpus([text[:cut]], [text[cut:]], fingerprint, content)
-    chosen = held_out_names([str(index) for index in range(len(texts))], held_out)
-    by_split: dict[bool, list[int]] = {True: [], False: []}
-    for index in range(len(texts)):
-        by_split[str(index) in chosen].append(index)
-    return Corpus(texts.select(by_split[False]), texts.select(by_split[True]), fingerprint, content)
+        return Splits([text[:cut]], [text[cut:]])
+    chosen = held_out_names([str(index) for index in range(count)], held_out)
+    held = frozenset(int(name) for name in chosen)
+    return Splits(replace(train, left_out=held), replace(train, only=held))
+
+
+def _count(found: Documents, key: str) -> int:
+    """The number of documents.
+
+    Raises:
+        ConfigError: none of them holds text.
+    """
+    count, filled = found.count()
+    if not filled:
+        more = f" and {len(found.files) - 1} more" if len(found.files) > 1 else ""
+        what = f"{count} empty documents and no other" if count else "no rows"
+        raise ConfigError(Violation(key, f"{found.files[0]}{more}: {what}; give files with text"))
+    return count
 
 
 def _find_files(pattern: str, key: str) -> list[Path]:
     path = Path(pattern).expanduser()
-    if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in _KINDS)
-    elif has_magic(pattern):
-        found = sorted(file for file in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if file.is_file())
-    else:
-        found = [path] if path.is_file() else []
+    if not pattern.strip():
+        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {', '.join(_KINDS)} files"))
+    try:
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix in _KINDS)
+        elif has_magic(pattern):
+            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        else:
+            found = [path] if path.is_file() else []
+        found = [file for file in found if not file.is_dir()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(Violation(key, f"{pattern!r} cannot be searched: {error}")) from error
     if not found:
-        kinds = ", ".join(_KINDS)
-        raise ConfigError(Violation(key, f"{pattern!r} has no files; give a file, folder or glob of {kinds} files"))
+        message = f"{pattern!r} has no files; give a file, folder or glob of {', '.join(_KINDS)} files"
+        raise ConfigError(Violation(key, message))
+    if strange := [file for file in found if not file.is_file()]:
+        raise ConfigError(Violation(key, f"{strange[0]} is no file, or a link to none; remove it or leave it out"))
     kinds_found = {file.suffix for file in found}
     if len({_KINDS.get(suffix) for suffix in kinds_found}) > 1 or not kinds_found <= _KINDS.keys():
         message = f"{pattern!r} has files of {', '.join(sorted(kinds_found))}; choose one kind of {', '.join(_KINDS)}"
         raise ConfigError(Violation(key, message))
     return found
-
-
-def _read_texts(files: Sequence[Path], text_field: str, cache_dir: str, key: str) -> Documents:
-    kind = _KINDS[files[0].suffix]
-    if kind == "text":
-        return _Files(tuple(files))
-    from datasets import load_dataset  # type: ignore[import-untyped]
-    from datasets.exceptions import DatasetGenerationError  # type: ignore[import-untyped]
-
-    try:
-        rows = load_dataset(
-            kind,
-            data_files=[str(file.resolve()) for file in files],
-            split="train",
-            cache_dir=str(Path(cache_dir).resolve() / "arrow"),
-        )
-    except DatasetGenerationError as error:
-        message = f"{files[0].name!r} and what goes with it cannot be read as {kind}: {error.__cause__ or error}"
-        raise ConfigError(Violation(key, " ".join(message.split()))) from error
-    if text_field not in rows.column_names:
-        message = f"{text_field!r} is not among the columns {', '.join(sorted(rows.column_names))} of {files[0].name!r}"
-        raise ConfigError(Violation("data.text_field", message))
-    if rows.features[text_field].dtype not in ("string", "large_string"):
-        message = f"{text_field!r} holds {rows.features[text_field].dtype}, not text; choose a column of strings"
-        raise ConfigError(Violation("data.text_field", message))
-    return _Column(rows, text_field)
 
 
 def _hashes(files: Iterable[Path]) -> list[bytes]:
@@ -209,4 +174,4 @@ def _hashes(files: Iterable[Path]) -> list[bytes]:
 
 
 def _digest(names: Iterable[str], hashes: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(["\0".join(names).encode(), *hashes])).hexdigest()
+    return hashlib.sha256(b"".join(["\0".join(names).encode(errors="surrogateescape"), *hashes])).hexdigest()

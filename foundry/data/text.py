@@ -73,7 +73,6 @@ def text_files(
         text_field=text_field,
         validation_path=validation_path,
         held_out=held_out,
-        cache_dir=cache_dir,
     )
     return _splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
 
@@ -81,13 +80,9 @@ def text_files(
 def _splits(corpus: Corpus, *, seq_len: int, vocab_size: int, tokenizer: str | None, cache_dir: str) -> DataSplits:
     tokens = tokenised(corpus, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
     train, validation = TokenSequences(tokens.train, seq_len), TokenSequences(tokens.validation, seq_len)
-    for split, sequences in (("training", train), ("validation", validation)):
-        if not len(sequences):
-            message = (
-                f"is {seq_len} but the {split} text has {len(sequences.tokens)} tokens, less than the "
-                f"{seq_len + 1} of one sample; set a smaller data.seq_len or give more text"
-            )
-            raise ConfigError(Violation("data.seq_len", message))
+    split, shorter = min(("training", train), ("validation", validation), key=lambda named: len(named[1].tokens))
+    if not len(shorter):
+        raise ConfigError(_too_short(split, len(shorter.tokens), seq_len))
     notes: dict[str, Any] = asdict(tokens.statistics)
     notes["dropped_train_tokens"] = train.dropped_tokens
     notes["dropped_validation_tokens"] = validation.dropped_tokens
@@ -100,3 +95,16 @@ def _splits(corpus: Corpus, *, seq_len: int, vocab_size: int, tokenizer: str | N
         tokenizer=tokens.tokenizer,
         notes=notes,
     )
+
+
+def _too_short(split: str, tokens: int, seq_len: int) -> Violation:
+    if tokens < 3 and split == "validation":
+        message = (
+            f"leaves {tokens} tokens for validation; set a larger share, or give data.validation_path or more text"
+        )
+        return Violation("data.held_out", message)
+    smaller = f"set data.seq_len={tokens - 1} or less, or give more text" if tokens > 1 else "give more text"
+    message = (
+        f"is {seq_len} but the {split} text has {tokens} tokens, less than the {seq_len + 1} of one sample; {smaller}"
+    )
+    return Violation("data.seq_len", message)

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import logging
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,11 +14,17 @@ import numpy as np
 from filelock import FileLock
 from tokenizers import Tokenizer
 
+from foundry.config.errors import ConfigError, Violation
 from foundry.data.corpus import Corpus
+from foundry.data.sealed_folder import damage_of, publish, seal, sweep_temporaries, temporary_for
 from foundry.data.token_sequences import TokenArray
-from foundry.data.tokenizer import end_of_document_id, load_tokenizer, train_tokenizer
+from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer, usual_end
+from foundry.records.files import read_text
+from foundry.records.lock import LOCK, hold
 
 _FORMAT = 1
+_TOKENIZER, _TRAIN, _VALIDATION, _STATISTICS = "tokenizer.json", "train.npy", "validation.npy", "statistics.json"
+log = logging.getLogger(__name__)
 _DOCUMENTS_PER_BATCH = 256
 
 
@@ -61,59 +68,72 @@ def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_d
         cache_dir: the cache's parent folder.
 
     Raises:
-        ConfigError: the tokenizer cannot be read or is larger than vocab_size.
+        ConfigError: the tokenizer cannot be read or is larger than vocab_size, a document cannot be read, or the cache
+            cannot be written.
     """
     chosen = None if tokenizer is None else load_tokenizer(tokenizer, vocab_size)
-    settings = f"{_FORMAT} {vocab_size} {'' if chosen is None else chosen.to_str()} {corpus.fingerprint}"
+    described = "" if chosen is None else chosen[0].to_str()
+    if chosen is not None and chosen[1] != usual_end(chosen[0]):
+        described += f" {chosen[1]}"
+    # The order of a run is drawn from it, so it stays what it was for runs that go on.
+    settings = f"{_FORMAT} {vocab_size} {described} {corpus.fingerprint}"
     fingerprint = hashlib.sha256(settings.encode()).hexdigest()[:32]
     folder = Path(cache_dir).expanduser().resolve() / fingerprint
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if not folder.is_dir():
-                _build(folder, corpus, vocab_size, chosen)
+    try:
+        if (damage := damage_of(folder)) is not None:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_suffix(".lock"), mode=0o666):
+                if (damage := damage_of(folder)) is not None:
+                    if damage:
+                        log.warning("%s: %s; the tokens are made again", folder, damage)
+                    _build(folder, corpus, vocab_size, chosen)
+    except (OSError, NotImplementedError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"is {cache_dir}, where tokens cannot be kept: {reason}; set another, here or in FOUNDRY_CACHE"
+        raise ConfigError(Violation("data.cache_dir", message)) from error
     return TokenisedCorpus(
         fingerprint,
-        Tokenizer.from_file(str(folder / "tokenizer.json")),
-        np.load(folder / "train.npy", mmap_mode="r"),
-        np.load(folder / "validation.npy", mmap_mode="r"),
-        TokenStatistics(**json.loads((folder / "statistics.json").read_text())),
+        Tokenizer.from_file(str(folder / _TOKENIZER)),
+        np.load(folder / _TRAIN, mmap_mode="r", allow_pickle=False),
+        np.load(folder / _VALIDATION, mmap_mode="r", allow_pickle=False),
+        TokenStatistics(**json.loads(read_text(folder / _STATISTICS))),
     )
 
 
-def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-    if tokenizer is None:
-        tokenizer = train_tokenizer(corpus.train, vocab_size)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        tokenizer.save(str(temporary / "tokenizer.json"))
-        train_documents, train = _encode(corpus.train, tokenizer, temporary / "train.npy")
-        validation_documents, validation = _encode(corpus.validation, tokenizer, temporary / "validation.npy")
+def _build(folder: Path, corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None) -> None:
+    """Make the folder, whole and on the disk, or nothing; the lock is held."""
+    sweep_temporaries(folder.parent)
+    train_texts, validation_texts = corpus.read()
+    tokenizer, end = chosen or _trained(train_texts, vocab_size)
+    temporary = temporary_for(folder)
+    with ExitStack() as held:
+        held.callback(shutil.rmtree, temporary, ignore_errors=True)
+        hold(temporary, held)  # says to others that somebody is at work
+        tokenizer.save(str(temporary / _TOKENIZER))
+        train_documents, train = _encode(train_texts, tokenizer, end, temporary / _TRAIN)
+        validation_documents, validation = _encode(validation_texts, tokenizer, end, temporary / _VALIDATION)
         statistics = TokenStatistics(
             documents=train_documents + validation_documents,
             train_tokens=len(train),
             validation_tokens=len(validation),
             unigram_entropy=unigram_entropy(train, validation, tokenizer.get_vocab_size()),
         )
-        (temporary / "statistics.json").write_text(json.dumps(asdict(statistics)))
+        (temporary / _STATISTICS).write_text(json.dumps(asdict(statistics)))
+        seal(temporary, (_TOKENIZER, _TRAIN, _VALIDATION, _STATISTICS))
         temporary.chmod(0o755)
-        _publish(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / LOCK).unlink()
+        publish(temporary, folder)
 
 
-def _publish(temporary: Path, folder: Path) -> None:
-    try:
-        temporary.rename(folder)
-    except OSError:
-        # Where locks do not reach, as on some network file systems, another machine may have been first.
-        if not folder.is_dir():
-            raise
+def _trained(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, int]:
+    tokenizer = train_tokenizer(texts, vocab_size)
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    assert end is not None
+    return tokenizer, end
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer, file: Path) -> tuple[int, TokenArray]:
-    """Write the tokens of all documents, each ended by the end-of-document token; their number and one array."""
-    end = end_of_document_id(tokenizer)
+def _encode(texts: Iterable[str], tokenizer: Tokenizer, end: int, file: Path) -> tuple[int, TokenArray]:
+    """Write the tokens of all documents, each ended by the token `end`; their number and one array."""
     dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
     raw = file.with_suffix(".raw")
     documents, length = 0, 0

@@ -1,14 +1,24 @@
 """Byte-level BPE tokenizers: trained on text, or read from a file or folder."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.records.files import read_text
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_DECLARATIONS = (
+    ("tokenizer_config.json", "eos_token"),
+    ("special_tokens_map.json", "eos_token"),
+    ("generation_config.json", "eos_token_id"),
+    ("config.json", "eos_token_id"),
+)
+_KEY = "data.tokenizer"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -31,34 +41,99 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(path: str, vocab_size: int) -> Tokenizer:
-    """Read a tokenizer, and give it an end-of-document token where it has none.
+def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
+    """Read a tokenizer and the token that ends a document.
+
+    That is the one which the files beside it declare as the end of a sequence, or else one of the usual names; a
+    tokenizer that has neither is given one more token.
 
     Args:
         path: a tokenizer.json, or a folder with one.
         vocab_size: entries of the model's embedding, which the tokenizer must not exceed.
 
     Raises:
-        ConfigError: there is no readable tokenizer.json, or it has more than vocab_size entries.
+        ConfigError: there is no readable tokenizer.json, it has more entries than vocab_size or than the model of its
+            folder, or it lacks the token that is declared.
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
-        raise ConfigError(Violation("data.tokenizer", f"{path!r} has no tokenizer.json; give the file or its folder"))
+        message = (
+            f"{path!r} has no tokenizer.json; give the file or its folder, as AutoTokenizer.save_pretrained writes it"
+        )
+        raise ConfigError(Violation(_KEY, message))
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing more specific
-        message = f"{str(file)!r} is not a tokenizer.json of the tokenizers library: {error}"
-        raise ConfigError(Violation("data.tokenizer", message)) from error
-    if not any(tokenizer.token_to_id(token) is not None for token in _END_TOKENS):
-        tokenizer.add_special_tokens([END_OF_DOCUMENT])
-    if (entries := tokenizer.get_vocab_size()) > vocab_size:
+        message = f"{str(file)!r} is not a tokenizer.json of the tokenizers library: {' '.join(str(error).split())}"
+        raise ConfigError(Violation(_KEY, message)) from error
+    declared = _declared_end(file.parent) if file.name == "tokenizer.json" else None
+    if declared is not None:
+        end = _id_of(tokenizer, declared, file.parent)
+    else:
+        if usual_end(tokenizer) is None:
+            tokenizer.add_special_tokens([END_OF_DOCUMENT])
+        usual = usual_end(tokenizer)
+        assert usual is not None
+        end = usual
+    model_entries = _config_value(file.parent / "config.json", "vocab_size")
+    _check_entries(tokenizer.get_vocab_size(), vocab_size, path, model_entries)
+    return tokenizer, end
+
+
+def usual_end(tokenizer: Tokenizer) -> int | None:
+    """The token that ends a document by its name; None where it has none of the usual names."""
+    ids = (tokenizer.token_to_id(token) for token in _END_TOKENS)
+    return next((token for token in ids if token is not None), None)
+
+
+def _declared_end(folder: Path) -> str | int | None:
+    """What the files that transformers writes beside a tokenizer or a model say ends a sequence: a token or its id."""
+    for name, key in _DECLARATIONS:
+        end = _config_value(folder / name, key)
+        end = end[0] if isinstance(end, list) and end else end
+        end = end.get("content") if isinstance(end, dict) else end
+        if isinstance(end, (str, int)) and not isinstance(end, bool):
+            return end
+    return None
+
+
+def _config_value(file: Path, key: str) -> Any:
+    """What a file of settings in JSON says of a key, for text models inside others too; None where it says nothing.
+
+    Raises:
+        ConfigError: it is not JSON.
+    """
+    try:
+        content = json.loads(read_text(file))
+        assert isinstance(content, dict)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AssertionError, RecursionError) as error:
+        message = f"{file} cannot be read as JSON: {' '.join(str(error).split()) or 'it is no object'}"
+        raise ConfigError(Violation(_KEY, message)) from None
+    inner = content.get("text_config")
+    return content.get(key, inner.get(key) if isinstance(inner, dict) else None)
+
+
+def _id_of(tokenizer: Tokenizer, end: str | int, folder: Path) -> int:
+    if isinstance(end, str):
+        token = tokenizer.token_to_id(end)
+    else:
+        token = end if end >= 0 and tokenizer.id_to_token(end) is not None else None
+    if token is None:
+        message = f"is {folder}, which declares {end!r} to end a sequence, which is no token of its tokenizer.json"
+        raise ConfigError(Violation(_KEY, message))
+    return token
+
+
+def _check_entries(entries: int, vocab_size: int, path: str, known: Any) -> None:
+    if isinstance(known, int) and entries > known:
+        message = (
+            f"{path!r} has a tokenizer of {entries} entries but a model of {known}; give the model as many with "
+            f"transformers' resize_token_embeddings({entries}), or choose another data.tokenizer"
+        )
+        raise ConfigError(Violation(_KEY, message))
+    if entries > vocab_size:
         message = f"is {vocab_size} but data.tokenizer={path!r} has {entries} entries; set data.vocab_size={entries}"
         raise ConfigError(Violation("data.vocab_size", message))
-    return tokenizer
-
-
-def end_of_document_id(tokenizer: Tokenizer) -> int:
-    """The token that ends a document."""
-    ids = (tokenizer.token_to_id(token) for token in _END_TOKENS)
-    return int(next(token for token in ids if token is not None))

@@ -160,6 +160,7 @@ def test_processes_that_race_publish_one_folder(folder):
         "train.npy",
         "validation.npy",
         "statistics.json",
+        "manifest.json",
     }
 
 
@@ -225,8 +226,9 @@ def test_broken_jsonl_is_one_line(folder):
 
 def test_the_standard_library_without_tests_split_by_file_name():
     corpus = stdlib_corpus(held_out=0.05)
-    names = [path.as_posix() for path in (*corpus.train.paths, *corpus.validation.paths)]
+    splits = corpus.read()
+    names = [path.as_posix() for split in splits for path in split.files]
     assert 400 < len(names) < 900
-    assert len(corpus.validation.paths) == round(0.05 * len(names))
+    assert len(splits.validation.files) == round(0.05 * len(names))
     assert any(name.endswith("json/decoder.py") for name in names)
     assert not any("/test/" in name or "site-packages" in name for name in names)

@@ -1,0 +1,158 @@
+"""Documents in text, JSONL and Parquet files, read one after another; what cannot be read is named with its place."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from foundry.config.errors import ConfigError, Violation
+
+_FIELD = "data.text_field"
+_ROWS_PER_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts that are read when iterated, so that there may be more than memory holds.
+
+    Attributes:
+        files: in order.
+        read: yields the documents of one file.
+        only: which of them are meant, by number; None: all but `left_out`.
+        left_out: which are not.
+    """
+
+    files: tuple[Path, ...]
+    read: Callable[[Path], Iterator[str]]
+    only: frozenset[int] | None = None
+    left_out: frozenset[int] = frozenset()
+
+    def __iter__(self) -> Iterator[str]:
+        """The texts that are not empty, in order."""
+        for index, text in enumerate(self._all()):
+            if text and index not in self.left_out and (self.only is None or index in self.only):
+                yield text
+
+    def count(self) -> tuple[int, int]:
+        """How many documents there are, and how many of them are not empty; every byte is read, and so checked."""
+        total = filled = 0
+        for text in self._all():
+            total, filled = total + 1, filled + bool(text)
+        return total, filled
+
+    def _all(self) -> Iterator[str]:
+        return (text for file in self.files for text in self.read(file))
+
+
+def documents(files: Sequence[Path], *, text_field: str, key: str) -> Documents:
+    """The documents of a user's files: a text file is one, a line of JSONL or a row of Parquet is one.
+
+    Args:
+        files: of one kind.
+        text_field: column or key of the text.
+        key: the setting that names the files, for what is wrong with them.
+
+    Raises:
+        ConfigError: when iterated: a file cannot be read, or a row holds no text; names file and row.
+    """
+    read: Callable[[Path], Iterator[str]] = _text_file
+    if files[0].suffix != ".txt":
+        read = partial(_parquet_rows if files[0].suffix == ".parquet" else _json_rows, text_field=text_field)
+    return Documents(tuple(files), partial(_readable, read, key))
+
+
+def source_files(files: Sequence[Path]) -> Documents:
+    """Files of source code, one document each; a byte that is no UTF-8 does not matter there."""
+    return Documents(tuple(files), lambda file: iter([file.read_text(encoding="utf-8", errors="replace")]))
+
+
+def _readable(read: Callable[[Path], Iterator[str]], key: str, file: Path) -> Iterator[str]:
+    """The documents of a file; any error is the user's to know, with the file."""
+    from pyarrow import ArrowException  # type: ignore[import-untyped]
+
+    try:
+        yield from read(file)
+    except ConfigError:
+        raise
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start} is {error.object[error.start : error.start + 1]!r}"
+        raise _wrong(key, f"{file} is not text in UTF-8 ({where}); convert it, as with iconv -t UTF-8") from error
+    except (OSError, ValueError, RecursionError, MemoryError, ArrowException) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise _wrong(key, f"{file} cannot be read: {reason}; repair it or leave it out") from error
+
+
+def _text_file(file: Path) -> Iterator[str]:
+    yield file.read_text(encoding="utf-8")
+
+
+def _json_rows(file: Path, *, text_field: str) -> Iterator[str]:
+    """Of lines that are JSON objects; a .json file may be one list of objects too."""
+    with file.open("rb") as stream:
+        is_list = file.suffix == ".json" and stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        stream.seek(0)
+        if is_list:
+            for number, row in enumerate(json.loads(stream.read().decode("utf-8-sig")), 1):
+                yield _text_of(row, text_field, f"{file}, item {number},")
+            return
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {number},"
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError:
+                raise ValueError(f"line {number} is not UTF-8") from None
+            except ValueError as error:
+                raise ValueError(f"line {number} is not JSON ({error})") from None
+            yield _text_of(row, text_field, where)
+
+
+def _text_of(row: object, text_field: str, where: str) -> str:
+    """The text of a row; null is an empty document.
+
+    Raises:
+        ConfigError: the row is no object, lacks the key, or holds something else there.
+    """
+    if not isinstance(row, dict):
+        raise _wrong(_FIELD, f"{where} holds {type(row).__name__}, not an object with the key {text_field!r}")
+    if text_field not in row:
+        found = ", ".join(sorted(map(str, row))) or "none"
+        raise _wrong(_FIELD, f"{text_field!r} is not among the keys of {where} which are: {found}")
+    text = row[text_field]
+    if text is not None and not isinstance(text, str):
+        raise _wrong(_FIELD, f"{text_field!r} of {where} holds {type(text).__name__}, not text")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise _wrong(_FIELD, f"{text_field!r} of {where} holds half of a surrogate pair, which is no text") from None
+    return text or ""
+
+
+def _parquet_rows(file: Path, *, text_field: str) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    with pq.ParquetFile(file) as table:
+        schema = table.schema_arrow
+        if text_field not in schema.names:
+            found = ", ".join(sorted(schema.names)) or "none"
+            raise _wrong(_FIELD, f"{text_field!r} is not among the columns of {file}, which are: {found}")
+        kind: Any = schema.field(text_field).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+            raise _wrong(_FIELD, f"{text_field!r} of {file} holds {kind}, not text; choose a column of strings")
+        first = 0
+        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=[text_field]):
+            try:
+                texts = batch.column(0).to_pylist()
+            except UnicodeDecodeError:
+                raise ValueError(f"rows {first} to {first + len(batch) - 1} hold text that is not UTF-8") from None
+            yield from (text or "" for text in texts)
+            first += len(batch)
+
+
+def _wrong(key: str, message: str) -> ConfigError:
+    return ConfigError(Violation(key, message))

@@ -1,0 +1,134 @@
+"""Folders of files with a manifest of sizes and checksums: published whole, and verified before they are read."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from foundry.records.files import read_text, write_atomically
+from foundry.records.lock import is_held
+
+_MANIFEST, _VERIFIED = "manifest.json", ".verified"
+_CHUNK_BYTES = 2**24
+_ALWAYS_BYTES = 2**28
+"""What is no larger is read in full whenever it is opened: a tenth of a second."""
+
+_STAMP_SECONDS = 24 * 3600.0
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.\w+(\.damaged)?")
+_ABANDONED_SECONDS = 7 * 24 * 3600.0
+
+
+def seal(folder: Path, names: tuple[str, ...]) -> None:
+    """Write down size and checksum of the files of a folder, and wait until all of it is on the disk."""
+    files = {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": _checksum(folder / name)} for name in names}
+    (folder / _MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
+    for path in (*(folder / name for name in (*names, _MANIFEST)), folder):
+        _sync(path)
+
+
+def damage_of(folder: Path) -> str | None:
+    """What is wrong with a sealed folder: None where nothing is, "" where there is no folder.
+
+    Sizes are always compared, and for up to 256 MiB checksums too. For more these are computed, at about the speed of
+    the disk, once a day, and whenever a file has changed since by its inode and time of change, which no program sets.
+    """
+    try:
+        files = json.loads(read_text(folder / _MANIFEST))["files"]
+        stats = {name: (folder / name).stat() for name in files}
+        for name, entry in files.items():
+            if stats[name].st_size != entry["bytes"]:
+                return f"{name} has {stats[name].st_size} bytes, not {entry['bytes']}"
+        stamp = {name: [s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()}
+        is_large = sum(s.st_size for s in stats.values()) > _ALWAYS_BYTES
+        if is_large and _is_stamped(folder, stamp):
+            return None
+        for name, entry in files.items():
+            if _checksum(folder / name) != entry["xxh3_128"]:
+                return f"{name} is not as it was written"
+        if is_large:
+            _stamp(folder, stamp)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing" if folder.is_dir() else ""
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{_MANIFEST} is not as it was written"
+    return None
+
+
+def temporary_for(folder: Path) -> Path:
+    """A new folder beside `folder`, to be filled, sealed and published in its name."""
+    return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Give a sealed folder its name, in place of a damaged one that may have it; whoever reads that one keeps it."""
+    if folder.is_dir() and damage_of(folder):
+        damaged = temporary.with_name(f"{temporary.name}.damaged")
+        folder.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        temporary.rename(folder)
+    except OSError as error:
+        # Where locks do not reach, as on some network file systems, another machine may have been first.
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+    _sync(folder.parent)
+
+
+def sweep_temporaries(parent: Path) -> None:
+    """Remove unpublished folders of processes that are gone; one that somebody is at work in stays.
+
+    Of a process on another machine nothing is known: what it left is removed a week after it was last written to.
+    """
+    for temporary in parent.iterdir():
+        if not _TEMPORARY.fullmatch(temporary.name) or temporary.is_symlink():
+            continue
+        held = is_held(temporary)
+        if held is False or (held is None and time.time() - _last_written(temporary) > _ABANDONED_SECONDS):
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _last_written(folder: Path) -> float:
+    try:
+        return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # it is being published or removed
+        return time.time()
+
+
+def _is_stamped(folder: Path, stamp: dict[str, Any]) -> bool:
+    try:
+        found = json.loads(read_text(folder / _VERIFIED))
+        return bool(found["files"] == stamp and 0 <= time.time() - found["time"] < _STAMP_SECONDS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _stamp(folder: Path, stamp: dict[str, Any]) -> None:
+    """Remember that everything was right; in a folder of another user's it is verified each time."""
+    try:
+        write_atomically(folder / _VERIFIED, json.dumps({"time": time.time(), "files": stamp}))
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def _checksum(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""Files that cannot be learnt from are one line that names the file, its row where that is known, and the key."""
+
+import json
+import os
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foundry.config.errors import ConfigError
+from foundry.data.text import text_files
+
+ROWS = [f"Document {number}: the dog runs over the hill.\n" for number in range(30)]
+
+
+def load(path, **changes):
+    options = {"seed": 0, "seq_len": 8, "vocab_size": 300, "tokenizer": None, "held_out": 0.2}
+    options["cache_dir"] = str(Path(str(path).partition("*")[0] + "cache"))
+    return text_files(path=str(path), **options | changes)
+
+
+def refusal(path, **changes):
+    with pytest.raises(ConfigError) as refused:
+        load(path, **changes)
+    (violation,) = refused.value.violations
+    assert "\n" not in str(violation)
+    return violation
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write(path, content):
+    if isinstance(content, pa.Table):
+        pq.write_table(content, path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+GOOD = [{"text": row} for row in ROWS]
+BROKEN = {
+    "empty.txt": ("", "data.path", "empty"),
+    "empty.jsonl": ("", "data.path", "no rows"),
+    "empty.json": ("[]", "data.path", "no rows"),
+    "blank.jsonl": ("\n \n\n", "data.path", "no rows"),
+    "rows.parquet": (pa.table({"text": pa.array([], pa.string())}), "data.path", "no rows"),
+    "all_empty.jsonl": (lines([{"text": ""}, {"text": None}]), "data.path", "2 empty documents"),
+    "nulls.parquet": (pa.table({"text": pa.array([None, ""], pa.string())}), "data.path", "2 empty documents"),
+    "latin.txt": ("grüße".encode("latin-1") * 50, "data.path", "UTF-8"),
+    "latin.jsonl": (lines(GOOD).encode() + b'{"text": "gr\xfc\xdfe"}\n', "data.path", "line 31 is not UTF-8"),
+    "half.jsonl": (lines(GOOD) + '{"text": "ab', "data.path", "line 31 is not JSON"),
+    "key.jsonl": (lines([*GOOD, {"body": "x"}]), "data.text_field", "line 31, which are: body"),
+    "number.jsonl": (lines([*GOOD, {"text": 3}]), "data.text_field", "line 31, holds int, not text"),
+    "list.jsonl": (lines([*GOOD, ["x"]]), "data.text_field", "line 31, holds list"),
+    "half_pair.jsonl": (lines(GOOD) + '{"text": "\\ud800"}\n', "data.text_field", "line 31, holds half"),
+    "deep.jsonl": (lines(GOOD) + "[" * 100_000 + "\n", "data.path", "cannot be read"),
+    "object.json": ('{"text": "a"', "data.path", "line 1 is not JSON"),
+    "half.json": ('[{"text": "a"}, ', "data.path", "cannot be read"),
+    "item.json": ('[{"text": "a"}, {"b": 1}]', "data.text_field", "item 2"),
+    "no.parquet": (b"", "data.path", "cannot be read"),
+    "text.parquet": (b"not parquet" * 9, "data.path", "cannot be read"),
+    "column.parquet": (pa.table({"body": ROWS}), "data.text_field", "body"),
+    "numbers.parquet": (pa.table({"text": [1, 2]}), "data.text_field", "int64, not text"),
+    "lists.parquet": (pa.table({"text": [["a"], ["b"]]}), "data.text_field", "not text"),
+    "bytes.parquet": (pa.table({"text": [b"a", b"b"]}), "data.text_field", "not text"),
+    "latin.parquet": (
+        pa.table({"text": pa.array([b"gr\xfc\xdfe"] * 9, pa.binary()).view(pa.string())}),
+        "data.path",
+        "rows 0 to 8 hold text that is not UTF-8",
+    ),
+}
+BROKEN["wide.txt"] = (("text " * 50).encode("utf-16"), "data.path", "UTF-8")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("validation", [False, True], ids=["training", "validation"])
+def test_what_is_broken_is_named_with_its_place(tmp_path, name, validation):
+    content, key, named = BROKEN[name]
+    broken = write(tmp_path / name, content)
+    if validation:
+        good = write(tmp_path / "good.txt", "".join(ROWS))
+        violation = refusal(good, validation_path=str(broken))
+        key = key.replace("data.path", "data.validation_path")
+    else:
+        violation = refusal(broken)
+    assert violation.key == key
+    assert named in violation.message
+    assert str(broken) in violation.message
+    assert not list(tmp_path.glob("**/*.npy"))
+
+
+def test_one_broken_file_among_many_is_the_one_named(tmp_path):
+    for number in range(5):
+        write(tmp_path / f"{number}.parquet", pa.table({"text": ROWS}))
+    content = (tmp_path / "3.parquet").read_bytes()
+    write(tmp_path / "3.parquet", content[: len(content) // 2])
+    violation = refusal(tmp_path)
+    assert violation.key == "data.path"
+    assert "3.parquet cannot be read" in violation.message
+
+
+@pytest.mark.parametrize("kind", ["link to nothing", "pipe"])
+def test_what_is_no_file_is_neither_skipped_nor_waited_for(tmp_path, kind):
+    write(tmp_path / "good.txt", "".join(ROWS))
+    strange = tmp_path / "strange.txt"
+    strange.symlink_to("nowhere") if kind == "link to nothing" else os.mkfifo(strange)
+    violation = refusal(tmp_path)
+    assert (violation.key, "strange.txt" in violation.message) == ("data.path", True)
+
+
+@pytest.mark.parametrize("pattern", ["", "none", "none/*.txt", "*.none", "**x/*", "a\0b", "[", "folder.txt"])
+def test_a_pattern_without_files_is_a_line(tmp_path, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.txt").mkdir()
+    assert refusal(pattern, cache_dir="cache").key == "data.path"
+
+
+def test_a_folder_named_as_a_file_is_no_document(tmp_path):
+    (tmp_path / "texts" / "old.txt").mkdir(parents=True)
+    write(tmp_path / "texts" / "all.jsonl", lines(GOOD)).rename(tmp_path / "texts" / "old.txt" / "all.txt")
+    assert len(load(tmp_path / "texts").train) > 0
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.json", "rows.txt"])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_corruption_is_refused_in_a_line_or_harmless(name, data):
+    with TemporaryDirectory() as folder:
+        table = pa.table({"text": ROWS})
+        contents = {"rows.jsonl": lines(GOOD), "rows.json": json.dumps(GOOD), "rows.txt": "".join(ROWS)}
+        path = write(Path(folder, name), contents.get(name, table))
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            start = data.draw(st.integers(0, len(content)))
+            content[start : start + data.draw(st.integers(0, 40))] = data.draw(st.binary(max_size=40))
+        path.write_bytes(content)
+        try:
+            load(path, cache_dir=str(Path(folder, "cache")))
+        except ConfigError as error:
+            (violation,) = error.violations
+            assert "\n" not in str(violation)
+            assert violation.key in ("data.path", "data.text_field", "data.seq_len", "data.held_out")
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "held_out", "key", "named"),
+    [
+        (8, 1e-9, "data.held_out", "leaves"),
+        (10**6, 0.2, "data.seq_len", "set data.seq_len="),
+        (200, 0.2, "data.seq_len", "the validation text has"),
+        (200, 0.7, "data.seq_len", "the training text has"),
+    ],
+)
+def test_a_split_shorter_than_a_sample_is_refused_with_a_length_that_works(tmp_path, seq_len, held_out, key, named):
+    path = write(tmp_path / "all.txt", "".join(ROWS))
+    violation = refusal(path, seq_len=seq_len, held_out=held_out)
+    assert violation.key == key
+    assert named in violation.message
+    if found := re.search(r"set data\.seq_len=(\d+) or less", violation.message):
+        assert load(path, seq_len=int(found[1]), held_out=held_out).tokens_per_sample == int(found[1])
+        assert refusal(path, seq_len=int(found[1]) + 1, held_out=held_out).key == "data.seq_len"

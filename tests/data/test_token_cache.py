@@ -1,0 +1,149 @@
+"""Cached tokens are verified before they are read, made again where they are damaged, and published whole."""
+
+import json
+import logging
+import os
+import shutil
+import socket
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foundry.config.errors import ConfigError
+from foundry.data import sealed_folder
+from foundry.data.text import text_files
+from foundry.records.lock import hold
+
+FILES = ["train.npy", "validation.npy", "tokenizer.json", "statistics.json", "manifest.json"]
+NAME = "0123456789abcdef" * 2
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(20):
+        (folder / f"{number:02}.txt").write_text(f"Document {number}: the dog runs over the hill.\n" * 3)
+    load(folder)
+    return folder
+
+
+def load(folder, **changes):
+    options = {"seed": 0, "seq_len": 8, "vocab_size": 300, "tokenizer": None, "held_out": 0.2}
+    options["cache_dir"] = str(folder / "cache")
+    return text_files(path=str(folder / "*.txt"), **options | changes)
+
+
+def tokens(splits):
+    return splits.train.tokens.tolist(), splits.validation.tokens.tolist(), splits.tokenizer.to_str()
+
+
+def cached(folder):
+    (found,) = (path for path in (folder / "cache").iterdir() if path.is_dir())
+    return found
+
+
+def zeroed(content, at):
+    return content[:at] + bytes(len(content) - at)
+
+
+DAMAGES = {
+    "zeroed": zeroed,
+    "truncated": lambda content, at: content[:at],
+    "emptied": lambda content, at: b"",
+    "flipped": lambda content, at: content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :],
+    "longer": lambda content, at: content + b"\0",
+    "missing": None,
+}
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(FILES), kind=st.sampled_from(sorted(DAMAGES)), share=st.floats(0, 0.99))
+def test_a_damaged_file_is_made_again_with_a_line(made, caplog, name, kind, share):
+    whole = tokens(load(made))
+    file = cached(made) / name
+    content = file.read_bytes()
+    changed = None if DAMAGES[kind] is None else DAMAGES[kind](content, int(share * len(content)))
+    if changed == content:
+        return
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    if changed is None:
+        file.unlink()
+    else:
+        file.write_bytes(changed)
+        os.utime(file, ns=times)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert tokens(load(made)) == whole
+    still_right = name == "manifest.json" and sealed_folder.damage_of(cached(made)) is None and not caplog.records
+    if not still_right:  # a flipped space of the manifest is none
+        (record,) = caplog.records
+        assert "the tokens are made again" in record.getMessage()
+    assert sealed_folder.damage_of(cached(made)) is None
+    caplog.clear()
+    load(made)
+    assert not caplog.records
+
+
+def test_a_large_cache_is_summed_again_only_when_it_has_changed(made, monkeypatch):
+    monkeypatch.setattr(sealed_folder, "_ALWAYS_BYTES", 0)
+    folder, summed = cached(made), []
+    checksum = sealed_folder._checksum
+    monkeypatch.setattr(sealed_folder, "_checksum", lambda file: summed.append(file.name) or checksum(file))
+    (folder / ".verified").unlink(missing_ok=True)
+    for _ in range(3):
+        assert sealed_folder.damage_of(folder) is None
+    assert len(summed) == 4
+    content, status = (folder / "train.npy").read_bytes(), (folder / "train.npy").stat()
+    (folder / "train.npy").write_bytes(zeroed(content, len(content) // 2))
+    os.utime(folder / "train.npy", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert sealed_folder.damage_of(folder) == "train.npy is not as it was written"
+    (folder / "train.npy").write_bytes(content)
+    assert sealed_folder.damage_of(folder) is None
+
+
+def test_temporaries_of_dead_processes_are_swept_and_those_of_live_ones_stay(tmp_path):
+    dead, live, fresh, old, theirs = (tmp_path / f".{NAME}.{word}" for word in ("dead", "live", "fresh", "old", "x.y"))
+    for folder in (dead, live, fresh, old, theirs):
+        folder.mkdir()
+        (folder / "train.raw").write_bytes(b"half")
+    (dead / ".lock").write_text(socket.gethostname())
+    for path in (old / "train.raw", old):
+        os.utime(path, (1e9, 1e9))
+    with ExitStack() as held:
+        assert hold(live, held)
+        sealed_folder.sweep_temporaries(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {live.name, fresh.name, theirs.name}
+
+
+def test_two_that_publish_at_once_leave_one_whole_folder(tmp_path):
+    for content in (b"first", b"second"):
+        temporary = sealed_folder.temporary_for(tmp_path / NAME)
+        (temporary / "file").write_bytes(content)
+        sealed_folder.seal(temporary, ("file",))
+        sealed_folder.publish(temporary, tmp_path / NAME)
+    assert (tmp_path / NAME / "file").read_bytes() == b"first"
+    assert sealed_folder.damage_of(tmp_path / NAME) is None
+
+
+def test_arrays_are_never_unpickled(made):
+    folder = cached(made)
+    np.save(folder / "train.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["train.npy"] = {
+        "bytes": (folder / "train.npy").stat().st_size,
+        "xxh3_128": sealed_folder._checksum(folder / "train.npy"),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="Python objects"):
+        load(made)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("path", ["file", "file/below", "/proc/none"])
+def test_a_cache_that_cannot_be_written_is_a_line(made, tmp_path, path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ConfigError, match=r"^data\.cache_dir: is .*FOUNDRY_CACHE$"):
+        load(made, cache_dir=str(tmp_path / path))
