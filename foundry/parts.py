@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from foundry.config.build import build
 from foundry.config.duration import Budget
@@ -32,6 +33,13 @@ def build_model(config: Config) -> nn.Module:
     torch.manual_seed(config.hparams.seed)
     model: nn.Module = build(config.model)
     return model
+
+
+def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
+    """The optimizers that together cover the trainable parameters of `model`, as it was wrapped."""
+    offered = {"precision": config.precision.mode}
+    optimizers: list[Optimizer] = build(config.optimizer, offered=offered, model=model, lr=config.hparams.lr)
+    return optimizers
 
 
 def init_from_of(config: Config) -> Path | None:

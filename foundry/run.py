@@ -28,7 +28,6 @@ from foundry.checkpoint.origin import (
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import restore_into
-from foundry.config.build import build
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import hash_config, plain, save_config
@@ -49,6 +48,7 @@ from foundry.parts import (
     build_loader,
     build_model,
     build_objective,
+    build_optimizers,
     build_schedule,
     build_throughput,
     init_from_of,
@@ -200,7 +200,7 @@ def _assemble(
         grad_checkpointing=hparams.grad_checkpointing,
         torchcompile=hparams.torchcompile,
     )
-    optimizers = build(config.optimizer, model=parallel.model, lr=hparams.lr)
+    optimizers = build_optimizers(config, parallel.model)
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
     objective = build_objective(config)
     schedule = build_schedule(config, budget)

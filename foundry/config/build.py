@@ -1,5 +1,8 @@
 """Turning a part's configuration into the part."""
 
+import inspect
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -8,11 +11,12 @@ FOR_THE_BUILDER = ("init_from",)
 """Fields of a part's configuration that say what happens to the part afterwards, and are not its own."""
 
 
-def build(node: Any, **runtime: Any) -> Any:
+def build(node: Any, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
     """Instantiate `node._target_` with its fields, and with what only the running program knows.
 
     Args:
         node: a mapping or schema with `_target_`.
+        offered: as `runtime`, for a part that has parameters of these names which its fields leave open.
         runtime: keyword arguments passed as they are, neither merged into the configuration nor copied.
     """
     from hydra.utils import instantiate
@@ -20,4 +24,13 @@ def build(node: Any, **runtime: Any) -> Any:
     if not isinstance(node, DictConfig):
         node = OmegaConf.create(node) if isinstance(node, dict) else OmegaConf.structured(node)
     node = OmegaConf.masked_copy(node, [str(key) for key in node if key not in FOR_THE_BUILDER])
-    return instantiate(node, _partial_=True, _convert_="all")(**runtime)
+    part = instantiate(node, _partial_=True, _convert_="all")
+    return part(**runtime, **_taken(part, offered or {}))
+
+
+def _taken(part: partial[Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        names = inspect.signature(part.func).parameters
+    except ValueError:  # a compiled function may have none that Python can read
+        return {}
+    return {name: value for name, value in offered.items() if name in names and name not in part.keywords}

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any
 
 from foundry.config.errors import Violation, nearest
+from foundry.config.precision import PrecisionMode
 from foundry.config.setting import check_fields, setting
 
 
@@ -106,6 +108,18 @@ class SGD(Optimizer):
     nesterov: bool = setting(False, "look ahead by one step of momentum")
 
 
+class NsDtype(Enum):
+    """What Muon's Newton-Schulz iteration is computed in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+    @classmethod
+    def following(cls, precision: PrecisionMode) -> "NsDtype":
+        """bf16 where the model is computed in it, else fp32: a device that needs fp16 has no bf16 of its own."""
+        return cls.bf16 if precision in (PrecisionMode.amp_bfloat16, PrecisionMode.pure_bf16) else cls.fp32
+
+
 @dataclass(frozen=True, kw_only=True)
 class Muon(Optimizer):
     """Muon for the matrices inside blocks; AdamW for embeddings, the head and vectors."""
@@ -114,6 +128,9 @@ class Muon(Optimizer):
     momentum: float = setting(0.95, "decay of Muon's velocity", ge=0, lt=1)
     nesterov: bool = setting(True, "look ahead by one step of momentum")
     ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalisation", ge=1)
+    ns_dtype: NsDtype | None = setting(
+        None, "arithmetic of these iterations; null: bf16 under amp_bfloat16 and pure_bf16, else fp32"
+    )
     beta1: float = setting(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
     beta2: float = setting(0.95, "AdamW's decay of the second moment", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's addition to the root of the second moment", gt=0)

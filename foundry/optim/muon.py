@@ -3,6 +3,10 @@
 `torch.optim.Muon` multiplies the shards of a matrix through DTensor, in bfloat16, where partial products are rounded
 before they are summed: in three steps two ranks are 1e-3 away from one. Here each update is gathered and orthogonalised
 whole, so any number of ranks takes the same one; momentum and weights stay sharded.
+
+Equal gradients give equal updates in either arithmetic. Gradients that differ in the last bit, as sums in another order
+do, give updates that differ by at most 3.4445^5 = 485 times as much in fp32. In bfloat16 a difference may also change
+which way a number is rounded, and weak directions are made of such roundings.
 """
 
 import math
@@ -18,7 +22,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(Optimizer):
-    """Momentum, orthogonalised (Jordan et al., 2024); one process takes the steps of `torch.optim.Muon`, bit for bit.
+    """Momentum, orthogonalised (Jordan et al., 2024); in bfloat16 one process equals `torch.optim.Muon` bit for bit.
 
     The update is scaled to the root mean square of AdamW's (Liu et al., 2025), so that both use the same rate, and
     weight decay is decoupled. Every rank orthogonalises every matrix.
@@ -29,6 +33,7 @@ class Muon(Optimizer):
         momentum: decay of the velocity.
         nesterov: look ahead by one step of momentum.
         ns_steps: Newton-Schulz iterations.
+        ns_dtype: what they are computed in: float32 or bfloat16.
         weight_decay: decoupled, times the rate.
     """
 
@@ -43,10 +48,11 @@ class Muon(Optimizer):
         momentum: float,
         nesterov: bool,
         ns_steps: int,
+        ns_dtype: torch.dtype,
         weight_decay: float,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        super().__init__(params, {**defaults, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "ns_steps": ns_steps, "ns_dtype": ns_dtype})
         self.found_inf: Tensor | None = None
         for group in self.param_groups:
             assert all(p.ndim == 2 for p in group["params"]), "Muon is for matrices"
@@ -72,9 +78,11 @@ class Muon(Optimizer):
         weight, grad, velocity = _local(matrix), _local(matrix.grad), _local(state["momentum_buffer"])
         moved = velocity.lerp(grad, 1 - group["momentum"])
         ahead = grad.lerp(moved, group["momentum"]) if group["nesterov"] else moved
-        direction = _of_whole(ahead, matrix, lambda whole: orthogonalise(whole, group["ns_steps"]))
+        iteration = {"num_steps": group["ns_steps"], "dtype": group["ns_dtype"]}
+        direction = _of_whole(ahead, matrix, lambda whole: orthogonalise(whole, **iteration))
         rate = group["lr"] * 0.2 * math.sqrt(max(matrix.shape))
-        updated = (weight * (1 - group["lr"] * group["weight_decay"])).add_(direction, alpha=-rate)
+        # Of bf16 weights too: `add_` rounds bf16 otherwise at the end of a tensor, and a shard ends elsewhere.
+        updated = (weight.float() * (1 - group["lr"] * group["weight_decay"])).add_(direction, alpha=-rate)
         if self.found_inf is not None:
             moved = torch.where(self.found_inf > 0, velocity, moved)
             updated = torch.where(self.found_inf > 0, weight, updated)
@@ -82,21 +90,22 @@ class Muon(Optimizer):
         weight.copy_(updated)
 
 
-def orthogonalise(matrix: Tensor, num_steps: int) -> Tensor:
+def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
     """The nearest semi-orthogonal matrix, roughly: singular values end up between about 0.7 and 1.2.
 
-    A quintic Newton-Schulz iteration in bfloat16, with the coefficients of https://kellerjordan.github.io/posts/muon.
+    A quintic Newton-Schulz iteration with the coefficients of https://kellerjordan.github.io/posts/muon.
 
     Args:
         matrix: (rows, columns) floating point.
         num_steps: iterations.
+        dtype: of the iteration.
 
     Returns:
-        (rows, columns) bfloat16.
+        (rows, columns) of `dtype`.
     """
     a, b, c = _COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
-    x = matrix.bfloat16()
+    x = matrix.to(dtype)
     x = x.T if tall else x
     x = x / x.norm().clamp(min=1e-7)  # the iteration converges for singular values of at most about 1
     for _ in range(num_steps):

@@ -15,10 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.optimizer import NsDtype
+from foundry.config.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
 from foundry.optim.muon import Muon
 
 Groups = Mapping[str, Any]
+_NS_DTYPES = {NsDtype.fp32: torch.float32, NsDtype.bf16: torch.bfloat16}
 
 
 @runtime_checkable
@@ -85,10 +88,13 @@ def muon(
     eps: float,
     weight_decay: float,
     groups: Groups | None = None,
+    ns_dtype: NsDtype | str | None = None,
+    precision: PrecisionMode = PrecisionMode.amp_bfloat16,
 ) -> list[Optimizer]:
     """Muon (Jordan et al., 2024) for the matrices inside blocks, AdamW for everything else.
 
-    Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025), so that both use `lr`.
+    Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025), so that both use `lr`. Where
+    `ns_dtype` is None the iteration is in bf16 if the model's matrices are multiplied in it, else in fp32.
     """
     matrices = {p for block in find_blocks(model) for p in block.parameters() if p.requires_grad and p.ndim == 2}
     own = param_groups(model, weight_decay, groups, only=matrices)
@@ -96,6 +102,7 @@ def muon(
     optimizers: list[Optimizer] = [AdamW(rest, lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
     if own:
         options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        options["ns_dtype"] = _NS_DTYPES[NsDtype.following(precision) if ns_dtype is None else NsDtype(ns_dtype)]
         optimizers.insert(0, Muon(own, lr=lr, weight_decay=weight_decay, **options))
     return optimizers
 

@@ -24,6 +24,7 @@ from foundry.config.root import Config
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.wrap import resolve_strategy
+from foundry.parts import build_optimizers
 from foundry.planning.activations import activation_bytes
 from foundry.planning.fake import FakeModel
 from foundry.training.protocols import Microbatch
@@ -246,21 +247,21 @@ def _units(model: nn.Module, policy: PrecisionPolicy, *, blocks: bool) -> tuple[
     return units, whole
 
 
-def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[nn.Parameter, int], str | None]:
+def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int], str | None]:
     """Bytes of state of each whole parameter after a step, scalars left out; or why that is not known."""
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    state: dict[nn.Parameter, int] = {}
-    optimizers = build(config.optimizer, model=model, lr=config.hparams.lr)
+    state: dict[Tensor, int] = {}
+    optimizers = build_optimizers(config, model)
     try:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 # Same state; not every fused kernel knows fake tensors.
                 group.update({"fused": False} if group.get("fused") else {})
             optimizer.step()
-            for parameter, held in optimizer.state.items():
+            for updated, held in optimizer.state.items():
                 tensors = [value for value in held.values() if isinstance(value, Tensor) and value.ndim > 0]
-                state[parameter] = state.get(parameter, 0) + sum(map(_num_bytes, tensors))
+                state[updated] = state.get(updated, 0) + sum(map(_num_bytes, tensors))
     except Exception as error:  # whatever a user's optimizer does with numbers that are not there
         return {}, f"the optimizers cannot step on fake tensors ({_first_line(error)})"
     return state, None

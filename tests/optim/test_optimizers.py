@@ -3,14 +3,21 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from composition import configure
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from foundry.config.differences import differences
 from foundry.config.errors import ConfigError
+from foundry.config.frozen import plain
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.optim.muon import Muon, orthogonalise
 from foundry.optim.optimizers import adam, adamw, muon, param_groups, set_schedule, sgd
+from foundry.parts import build_optimizers
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 MUON = {**ADAM, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
 SGD = {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
@@ -141,14 +148,17 @@ def test_muon_on_one_process_is_pytorchs_bit_for_bit(nesterov):
         adjust_lr_fn="match_rms_adamw",
         **options,
     )
+    options["ns_dtype"] = torch.bfloat16
     matrices = [p for n, p in ours.named_parameters() if "blocks" in n and p.ndim == 2]
     assert_same(train(ours, [Muon(matrices, **options)]), train(theirs, [reference]))
 
 
-def test_muon_leaves_the_update_out_where_told():
+@DTYPES
+def test_muon_leaves_the_update_out_where_told(dtype):
     model = Model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = Muon([model.blocks[0].up.weight], lr=1.0, momentum=0.9, nesterov=True, ns_steps=5, weight_decay=0.1)
+    options = {"lr": 1.0, "momentum": 0.9, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1}
+    optimizer = Muon([model.blocks[0].up.weight], **options, ns_dtype=dtype)
     model.blocks[0].up.weight.grad = torch.full((10, 6), math.nan)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
@@ -161,13 +171,78 @@ def test_muon_leaves_the_update_out_where_told():
     assert not torch.equal(model.blocks[0].up.weight, before["blocks.0.up.weight"])
 
 
+@DTYPES
 @pytest.mark.parametrize("shape", [(12, 12), (8, 20), (20, 8)])
-def test_singular_values_come_near_one(shape):
+def test_singular_values_come_near_one(shape, dtype):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 7
-    values = torch.linalg.svdvals(orthogonalise(matrix, 6).float())
+    values = torch.linalg.svdvals(orthogonalise(matrix, 6, dtype).float())
     assert values.min() > 0.5
     assert values.max() < 1.3
-    assert torch.equal(orthogonalise(torch.zeros(shape), 5), torch.zeros(shape, dtype=torch.bfloat16))
+    assert torch.equal(orthogonalise(torch.zeros(shape), 5, dtype), torch.zeros(shape, dtype=dtype))
+
+
+@st.composite
+def matrices(draw):
+    """Random, low-rank, ill-conditioned, zero and of one row or column, of any scale that gradients have."""
+    rows, columns = draw(st.sampled_from([(1, 1), (1, 48), (48, 1), (2, 64), (7, 5), (24, 24), (32, 96), (64, 16)]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    left, right = (torch.randn(n, n, generator=generator, dtype=torch.float64) for n in (rows, columns))
+    left, right = torch.linalg.qr(left)[0], torch.linalg.qr(right)[0]
+    rank = min(rows, columns)
+    values = {
+        "random": torch.rand(rank, generator=generator),
+        "low rank": torch.arange(rank) < max(1, rank // 8),
+        "ill-conditioned": torch.logspace(0, -12, rank),
+        "orthogonal": torch.ones(rank),
+        "zero": torch.zeros(rank),
+    }[draw(st.sampled_from(["random", "low rank", "ill-conditioned", "orthogonal", "zero"]))]
+    scale = draw(st.sampled_from([1e-4, 1.0, 1e4]))
+    matrix = scale * (left[:, :rank] * values.double()) @ right[:rank]
+    noise = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return matrix, matrix + 1e-7 * matrix.norm() * noise / noise.norm()
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(matrices())
+def test_in_fp32_a_last_bit_stays_one(pair):
+    one, other = (orthogonalise(matrix.float(), 5, torch.float32) for matrix in pair)
+    assert torch.isfinite(one).all()
+    assert torch.isfinite(other).all()
+    assert (one - other).norm() <= 1e-4 * one.norm()
+    if not pair[0].any():
+        assert not one.any()
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("amp_bfloat16", torch.bfloat16),
+        ("pure_bf16", torch.bfloat16),
+        ("amp_float16", torch.float32),
+    ],
+)
+def test_the_iteration_follows_precision_unless_told(mode, dtype):
+    def dtype_of(*words):
+        config = configure("optimizer=muon", f"precision={mode}", *words)
+        return build_optimizers(config, Model())[0].param_groups[0]["ns_dtype"]
+
+    assert dtype_of() == dtype_of("optimizer.ns_dtype=null") == dtype
+    assert dtype_of("optimizer.ns_dtype=fp32") == torch.float32
+    assert dtype_of("optimizer.ns_dtype=bf16") == torch.bfloat16
+
+
+@pytest.mark.parametrize(("word", "refused"), [("null", []), ("bf16", ["optimizer.ns_dtype"])])
+def test_a_resumed_run_keeps_the_arithmetic(word, refused):
+    was, now = (plain(configure("optimizer=muon", *words)) for words in ([], [f"optimizer.ns_dtype={word}"]))
+    del was["optimizer"]["ns_dtype"]  # as a checkpoint written before there was the field
+    found = [difference.key for difference in differences(was, now) if not difference.is_allowed]
+    assert found == refused
+
+
+def test_what_the_iteration_cannot_be_computed_in_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer\.ns_dtype.*fp32, bf16"):
+        configure("optimizer=muon", "optimizer.ns_dtype=fp16")
 
 
 def test_the_schedule_reaches_every_group():

@@ -3,7 +3,11 @@
 import torch
 from torch.utils.data import Dataset
 
+from foundry.checkpoint.folder import find
+from foundry.checkpoint.tensors import load_weights
 from foundry.data.splits import DataSplits
+from foundry.launch.local import run_local
+from foundry.parts import build_model
 from foundry.run import run
 
 
@@ -31,6 +35,32 @@ def ragged_tokens(*, seed, seq_len, vocab_size):
         fingerprint="ragged",
         tokens_per_sample=seq_len,
     )
+
+
+def weights(config, run_dir, ema=False):
+    """The weights of a run's last checkpoint, or their averages."""
+    model = build_model(config)
+    load_weights(find(run_dir), model, ema=ema)
+    return model.state_dict()
+
+
+def differences(one, other):
+    """|a - b| / |a| of the worst tensor: in the L2 norm, and of the largest element."""
+    assert one.keys() == other.keys()
+    pairs = [(one[name].float(), other[name].float()) for name in one]
+    floor = 1e-8  # of a tensor that is zero
+    l2 = max(float((a - b).norm() / a.norm().clamp(min=floor)) for a, b in pairs)
+    return l2, max(float((a - b).abs().max() / a.abs().max().clamp(min=floor)) for a, b in pairs)
+
+
+def run_all(jobs):
+    """Train (number of processes, (configuration, run directory)); all of the same number share one launch."""
+    for processes in (1, 2, 4):
+        own = [job for number, job in jobs if number == processes]
+        if processes == 1:
+            run_each(own)
+        elif own:
+            run_local(processes, run_each, own)
 
 
 def run_each(jobs):

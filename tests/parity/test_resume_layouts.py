@@ -1,7 +1,7 @@
 """A run that goes on in another layout, or in other microbatches, ends as one that stayed in one process.
 
-Twenty steps in one layout and twenty in another against forty of one process, in fp32. The suite takes every layout
-once on each side; all pairs, as a table:
+Twenty steps in one layout and twenty in another against forty of one process, in fp32, with AdamW and with Muon. The
+suite takes every layout once on each side; all pairs, as a table:
 
     FOUNDRY_ALL_LAYOUTS=1 pytest -s tests/parity/test_resume_layouts.py
 """
@@ -10,12 +10,7 @@ import os
 
 import pytest
 import torch
-from parity_parts import run_each
-
-from foundry.checkpoint.folder import find
-from foundry.checkpoint.tensors import load_weights
-from foundry.launch.local import run_local
-from foundry.parts import build_model
+from parity_parts import differences, run_all, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -34,63 +29,52 @@ ALL = [(saved, loaded) for saved in NAMES for loaded in NAMES]
 PAIRS = [*(ALL if os.environ.get("FOUNDRY_ALL_LAYOUTS") else SHIFTED), ("FSDP2 4", OTHER_MICROBATCH)]
 
 
+OPTIMIZERS = ("adamw", "muon")
+
+
 @pytest.fixture(scope="module")
 def trained(configure, tmp_path_factory):
-    """Run directories: one process undisturbed, by layout after twenty steps, by pair after forty."""
-    root = tmp_path_factory.mktemp("resumed")
+    """Weights by optimizer and name: one process undisturbed, a layout after twenty steps, a pair after forty."""
+    root, runs = tmp_path_factory.mktemp("resumed"), {}
 
-    def job(layout, name, steps, *words):
+    def job(optimizer, layout, name, steps, *words):
         processes, microbatch, own = {**LAYOUTS, OTHER_MICROBATCH: (1, 2, [])}[layout]
         config = configure(
             "lm",
             *own,
+            f"optimizer={optimizer}",
             "scheduler.horizon='40'",
             f"hparams.max_steps={steps}",
             f"hparams.per_gpu_batch_size={microbatch}",
             f"distributed.nproc_per_node={processes}",
             *words,
         )
-        (root / name).mkdir()
-        return processes, (config, root / name)
+        runs[optimizer, name] = run = config, root / f"{optimizer} {name}"
+        run[1].mkdir()
+        return processes, run
 
-    run_all([job("1", "whole", 40), *(job(name, name, 20) for name in {saved for saved, _ in PAIRS})])
-    resumed = [
-        job(loaded, f"{saved} to {loaded}", 40, f"checkpoint.resume='{root / saved}'") for saved, loaded in PAIRS
-    ]
-    run_all(resumed)
-    return lambda name: weights(configure("lm"), root / name)
+    def resumed(optimizer, saved, loaded):
+        run_dir = runs[optimizer, saved][1]
+        return job(optimizer, loaded, f"{saved} to {loaded}", 40, f"checkpoint.resume='{run_dir}'")
 
-
-def run_all(jobs):
-    """Train, all that need as many processes in one launch."""
-    for processes in (1, 2, 4):
-        own = [job for number, job in jobs if number == processes]
-        if processes == 1:
-            run_each(own)
-        elif own:
-            run_local(processes, run_each, own)
+    first = {saved for saved, _ in PAIRS}
+    run_all([job(optimizer, "1", "whole", 40) for optimizer in OPTIMIZERS])
+    run_all([job(optimizer, name, name, 20) for optimizer in OPTIMIZERS for name in first])
+    run_all([resumed(optimizer, *pair) for optimizer in OPTIMIZERS for pair in PAIRS])
+    return lambda optimizer, name: weights(*runs[optimizer, name])
 
 
-def weights(config, run_dir):
-    model = build_model(config)
-    load_weights(find(run_dir), model)
-    return model.state_dict()
-
-
-def difference(one, other):
-    """Largest relative difference of any tensor, |a - b| / |a| in the L2 norm."""
-    return max(float((one[k] - other[k]).norm() / one[k].norm().clamp(min=1e-8)) for k in one)
-
-
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
-def test_it_ends_as_if_it_had_stayed(trained, saved, loaded, record_property):
-    found = difference(trained("whole"), trained(f"{saved} to {loaded}"))
+def test_it_ends_as_if_it_had_stayed(trained, optimizer, saved, loaded, record_property):
+    found, largest = differences(trained(optimizer, "whole"), trained(optimizer, f"{saved} to {loaded}"))
     record_property("largest relative difference", found)
-    print(f"\n| {saved:8} | {loaded:15} | {found:.1e} |", end="")  # noqa: T201
+    print(f"\n| {optimizer:5} | {saved:8} | {loaded:15} | {found:.1e} | {largest:.1e} |", end="")  # noqa: T201
     assert found < 1e-5
 
 
-def test_the_second_half_moved_the_weights(trained):
-    whole, half = trained("whole"), trained(PAIRS[0][0])
-    assert difference(half, whole) > 1e-2
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_second_half_moved_the_weights(trained, optimizer):
+    whole, half = trained(optimizer, "whole"), trained(optimizer, PAIRS[0][0])
+    assert differences(half, whole)[0] > 1e-2
     assert all(torch.isfinite(tensor).all() for tensor in whole.values())

@@ -1,0 +1,109 @@
+"""What Muon's Newton-Schulz iteration costs: its share of a step of the default language model, in fp32 and in bf16.
+
+Steps of all settings alternate in one process, on the same random tokens; medians over steps.
+
+    OMP_NUM_THREADS=1 python benchmarks/newton_schulz.py [--steps 15]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from foundry.config.build import build
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.root import to_config
+from foundry.optim import muon
+from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.process_group import World
+from foundry.parallel.wrap import parallelize
+from foundry.parts import build_model, build_optimizers
+from foundry.training.protocols import Window
+from foundry.training.step import TrainStep
+
+
+@dataclass
+class Setting:
+    """A choice of arithmetic, and the seconds of its steps and of the iterations in them."""
+
+    precision: str
+    ns_dtype: str
+    steps: list[float] = field(default_factory=list)
+    iterations: list[float] = field(default_factory=list)
+
+    def build(self) -> Callable[[], None]:
+        """A function that takes one step and notes its time."""
+        with initialize_config_dir(config_dir(), version_base="1.3"):
+            words = [f"precision={self.precision}", f"optimizer.ns_dtype={self.ns_dtype}"]
+            config = to_config(compose(CONFIG_NAME, words))
+        world, hparams = World(0, 0, 1, 1, torch.device("cpu")), config.hparams
+        policy = PrecisionPolicy.from_config(config.precision, world.device)
+        parallel = parallelize(
+            build_model(config), config.distributed, policy, world, grad_checkpointing=False, torchcompile=False
+        )
+        step = TrainStep(
+            model=parallel.model,
+            objective=build(config.objective),
+            optimizers=build_optimizers(config, parallel.model),
+            sync=parallel.sync,
+            precision=policy,
+            world=world,
+            max_grad_norm=hparams.grad_clip_norm,
+        )
+        shape = hparams.per_gpu_batch_size, config.data.seq_len + 1
+        tokens = [torch.randint(config.model.vocab_size, shape) for _ in range(hparams.accum_freq)]
+        position = torch.arange(hparams.per_gpu_batch_size)
+        microbatches = [{"tokens": t[:, :-1], "targets": t[:, 1:], "position": position} for t in tokens]
+        window = Window(microbatches, hparams.global_batch_size)
+
+        def run() -> None:
+            spent = 0.0
+
+            def timed(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
+                nonlocal spent
+                start = time.perf_counter()
+                result = orthogonalise(matrix, num_steps, dtype)
+                spent += time.perf_counter() - start
+                return result
+
+            muon.orthogonalise = timed
+            start = time.perf_counter()
+            step(window, hparams.lr, 1)
+            self.steps.append(time.perf_counter() - start)
+            self.iterations.append(spent)
+
+        return run
+
+
+orthogonalise = muon.orthogonalise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=15)
+    arguments = parser.parse_args()
+    install()
+    torch.manual_seed(0)
+    settings = [Setting(*choice) for choice in product(("amp_bfloat16", "fp32"), ("bf16", "fp32"))]
+    runs = [setting.build() for setting in settings]
+    for _ in range(arguments.steps + 2):
+        for run in runs:
+            run()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.steps} steps each")
+    print("| precision | ns_dtype | step, ms | iterations, ms | share |")
+    print("|---|---|---|---|---|")
+    for setting in settings:
+        steps, iterations = setting.steps[2:], setting.iterations[2:]  # the first two warm up
+        share = statistics.median(part / whole for part, whole in zip(iterations, steps, strict=True))
+        times = f"{1e3 * statistics.median(steps):.0f} | {1e3 * statistics.median(iterations):.0f}"
+        print(f"| {setting.precision} | {setting.ns_dtype} | {times} | {share:.1%} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+import functools
+import math
+
+import pytest
+
+from foundry.config.build import build
+
+HERE = "test_build"
+
+
+def plain(*, model, size):
+    return {"model": model, "size": size}
+
+
+def anything(**given):
+    return given
+
+
+def asking(*, model, precision, size=1):
+    return {"model": model, "precision": precision, "size": size}
+
+
+def with_its_own(*, model, precision="high"):
+    return {"model": model, "precision": precision}
+
+
+@functools.wraps(asking)
+def wrapped(*args, **kwargs):
+    return asking(*args, **kwargs)
+
+
+class Part:
+    def __init__(self, model, precision=None):
+        self.model, self.precision = model, precision
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        ({"_target_": f"{HERE}.plain", "size": 3}, {"model": "m", "size": 3}),
+        ({"_target_": f"{HERE}.anything", "size": 3}, {"model": "m", "size": 3}),
+        ({"_target_": f"{HERE}.asking"}, {"model": "m", "precision": "fp32", "size": 1}),
+        ({"_target_": f"{HERE}.wrapped"}, {"model": "m", "precision": "fp32", "size": 1}),
+        ({"_target_": f"{HERE}.with_its_own", "precision": "low"}, {"model": "m", "precision": "low"}),
+    ],
+    ids=["plain", "keywords", "asking", "wrapped", "field of its own"],
+)
+def test_what_is_offered_goes_to_parts_that_name_it(node, expected):
+    assert build(node, offered={"precision": "fp32"}, model="m") == expected
+
+
+def test_a_class_is_offered_what_its_constructor_names():
+    assert vars(build({"_target_": f"{HERE}.Part"}, offered={"precision": "fp32"}, model="m"))["precision"] == "fp32"
+
+
+def test_a_compiled_function_without_a_signature_is_offered_nothing():
+    assert build({"_target_": "builtins.dict", "size": 3}, offered={"precision": "fp32"}) == {"size": 3}
+    assert math.isnan(build({"_target_": f"{HERE}.anything"}, offered={"x": 0.0}, y=math.nan)["y"])
