@@ -2,7 +2,6 @@
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -26,8 +25,10 @@ from foundry.config.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.claim import Refused, run_job
 from foundry.launch.launchers import register
+from foundry.launch.local import WorkerFailed, trace_of
 from foundry.launch.start import start
 from foundry.records.redact import one_line, printable
+from foundry.records.run_log import log_to_file
 
 Result = TypeVar("Result")
 
@@ -52,6 +53,9 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
             with suppress(OSError):  # the terminal is gone, as after SIGHUP
                 sys.stderr.write(f"{stopped}{_how_it_goes_on(stopped)}\n")
         raise  # its exit code is in it; a sweep ends too
+    except Exception as error:
+        log_to_file(f"failed:\n{trace_of(error)}")
+        raise
 
 
 def _how_it_goes_on(stopped: Stopped) -> str:
@@ -97,6 +101,6 @@ def enter(task: Callable[[], object]) -> None:
     except BrokenPipeError:  # whoever read our output, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except Exception:
-        sys.stderr.write(printable(traceback.format_exc()))
-        sys.exit(1)
+    except Exception as error:
+        sys.stderr.write(printable(trace_of(error)))
+        sys.exit(error.exit_code if isinstance(error, WorkerFailed) else 1)

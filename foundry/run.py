@@ -33,13 +33,14 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import hash_config, plain, save_config
 from foundry.config.model import HuggingFace
 from foundry.config.root import Config
+from foundry.data.loader import worker_deaths_explained
 from foundry.data.splits import DataSplits
 from foundry.optim.schedule_state import reconcile
 from foundry.parallel.agreement import Agreement
 from foundry.parallel.host_memory import keep_freed_memory
 from foundry.parallel.precision import PrecisionPolicy
-from foundry.parallel.process_group import World, process_group
-from foundry.parallel.watchdog import Watchdog
+from foundry.parallel.process_group import World, process_group, roll_call
+from foundry.parallel.watchdog import EXIT_STALLED, CollectiveError, Watchdog
 from foundry.parallel.wrap import Parallel, parallelize
 from foundry.parts import (
     build_budget,
@@ -54,6 +55,7 @@ from foundry.parts import (
     init_from_of,
 )
 from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
+from foundry.records.ends import leave_note, record_end, record_if_dead
 from foundry.records.files import make_folder, write_atomically
 from foundry.records.lock import hold
 from foundry.records.status import read_status
@@ -64,7 +66,7 @@ from foundry.training.early_stopping import EarlyStopping
 from foundry.training.ema import WeightAverage
 from foundry.training.events import Observer, RunEnded, RunStarted
 from foundry.training.interruption import Interruption
-from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
+from foundry.training.memory_error import explain_out_of_memory, measure_device_memory, memory_explained
 from foundry.training.progress import Progress
 from foundry.training.protocols import Keeper, Objective, Schedule
 from foundry.training.pruning import Pruning
@@ -123,7 +125,12 @@ def run(config: Config, run_dir: Path) -> RunResult:
             if state == "finished":
                 origin = past_its_end(origin)
         observers = build_observers(config.tracking, run_dir) if world.is_main else []
-        with _told(observers):
+        with (
+            _told(observers),
+            _rank_zero_missed(run_dir, world),
+            worker_deaths_explained(),
+            memory_explained(world.device, world.rank),
+        ):
             data = _data(config, origin)
             trainer, plan = _assemble(config, config_hash, data, run_dir, world, origin)
             if world.is_main:
@@ -219,7 +226,12 @@ def _assemble(
         budget=budget,
         world=world,
         throughput=build_throughput(config, data, model, world),
-        watchdog=Watchdog(config.distributed.timeout_seconds, world.rank),
+        watchdog=Watchdog(
+            config.distributed.timeout_seconds,
+            world.rank,
+            roll_call=roll_call(world, config.distributed.timeout_seconds),
+            record=partial(_record_stall, run_dir),
+        ),
         log_every_n_steps=config.tracking.log_every_n_steps,
         evaluation_interval=config.evaluation.interval_in(budget),
         evaluator=build_evaluator(config, data, parallel.model, objective, policy, world, run_dir),
@@ -243,6 +255,11 @@ def _assemble(
     if world.is_main:
         _write_architecture(config, model, run_dir)
     return trainer, plan
+
+
+def _record_stall(run_dir: Path, rank: int, reason: str, stack: str) -> None:
+    leave_note(kind="Stalled", reason=reason, trace=stack, rank=rank, exit_code=EXIT_STALLED)
+    record_end(run_dir, reason, stack)
 
 
 def _step(
@@ -360,6 +377,17 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
         message = f"is {said[0][0]}, where another process trains; wait for it, or choose another"
         raise ConfigError(Violation("hydra.run.dir", message))
     return Path(said[0][0]), said[0][2]
+
+
+@contextmanager
+def _rank_zero_missed(run_dir: Path, world: World) -> Iterator[None]:
+    """Have the run said to have failed where rank 0, which would say so, was killed."""
+    try:
+        yield
+    except CollectiveError as error:
+        if not world.is_main:
+            record_if_dead(run_dir, f"rank 0 is gone, killed perhaps; {error}")
+        raise
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """Reading windows of microbatches in the global order."""
 
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection
 from typing import Any, cast
 
 import torch
@@ -12,12 +15,70 @@ from foundry.data.order import GlobalOrder
 from foundry.data.splits import BatchedDataset, Dataset
 from foundry.training.protocols import Microbatch, Window
 
+_REAP_SECONDS = 1.0
+_TORCH_SAYS = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[^)]*\) "
+    r"(?:is killed by signal: (?P<signal>[^.]+)\.|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
+)
+_REMEDIES = {
+    "SIGKILL": "out of memory? Give the run more host memory, or lower data.num_workers",
+    "SIGBUS": "shared memory is full; enlarge /dev/shm (docker: --shm-size), or lower data.num_workers",
+}
+
 
 def read_batch(dataset: Dataset, indices: Sequence[int]) -> dict[str, Tensor]:
     """The samples at `indices`, stacked along a first dimension."""
     if hasattr(dataset, "batch"):
         return cast(BatchedDataset, dataset).batch(indices)
     return cast(dict[str, Tensor], default_collate([dataset[index] for index in indices]))
+
+
+class DataWorkerError(RuntimeError):
+    """A process that reads ahead has died; the message says of what, and what to do."""
+
+
+@contextmanager
+def worker_deaths_explained(ahead: Any = None) -> Iterator[None]:
+    """What torch says of a data loader worker that died, in plain words; it may say so wherever the process is.
+
+    Where it died while it handed over a batch, torch may speak of a broken connection instead, as of one to a rank.
+
+    Args:
+        ahead: the iterator of the `DataLoader`, where it is at hand.
+
+    Raises:
+        DataWorkerError: a worker has died.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError, EOFError) as error:
+        workers = list(getattr(ahead, "_workers", ()))
+        if workers:  # one that has just died may not be known to be dead yet
+            connection.wait([worker.sentinel for worker in workers], _REAP_SECONDS)
+        ends: dict[int, int | None] = {
+            worker.pid: code for worker in workers if (code := worker.exitcode) not in (None, 0)
+        }
+        said = _TORCH_SAYS.search(str(error))
+        if not ends and said is None:
+            raise
+        if not ends and said is not None:
+            ends = {int(said["pid"]): _code_of(said)}
+        raise DataWorkerError(_how_it_died(*next(iter(ends.items())))) from error
+
+
+def _code_of(said: "re.Match[str]") -> int | None:
+    """The exit code, negative for a signal, in torch's words."""
+    if said["code"]:
+        return int(said["code"])
+    names = {signal.strsignal(number): -number for number in signal.valid_signals()}
+    return names.get(said["signal"])
+
+
+def _how_it_died(pid: int, code: int | None) -> str:
+    name = signal.Signals(-code).name if code is not None and code < 0 else None
+    how = f"was killed by {name}" if name else "has died" if code is None else f"ended with exit code {code}"
+    remedy = _REMEDIES.get(name or "", "data.num_workers=0 reads in the training process, which shows the error itself")
+    return f"a data loader worker (process {pid}) {how}: {remedy}"
 
 
 class _PositionedReader:
@@ -79,7 +140,8 @@ class Loader:
             if self._ahead is None:
                 self._ahead = iter(self._workers())
             count = num_samples // (self._per_gpu * self._world_size)
-            microbatches = [next(self._ahead) for _ in range(count)]
+            with worker_deaths_explained(self._ahead):
+                microbatches = [next(self._ahead) for _ in range(count)]
         self.samples += num_samples
         return Window(microbatches, num_samples)
 

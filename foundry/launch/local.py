@@ -22,13 +22,13 @@ from typing import Any
 from foundry.config.environment import STORE
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.stopped import Stopped
-from foundry.launch.status import last_line
-from foundry.records.notes import NOTES, leave_note
+from foundry.launch.status import reason_of
+from foundry.records.ends import NOTES, leave_note
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # for the others to fail because one has
-_LAST_PATIENCE_SECONDS = 30.0  # for them to obey SIGTERM; one that is stopped obeys SIGKILL only
+_LAST_PATIENCE_SECONDS = 15.0  # for them to obey SIGTERM; one that is stopped obeys SIGKILL only
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PROCESS = ".process"
 _ANSWER = "answer"
@@ -49,7 +49,14 @@ class WorkerFailed(RuntimeError):
 
     def __init__(self, rank: int, reason: str, trace: str = "", exit_code: int = 1) -> None:
         self.rank, self.reason, self.trace, self.exit_code = rank, reason, trace, exit_code
-        super().__init__(f"rank {rank} failed: {reason}")
+        super().__init__(reason if reason.startswith("rank") else f"rank {rank} failed: {reason}")
+
+
+def trace_of(error: BaseException) -> str:
+    """What to show of a failed run: the traceback, of the rank that failed where there are several."""
+    if isinstance(error, WorkerFailed):
+        return f"{error}\n{error.trace}"
+    return "".join(traceback.format_exception(error))
 
 
 def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -227,8 +234,8 @@ def _note(error: BaseException) -> None:
     violations = error.violations if isinstance(error, ConfigError) else ()
     leave_note(
         kind=type(error).__name__,
-        reason=last_line(error),
-        trace="".join(traceback.format_exception(error)),
+        reason=reason_of(error),
+        trace=trace_of(error),
         violations=[(violation.key, violation.message) for violation in violations],
     )
 

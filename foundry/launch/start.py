@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from foundry.config.environment import detect
 from foundry.config.root import Config
-from foundry.records.redact import known, remember
+from foundry.records.lock import is_held
+from foundry.records.redact import known, one_line, remember
+from foundry.records.status import read_status, write_status
 
 if TYPE_CHECKING:
     from foundry.run import RunResult
@@ -34,9 +36,14 @@ def start(config: Config, run_dir: Path) -> float | None:
     processes = config.distributed.nproc_per_node
     if processes == 1 or detect().launcher != "single":
         return run(config, run_dir).metric
-    from foundry.launch.local import run_local
+    from foundry.launch.local import WorkerFailed, run_local
 
-    result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known())
+    try:
+        result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known())
+    except WorkerFailed as failed:
+        if not is_held(run_dir) and read_status(run_dir).get("state") != "finished":
+            write_status(run_dir, state="failed", reason=one_line(str(failed)))
+        raise
     return result.metric
 
 

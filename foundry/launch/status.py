@@ -1,6 +1,5 @@
 """`status.json` of a job, by those who start jobs: before the run takes it over, and after it died without a word."""
 
-import traceback
 from pathlib import Path
 
 from foundry.config.errors import ConfigError
@@ -29,12 +28,12 @@ def fail(run_dir: Path, error: BaseException) -> None:
     """Record that the job ended with an error; what the run itself has said of it stays."""
     if read_status(run_dir).get("state") != "failed":
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_status(run_dir, state="failed", reason=last_line(error))
+        write_status(run_dir, state="failed", reason=reason_of(error))
 
 
-def last_line(error: BaseException) -> str:
-    """The end of an error's traceback: its kind and what it says; of a user's mistakes all of them."""
+def reason_of(error: BaseException) -> str:
+    """An error in one line: its kind and the first line of what it says; of a user's mistake all of them."""
     if isinstance(error, ConfigError):
         return "; ".join(map(str, error.violations))
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    return said.removeprefix(f"{type(error).__module__}.")
+    said = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

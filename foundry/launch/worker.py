@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -25,13 +24,15 @@ from foundry.config.frozen import load_config
 from foundry.config.resolvers import register_resolvers
 from foundry.config.stopped import Stopped
 from foundry.launch.launchers import HYDRA_DIR
-from foundry.launch.local import WorkerFailed, is_consequence
+from foundry.launch.local import WorkerFailed, is_consequence, trace_of
 from foundry.launch.slurm_end import ErrorOutput
 from foundry.launch.slurm_queue import is_requeued
 from foundry.launch.start import start
-from foundry.launch.status import last_line
-from foundry.records.files import write_atomically
+from foundry.launch.status import reason_of
+from foundry.records.ends import LOG
+from foundry.records.files import open_regular, write_atomically
 from foundry.records.lock import is_held
+from foundry.records.redact import one_line, printable
 from foundry.records.status import write_status
 
 log = logging.getLogger(__name__)
@@ -146,20 +147,22 @@ def _wait_for_last_attempt(run_dir: Path) -> None:
 
 def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutput) -> int:
     """Write down why this rank failed; on rank 0, why the run did. Returns the exit code."""
-    trace = error.trace if isinstance(error, WorkerFailed) and error.trace else traceback.format_exc()
-    reason = last_line(error)
+    trace = trace_of(error)
+    reason = str(error) if isinstance(error, WorkerFailed) else reason_of(error)
     consequence = is_consequence(type(error).__name__, reason)
     if rank > 0:
-        with (run_dir / "foundry.log").open("a", encoding="utf-8") as file:
-            file.write(f"rank {rank} failed:\n{trace}")
-        sys.stderr.write(trace)
+        with open_regular(run_dir / LOG, "a") as file:
+            file.write(printable(f"rank {rank} failed:\n{trace}"))
+        sys.stderr.write(printable(trace))
         if not consequence:
             _leave_note(run_dir, rank, reason)
         return 1
     log.error("failed:\n%s", trace)
     if consequence and detect().world_size > 1:
         reason = _cause(run_dir, error_output) or reason
-    write_status(run_dir, state="failed", reason=reason)
+    write_status(run_dir, state="failed", reason=one_line(reason))
+    if isinstance(error, WorkerFailed):
+        return error.exit_code
     return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from foundry.config.distributed import FSDP, Backend, Distributed
 from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation
+from foundry.parallel.roll_call import RollCall
+from foundry.parallel.watchdog import TICKS
 
 _numbers = itertools.count()
 """Of the process groups that this process has joined; a file store serves one."""
@@ -88,6 +90,20 @@ def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[
         dist.destroy_process_group()
 
 
+def roll_call(world: World, timeout_seconds: float) -> RollCall | None:
+    """What asks the other ranks for a sign of life when one has waited for half of a time; None where it is alone."""
+    if world.world_size == 1:
+        return None
+    elsewhere = STORE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RollCall(
+        dist.distributed_c10d._get_default_store(),
+        rank=world.rank,
+        world_size=world.world_size,
+        seconds=timeout_seconds / 2 / TICKS,
+        host=None if elsewhere else 0,
+    )
+
+
 def _device(environment: LaunchEnvironment, cuda: bool) -> torch.device:
     if not cuda:
         return torch.device("cpu")
@@ -112,7 +128,8 @@ def _backend(config: Distributed, cuda: bool) -> str:
 
 
 def _initialise(config: Distributed, environment: LaunchEnvironment, backend: str, device: torch.device) -> None:
-    timeout = timedelta(seconds=config.timeout_seconds)
+    # Later than the watchdog, which knows which rank is to blame.
+    timeout = timedelta(seconds=config.timeout_seconds * 1.25)
     device_id = device if device.type == "cuda" and "nccl" in backend else None
     if environment.world_size == 1:
         dist.init_process_group(

@@ -4,13 +4,22 @@ import os
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 
+from foundry.parallel.roll_call import RollCall
+
 EXIT_STALLED = 74
 """Exit code of a process that its watchdog ended; sysexits.h calls it an input/output error."""
+
+TICKS = 12
+"""How often a watchdog looks within its time, and a roll call within half of a watchdog's."""
+_LONGEST_TICK = 5.0  # seconds
+_RECORDING_SECONDS = 5.0
 
 # gloo reports as RuntimeError; these are the beginnings of what it and the stores say.
 _COLLECTIVE_MESSAGES = (
@@ -35,25 +44,45 @@ class Watchdog:
     """Ends this process, saying where it was, when nothing has moved for too long.
 
     The others then fail in their collectives, or their launcher ends them. A daemon thread watches; it needs the main
-    thread only to release the interpreter, which every blocking collective does.
+    thread only to release the interpreter, which every blocking collective does. Time in which the process itself is
+    stopped, as by Ctrl-Z, is not counted.
 
     Args:
         timeout_seconds: longest time between beats, and from entering to the first.
         rank: named in the message.
+        roll_call: asks the other ranks for a sign of life when half of the time is over; None: there are none.
+        record: writes down whose fault it is, the message, and the main thread's stack; it has a few seconds.
     """
 
-    def __init__(self, timeout_seconds: float, rank: int) -> None:
-        self._timeout_seconds, self._rank = timeout_seconds, rank
-        self._last = (time.monotonic(), 0, "starting")
+    def __init__(
+        self,
+        timeout_seconds: float,
+        rank: int,
+        *,
+        roll_call: RollCall | None = None,
+        record: Callable[[int, str, str], None] | None = None,
+    ) -> None:
+        self._timeout_seconds, self._rank, self._roll_call = timeout_seconds, rank, roll_call
+        self._record = record
+        self._last = (0, "starting")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int, doing: str) -> None:
         """This rank moves: it is at optimizer step `step` and about to do `doing`."""
-        self._last = (time.monotonic(), step, doing)
+        self._last = (step, doing)
+
+    @property
+    def blame(self) -> str:
+        """Which ranks give no sign of life, if this one has waited long enough to ask."""
+        silent = [] if self._roll_call is None else self._roll_call.silent
+        who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+        return f"{who} gave no sign of life (stopped, or out of reach)" if silent else ""
 
     def __enter__(self) -> Self:
         self.beat(0, "starting")
+        if self._roll_call is not None:
+            self._roll_call.__enter__()
         self._thread.start()
         return self
 
@@ -62,29 +91,60 @@ class Watchdog:
     ) -> None:
         self._over.set()
         self._thread.join()
+        if self._roll_call is not None:
+            self._roll_call.__exit__(kind, error, trace)
 
     def _watch(self) -> None:
-        while True:
-            seen = self._last
-            remaining = seen[0] + self._timeout_seconds - time.monotonic()
-            if remaining <= 0:
-                self._end(*seen)
-            if self._over.wait(max(remaining, 0.0)):
-                return
+        tick = min(self._timeout_seconds / TICKS, _LONGEST_TICK)
+        seen, waited, before = self._last, 0.0, time.monotonic()
+        while not self._over.wait(tick):
+            now = time.monotonic()
+            passed, before = now - before, now
+            if self._last is not seen:
+                seen, waited = self._last, 0.0
+                if self._roll_call is not None:
+                    self._roll_call.note(*seen)
+                continue
+            # A tick that took much longer than a tick is one in which the process was stopped.
+            half = self._timeout_seconds / 2
+            asks = waited < half <= waited + min(passed, 2 * tick)
+            waited += min(passed, 2 * tick)
+            if asks and self._roll_call is not None:
+                self._roll_call.ask()
+            if waited >= self._timeout_seconds:
+                self._end(waited, *seen)
 
-    def _end(self, since: float, step: int, doing: str) -> None:
-        seconds = time.monotonic() - since
-        line = (
-            f"rank {self._rank} has not moved for {seconds:.0f} s (distributed.timeout_seconds="
-            f"{self._timeout_seconds:g}), at step {step}, {doing}: ended with exit code {EXIT_STALLED}\n"
-        )
-        sys.stderr.write(line)
+    def _end(self, seconds: float, step: int, doing: str) -> None:
+        blamed, line = self._verdict(seconds, step, doing)
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(main)) if main is not None else ""
+        if self._record is not None:
+            # In a thread, because a file system that hangs may be what this process waits for.
+            recording = threading.Thread(target=self._record, args=(blamed, line, stack), daemon=True)
+            recording.start()
+            recording.join(_RECORDING_SECONDS)
+        sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
         # Nothing else ends a thread that is stuck inside a collective; there is nothing left to clean up in order.
         os._exit(EXIT_STALLED)
 
+    def _verdict(self, seconds: float, step: int, doing: str) -> tuple[int, str]:
+        """Which rank is to blame, and the line that says so."""
+        setting = f"(distributed.timeout_seconds={self._timeout_seconds:g}), at step {step}, {doing}"
+        ending = f"ended with exit code {EXIT_STALLED}"
+        if self._roll_call is None:
+            return self._rank, f"rank {self._rank} has not moved for {seconds:.0f} s {setting}: {ending}"
+        if blame := self.blame:
+            silent = self._roll_call.silent[0]
+            return silent, f"{blame}; rank {self._rank} waited for {seconds:.0f} s {setting}: {ending}"
+        others = {rank: at for rank, at in self._roll_call.answers.items() if at != (step, doing)}
+        behind = min(others, key=lambda rank: others[rank][0], default=self._rank)
+        where = "".join(f"; rank {rank} is at step {at[0]}, {at[1]}" for rank, at in sorted(others.items())[:8])
+        line = f"rank {self._rank} has not moved for {seconds:.0f} s {setting}{where}: {ending}"
+        return (behind if behind in others and others[behind][0] < step else self._rank), line
 
-def translate(error: BaseException, *, rank: int, step: int, doing: str) -> CollectiveError | None:
+
+def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: str = "") -> CollectiveError | None:
     """One line for a failed collective; None for any other error, which speaks for itself.
 
     Args:
@@ -92,6 +152,7 @@ def translate(error: BaseException, *, rank: int, step: int, doing: str) -> Coll
         rank: this process.
         step: optimizer steps done.
         doing: what the rank was about to do, as in `Watchdog.beat`.
+        blame: who is known to be the cause, as in `Watchdog.blame`.
     """
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     is_collective = isinstance(error, dist.DistError) or (
@@ -100,5 +161,5 @@ def translate(error: BaseException, *, rank: int, step: int, doing: str) -> Coll
     if not is_collective:
         return None
     late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-    cause = "another rank did not come in time" if late else "another rank is gone; its own error says why"
+    cause = blame or ("another rank did not come in time" if late else "another rank is gone; its own error says why")
     return CollectiveError(f"rank {rank}, step {step}, {doing}: {cause} ({text[:200]})")

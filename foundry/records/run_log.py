@@ -12,6 +12,14 @@ from foundry.records.redact import printable
 log = logging.getLogger(__name__)
 
 
+def log_to_file(text: str) -> None:
+    """Write into the files that this process logs to what the terminal is told by other means."""
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
 class RunLog(logging.FileHandler):
     """Appends to a file; that it cannot be written, as on a full disk, is one line on the terminal.
 

@@ -1,8 +1,12 @@
 """Saying what took a device's memory, and which settings take less."""
 
+import os
 import re
+import resource
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +17,14 @@ from torch.optim import Optimizer
 from foundry.config.distributed import FSDP, GradientSync, Strategy
 from foundry.config.precision import PrecisionMode
 from foundry.config.root import Config
+from foundry.training.throughput import peak_memory_bytes
 
 _TILE_TOKENS = 1024
 """Logits of so few tokens are small beside a block's activations, and their matrix products still fill a GPU."""
+
+# What torch, C++ and the kernel say of memory in the host; Python's MemoryError and numpy's are classes of their own.
+_HOST_MESSAGES = ("DefaultCPUAllocator", "std::bad_alloc", "std::bad_array_new_length", "Cannot allocate memory")
+_WANTED = re.compile(r"(?:Tried|[Uu]nable) to allocate ([\d.]+ [KMGTPE]?i?B)|tried to allocate (\d+) bytes")
 
 
 class OutOfMemoryError(RuntimeError):
@@ -34,6 +43,7 @@ class DeviceMemory:
         allocated: everything in tensors, at its peak.
         reserved: what torch has taken from the device, its cache included.
         capacity: of the device.
+        where: the device as a person calls it.
     """
 
     weights: int
@@ -43,6 +53,7 @@ class DeviceMemory:
     allocated: int
     reserved: int
     capacity: int
+    where: str = "GPU"
 
     @property
     def rest(self) -> int:
@@ -53,26 +64,54 @@ class DeviceMemory:
 def measure_device_memory(
     model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, *, averages: Iterable[Tensor] = ()
 ) -> DeviceMemory:
-    """Count what lies in a GPU; offloaded tensors are not there.
+    """Count what lies in a device; of a GPU offloaded tensors are no part, of a CPU the whole process is.
 
     Args:
         model: as it was wrapped.
         optimizers: all of the run.
-        device: a CUDA device.
+        device: a CUDA device or the CPU.
         averages: the averaged weights, where kept.
     """
     parameters = list(model.parameters())
     states = (value for optimizer in optimizers for state in optimizer.state.values() for value in state.values())
-    stats, (_, capacity) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
+    in_use = _in_use(device)
     return DeviceMemory(
         weights=_bytes_on(device, [*parameters, *model.buffers()]),
         gradients=_bytes_on(device, (parameter.grad for parameter in parameters)),
         optimizer=_bytes_on(device, states),
         ema=_bytes_on(device, averages),
-        allocated=stats["allocated_bytes.all.peak"],
-        reserved=stats["reserved_bytes.all.current"],
-        capacity=capacity,
+        **in_use,
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice, a device's or the host's."""
+    if isinstance(error, OutOfMemoryError):
+        return False  # it has been explained
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _HOST_MESSAGES)
+    )
+
+
+@contextmanager
+def memory_explained(device: torch.device, rank: int) -> Iterator[None]:
+    """Say that memory did not suffice where that is not said yet, as while the model is built.
+
+    Raises:
+        OutOfMemoryError: it did not.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        in_host = device.type != "cuda" or not isinstance(error, torch.OutOfMemoryError)
+        used = _in_use(torch.device("cpu") if in_host else device)
+        raise OutOfMemoryError(
+            f"out of {used['where']} memory on rank {rank} while the run was built: {_wanted(error)}"
+            f"{_size(used['allocated'])} of {_size(used['capacity'])} are in use\n"
+            "  python -m foundry.plan, with the same overrides, says how much memory each part needs"
+        ) from error
 
 
 def explain_out_of_memory(
@@ -96,8 +135,6 @@ def explain_out_of_memory(
         rank: this rank.
         world_size: ranks.
     """
-    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-    more = f"{wanted[1]} more were wanted, " if wanted else ""
     taken = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
     parts = {
         "weights": memory.weights,
@@ -107,10 +144,14 @@ def explain_out_of_memory(
         "activations and the like": memory.rest,
         "cached, in pieces": max(0, memory.reserved - memory.allocated),
     }
-    remedies = _remedies(config, strategy, world_size, activations_first=memory.rest > memory.allocated / 2)
+    if memory.where == "GPU":
+        remedies = _remedies(config, strategy, world_size, activations_first=memory.rest > memory.allocated / 2)
+    else:  # more ranks or offloading would take it from the same host
+        rest = "a smaller model, shorter samples, or a machine with more memory"
+        remedies = [*_less_activations(config), ("otherwise", rest)]
     return "\n".join(
         [
-            f"out of GPU memory in step {step} on rank {rank}: {more}{taken}",
+            f"out of {memory.where} memory in step {step} on rank {rank}: {_wanted(error)}{taken}",
             "  " + ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size > 0),
             *(f"  {setting}: {effect}" for setting, effect in remedies),
         ]
@@ -178,4 +219,37 @@ def _bytes_on(device: torch.device, tensors: Iterable[Any]) -> int:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    for name, scale in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {name}"
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _wanted(error: BaseException) -> str:
+    found = _WANTED.search(str(error))
+    if found is None:
+        return ""
+    return f"{found[1] or _size(int(found[2]))} more were wanted, "
+
+
+def _in_use(device: torch.device) -> dict[str, Any]:
+    """Memory in tensors, taken and there, in bytes; of a CPU, what this process has in it."""
+    if device.type == "cuda":
+        stats, (_, capacity) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
+        taken, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.current"]
+        return {"allocated": taken, "reserved": reserved, "capacity": capacity, "where": "GPU"}
+    resident = peak_memory_bytes(device)
+    return {"allocated": resident, "reserved": resident, "capacity": _host_capacity(), "where": "CPU"}
+
+
+def _host_capacity() -> int:
+    """Bytes that this process may have: of the machine, its container or its address space, whichever is least."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(address_space)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        path = Path("/sys/fs/cgroup") / name
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)

@@ -9,8 +9,6 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
 
-import torch
-
 from foundry.config.duration import Budget, EpochInterval, Interval
 from foundry.config.errors import ConfigError
 from foundry.config.metrics import LOSS
@@ -25,7 +23,7 @@ from foundry.training.evaluation import Evaluator
 from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
 from foundry.training.guards import LossSpike
 from foundry.training.interruption import Boundary, Interruption
-from foundry.training.memory_error import OutOfMemoryError
+from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
 from foundry.training.progress import Progress
 from foundry.training.protocols import Keeper, SaveError, Schedule, WindowSource
 from foundry.training.pruning import Pruning
@@ -174,8 +172,9 @@ class Trainer:
     def _advance(self) -> "_Measured":
         """One optimizer step and what is due at its boundary."""
         progress = self.progress
-        self._doing("training")
+        self._doing("reading samples")
         window = self.source.next_window()
+        self._doing("training")
         before, after = progress.samples, progress.samples + window.num_samples
         lr, weight_decay = self.schedule.lr(before, after), self.schedule.weight_decay(before, after)
         result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
@@ -308,13 +307,19 @@ class Trainer:
         """A failed collective names this rank, the step and what it was doing; memory that ran out, what took it."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(self.explain_out_of_memory(error, self.progress.steps + 1)) from error
         except ConfigError as error:  # found only by training: the run has begun, and says how it ends
             self._tell("on_end", RunEnded(state="failed", reason=str(error), result={}))
             raise
         except Exception as error:
-            explained = translate(error, rank=self.world.rank, step=self.progress.steps, doing=self._now)
+            if is_out_of_memory(error):
+                raise OutOfMemoryError(self.explain_out_of_memory(error, self.progress.steps + 1)) from error
+            explained = translate(
+                error,
+                rank=self.world.rank,
+                step=self.progress.steps,
+                doing=self._now,
+                blame=self.watchdog.blame,
+            )
             if explained is None:
                 raise
             raise explained from error

@@ -116,8 +116,8 @@ def test_a_job_queued_again_keeps_what_it_has_done(tmp_path, config_of):
     assert (status["state"], status["reason"], status["step"], status["started"]) == ("queued", "", 12, "then")
 
 
-def test_a_failure_is_its_last_line(tmp_path):
+def test_a_failure_is_its_kind_and_first_line(tmp_path):
     fail(tmp_path, ValueError("first\nlast"))
-    assert (read_status(tmp_path)["state"], read_status(tmp_path)["reason"]) == ("failed", "last")
+    assert (read_status(tmp_path)["state"], read_status(tmp_path)["reason"]) == ("failed", "ValueError: first")
     fail(tmp_path, ValueError("a consequence"))
-    assert read_status(tmp_path)["reason"] == "last"
+    assert read_status(tmp_path)["reason"] == "ValueError: first"

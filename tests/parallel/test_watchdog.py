@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,103 @@ def test_a_stalled_process_says_where_it_was_and_ends():
     assert line.startswith(
         "rank 3 has not moved for 1 s (distributed.timeout_seconds=0.6), at step 3, reducing gradients"
     )
+
+
+SLEEPER = """
+import time
+from foundry.parallel import watchdog
+
+class Clock:  # jumps by an hour, as while the process is stopped or the machine sleeps
+    def __init__(self):
+        self.begin = time.monotonic()
+    def monotonic(self):
+        now = time.monotonic()
+        return now + 3600 * (now - self.begin > 0.5)
+
+watchdog.time = Clock()
+with watchdog.Watchdog(3.0, rank=0) as dog:
+    dog.beat(1, "training")
+    time.sleep(1.5)
+    dog.beat(2, "training")
+    {then}
+"""
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count():
+    code = SLEEPER.format(then="pass")
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    code = SLEEPER.format(then="time.sleep(60)")  # it still watches
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == EXIT_STALLED
+
+
+STOPPED = """
+import time
+from foundry.parallel.watchdog import Watchdog
+with Watchdog(6.0, rank=0) as dog:
+    dog.beat(1, "training")
+    print("begun", flush=True)
+    end = time.process_time() + 1.5
+    while time.process_time() < end:  # work that being stopped leaves undone
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_was_stopped_and_continued_goes_on():
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(8)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 0
+
+
+def test_what_is_written_down_names_the_place_and_nothing_waits_for_the_disk(tmp_path):
+    code = """
+import sys, time
+from foundry.parallel.watchdog import Watchdog
+def record(rank, line, stack):
+    sys.stdout.write(f"{rank}|{line}|{stack}")
+    sys.stdout.flush()
+    time.sleep(600)
+def read_a_slow_file():
+    time.sleep(600)
+import foundry.parallel.watchdog as module
+module._RECORDING_SECONDS = 0.2
+with Watchdog(0.3, rank=2, record=record) as dog:
+    dog.beat(7, "reading samples")
+    read_a_slow_file()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == EXIT_STALLED
+    rank, line, stack = done.stdout.split("|")
+    assert rank == "2"
+    assert "at step 7, reading samples" in line
+    assert "in read_a_slow_file" in stack
+
+
+class Roll:
+    """What a roll call has found."""
+
+    def __init__(self, silent, answers):
+        self.silent, self.answers = silent, answers
+
+
+@pytest.mark.parametrize(
+    ("silent", "answers", "blamed", "said"),
+    [
+        ([1], {2: (5, "training")}, 1, "rank 1 gave no sign of life (stopped, or out of reach); rank 0 waited for"),
+        ([1, 3], {}, 1, "ranks 1, 3 gave no sign of life"),
+        ([], {1: (4, "reading samples"), 2: (5, "training")}, 1, "; rank 1 is at step 4, reading samples: ended"),
+        ([], {1: (5, "reading samples")}, 0, "; rank 1 is at step 5, reading samples: ended"),
+        ([], {1: (5, "training")}, 0, "rank 0 has not moved for 9 s"),
+    ],
+)
+def test_the_rank_that_is_missing_is_blamed_not_the_one_that_waits(silent, answers, blamed, said):
+    rank, line = Watchdog(9.0, rank=0, roll_call=Roll(silent, answers))._verdict(9.0, 5, "training")
+    assert rank == blamed
+    assert said in line
+    assert "\n" not in line
 
 
 def test_leaving_ends_the_watch():

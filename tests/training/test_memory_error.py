@@ -1,15 +1,27 @@
+import errno
+import os
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from foundry.config.data import StdlibText
-from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Single
+from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Single, Strategy
 from foundry.config.hparams import HParams
 from foundry.config.model import Transformer
 from foundry.config.precision import Precision, PrecisionMode
 from foundry.config.root import Config
 from foundry.parallel.wrap import resolve_strategy
-from foundry.training.memory_error import DeviceMemory, explain_out_of_memory, measure_device_memory
+from foundry.training import memory_error
+from foundry.training.memory_error import (
+    DeviceMemory,
+    OutOfMemoryError,
+    explain_out_of_memory,
+    is_out_of_memory,
+    measure_device_memory,
+    memory_explained,
+)
 
 GIB = 2**30
 ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB")
@@ -122,9 +134,8 @@ def test_parts_are_counted_on_their_device_only(monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    stats = {"allocated_bytes.all.peak": 1000, "reserved_bytes.all.current": 2000}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 3000))
+    in_use = {"allocated": 1000, "reserved": 2000, "capacity": 3000}
+    monkeypatch.setattr(memory_error, "_in_use", lambda device: in_use)
     weights = 4 * (3 * 5 + 5)
     here = measure_device_memory(model, [optimizer], torch.device("cpu"), averages=[model.weight])
     # AdamW has two moments, and a step count of four bytes for each of the two parameters.
@@ -132,3 +143,67 @@ def test_parts_are_counted_on_their_device_only(monkeypatch):
     assert here.rest == 1000 - 4 * weights - 68
     other = measure_device_memory(model, [optimizer], torch.device("meta"))
     assert (other.weights, other.gradients, other.optimizer, other.rest) == (0, 0, 0, 1000)
+
+
+def ask_torch():
+    return torch.empty(2**50)
+
+
+def ask_numpy():
+    return np.empty(2**57, dtype=np.uint8)
+
+
+def ask_python():
+    return bytearray(2**60)
+
+
+def fork():
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def native_code():
+    raise RuntimeError("std::bad_alloc")
+
+
+HOST = [(ask_torch, "4.00 PiB"), (ask_numpy, "128. PiB"), (ask_python, ""), (fork, ""), (native_code, "")]
+
+
+@pytest.mark.parametrize(("ask", "wanted"), HOST, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_host_without_memory_is_known_by_any_of_its_errors(ask, wanted):
+    cpu = torch.device("cpu")
+    with pytest.raises(OutOfMemoryError) as caught, memory_explained(cpu, 3):
+        ask()
+    assert str(caught.value).startswith("out of CPU memory on rank 3 while the run was built: ")
+    assert f"{wanted} more were wanted" in str(caught.value) if wanted else "wanted" not in str(caught.value)
+    assert "of " in str(caught.value).splitlines()[0]
+    with pytest.raises(OutOfMemoryError) as again, memory_explained(cpu, 0):
+        raise caught.value
+    assert again.value is caught.value
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes do not match"), OSError(errno.ENOSPC, "No space left"), KeyError()]
+)
+def test_other_errors_are_not_about_memory(error):
+    assert not is_out_of_memory(error)
+    with pytest.raises(type(error)), memory_explained(torch.device("cpu"), 0):
+        raise error
+
+
+def test_of_a_cpu_the_message_says_what_the_process_holds_and_what_takes_less():
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 512)).sum().backward()
+    optimizer.step()
+    memory = measure_device_memory(model, [optimizer], torch.device("cpu"))
+    assert memory.weights == memory.gradients == 4 * 512 * 513
+    assert memory.weights + memory.gradients + memory.optimizer < memory.allocated < memory.capacity
+    try:
+        ask_torch()
+    except RuntimeError as error:
+        lines = explain_out_of_memory(
+            error, memory, config(FSDP()), strategy=Strategy.fsdp, step=12, rank=1, world_size=2
+        ).splitlines()
+    assert lines[0].startswith("out of CPU memory in step 12 on rank 1: 4.00 PiB more were wanted, ")
+    assert lines[1].startswith("  weights 1.0 MiB, gradients 1.0 MiB, optimizer state 2.0 MiB, ")
+    assert settings(lines) == [BATCH, CHECKPOINTING, TILES, "otherwise"]

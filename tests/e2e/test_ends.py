@@ -1,0 +1,110 @@
+"""How a run ended is said truly, on the terminal, in status.json and in foundry.log, whatever ended it."""
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from tiny import TINY_LM
+
+pytestmark = pytest.mark.slow
+
+WORDS = [
+    "--config-dir=conf",
+    *[word for word in TINY_LM if not word.startswith("objective")],
+    "objective=faulty",
+    "hparams.global_batch_size=8",
+    "hparams.per_gpu_batch_size=4",
+    "hparams.max_steps=40",
+    "evaluation.interval=null",
+    "evaluation.write_samples=false",
+    "checkpoint.interval=null",
+    "tracking.mlflow=false",
+    "tracking.plots=false",
+    "hydra.run.dir=run",
+]
+TWO = ["distributed=ddp", "distributed.nproc_per_node=2"]
+WORKER = r"DataWorkerError: a data loader worker \(process \d+\) was killed by SIGKILL: out of memory\?.*num_workers"
+MEMORY = r"OutOfMemoryError: out of CPU memory in step 2 on rank 0: 4\.00 PiB more were wanted"
+STALLED = r"rank 0 has not moved for \d+ s \(distributed.timeout_seconds=10\), at step \d, training"
+SILENT = r"rank {} gave no sign of life \(stopped, or out of reach\); rank {} waited for \d+ s .* at step \d, training"
+
+
+@pytest.fixture
+def faulty(shell):
+    """Starts a run with a fault; returns the process."""
+    folder = shell.cwd / "conf" / "objective"
+    folder.mkdir(parents=True)
+    (folder / "faulty.yaml").write_text("_target_: faulty.Objective\n")
+
+    def start(fault, rank, *words, **variables):
+        own = {"FAULT": fault, "FAULTY_RANK": str(rank), **variables}
+        own["PYTHONPATH"] = f"{Path(__file__).parent}:{shell.environment.get('PYTHONPATH', '')}"
+        return shell.start(*WORDS, "distributed.timeout_seconds=10", *words, variables=own)
+
+    return start
+
+
+def status(shell):
+    return json.loads((shell.cwd / "run" / "status.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "code", "reason", "in_log"),
+    [
+        ("fail", [], 1, "ValueError: first line$", "in fail"),
+        ("ask_for_memory", [], 1, MEMORY, "in ask_for_memory"),
+        ("kill_a_data_worker", ["data.num_workers=1"], 1, WORKER, "DataWorkerError"),
+        ("hang", [], 74, STALLED, "in hang"),
+    ],
+)
+def test_one_process(faulty, shell, fault, words, code, reason, in_log):
+    process = faulty(fault, 0, *words)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == code, stderr
+    end = status(shell)
+    assert end["state"] == "failed"
+    assert re.match(reason, end["reason"]), end["reason"]
+    log = (shell.cwd / "run" / "foundry.log").read_text()
+    assert in_log in log
+    assert end["reason"] in log
+    assert end["reason"] in stderr
+    assert "another rank" not in stderr + log
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("fault", "rank", "code", "reason", "in_log"),
+    [
+        ("kill", 0, 1, r"rank 0 failed: killed by SIGKILL: out of memory\?", "rank 0 failed"),
+        ("fail", 1, 1, "rank 1 failed: ValueError: first line$", "in fail"),
+        ("stop", 0, 74, SILENT.format(0, 1), "in loss|in backward|wait"),
+        ("stop", 1, 74, SILENT.format(1, 0), "in loss|in backward|wait"),
+    ],
+)
+def test_two_processes(faulty, shell, fault, rank, code, reason, in_log):
+    process = faulty(fault, rank, *TWO)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == code, stderr
+    end = status(shell)
+    assert end["state"] == "failed"
+    assert re.match(reason, end["reason"]), end["reason"]
+    log = (shell.cwd / "run" / "foundry.log").read_text()
+    assert re.search(in_log, log)
+    assert end["reason"] in log
+    assert end["reason"] in stderr
+
+
+@pytest.mark.distributed
+def test_a_rank_that_survives_rank_zero_says_that_the_run_has_failed(faulty, shell):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [faulty("kill", 0, "distributed=ddp", **place, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+    said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [-9, 1], said
+    end = status(shell)
+    assert end["state"] == "failed"
+    assert end["reason"].startswith("rank 0 is gone, killed perhaps; rank 1, step ")
