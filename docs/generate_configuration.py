@@ -141,9 +141,14 @@ def _row(key: str, item: "Field[Any]", hint: Any) -> str:
         _type(item, hint),
         _default(item),
         item.metadata.get("doc") or ("set by the choice of the option" if item.name == "strategy" else ""),
-        ", ".join(f"`{name.strip()}`" for name in item.metadata.get("source", "").split(",") if name.strip()),
+        ", ".join(f"`{name}`" for name in _elsewhere(item)),
     )
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _elsewhere(item: "Field[Any]") -> list[str]:
+    names = f"{item.metadata.get('source', '')},{item.metadata.get('aliases', '')}".split(",")
+    return [name.strip() for name in names if name.strip()]
 
 
 def _table(rows: Iterable[str]) -> tuple[str, ...]:
@@ -166,7 +171,7 @@ def _member_type(item: "Field[Any]", member: Any) -> str:
         return "mapping" if get_origin(member) is dict else "list"
     if member is str and item.metadata.get("path"):
         return "path"
-    bounds = [f"{_SIGNS[name]} {bound:g}" for name, bound in item.metadata.get("bounds", {}).items()]
+    bounds = [f"{_SIGNS[name]} {bound:,}" for name, bound in item.metadata.get("bounds", {}).items()]
     return " ".join((_TYPES[member], " and ".join(bounds))).strip()
 
 

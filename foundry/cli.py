@@ -75,7 +75,7 @@ def main() -> None:
 
 def enter(task: Callable[[], object]) -> None:
     """Compose and do a task: exit code 2 and a line for each mistake in the configuration, 1 if the task failed."""
-    install()
+    install(alone=True)
     register()
     if flags := {"-m", "--multirun"} & set(sys.argv[2:]):  # argparse takes no flag between words
         sys.argv[1:] = [*flags, *(word for word in sys.argv[1:] if word not in flags)]

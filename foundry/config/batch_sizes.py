@@ -9,6 +9,13 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Self
 
+from foundry.config.errors import shown
+
+LARGEST_COUNT = 10**18
+"""Of samples, tokens or steps: int64 holds it."""
+MOST_STAGES = 10_000
+"""Batch sizes of one run; all of them are held in memory."""
+
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(?P<number>(\d+\.?\d*|\.\d+)(e\+?\d{1,2})?)(?P<suffix>[kmbt]?)", re.IGNORECASE)
 
@@ -69,6 +76,11 @@ class BatchSizes:
         if over_samples <= 0:
             raise ValueError(f"a ramp over {over_samples} samples is none")
         count = (final - start) // increment
+        if count > MOST_STAGES:
+            raise ValueError(
+                f"grows from {start} to {final} in {count:,} increments of {increment}, but a run may have at most "
+                f"{MOST_STAGES:,} batch sizes; give a larger increment"
+            )
         each = over_samples / count
         grown = [(_first_reaching(k, each), start + increment * k) for k in range(1, count + 1)]
         within = [(samples, size) for samples, size in grown if samples <= over_samples]
@@ -85,16 +97,18 @@ class BatchSizes:
         Raises:
             ValueError: the text is no such list, or its first threshold is not 0, or one comes twice.
         """
-        entries = [_entry(word) for word in re.split(r"[\s,]+", text.strip()) if word]
-        if not entries:
+        words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
+        if not words:
             raise ValueError('has no entry; write THRESHOLD:SIZE, such as "0:256 100M:512"')
-        pairs = sorted((threshold // (tokens_per_sample or 1), size) for threshold, size in entries)
+        if len(words) > MOST_STAGES:
+            raise ValueError(f"has {len(words):,} entries; a run may have at most {MOST_STAGES:,} batch sizes")
+        pairs = sorted((threshold // (tokens_per_sample or 1), size) for threshold, size in map(_entry, words))
         if pairs[0][0] != 0:
-            raise ValueError(f"{text!r} starts at {pairs[0][0]} samples; the first threshold must be 0")
+            raise ValueError(f"'{shown(text)}' starts at {pairs[0][0]} samples; the first threshold must be 0")
         for (earlier, _), (later, _) in pairwise(pairs):
             if earlier == later:
                 unit = f" (of {tokens_per_sample} tokens each)" if tokens_per_sample else ""
-                raise ValueError(f"{text!r} has two sizes from {later} samples{unit} on")
+                raise ValueError(f"'{shown(text)}' has two sizes from {later} samples{unit} on")
         return cls(pairs)
 
     def rounded(self, multiple: int) -> Self:
@@ -159,18 +173,20 @@ def parse_count(text: str) -> int:
     if match is not None:
         # Decimal, since 2.01 * 1000 is no whole number in binary.
         value = Decimal(match["number"]) * _SUFFIXES[match["suffix"].upper()]
+        if value > LARGEST_COUNT:
+            raise ValueError(f"'{shown(text)}' is more than {LARGEST_COUNT:,}; give a smaller number")
         if value == int(value):
             return int(value)
-    raise ValueError(f"{text!r} is no whole number; write 300000, 300k, 1.5M or 250B")
+    raise ValueError(f"'{shown(text)}' is no whole number; write 300000, 300k, 1.5M or 250B")
 
 
 def _entry(word: str) -> tuple[int, int]:
     threshold, colon, size = word.partition(":")
     if not colon:
-        raise ValueError(f"{word!r} is not THRESHOLD:SIZE, such as 250B:1536")
+        raise ValueError(f"'{shown(word)}' is not THRESHOLD:SIZE, such as 250B:1536")
     pair = parse_count(threshold), parse_count(size)
     if pair[1] < 1:
-        raise ValueError(f"{word!r} has a batch size of {pair[1]}; it must be at least 1")
+        raise ValueError(f"'{shown(word)}' has a batch size of {pair[1]}; it must be at least 1")
     return pair
 
 

@@ -92,8 +92,8 @@ def parse_options(schema: type[Options], words: list[str]) -> Options:
             continue
         try:
             OmegaConf.update(options, override.key_or_group, override.value())
-        except OmegaConfBaseException as error:
-            violations.append(explain_value(override, str(error)))
+        except (OmegaConfBaseException, OverflowError) as error:
+            violations.append(explain_value(override, error))
     wrong_keys = {violation.key for violation in violations}
     missing = sorted(OmegaConf.missing_keys(options) - wrong_keys)
     violations += [Violation(key, f"has no value; give it as {key}=...") for key in missing]

@@ -2,26 +2,36 @@
 
 Hydra has no hook between composing a configuration and using it, so one method of its loader is wrapped. A wrong
 configuration is then refused wherever it is composed: for a run, `--cfg job`, `compose()` in a test, and each job of a
-sweep, before the first one starts. See hydra-core issues 981 and 2193; the wrapper can go when Hydra has such a hook.
+sweep, before the first one starts. Configurations without foundry's schemas are other applications', and let through.
+See hydra-core issues 981 and 2193; the wrapper can go when Hydra has such a hook.
 """
 
 import functools
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.errors import ConfigError
-from foundry.config.mistakes import HYDRA_ERRORS, find_mistakes, master_over_options
+from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.mistakes import find_mistakes, includes_schemas, master_over_options, without_null_choices
 from foundry.config.resolvers import register_resolvers
+from foundry.config.root import Config
 from foundry.config.rules import check
 from foundry.config.secrets import check_secrets, check_words
 from foundry.config.store import register_schemas
 
 CONFIG_NAME = "config"
+_NO_SCHEMAS = (
+    "which has none of foundry's schemas; write `defaults: [config, _self_]` at its top, and below that what differs"
+)
 
 _PARAMETERS = ["self", "config_name", "overrides", "run_mode", "from_shell", "validate_sweep_overrides"]
 
@@ -33,10 +43,26 @@ def config_dir() -> str:
     return str(installed if installed.is_dir() else package.parent / "conf")
 
 
-def install() -> None:
-    """Register schemas and resolvers, and wrap Hydra's loader. Calling it again changes nothing."""
+class _OwnOptions(SearchPathPlugin):
+    """Has Hydra look for options in foundry's folder last, where another primary folder was chosen."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        own = f"file://{config_dir()}"
+        if not {own, config_dir()} & {element.path for element in search_path.get_path()}:
+            search_path.append("foundry", own)
+
+
+def install(*, alone: bool = False) -> None:
+    """Register schemas and resolvers, and wrap Hydra's loader. Calling it again changes nothing.
+
+    Args:
+        alone: nothing else is composed in this process, so what is none of foundry's is a mistake.
+    """
     register_schemas()
     register_resolvers()
+    if alone:
+        _process.alone = True
+        Plugins.instance().register(_OwnOptions)
     original = ConfigLoaderImpl._load_configuration_impl
     if hasattr(original, "__wrapped__"):
         return
@@ -55,30 +81,81 @@ def install() -> None:
         def compose(overrides: list[str]) -> DictConfig:
             return original(self, config_name, overrides, run_mode, *args, **kwargs)
 
-        if not _is_ours(self, config_name):
-            return compose(overrides)
-        secrets = list(check_words(overrides))  # first: no message below may show them
-        if secrets and run_mode is not RunMode.RUN:
-            raise ConfigError(secrets)  # multirun.yaml would have them
-        try:
-            config = compose(overrides)
-        except HYDRA_ERRORS as error:
-            whole = run_mode is RunMode.RUN
-            if not whole and (master := master_over_options(self, config_name, compose, overrides)) is not None:
-                return master
-            raise ConfigError(find_mistakes(self, config_name, compose, overrides, error, whole=whole)) from error
-        # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed.
-        # But it is written down as it is.
-        if violations := check(config) if run_mode is RunMode.RUN else list(check_secrets(config)):
-            raise ConfigError(violations)
-        return config
+        return _load(self, config_name, overrides, run_mode, compose)
 
     ConfigLoaderImpl._load_configuration_impl = load  # type: ignore[method-assign]
 
 
-def _is_ours(loader: ConfigLoaderImpl, config_name: str | None) -> bool:
-    """Whether the configuration being composed is foundry's, and not another Hydra application's in this process."""
-    own = Path(config_dir())
-    return config_name == CONFIG_NAME and any(
-        source.scheme() == "file" and Path(source.path) == own for source in loader.repository.get_sources()
-    )
+@dataclass
+class _Process:
+    alone: bool = False
+
+
+_process = _Process()
+
+
+def _load(
+    loader: ConfigLoaderImpl,
+    config_name: str | None,
+    overrides: list[str],
+    run_mode: RunMode,
+    compose: Callable[[list[str]], DictConfig],
+) -> DictConfig:
+    """Compose with Hydra's `compose`, and refuse what is foundry's and wrong; the rest is let through.
+
+    Raises:
+        ConfigError: with every mistake.
+    """
+    try:
+        config = compose(overrides)
+    except Exception as error:  # Hydra's, OmegaConf's, YAML's, ANTLR's, and what these did not expect
+        if config_name is None or not (_process.alone or includes_schemas(loader, config_name, overrides)):
+            raise
+        _note_secrets(overrides, run_mode)
+        config = _explained(loader, config_name, overrides, run_mode, compose, error)
+    if config_name is None or OmegaConf.get_type(config) is not Config:
+        if config_name is not None and _process.alone:
+            raise ConfigError(Violation("--config-name", f"is {shown(config_name)}, {_NO_SCHEMAS}"))
+        return config
+    _note_secrets(overrides, run_mode)
+    # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed.
+    # But it is written down as it is.
+    if violations := check(config) if run_mode is RunMode.RUN else list(check_secrets(config)):
+        raise ConfigError(violations)
+    return config
+
+
+def _note_secrets(overrides: list[str], run_mode: RunMode) -> None:
+    """Have no message show secrets among the overrides.
+
+    Raises:
+        ConfigError: a sweep has some, which its multirun.yaml would hold.
+    """
+    secrets = list(check_words(overrides))
+    if secrets and run_mode is not RunMode.RUN:
+        raise ConfigError(secrets)
+
+
+def _explained(
+    loader: ConfigLoaderImpl,
+    config_name: str,
+    overrides: list[str],
+    run_mode: RunMode,
+    compose: Callable[[list[str]], DictConfig],
+    error: Exception,
+) -> DictConfig:
+    """What a composition that failed should have been, if it was right, or every mistake in it.
+
+    Raises:
+        ConfigError: with these.
+    """
+    whole = run_mode is RunMode.RUN
+    meant = without_null_choices(loader, config_name, overrides)
+    if meant != overrides:
+        try:
+            return compose(meant)
+        except Exception as another:
+            overrides, error = meant, another
+    if not whole and (master := master_over_options(loader, config_name, compose, overrides)) is not None:
+        return master
+    raise ConfigError(find_mistakes(loader, config_name, compose, overrides, error, whole=whole)) from error

@@ -11,8 +11,16 @@ class Data:
     """How samples are read; a loader's whole state is the number of samples consumed."""
 
     _target_: str
-    num_workers: int = setting(0, "processes per rank that read samples ahead; 0: read in the training process", ge=0)
-    cache_dir: str = setting("${oc.env:FOUNDRY_CACHE,.cache/foundry}", "folder for tokenizers and token arrays")
+    num_workers: int = setting(
+        0,
+        "processes per rank that read samples ahead; 0: read in the training process",
+        ge=0,
+        le=1024,
+        aliases="dataloader_num_workers, workers",
+    )
+    cache_dir: str = setting(
+        "${oc.env:FOUNDRY_CACHE,.cache/foundry}", "folder for tokenizers and token arrays", aliases="data_cache_path"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +30,21 @@ class Text(Data):
     kind: ClassVar[str] = "tokens"
 
     _target_: str
-    seq_len: int = setting(256, "tokens per training sequence", ge=1)
-    vocab_size: int = setting(4096, "entries of the byte-level BPE trained on the text, or of `tokenizer`", ge=257)
+    seq_len: int = setting(
+        256,
+        "tokens per training sequence",
+        ge=1,
+        le=10**8,
+        aliases="seq_length, sequence_length, max_length, block_size, context_length",
+    )
+    vocab_size: int = setting(
+        4096, "entries of the byte-level BPE trained on the text, or of `tokenizer`", ge=257, le=10**8
+    )
     tokenizer: str | None = setting(
-        None, "tokenizer.json or folder to use; null: train one on the training text", path=True
+        None,
+        "tokenizer.json or folder to use; null: train one on the training text",
+        path=True,
+        aliases="tokenizer_name, tokenizer_path",
     )
     held_out: float = setting(0.05, "share of documents kept for validation", gt=0, lt=1)
 
@@ -43,9 +62,21 @@ class TextFiles(Text):
 
     _target_: str = "foundry.data.text.text_files"
 
-    path: str = setting("???", "file, folder or glob of .txt, .jsonl or .parquet files", path=True)
-    text_field: str = setting("text", "column or key that holds the text in JSONL and Parquet")
-    validation_path: str | None = setting(None, "files for validation; null: hold out a share of `path`", path=True)
+    path: str = setting(
+        "???",
+        "file, folder or glob of .txt, .jsonl or .parquet files",
+        path=True,
+        aliases="data_path, dataset_path, data_dir, train_file, dataset",
+    )
+    text_field: str = setting(
+        "text", "column or key that holds the text in JSONL and Parquet", aliases="text_column, text_key"
+    )
+    validation_path: str | None = setting(
+        None,
+        "files for validation; null: hold out a share of `path`",
+        path=True,
+        aliases="valid_data_path, validation_file",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

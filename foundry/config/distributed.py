@@ -41,10 +41,22 @@ class Distributed:
     """How processes start and find each other. Under torchrun or Slurm their number comes from the environment."""
 
     strategy: Strategy = setting(Strategy.auto, "auto: none on one process, fsdp on several")
-    nproc_per_node: int = setting(1, "processes to start on this machine; leave at 1 under torchrun and Slurm", ge=1)
+    nproc_per_node: int = setting(
+        1,
+        "processes to start on this machine; leave at 1 under torchrun and Slurm",
+        ge=1,
+        le=1024,
+        aliases="devices, num_gpus, gpus, num_processes",
+    )
     backend: Backend = setting(Backend.auto, "auto: nccl on GPUs, gloo on CPUs", source="dist_backend")
     init_method: str = setting("env://", "where ranks meet: env:// or tcp://host:port", source="dist_url")
-    timeout_seconds: float = setting(600.0, "a collective that takes longer ends the run, naming rank and step", gt=0)
+    timeout_seconds: float = setting(
+        600.0,
+        "a collective that takes longer ends the run, naming rank and step",
+        gt=0,
+        le=10**7,
+        aliases="dist_timeout",
+    )
     gradient_sync: GradientSync = setting(
         GradientSync.last,
         "every: after each microbatch, least memory; last: once a step; last_keep_params: once, weights kept gathered",
@@ -64,7 +76,7 @@ class DDP(Distributed):
 
     strategy: Strategy = Strategy.ddp
     overlap_grad_reduce: bool = setting(True, "reduce gradients in buckets while the backward pass still runs")
-    bucket_cap_mb: float = setting(_DEFAULT_BUCKET_MB, "size of a gradient bucket in MiB", gt=0)
+    bucket_cap_mb: float = setting(_DEFAULT_BUCKET_MB, "size of a gradient bucket in MiB", gt=0, le=10**6)
     shard_optimizer: bool = setting(
         False, "each rank keeps and updates one shard of the optimizer state", source="use_distributed_optimizer"
     )
@@ -108,4 +120,4 @@ class HSDP(FSDP):
     """FSDP2 within groups of ranks, replicas between groups."""
 
     strategy: Strategy = Strategy.hsdp
-    num_replicas: int = setting(2, "groups that each hold a full copy; must divide the world size", ge=1)
+    num_replicas: int = setting(2, "groups that each hold a full copy; must divide the world size", ge=1, le=10**6)

@@ -6,7 +6,8 @@ from decimal import Decimal
 from enum import Enum
 from typing import Self
 
-from foundry.config.batch_sizes import BatchSizes
+from foundry.config.batch_sizes import LARGEST_COUNT, BatchSizes
+from foundry.config.errors import shown
 
 _SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # OmegaConf turns 0.00001 into the text 1e-05.
@@ -59,31 +60,36 @@ class Duration:
         """Read a duration as a user writes it.
 
         Raises:
-            ValueError: the text is none of these forms, is negative, or is a share above 1.
+            ValueError: the text is none of these forms, is negative, is a share above 1, or beyond `LARGEST_COUNT`.
         """
-        match = _PATTERN.fullmatch(text.strip())
+        match, said = _PATTERN.fullmatch(text.strip()), f"'{shown(text)}'"
         if match is None:
-            raise ValueError(f"{text!r} is not a duration; write {_FORMS}")
+            raise ValueError(f"{said} is not a duration; write {_FORMS}")
         number, suffix, unit = match["number"], match["suffix"], match["unit"]
         # Decimal, since 2.01 * 1000 is no whole number in binary.
-        value = float(Decimal(number) * _SUFFIXES[suffix])
+        exact = Decimal(number) * _SUFFIXES[suffix]
+        if exact > LARGEST_COUNT:
+            raise ValueError(f"{said} is more than {LARGEST_COUNT:,}; give a smaller number")
+        if 0 < exact * LARGEST_COUNT < 1:
+            raise ValueError(f"{said} is too short to be told from 0; give a larger number")
+        value = float(exact)
         if unit is None:
             if number.isdigit() or suffix:
                 if value != int(value):
-                    raise ValueError(f"{text!r} is not a whole number of steps; write {_FORMS}")
+                    raise ValueError(f"{said} is not a whole number of steps; write {_FORMS}")
                 return cls(value, Unit.steps)
             if value > 1:
-                raise ValueError(f"{text!r} has a decimal point, so it is a fraction of the run, which is at most 1.0")
+                raise ValueError(f"{said} has a decimal point, so it is a fraction of the run, which is at most 1.0")
             return cls(value, Unit.fraction)
         if unit == "run":
             if value > 1:
-                raise ValueError(f"{text!r} is longer than the run")
+                raise ValueError(f"{said} is longer than the run")
             return cls(value, Unit.run)
         name = unit if unit.endswith("s") else f"{unit}s"
         if name not in ("steps", "epochs", "samples", "tokens"):
-            raise ValueError(f"{text!r} has an unknown unit {unit!r}; write {_FORMS}")
+            raise ValueError(f"{said} has an unknown unit '{shown(unit)}'; write {_FORMS}")
         if name == "steps" and value != int(value):
-            raise ValueError(f"{text!r} is not a whole number of steps; write {_FORMS}")
+            raise ValueError(f"{said} is not a whole number of steps; write {_FORMS}")
         return cls(value, Unit(name))
 
     @classmethod
@@ -95,7 +101,7 @@ class Duration:
         """
         duration = cls.parse(text)
         if duration.value == 0:
-            raise ValueError(f"is {text}: no length at all")
+            raise ValueError(f"is {shown(text)}: no length at all")
         return duration
 
     def samples(self, budget: Budget, *, whole: float | None = None, end: float | None = None) -> float:
@@ -161,7 +167,7 @@ class Interval:
         samples = without_rounding_error(duration.samples(budget))
         if samples > budget.total_samples:
             steps = budget.batch_sizes.steps_at(samples)
-            raise ValueError(f"is {text}, {steps:g} steps, but the run has only {budget.total_steps}")
+            raise ValueError(f"is {shown(text)}, {steps:g} steps, but the run has only {budget.total_steps}")
         return cls(int(duration.value) if duration.unit is Unit.steps else None, samples)
 
     def due(self, step: int, samples_before: int, samples_after: int) -> bool:

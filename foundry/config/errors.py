@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from foundry.records.redact import one_line
 
+_LONGEST_VALUE, _LONGEST_LINE = 60, 400
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -18,7 +20,7 @@ class Violation:
     message: str
 
     def __str__(self) -> str:
-        return one_line(f"{self.key}: {self.message}")
+        return shortened(one_line(f"{self.key}: {self.message}"), _LONGEST_LINE)
 
 
 class ConfigError(Exception):
@@ -33,3 +35,27 @@ def nearest(word: str, among: Iterable[str]) -> str:
     """`; did you mean x?` for the one nearest to a misspelt word, or nothing."""
     near = difflib.get_close_matches(word, list(among), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """A value as a line of an error says it: floats short, text as it is, and the middle of what is long left out."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    try:
+        return shortened(one_line(str(value)), _LONGEST_VALUE)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def first_line(message: str) -> str:
+    """What a library says of an error, in one line; the next one too where the first ends with a colon."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines[0] if lines else "unknown error")
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters: the middle of a longer one is left out."""
+    if len(text) <= most:
+        return text
+    left_out, end = f" … {len(text) - most:,} more characters … ", most // 3
+    return f"{text[: most - end - len(left_out)]}{left_out}{text[-end:]}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit
-from foundry.config.errors import Violation
+from foundry.config.errors import Violation, shown
 from foundry.config.setting import setting
 
 
@@ -27,7 +27,12 @@ class Mode(Enum):
 class EarlyStopping:
     """Ends the run when a held-out metric no longer improves; one that is not finite ends it at once."""
 
-    patience: int | None = setting(None, "units without improvement after which the run stops; null: never", ge=1)
+    patience: int | None = setting(
+        None,
+        "units without improvement after which the run stops; null: never",
+        ge=1,
+        aliases="early_stopping_patience",
+    )
     unit: PatienceUnit = setting(
         PatienceUnit.epochs, "what patience counts; an epoch is that in which the evaluated step began"
     )
@@ -45,9 +50,14 @@ class Evaluation:
         "between evaluations: a whole number of batches, or a fraction of an epoch, both counted anew in each epoch; "
         'or a duration as text, such as "0.25 run"; null: only at the end',
         source="val_check_interval",
+        aliases="eval_interval, eval_steps",
     )
     max_samples: int | None = setting(
-        None, "held-out samples per evaluation, the same on any number of ranks; null: all", ge=1
+        None,
+        "held-out samples per evaluation, the same on any number of ranks; null: all",
+        ge=1,
+        le=10**15,
+        aliases="max_eval_samples",
     )
     write_samples: bool = setting(True, "draw or continue samples at each evaluation")
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
@@ -94,15 +104,15 @@ class Evaluation:
             duration = Duration.parse_positive(text)
             if duration.unit is Unit.fraction:
                 raise ValueError(
-                    f"is the text {text!r}: of what? {float(text):g} without quotes is a fraction of an epoch, "
-                    f"'{text} run' one of the run"
+                    f"is the text '{shown(text)}': of what? {float(text):g} without quotes is a fraction of an epoch, "
+                    f"'{shown(text)} run' one of the run"
                 )
             return duration
         if text is not None and text <= 0:
-            raise ValueError(f"is {text} but must be above 0")
+            raise ValueError(f"is {shown(text)} but must be above 0")
         if isinstance(text, float) and text > 1:
             raise ValueError(
-                f"is {text}, a fraction of an epoch, which is at most 1.0; write '{text:g} epochs', or a whole number "
-                "of batches"
+                f"is {shown(text)}, a fraction of an epoch, which is at most 1.0; write '{shown(text)} epochs', or a "
+                "whole number of batches"
             )
         return None

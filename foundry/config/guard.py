@@ -43,6 +43,7 @@ class Guard:
         _DEFAULT_WINDOW,
         "accepted losses, in steps, that a new one is compared with; a quarter of them must be there",
         ge=8,
+        le=10**6,
     )
     spike_action: SpikeAction = setting(
         SpikeAction.skip, "at a spike: skip the update, or rollback to the last checkpoint and past the spike's data"

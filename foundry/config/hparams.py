@@ -21,8 +21,8 @@ class ScheduleUnit(Enum):
 class BatchRamp:
     """A global batch size that grows in equal increments up to `global_batch_size`."""
 
-    start: int | None = setting(None, "global batch size of the first step; null: no ramp", ge=1)
-    increment: int | None = setting(None, "what the size grows by, again and again", ge=1)
+    start: int | None = setting(None, "global batch size of the first step; null: no ramp", ge=1, le=10**12)
+    increment: int | None = setting(None, "what the size grows by, again and again", ge=1, le=10**12)
     over_samples: str | None = setting(
         None, "samples over which the whole ramp extends, such as 300000, 300k or 9.5M", parse=parse_count
     )
@@ -39,8 +39,22 @@ class BatchRamp:
 class HParams:
     """The numbers of a training run that do not depend on the kind of optimizer, schedule or model."""
 
-    global_batch_size: int = setting(512, "samples per optimizer step, over all ranks and microbatches", ge=1)
-    per_gpu_batch_size: int = setting(8, "samples per forward pass on one rank: the microbatch", ge=1)
+    global_batch_size: int = setting(
+        512,
+        "samples per optimizer step, over all ranks and microbatches",
+        ge=1,
+        le=10**12,
+        source="batch_size",
+        aliases="train_batch_size, effective_batch_size",
+    )
+    per_gpu_batch_size: int = setting(
+        8,
+        "samples per forward pass on one rank: the microbatch",
+        ge=1,
+        le=10**7,
+        source="micro_batch_size",
+        aliases="per_device_train_batch_size, train_micro_batch_size_per_gpu, local_batch_size",
+    )
     batch_ramp: BatchRamp = field(default_factory=BatchRamp)
     batch_schedule: str | None = setting(
         None,
@@ -58,26 +72,60 @@ class HParams:
     )
     accum_freq: int = setting(
         "${accum_freq:${.global_batch_size},${.per_gpu_batch_size},${distributed.nproc_per_node}}",
-        "microbatches per rank and optimizer step, after any ramp; computed, never set",
+        "computed from the batch sizes, never set: microbatches per rank and optimizer step, after any ramp",
+        aliases="gradient_accumulation_steps, accumulate_grad_batches, grad_accum_steps",
     )
-    seed: int = setting(42, "seed of initial weights, data order and noise", ge=0)
-    lr: float = setting(1e-4, "peak learning rate", gt=0, source="learning_rate")
-    epochs: float | None = setting(None, "budget in passes over the training data; null: not limited by it", gt=0)
-    max_steps: int | None = setting(None, "budget in optimizer steps; null: not limited by it", ge=1)
+    seed: int = setting(
+        42, "seed of initial weights, data order and noise", ge=0, aliases="random_seed, manual_seed, data_seed"
+    )
+    lr: float = setting(1e-4, "peak learning rate", gt=0, source="learning_rate", aliases="max_lr, peak_lr, base_lr")
+    epochs: float | None = setting(
+        None,
+        "budget in passes over the training data; null: not limited by it",
+        gt=0,
+        le=10**9,
+        aliases="num_train_epochs, max_epochs, num_epochs",
+    )
+    max_steps: int | None = setting(
+        None,
+        "budget in optimizer steps; null: not limited by it",
+        ge=1,
+        le=10**12,
+        source="train_iters",
+        aliases="train_steps, total_steps, num_steps, max_iters",
+    )
     train_samples: int | None = setting(
-        None, "budget in samples; null: not limited by it; the shortest budget wins", ge=1, source="total_train_samples"
+        None,
+        "budget in samples; null: not limited by it; the shortest budget wins",
+        ge=1,
+        le=10**15,
+        source="total_train_samples",
     )
-    loss_function: str = setting("cross_entropy", "cross_entropy (language models) or mse (diffusion)")
+    loss_function: str = setting("cross_entropy", "cross_entropy (language models) or mse (diffusion)", aliases="loss")
     z_loss_coefficient: float = setting(
-        0.0, "weight of the mean squared log-sum-exp of the logits, over valid tokens; 0 disables it", ge=0
+        0.0,
+        "weight of the mean squared log-sum-exp of the logits, over valid tokens; 0 disables it",
+        ge=0,
+        aliases="z_loss",
     )
     grad_clip_norm: float | None = setting(
-        None, "largest global L2 norm of the gradient; null: no clipping", gt=0, source="clip_grad, max_grad_norm"
+        None,
+        "largest global L2 norm of the gradient; null: no clipping; inf: the norm is measured only",
+        gt=0,
+        finite=False,
+        source="clip_grad, max_grad_norm",
+        aliases="gradient_clip_val, max_norm, gradient_clipping",
     )
-    grad_checkpointing: bool = setting(False, "recompute each block's activations in the backward pass: less memory")
-    torchcompile: bool = setting(False, "compile each block with torch.compile")
+    grad_checkpointing: bool = setting(
+        False,
+        "recompute each block's activations in the backward pass: less memory",
+        aliases="gradient_checkpointing, activation_checkpointing, activation_checkpoint, recompute_activations",
+    )
+    torchcompile: bool = setting(
+        False, "compile each block with torch.compile", aliases="torch_compile, compile, use_compile"
+    )
     ema_decay: float | None = setting(
-        None, "decay of the exponential moving average of the weights; null: none is kept", gt=0, lt=1
+        None, "decay of the exponential moving average of the weights; null: none is kept", gt=0, lt=1, aliases="ema"
     )
 
     def check(self) -> Iterator[Violation]:

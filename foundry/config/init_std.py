@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from foundry.config.errors import nearest
+from foundry.config.errors import nearest, shown
 
 STD_RULES: dict[str, Callable[[int], float]] = {
     "small": lambda hidden_size: math.sqrt(2 / (5 * hidden_size)),
@@ -27,6 +27,6 @@ def parse_std(text: str) -> float | Callable[[int], float]:
         std = math.nan
     if not 0 < std < math.inf:
         raise ValueError(
-            f"is {text} but must be a number above 0, or {' or '.join(STD_RULES)}{nearest(text, STD_RULES)}"
+            f"is {shown(text)} but must be a number above 0, or {' or '.join(STD_RULES)}{nearest(text, STD_RULES)}"
         )
     return std

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.errors import Violation
+from foundry.config.errors import Violation, shown
 from foundry.config.setting import check_fields, setting
 
 GROUP = "hydra/launcher"
@@ -28,8 +28,10 @@ class Local(Launcher):
     """Processes of this machine, some at a time, each with cores and GPUs of its own."""
 
     _target_: str = f"{PLUGINS}.LocalLauncher"
-    n_jobs: int | None = setting(None, "jobs at a time; null: as many as GPUs, or else cores, suffice for", ge=1)
-    cores_per_job: int = setting(4, "with n_jobs=null and no GPU, cores that a job should have", ge=1)
+    n_jobs: int | None = setting(
+        None, "jobs at a time; null: as many as GPUs, or else cores, suffice for", ge=1, le=1024
+    )
+    cores_per_job: int = setting(4, "with n_jobs=null and no GPU, cores that a job should have", ge=1, le=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +47,20 @@ class Slurm(Launcher):
     account: str | None = setting(None, "account to charge")
     constraint: str | None = setting(None, "features that nodes must have")
     exclude: str | None = setting(None, "nodes not to use")
-    nodes: int = setting(1, "machines of a job", ge=1)
-    tasks_per_node: int = setting(1, "processes on each; times nodes: the ranks that train together", ge=1)
-    gpus_per_node: int | None = setting(None, "GPUs on each, one for each task", ge=0)
+    nodes: int = setting(1, "machines of a job", ge=1, le=10**6)
+    tasks_per_node: int = setting(1, "processes on each; times nodes: the ranks that train together", ge=1, le=1024)
+    gpus_per_node: int | None = setting(None, "GPUs on each, one for each task", ge=0, le=1024)
     gpus_per_task: int | None = setting(None, "GPUs of each task, instead of gpus_per_node", ge=0, le=1)
     gres: str | None = setting(None, "generic resources, where a cluster does not know gpus_per_node")
-    cpus_per_task: int | None = setting(None, "cores of each process, the loader's workers included", ge=1)
-    cpus_per_gpu: int | None = setting(None, "cores for each GPU, instead of cpus_per_task", ge=1)
-    mem_gb: float | None = setting(None, "memory on each node in GB", gt=0)
+    cpus_per_task: int | None = setting(None, "cores of each process, the loader's workers included", ge=1, le=10**5)
+    cpus_per_gpu: int | None = setting(None, "cores for each GPU, instead of cpus_per_task", ge=1, le=10**5)
+    mem_gb: float | None = setting(None, "memory on each node in GB", gt=0, le=10**6)
     mem_per_gpu: str | None = setting(None, "memory for each GPU, such as 64G, instead of mem_gb")
     mem_per_cpu: str | None = setting(None, "memory for each core, such as 4G, instead of mem_gb")
-    timeout_min: int = setting(60, "time limit in minutes, after which the job is queued again", ge=1)
-    signal_delay_s: int = setting(120, "seconds before the limit at which the run is told to save", ge=1)
-    max_num_timeout: int = setting(100, "how often a job may reach its time limit and be queued again", ge=0)
-    array_parallelism: int = setting(256, "jobs of the sweep that run at a time", ge=1)
+    timeout_min: int = setting(60, "time limit in minutes, after which the job is queued again", ge=1, le=5_256_000)
+    signal_delay_s: int = setting(120, "seconds before the limit at which the run is told to save", ge=1, le=65_535)
+    max_num_timeout: int = setting(100, "how often a job may reach its time limit and be queued again", ge=0, le=10**6)
+    array_parallelism: int = setting(256, "jobs of the sweep that run at a time", ge=1, le=10**6)
     setup: list[str] | None = setting(None, "shell commands before each job starts, such as module load")
     additional_parameters: dict[str, Any] = setting(
         dict, "further options of sbatch, as in +hydra.launcher.additional_parameters.reservation=NAME"
@@ -122,12 +124,18 @@ def launcher_of(composed: DictConfig) -> Launcher | None:
 
 def tasks_of(composed: DictConfig) -> int:
     """The processes that the launcher starts for each job, over all nodes; 1 where it leaves that to the run."""
-    node = OmegaConf.select(composed, "hydra.launcher") or {}
+    node = OmegaConf.select(composed, "hydra.launcher")
+    if not isinstance(node, DictConfig):
+        return 1
     return int((node.get("tasks_per_node") or 1) * (node.get("nodes") or 1))
 
 
 def check_launcher(composed: DictConfig) -> Iterator[Violation]:
     """What is wrong with the launcher's settings, as far as the configuration itself can tell."""
+    node = OmegaConf.select(composed, "hydra.launcher")
+    if node is not None and not isinstance(node, DictConfig):
+        yield Violation("hydra.launcher", f"is {shown(node)} but holds settings; to choose one give {GROUP}=...")
+        return
     launcher = launcher_of(composed)
     if launcher is None:
         return

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from foundry.config.batch_sizes import BatchSizes, parse_count
+from foundry.config.batch_sizes import LARGEST_COUNT, BatchSizes, parse_count
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.hparams import HParams, ScheduleUnit
@@ -12,22 +12,29 @@ from foundry.config.scheduler import Scheduler
 
 
 def batch_sizes_of(hparams: HParams, *, world_size: int, tokens_per_sample: int | None) -> BatchSizes:
-    """The global batch size along the run: constant, ramped, or by its schedule; rounded where that is allowed.
+    """The global batch size along the run: as `given_sizes`, and rounded where that is allowed.
 
     Raises:
-        ValueError: the ramp does not grow to the global batch size, the schedule cannot be read, or a size is rounded
-            down to nothing.
+        ValueError: as `given_sizes`, or a size is rounded down to nothing.
+    """
+    sizes = given_sizes(hparams, tokens_per_sample=tokens_per_sample)
+    return sizes.rounded(hparams.per_gpu_batch_size * world_size) if hparams.allow_rounding else sizes
+
+
+def given_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSizes:
+    """The global batch size along the run, unrounded: constant, ramped, or by its schedule.
+
+    Raises:
+        ValueError: the ramp does not grow to the global batch size, or the schedule cannot be read.
     """
     ramp, final = hparams.batch_ramp, hparams.global_batch_size
     if hparams.batch_schedule is not None:
         in_tokens = hparams.batch_schedule_unit is not ScheduleUnit.samples
-        sizes = BatchSizes.parse(hparams.batch_schedule, tokens_per_sample=tokens_per_sample if in_tokens else None)
-    elif ramp.start is not None and ramp.increment is not None and ramp.over_samples is not None:
+        return BatchSizes.parse(hparams.batch_schedule, tokens_per_sample=tokens_per_sample if in_tokens else None)
+    if ramp.start is not None and ramp.increment is not None and ramp.over_samples is not None:
         over = parse_count(ramp.over_samples)
-        sizes = BatchSizes.ramp(start=ramp.start, increment=ramp.increment, over_samples=over, final=final)
-    else:
-        sizes = BatchSizes.constant(final)
-    return sizes.rounded(hparams.per_gpu_batch_size * world_size) if hparams.allow_rounding else sizes
+        return BatchSizes.ramp(start=ramp.start, increment=ramp.increment, over_samples=over, final=final)
+    return BatchSizes.constant(final)
 
 
 def budget_of(
@@ -36,7 +43,7 @@ def budget_of(
     """The size of the run: the shortest of the budgets given, in whole optimizer steps.
 
     Raises:
-        ConfigError: it is shorter than one optimizer step.
+        ConfigError: it is shorter than one optimizer step, or longer than can be counted.
     """
     sizes = batch_sizes_of(hparams, world_size=world_size, tokens_per_sample=tokens_per_sample)
     given = [
@@ -46,6 +53,10 @@ def budget_of(
         None if hparams.epochs is None else int(round(hparams.epochs * samples_per_epoch, 6)),
     ]
     total = min(samples for samples in given if samples is not None)
+    if total > LARGEST_COUNT:
+        raise ConfigError(
+            Violation("hparams.max_steps", f"makes a run of {total:,} samples; at most {LARGEST_COUNT:,} are counted")
+        )
     steps = sizes.whole_steps(total)
     if steps < 1:
         raise ConfigError(

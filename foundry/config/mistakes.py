@@ -1,35 +1,79 @@
 """Finding every mistake of a composition that failed, where Hydra stops at the first."""
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from enum import Enum
+from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra.core.default_element import GroupDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry.config.errors import Violation, nearest
+from foundry.config.errors import Violation, first_line, nearest, shown
+from foundry.config.names import did_you_mean, leaves, settings
+from foundry.config.root import Config
 from foundry.config.rules import check
 from foundry.config.store import GROUPS, group_schemas
 
-HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, AttributeError, AssertionError)
-"""What Hydra's loader raises for a wrong configuration; the last two where OmegaConf did not expect one."""
-
+_SEARCHPATH = "hydra.searchpath"
+_NO_OVERRIDE = "is not of the form key=value; put a value with spaces, commas, = or special characters into quotes"
 _KINDS = {
-    "Integer": "a whole number",
-    "Float": "a number",
-    "Bool": "true or false",
-    "Boolean": "true or false",
-    "String": "a text",
+    "integer": "a whole number",
+    "int": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "boolean": "true or false",
+    "string": "a text",
+    "str": "a text",
 }
-_UNION_KINDS = {"int": "a number", "float": "a number", "str": "a text"}
+_MESSAGES = (
+    (r"could not be converted to (\w+)", _KINDS),
+    (r"is not a valid (\w+)", _KINDS),
+    (r"Cannot convert '\w+' to (\w+)", _KINDS),
+    (r"type hint '.*Union\[([^\]]*)\]", _KINDS),
+)
+"""OmegaConf's messages about types, and the names of types in them."""
+
+
+def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> bool:
+    """Whether a primary configuration that does not compose is foundry's: its defaults lead to `base_config`."""
+    (repo, _), seen, ahead = _repository(loader, config_name, _parse(overrides)[0]), set[str](), [config_name]
+    while ahead:
+        name = ahead.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            loaded = repo.load_config(name)
+        except Exception:  # a file that is no YAML leads nowhere
+            continue
+        for entry in (loaded.defaults_list if loaded else None) or []:
+            option = entry.value if isinstance(entry, GroupDefault) else None
+            path = f"{entry.group}/{option}" if isinstance(entry, GroupDefault) else getattr(entry, "path", None)
+            ahead += [str(path).lstrip("/")]
+    return "base_config" in seen
+
+
+def without_null_choices(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> list[str]:
+    """The overrides, where a choice of no option is written as Hydra takes it."""
+    parsed, violations = _parse(overrides)
+    repo, unreadable = _repository(loader, config_name, parsed)
+    return overrides if violations or unreadable else [choice_line(repo, override) for override in parsed]
+
+
+def choice_line(repo: IConfigRepository, override: Override) -> str:
+    """An override as Hydra takes it: `~debug` for `debug=null`, in groups that may go without an option."""
+    line = str(override.input_line)
+    if override.is_delete() or override.is_sweep_override() or override.key_or_group in GROUPS:
+        return line
+    return f"~{override.key_or_group}" if override.value() is None and _is_choice(repo, override) else line
 
 
 @dataclass
@@ -78,22 +122,25 @@ def find_mistakes(
     """
     parsed, violations = _parse(overrides)
     if known is None:
-        options = CachingConfigRepository(loader.repository)
-        loader._process_config_searchpath(config_name, parsed, options)
+        options, unreadable = _repository(loader, config_name, parsed)
         known = Known(options)
+        violations += unreadable
     repo = known.repo
-    good = [o for o in parsed if o.is_hydra_override()]
-    choices = [o for o in parsed if o not in good and _is_choice(repo, o)]
-    values = [o for o in parsed if o not in good and o not in choices]
+    if config_name is not None and not repo.config_exists(config_name):
+        hint = nearest(config_name, repo.get_group_options("", ObjectType.CONFIG))
+        return [Violation("--config-name", f"is {shown(config_name)}, which is in no folder of options{hint}")]
+    good = [o for o in parsed if o.key_or_group == _SEARCHPATH and not violations]
+    choices = [o for o in parsed if _is_choice(repo, o)]
+    values = [o for o in parsed if o not in choices and o.key_or_group != _SEARCHPATH]
     for choice in choices:
-        found = list(_check_choice(repo, choice))
+        found = list(_check_choice(repo, choice, sweeping=not whole))
         violations += found
         if not found:
             good.append(choice)
     try:
         config = compose(_lines(good))
-    except HYDRA_ERRORS as base_error:
-        return violations or [_unattributed(base_error)]
+    except Exception as base_error:
+        return violations or list(_wrong_choices(compose, good)) or [_unattributed(base_error)]
     for value in values:
         found = list(_apply(repo, config, value, sweeping=not whole))
         violations += found
@@ -101,7 +148,31 @@ def find_mistakes(
             good.append(value)
     if not violations:
         return [_unattributed(error)]
-    return violations + (known.check(config, _lines(good)) if whole else [])
+    is_ours = OmegaConf.get_type(config) is Config
+    return violations + (known.check(config, _lines(good)) if whole and is_ours else [])
+
+
+def _wrong_choices(compose: Callable[[list[str]], DictConfig], words: list[Override]) -> Iterator[Violation]:
+    """Choices that do not compose by themselves."""
+    folders = [word for word in words if word.key_or_group == _SEARCHPATH]
+    for word in words:
+        try:
+            compose(_lines([*folders, word]))
+        except Exception as error:
+            wrong = _unattributed(error)
+            yield Violation(word.get_key_element(), wrong.message) if wrong.key == "configuration" else wrong
+
+
+def _repository(
+    loader: ConfigLoaderImpl, config_name: str | None, parsed: list[Override]
+) -> tuple[CachingConfigRepository, list[Violation]]:
+    """Where options are found, hydra.searchpath included, or what is wrong with that."""
+    repo = CachingConfigRepository(loader.repository)
+    try:
+        loader._process_config_searchpath(config_name, parsed, repo)
+    except Exception as error:
+        return repo, [Violation(_SEARCHPATH, first_line(str(error)).removeprefix(f"{_SEARCHPATH} "))]
+    return repo, []
 
 
 def master_over_options(
@@ -116,16 +187,15 @@ def master_over_options(
         None where no option is swept, so that the mistake is every job's.
     """
     parsed, violations = _parse(overrides)
-    repo = CachingConfigRepository(loader.repository)
-    loader._process_config_searchpath(config_name, parsed, repo)
+    repo, unreadable = _repository(loader, config_name, parsed)
     good = [o for o in parsed if o.is_hydra_override() or _is_choice(repo, o)]
     try:
         config = compose(_lines(good))
-    except HYDRA_ERRORS:
+    except Exception:  # find_mistakes says which
         return None
     swept = [o.key_or_group for o in good if o.is_sweep_override()]
     swept += OmegaConf.select(config, "hydra.sweeper.params") or {}
-    if violations or not any(map(repo.group_exists, swept)):
+    if violations or unreadable or not any(map(repo.group_exists, swept)):
         return None
     master = compose(_lines(o for o in parsed if o in good or not list(_apply(repo, config, o, sweeping=True))))
     with open_dict(master):
@@ -141,11 +211,15 @@ def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
     parser, parsed, violations = OverridesParser.create(), list[Override](), list[Violation]()
     for line in overrides:
         try:
-            parsed += parser.parse_overrides([line])
+            (override,) = parser.parse_overrides([line])
+            if override.key_or_group:
+                parsed.append(override)
+            else:
+                violations.append(Violation(shown(line), _NO_OVERRIDE))
         except HydraException:
-            violations.append(
-                Violation(line, "is not of the form key=value; quote values that hold spaces, commas or =")
-            )
+            violations.append(Violation(shown(line), _NO_OVERRIDE))
+        except Exception as error:  # numbers of too many digits, brackets within brackets without end
+            violations.append(Violation(shown(line), f"cannot be read: {first_line(str(error))}"))
     return parsed, violations
 
 
@@ -162,84 +236,114 @@ def _groups(repo: IConfigRepository) -> list[str]:
     return [g for g in repo.get_group_options("", ObjectType.GROUP) if g not in ("hydra", "schema")]
 
 
-def _check_choice(repo: IConfigRepository, choice: Override) -> Iterator[Violation]:
+def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) -> Iterator[Violation]:
     group, options = choice.key_or_group, _options(repo, choice.key_or_group)
     if choice.is_sweep_override():
-        value: Any = [v if isinstance(v, str) else str(v) for v in choice.sweep_iterator()]
+        if not sweeping:
+            yield _to_sweep(choice)
+        if not sweeping or choice.value_type is ValueType.GLOB_CHOICE_SWEEP:
+            return
+        try:
+            value: Any = [v if isinstance(v, str) else str(v) for v in choice.sweep_iterator()]
+        except (ValueError, HydraException) as error:
+            yield Violation(group, f"is {shown(choice.get_value_string())}: {first_line(str(error))}")
+            return
     else:
         value = choice.value()
     for name in value if isinstance(value, list) else [value]:
-        if name is None and group in GROUPS:
+        if name is None and choice.is_delete():
+            if group in GROUPS:
+                yield Violation(group, f"cannot be removed; options: {', '.join(options)}")
+        elif name is None and group in GROUPS:
             yield Violation(group, f"cannot be null; options: {', '.join(options)}")
         elif name is not None and str(name) not in options:
             listed = f"options: {', '.join(options)}" if options else "it has none; see --config-dir for your own"
-            yield Violation(group, f"has no option {str(name)!r}{nearest(str(name), options)} ({listed})")
+            yield Violation(group, f"has no option '{shown(name)}'{nearest(str(name), options)} ({listed})")
+
+
+def _to_sweep(override: Override) -> Violation:
+    text = shown(override.get_value_string())
+    return Violation(override.key_or_group, f"is {text}: to sweep over it add -m; for a list write [{text}]")
 
 
 def _apply(repo: IConfigRepository, config: DictConfig, override: Override, *, sweeping: bool) -> Iterator[Violation]:
     """Apply one override to the configuration, or say what is wrong with it."""
     if override.is_sweep_override():
         if not sweeping:
-            text = override.get_value_string()
-            yield Violation(override.key_or_group, f"is {text}: to sweep over it add -m; for a list write [{text}]")
+            yield _to_sweep(override)
         return
     try:
         ConfigLoaderImpl._apply_overrides_to_config([override], config)
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:  # a value that OmegaConf did not expect, too
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        yield _explain(repo, config, override, str(cause))
+        yield _explain(repo, config, override, cause)
 
 
-def _explain(repo: IConfigRepository, config: DictConfig, override: Override, message: str) -> Violation:
-    key = override.key_or_group
+def _explain(repo: IConfigRepository, config: DictConfig, override: Override, error: Exception) -> Violation:
+    key, message = override.key_or_group, str(error)
     if override.is_delete():
         return Violation(key, "cannot be removed; give it another value, or null where it may have none")
-    node = OmegaConf.select(config, key)
-    if isinstance(override.value(), dict) and isinstance(node, DictConfig):
-        if OmegaConf.get_type(node) is not dict:
-            return _explain_mapping(key, override, node, message)
-        return Violation(key, f"has no such keys yet; to add them write +{override.input_line}")
-    if "not in" in message or "does not exist" in message:
+    node = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    if isinstance(node, DictConfig) and OmegaConf.get_type(node) is not dict:
+        return _explain_mapping(key, override, node, error)
+    if isinstance(node, DictConfig) and isinstance(override.value(), dict):
+        return Violation(key, f"has no such keys yet; to add them write +{shown(override.input_line)}")
+    if re.match("Key '.*' (is )?not in|Key '.*' not found|.*does not exist", first_line(message)) or (
+        "Could not override" in message or "Could not append" in message
+    ):
         return Violation(key, _unknown_key(repo, config, key))
-    return explain_value(override, message)
+    return explain_value(override, error)
 
 
-def _explain_mapping(key: str, override: Override, node: DictConfig, message: str) -> Violation:
-    """What is wrong with a mapping given to a schema."""
-    given, names = cast(dict[Any, Any], override.value()), [str(name) for name in node]
+def _explain_mapping(key: str, override: Override, node: DictConfig, error: Exception) -> Violation:
+    """What is wrong with a value given to a schema."""
+    given, names = override.value(), [str(name) for name in node]
+    if not isinstance(given, dict):
+        wanted = f"a mapping with keys of {', '.join(names)}"
+        return Violation(key, f"is {shown(override.get_value_string())} but must be {wanted}")
     unknown = [str(name) for name in given if str(name) not in names]
     if unknown:
-        return Violation(f"{key}.{unknown[0]}", f"is no key of {key}{nearest(unknown[0], names)}")
-    return explain_value(override, message)
+        path = f"{key}.{unknown[0]}"
+        return Violation(path, f"is no key of {key}{did_you_mean(path, [f'{key}.{name}' for name in names])}")
+    return explain_value(override, error)
 
 
-def explain_value(override: Override, message: str) -> Violation:
-    """What is wrong with a value, from OmegaConf's message about it."""
-    key, value = override.key_or_group, override.get_value_string()
-    if options := re.search(r"expected one of \[(.*)\]", message):
-        names = [name.strip() for name in options[1].split(",")]
+def explain_value(override: Override, error: Exception) -> Violation:
+    """What is wrong with a value, from OmegaConf's error about it."""
+    key, value, message = override.key_or_group, shown(override.get_value_string()), str(error)
+    if (names := _enumerated(error, message)) and override.value() is not None:
         return Violation(key, f"is {value} but must be one of {', '.join(names)}{nearest(value, names)}")
-    if kind := re.search(r"could not be converted to (\w+)|not a valid (\w+)", message):
-        name = (kind[1] or kind[2]).capitalize()
-        return Violation(key, f"is {value} but must be {_KINDS.get(name, name)}")
-    if union := re.search(r"type hint '.*Union\[([^\]]*)\]", message):
-        kinds = dict.fromkeys(_UNION_KINDS.get(name, name) for name in union[1].split(", "))
-        return Violation(key, f"is {value} but must be {' or '.join(kinds)}")
-    return Violation(key, f"cannot be {value}: {_first_line(message)}")
+    if "is not Optional" in message:
+        return Violation(key, "cannot be null; it must have a value")
+    if isinstance(error, OverflowError):
+        return Violation(key, f"is {value} but must be a number that a float holds")
+    for pattern, kinds in _MESSAGES:
+        if found := re.search(pattern, message):
+            wanted = dict.fromkeys(kinds.get(name, name) for name in found[1].lower().split(", "))
+            return Violation(key, f"is {value} but must be {' or '.join(wanted)}")
+    return Violation(key, f"cannot be {value}: {first_line(message)}")
+
+
+def _enumerated(error: Exception, message: str) -> list[str]:
+    """What OmegaConf would have taken where it takes names of an enumeration."""
+    if found := re.search(r"expected one of \[(.*)\]", message):
+        return [name.strip() for name in found[1].split(",")]
+    kind = getattr(getattr(error, "child_node", None), "enum_type", None)
+    return [member.name for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
 
 
 def _unknown_key(repo: IConfigRepository, config: DictConfig, key: str) -> str:
     group, _, leaf = key.rpartition(".")
-    if not group:
-        names = [*_groups(repo), *_leaves(config)]
-        near = difflib.get_close_matches(key, _groups(repo), n=1, cutoff=0.6)
-        home = [name for name in names if name.rpartition(".")[2] == key]
-        hint = f"; did you mean {near[0]}?" if near else f"; did you mean {home[0]}?" if home else nearest(key, names)
-        return f"is neither a group nor a key{hint}"
     elsewhere = list(_options_with(repo, group, leaf))
     if elsewhere:
         return f"is not a setting of the chosen {group}; it belongs to {' and '.join(elsewhere)}"
-    return f"is no key of {group}{nearest(key, _leaves(config))}"
+    known = leaves(config)
+    if not group:
+        return f"is neither a group nor a key{did_you_mean(key, known, _groups(repo))}"
+    node = OmegaConf.select(config, group) if group.startswith("hydra") else None
+    if isinstance(node, DictConfig):
+        return f"is no key of {group}{nearest(key, [f'{group}.{name}' for name in node])}"
+    return f"is no key of {group}{did_you_mean(key, known)}"
 
 
 def _options_with(repo: IConfigRepository, group: str, leaf: str) -> Iterator[str]:
@@ -255,29 +359,11 @@ def _options_with(repo: IConfigRepository, group: str, leaf: str) -> Iterator[st
             yield f"{group}={option}"
 
 
-def _leaves(config: DictConfig, path: str = "") -> list[str]:
-    """Dotted paths of all values of foundry's own groups."""
-    paths = []
-    for key in config:
-        if path == "" and key == "hydra":
-            continue
-        node, full = config._get_node(key), f"{path}.{key!s}" if path else str(key)
-        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-            paths += _leaves(node, full)
-        else:
-            paths.append(full)
-    return paths
-
-
 def _unattributed(error: Exception) -> Violation:
     """An error that no single override explains, such as a wrong key in a YAML file, in one line."""
     cause = error.__cause__ or error
-    text = f"{_first_line(str(error))} {_first_line(str(cause)) if cause is not error else ''}".strip()
+    text = f"{first_line(str(error))} {first_line(str(cause)) if cause is not error else ''}".strip()
     where = re.search(r"In '([^']*)'", str(error))
     key = re.search(r"full_key: (\S+)", str(cause)) or re.search(r"full_key: (\S+)", str(error))
-    return Violation(where[1] if where else key[1] if key else "configuration", text)
-
-
-def _first_line(message: str) -> str:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines[0] if lines else "unknown error")
+    hint = did_you_mean(key[1], settings()) if key and re.search("Key '.*' (is )?not in", text) else ""
+    return Violation(where[1] if where else key[1] if key else "configuration", text + hint)

@@ -33,16 +33,32 @@ class Transformer(Model):
     kind: ClassVar[str] = "tokens"
 
     _target_: str = "foundry.models.transformer.Transformer"
-    vocab_size: int = setting("${data.vocab_size}", "entries of the token embedding", ge=1)
-    hidden_size: int = setting(256, "width of the residual stream", ge=1)
-    intermediate_size: int = setting(704, "width of the SwiGLU feed-forward", ge=1)
-    num_layers: int = setting(4, "blocks", ge=1)
-    num_heads: int = setting(4, "query heads; must divide hidden_size", ge=1)
-    num_kv_heads: int = setting(4, "key and value heads; must divide num_heads", ge=1)
-    max_seq_len: int = setting("${data.seq_len}", "longest sequence in tokens", ge=1)
-    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
-    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", gt=0)
-    tie_embeddings: bool = setting(False, "the head shares the embedding's matrix")
+    vocab_size: int = setting("${data.vocab_size}", "entries of the token embedding", ge=1, le=10**8)
+    hidden_size: int = setting(
+        256, "width of the residual stream", ge=1, le=10**6, aliases="n_embd, d_model, dim, embed_dim"
+    )
+    intermediate_size: int = setting(
+        704, "width of the SwiGLU feed-forward", ge=1, le=10**7, aliases="ffn_hidden_size, d_ff, n_inner"
+    )
+    num_layers: int = setting(4, "blocks", ge=1, le=10_000, aliases="num_hidden_layers, n_layer, n_layers, depth")
+    num_heads: int = setting(
+        4, "query heads; must divide hidden_size", ge=1, le=10**5, aliases="num_attention_heads, n_head, n_heads"
+    )
+    num_kv_heads: int = setting(
+        4,
+        "key and value heads; must divide num_heads",
+        ge=1,
+        le=10**5,
+        aliases="num_key_value_heads, num_query_groups, n_kv_heads",
+    )
+    max_seq_len: int = setting(
+        "${data.seq_len}", "longest sequence in tokens", ge=1, le=10**8, aliases="max_position_embeddings, n_positions"
+    )
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0, aliases="rotary_base")
+    norm_eps: float = setting(
+        1e-5, "added to the mean square in RMSNorm", gt=0, aliases="rms_norm_eps, layernorm_epsilon"
+    )
+    tie_embeddings: bool = setting(False, "the head shares the embedding's matrix", aliases="tie_word_embeddings")
     init_std: int | float | str = setting(
         0.02,
         f"standard deviation of initial weights: {_STD_RULES}",
@@ -56,7 +72,10 @@ class Transformer(Model):
         source="embedding_init_method_std",
     )
     logprob_tile_tokens: int = setting(
-        0, "tokens per tile of the head's projection, recomputed in backward to save memory; 0: all at once", ge=0
+        0,
+        "tokens per tile of the head's projection, recomputed in backward to save memory; 0: all at once",
+        ge=0,
+        le=10**12,
     )
 
     def check(self) -> Iterator[Violation]:
@@ -80,16 +99,21 @@ class HuggingFace(Model):
 
     _target_: str = "foundry.models.huggingface.HuggingFaceCausalLM"
     path: str | None = setting(
-        None, "folder with config.json and weights; null: build `architecture` with fresh weights", path=True
+        None,
+        "folder with config.json and weights; null: build `architecture` with fresh weights",
+        path=True,
+        aliases="model_name_or_path, pretrained_model_name_or_path",
     )
     architecture: str = setting("llama", "transformers model type to build when there is no path")
     config: dict[str, Any] = setting(
         dict, "fields of the transformers config, as a mapping, over its defaults or the folder's"
     )
     vocab_size: int = setting(
-        "${data.vocab_size}", "tokens of the data: a fresh model's entries, a loaded one's least", ge=1
+        "${data.vocab_size}", "tokens of the data: a fresh model's entries, a loaded one's least", ge=1, le=10**8
     )
-    max_seq_len: int = setting("${data.seq_len}", "longest sequence in tokens, within the model's positions", ge=1)
+    max_seq_len: int = setting(
+        "${data.seq_len}", "longest sequence in tokens, within the model's positions", ge=1, le=10**8
+    )
     init_std: int | float | str | None = setting(
         None,
         f"standard deviation of fresh weights: {_STD_RULES}; null: the architecture's own initialisation",
@@ -138,14 +162,14 @@ class DiT(Model):
     kind: ClassVar[str] = "images"
 
     _target_: str = "foundry.models.dit.DiT"
-    image_size: int = setting("${data.image_size}", "height and width in pixels", ge=1)
-    num_channels: int = setting("${data.num_channels}", "colour channels", ge=1)
-    num_classes: int = setting("${data.num_classes}", "classes to condition on", ge=1)
-    patch_size: int = setting(2, "height and width of a patch in pixels; must divide image_size", ge=1)
-    hidden_size: int = setting(128, "width of the residual stream; a multiple of 4", ge=1)
-    num_layers: int = setting(4, "blocks", ge=1)
-    num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1)
-    mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0)
+    image_size: int = setting("${data.image_size}", "height and width in pixels", ge=1, le=10**5)
+    num_channels: int = setting("${data.num_channels}", "colour channels", ge=1, le=10**5)
+    num_classes: int = setting("${data.num_classes}", "classes to condition on", ge=1, le=10**8)
+    patch_size: int = setting(2, "height and width of a patch in pixels; must divide image_size", ge=1, le=10**5)
+    hidden_size: int = setting(128, "width of the residual stream; a multiple of 4", ge=1, le=10**6)
+    num_layers: int = setting(4, "blocks", ge=1, le=10_000, aliases="num_hidden_layers, n_layer, n_layers, depth")
+    num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
+    mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
 
     def check(self) -> Iterator[Violation]:
         """Say which sizes do not divide as they must."""

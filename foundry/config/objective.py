@@ -23,7 +23,7 @@ class NextToken:
 
     _target_: str = "foundry.objectives.next_token.NextToken"
     z_loss_coefficient: float = setting("${hparams.z_loss_coefficient}", "weight of the z-loss", ge=0)
-    sample_tokens: int = setting(160, "length of a text sample in tokens", ge=1)
+    sample_tokens: int = setting(160, "length of a text sample in tokens", ge=1, le=10**8, aliases="max_new_tokens")
     temperature: float = setting(0.8, "of a text sample; 0 picks the likeliest token", ge=0)
 
 
@@ -52,16 +52,18 @@ class Diffusion:
 
     _target_: str = "foundry.objectives.diffusion.Diffusion"
     seed: int = setting("${hparams.seed}", "seed of noise, timesteps and dropped conditions", ge=0)
-    num_classes: int = setting("${data.num_classes}", "classes of the data; the next label stands for no class", ge=1)
+    num_classes: int = setting(
+        "${data.num_classes}", "classes of the data; the next label stands for no class", ge=1, le=10**8
+    )
     prediction: Prediction = setting(Prediction.v_prediction, "epsilon: the noise; v_prediction: the velocity")
-    num_train_timesteps: int = setting(1000, "timesteps of the noise schedule", ge=1)
+    num_train_timesteps: int = setting(1000, "timesteps of the noise schedule", ge=1, le=10**6)
     beta_schedule: BetaSchedule = setting(
         BetaSchedule.squaredcos_cap_v2, "noise schedule: squaredcos_cap_v2 (the cosine), linear or scaled_linear"
     )
     condition_dropout: float = setting(0.1, "share of samples trained without their class, for guidance", ge=0, le=1)
     guidance_scale: float = setting(2.0, "classifier-free guidance when drawing; 1: none", ge=0)
-    sampling_steps: int = setting(50, "denoising steps when drawing", ge=1)
-    samples_per_class: int = setting(8, "images of each class in a sample grid", ge=1)
+    sampling_steps: int = setting(50, "denoising steps when drawing", ge=1, le=10**6, aliases="num_inference_steps")
+    samples_per_class: int = setting(8, "images of each class in a sample grid", ge=1, le=10**5)
 
     def check(self) -> Iterator[Violation]:
         """Say where drawing asks for more than the noise schedule has."""

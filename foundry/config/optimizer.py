@@ -87,9 +87,11 @@ class Adam(Optimizer):
     """Adam; its weight decay is an L2 term added to the gradient."""
 
     _target_: str = "foundry.optim.optimizers.adam"
-    beta1: float = setting(0.9, "decay of the first moment", ge=0, lt=1, source="adam_beta1")
+    beta1: float = setting(0.9, "decay of the first moment", ge=0, lt=1, source="adam_beta1", aliases="betas")
     beta2: float = setting(0.95, "decay of the second moment", ge=0, lt=1, source="adam_beta2")
-    eps: float = setting(1e-8, "added to the root of the second moment", gt=0, source="adam_eps")
+    eps: float = setting(
+        1e-8, "added to the root of the second moment", gt=0, source="adam_eps", aliases="adam_epsilon, epsilon"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class Muon(Optimizer):
     _target_: str = "foundry.optim.optimizers.muon"
     momentum: float = setting(0.95, "decay of Muon's velocity", ge=0, lt=1)
     nesterov: bool = setting(True, "look ahead by one step of momentum")
-    ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalisation", ge=1)
+    ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalisation", ge=1, le=1000)
     ns_dtype: NsDtype | None = setting(
         None, "arithmetic of these iterations; null: bf16 under amp_bfloat16 and pure_bf16, else fp32"
     )

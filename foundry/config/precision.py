@@ -22,4 +22,5 @@ class Precision:
     mode: PrecisionMode = setting(
         PrecisionMode.amp_bfloat16,
         "amp_bfloat16: fp32 weights, bf16 compute; amp_float16: the same in fp16, with loss scaling; pure_bf16; fp32",
+        aliases="bf16, fp16, mixed_precision, dtype, torch_dtype, mixed_precision_param, params_dtype",
     )

@@ -1,30 +1,34 @@
 """What a composed configuration must satisfy beyond its types. A rule yields a violation for each thing wrong."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from itertools import takewhile
 from math import ceil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
 
 from foundry.config.batch_sizes import BatchSizes
-from foundry.config.distributed import DDP, FSDP, HSDP, GradientSync, Strategy
+from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
 from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment, detect
-from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.errors import ConfigError, Violation, first_line, shown
 from foundry.config.guard import SpikeAction
 from foundry.config.hparams import HParams, ScheduleUnit
 from foundry.config.launcher import check_launcher, tasks_of
-from foundry.config.lengths import batch_sizes_of, budget_of, check_lengths
+from foundry.config.lengths import budget_of, check_lengths, given_sizes
 from foundry.config.metrics import check_metrics, check_sweeper, declared
+from foundry.config.names import did_you_mean
 from foundry.config.precision import PrecisionMode
 from foundry.config.root import Config, to_config
 from foundry.config.scheduler import Scheduler
 from foundry.config.secrets import check_secrets
-from foundry.config.setting import check_fields
-from foundry.config.store import GROUPS
+from foundry.config.setting import OutOfBounds, check_fields, guarded
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,20 @@ class Launch:
 
     Attributes:
         environment: what torchrun or Slurm say, if one of them started this process.
-        world_size: ranks of the run.
+        tasks: processes that a launcher starts for each job.
+        distributed: what the run itself starts.
     """
 
     environment: LaunchEnvironment
-    world_size: int
+    tasks: int
+    distributed: Distributed
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        if self.environment.launcher != "single":
+            return self.environment.world_size
+        return self.tasks if self.tasks > 1 else self.distributed.nproc_per_node
 
 
 Rule = Callable[[Config, Launch], Iterator[Violation]]
@@ -45,71 +58,97 @@ Rule = Callable[[Config, Launch], Iterator[Violation]]
 
 def check(composed: DictConfig) -> list[Violation]:
     """Every violation of a composed configuration, in a fixed order."""
-    holes = [violation for key in _own_keys(composed) for violation in _holes(composed, key, key)]
-    choices = OmegaConf.select(composed, "hydra.runtime.choices") or {}
-    doubled = [
-        Violation(group, "takes one option; to sweep over several add -m and leave out the brackets")
-        for group in GROUPS
-        # Hydra merges a list of options and notes no choice.
-        if choices and group not in choices and group not in {hole.key for hole in holes}
-    ]
-    if holes or doubled:
-        return holes + doubled
-    config = to_config(composed)
     try:
         environment = detect()
     except ConfigError as error:
         return list(error.violations)
-    launch = Launch(environment, _world_size(config, environment, composed))
-    parts = [*_check_groups(config), *check_launcher(composed), *check_sweeper(composed, config)]
-    single = [*check_secrets(composed), *parts]
-    wrong = {violation.key for violation in single}
-    across = [violation for rule in RULES for violation in rule(config, launch)]
+    choices = list(_check_choices(composed))
+    keys = [str(key) for key in composed if key != "hydra" and key not in {wrong.key for wrong in choices}]
+    if wrong := [*choices, *(hole for key in keys for hole in _holes(composed, key, key))]:
+        return wrong
+    try:
+        config = to_config(composed)
+    except OmegaConfBaseException as error:  # inside of a part of the user's own
+        return [Violation(str(error.full_key or "configuration"), first_line(str(error)))]
+    out = list(_check_bounds(config))
+    sound = _sound(config, {violation.key for violation in out})
+    parts = [getattr(sound, item.name) for item in fields(config)]
+    own = [v for part in parts if hasattr(part, "check") for v in _until_out_of_bounds(part.check)]
+    outside = [*check_launcher(composed), *_until_out_of_bounds(partial(check_sweeper, composed, sound))]
+    single = [*check_secrets(composed), *out, *own, *outside]
+    launch = Launch(environment, tasks_of(composed), sound.distributed)
+    across = [v for rule in RULES for v in _until_out_of_bounds(partial(rule, sound, launch))]
+    wrong_keys = {violation.key for violation in single}
     # A rule that looked at a value already known to be wrong has nothing to add.
-    return single + [v for v in across if not any(key in str(v) or key.startswith(v.key) for key in wrong)]
+    return single + [v for v in across if not any(key in str(v) or key.startswith(v.key) for key in wrong_keys)]
 
 
-def _own_keys(composed: DictConfig) -> list[str]:
-    return [str(key) for key in composed if key != "hydra"]
+def _sound(config: Config, wrong: Collection[str]) -> Config:
+    """The configuration, whose wrong values cannot be read."""
+    return Config(**{item.name: guarded(getattr(config, item.name), wrong, item.name) for item in fields(config)})
 
 
-def _holes(parent: DictConfig, key: str, path: str) -> Iterator[Violation]:
+def _until_out_of_bounds(check: Callable[[], Iterator[Violation]]) -> Iterator[Violation]:
+    """What a check finds before it reads a value that is out of its bounds, from which nothing follows."""
+    with suppress(OutOfBounds):
+        yield from check()
+
+
+def _check_choices(composed: DictConfig) -> Iterator[Violation]:
+    """Every group keeps an option, and one only: Hydra merges a list of options, and notes no choice."""
+    choices = OmegaConf.select(composed, "hydra.runtime.choices") or {}
+    given = OmegaConf.select(composed, "hydra.overrides.task")
+    # Iterating would resolve interpolations in them.
+    words = [str(word).lstrip("+") for word in given._iter_ex(resolve=False)] if given is not None else []
+    for group in (item.name for item in fields(Config)):
+        if group not in choices and any(word.startswith(f"{group}=[") for word in words):
+            yield Violation(group, "takes one option; to sweep over several add -m and leave out the brackets")
+        elif group not in choices and any(word == f"~{group}" or word.startswith(f"~{group}=") for word in words):
+            yield Violation(group, f"cannot be removed; leave out ~{group}, or choose an option as {group}=...")
+
+
+def _holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
     """Values at and below `key` that are missing, lead nowhere, or belong to no schema."""
     schema = OmegaConf.get_type(parent)
     known = {item.name for item in fields(schema)} if is_dataclass(schema) else None
     if known is not None and key not in known:
-        yield Violation(path, f"is no key of the configuration{nearest(key, known)}")
+        whole = path.rpartition(".")[0]
+        hint = did_you_mean(path, [f"{whole}.{name}" if whole else name for name in known])
+        yield Violation(path, f"is no key of {whole or 'the configuration'}{hint}")
     elif OmegaConf.is_missing(parent, key):
         doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""
         yield Violation(path, f"has no value{f' ({doc})' if doc else ''}; give it as {path}=...")
     elif OmegaConf.is_interpolation(parent, key):
+        raw = OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[index]
         try:
             parent[key]
-        except OmegaConfBaseException:
-            raw, group = OmegaConf.to_container(parent, resolve=False), path.partition(".")[0]
-            source = str(cast(dict[str, Any], raw)[key]).strip("${}")
-            yield Violation(
-                path, f"is taken from {source}, which has no value here; set {path}=... or choose another {group}"
-            )
-    elif isinstance(child := parent[key], DictConfig):
-        for name in [str(name) for name in child]:
+        except OmegaConfBaseException as error:
+            yield Violation(path, _leads_nowhere(str(raw), path, error))
+    elif isinstance(child := parent._get_node(key), DictConfig) and not child._is_none():
+        for name in list(child):
             yield from _holes(child, name, f"{path}.{name}")
+    elif isinstance(child, ListConfig) and not child._is_none():
+        for index in range(len(child)):
+            yield from _holes(child, index, f"{path}[{index}]")
 
 
-def _world_size(config: Config, environment: LaunchEnvironment, composed: DictConfig) -> int:
-    if environment.launcher != "single":
-        return environment.world_size
-    tasks = tasks_of(composed)
-    return tasks if tasks > 1 else config.distributed.nproc_per_node
+def _leads_nowhere(interpolation: str, path: str, error: Exception) -> str:
+    remedy = f"set {path}=..."
+    if plain := re.fullmatch(r"\$\{(\.*[\w.]+)\}", interpolation):
+        if isinstance(error, InterpolationKeyError | InterpolationToMissingValueError):
+            group = path.partition(".")[0]
+            return f"is taken from {plain[1]}, which has no value here; {remedy} or choose another {group}"
+        if plain[1] == path:
+            return f"is taken from itself; {remedy}"
+    return f"is {shown(interpolation)}, which cannot be used: {first_line(str(error))}; {remedy}"
 
 
-def _check_groups(config: Config) -> Iterator[Violation]:
-    """Bounds of fields, and what a part's own schema has to say."""
+def _check_bounds(config: Config) -> Iterator[Violation]:
+    """Bounds of fields."""
     for group in fields(config):
         node = getattr(config, group.name)
         if is_dataclass(node):
             yield from check_fields(node, group.name)
-            yield from node.check() if hasattr(node, "check") else ()
         elif not isinstance(node, dict) or "_target_" not in node:
             yield Violation(group.name, "must be a mapping with a _target_: choose an option of the group")
 
@@ -123,14 +162,12 @@ def _budget(config: Config, launch: Launch) -> Iterator[Violation]:
 def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
     """Batch sizes are consistent with each other, and divide over ranks and microbatches."""
     hparams, tokens = config.hparams, _tokens_per_sample(config)
-    if hparams.per_gpu_batch_size < 1:
-        return
     if wrong := list(_batch_schedule(config)):
         yield from wrong
         return
     total, staged = hparams.global_batch_size, _staged(hparams)
     try:
-        sizes = batch_sizes_of(replace(hparams, allow_rounding=False), world_size=1, tokens_per_sample=tokens)
+        sizes = given_sizes(hparams, tokens_per_sample=tokens)
     except ValueError as error:
         yield Violation(staged, f"{error}; it must end at hparams.global_batch_size={total}")
         return
@@ -321,16 +358,22 @@ def _paths(config: Config, launch: Launch) -> Iterator[Violation]:
     for group in fields(config):
         node = getattr(config, group.name)
         for item in fields(node) if is_dataclass(node) else ():
-            value = getattr(node, item.name)
-            if item.metadata.get("path") and value is not None and not _exists(str(value)):
-                yield Violation(f"{group.name}.{item.name}", f"is {value} but there is no such file or folder")
+            value = getattr(node, item.name) if item.metadata.get("path") else None
+            if value is not None and not _exists(str(value)):
+                yield Violation(f"{group.name}.{item.name}", f"is {shown(value)} but there is no such file or folder")
 
 
 def _exists(path: str) -> bool:
-    if any(character in path for character in "*?["):
-        anchor = Path(path).anchor or "."
-        return any(True for _ in Path(anchor).glob(str(Path(path).relative_to(Path(path).anchor or "."))))
-    return Path(path).exists()
+    parts = Path(path).parts
+    fixed = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
+    try:
+        if len(fixed.parts) == len(parts):
+            return fixed.is_file() or fixed.is_dir()
+        if "**" in parts:  # to look through all that lies below may take minutes
+            return fixed.is_dir()
+        return any(True for _ in fixed.glob(str(Path(path).relative_to(fixed))))
+    except (OSError, ValueError):  # no path at all, or one that cannot be looked at
+        return False
 
 
 RULES: tuple[Rule, ...] = (

@@ -44,6 +44,7 @@ class Scheduler:
         "duration of the linear warm-up; a fraction is one of the horizon",
         parse=Duration.parse,
         source="lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction, warmup_steps",
+        aliases="warmup_ratio, num_warmup_steps, warmup_iters, warmup_epochs",
     )
     warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", ge=0, source="lr_warmup_init")
     horizon: str = setting(
@@ -51,8 +52,11 @@ class Scheduler:
         "duration at whose end the curve has reached its floor, warm-up included; longer than a run that is cut short",
         parse=Duration.parse_positive,
         source="lr_decay_iters, lr_decay_samples",
+        aliases="T_max, num_training_steps",
     )
-    min_lr: float = setting(0.0, "learning rate at the end of the horizon", ge=0, source="lr_cooldown_end")
+    min_lr: float = setting(
+        0.0, "learning rate at the end of the horizon", ge=0, source="lr_cooldown_end", aliases="eta_min, end_lr"
+    )
     force_min_lr: float = setting(0.0, "after the warm-up the learning rate never falls below this", ge=0)
     evaluate_at: EvaluateAt = setting(
         EvaluateAt.end,
@@ -161,6 +165,7 @@ class WSD(Scheduler):
         "duration of the decay that ends at the horizon, of which a fraction is one",
         parse=Duration.parse_positive,
         source="lr_wsd_decay_iters, lr_wsd_decay_samples",
+        aliases="num_decay_steps, decay_steps",
     )
     decay_style: DecayStyle = setting(
         DecayStyle.exponential,

@@ -1,11 +1,18 @@
 """A field of a schema: its default, what it means, its bounds and the names other systems give it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from typing import Any
 
-from foundry.config.errors import Violation
+from foundry.config.errors import Violation, shown
+
+_LARGEST_INT = 2**63 - 1
+"""What torch, numpy and the databases hold."""
+_LARGEST_FLOAT, _SMALLEST_FLOAT = (2 - 2**-23) * 2.0**127, 2.0**-126
+"""What float32 holds with all its digits."""
+_LONGEST_TEXT = 4096
+"""A path's, on Linux."""
 
 
 def setting(
@@ -17,10 +24,12 @@ def setting(
     lt: float | None = None,
     le: float | None = None,
     source: str = "",
+    aliases: str = "",
     parse: Callable[[str], object] | None = None,
     path: bool = False,
+    finite: bool = True,
 ) -> Any:
-    """Declare a schema field.
+    """Declare a schema field. Whatever its bounds, a number is one that int64 or float32 holds, and a text one line.
 
     Args:
         default: the value when nobody says otherwise; `dict` or `list` for an empty one.
@@ -30,11 +39,21 @@ def setting(
         lt: a number must be below this.
         le: a number must be at most this.
         source: the field's name in the documents foundry implements, where it differs.
+        aliases: its names in other systems, separated by commas; who types one is told the field's.
         parse: called with the value; the message of the ValueError it raises is shown to the user.
         path: the value names a file, folder or glob that must exist.
+        finite: a number may not be infinite.
     """
     bounds = {name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le)) if bound is not None}
-    metadata = {"doc": doc, "bounds": bounds, "source": source, "parse": parse, "path": path}
+    metadata = {
+        "doc": doc,
+        "bounds": bounds,
+        "source": source,
+        "aliases": aliases,
+        "parse": parse,
+        "path": path,
+        "finite": finite,
+    }
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -60,18 +79,67 @@ def check_fields(node: object, path: str) -> Iterator[Violation]:
             yield from _check_value(item, value, key)
 
 
+class OutOfBounds(Exception):
+    """Somebody has read a value that is out of its bounds."""
+
+
+def guarded(node: Any, wrong: Collection[str], path: str) -> Any:
+    """A copy of a schema whose wrong values cannot be read, so that nothing is derived from them.
+
+    Args:
+        node: a dataclass of settings; anything else is returned as it is.
+        wrong: dotted keys of values that are out of their bounds; reading one raises OutOfBounds.
+        path: the dotted key of the node itself.
+    """
+    if not is_dataclass(node) or not any(key.startswith(f"{path}.") for key in wrong):
+        return node
+
+    def read(self: Any, name: str) -> Any:
+        if f"{path}.{name}" in wrong:
+            raise OutOfBounds(f"{path}.{name}")
+        return object.__getattribute__(self, name)
+
+    copy: Any = object.__new__(type(type(node).__name__, (type(node),), {"__getattribute__": read}))
+    for item in fields(node):
+        object.__setattr__(copy, item.name, guarded(getattr(node, item.name), wrong, f"{path}.{item.name}"))
+    return copy
+
+
 def _check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violation]:
+    wrong = _wrong_text(value) if isinstance(value, str) else None
     parse = item.metadata.get("parse")
-    if parse is not None and value is not None:
+    if wrong is None and parse is not None and value is not None:
         try:
             parse(str(value))
         except ValueError as error:
-            yield Violation(key, str(error))
-            return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    bounds = item.metadata.get("bounds", {})
+            wrong = str(error)
+    if wrong is None and isinstance(value, (int, float)) and not isinstance(value, bool):
+        wrong = _wrong_number(value, item.metadata.get("bounds", {}), finite=item.metadata.get("finite", True))
+    if wrong is not None:
+        yield Violation(key, wrong)
+
+
+def _wrong_text(text: str) -> str | None:
+    """Why a text can be no setting; None where it can."""
+    if not text.strip():
+        return "is empty; give it a value, or leave it out"
+    if len(text) > _LONGEST_TEXT:
+        return f"is {shown(text)}, a text of {len(text):,} characters; it may have {_LONGEST_TEXT:,}"
+    if odd := next((character for character in text if not character.isprintable()), None):
+        return f"is {shown(text)}, with the character {odd.encode('unicode_escape').decode()}; leave that out"
+    return None
+
+
+def _wrong_number(value: float, bounds: Mapping[str, float], *, finite: bool) -> str | None:
+    """Why a number can be no setting; None where it can."""
     broken = [name for name, bound in bounds.items() if not _HOLDS[name][1](value, bound)]
     if broken or math.isnan(value):
-        wanted = " and ".join(f"{_HOLDS[name][0]} {bound:g}" for name, bound in bounds.items()) or "a number"
-        yield Violation(key, f"is {value:g} but must be {wanted}")
+        wanted = " and ".join(f"{_HOLDS[name][0]} {bounds[name]:,}" for name in broken)
+        return f"is {shown(value)} but must be {wanted or 'a number'}"
+    if isinstance(value, int):
+        return None if abs(value) <= _LARGEST_INT else f"is {shown(value)} but must be at most {_LARGEST_INT} (64 bits)"
+    if math.isinf(value):
+        return f"is {shown(value)} but must be finite" if finite else None
+    if value == 0 or _SMALLEST_FLOAT <= abs(value) <= _LARGEST_FLOAT:
+        return None
+    return f"is {shown(value)}, which float32 holds as {'0' if abs(value) < 1 else 'infinity'}; give another number"

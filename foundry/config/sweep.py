@@ -38,9 +38,14 @@ class Sweep(Sweeper):
 
     _target_: str = "hydra_plugins.foundry.GridSweeper"
     max_jobs: int = setting(
-        5000, "jobs, those that are excluded included, above which a sweep is refused before any is composed", ge=1
+        5000,
+        "jobs, those that are excluded included, above which a sweep is refused before any is composed",
+        ge=1,
+        le=10**6,
     )
-    max_batch_size: int | None = setting(None, "jobs handed to the launcher at a time; null: all of them", ge=1)
+    max_batch_size: int | None = setting(
+        None, "jobs handed to the launcher at a time; null: all of them", ge=1, le=10**9
+    )
     zip: list[Any] = setting(list, "lists of swept keys whose values go together, the first with the first")
     exclude: list[str] = setting(list, "combinations to leave out, such as 'hparams.lr=1e-2 optimizer=sgd'")
 
@@ -59,9 +64,9 @@ class Search(Sweeper):
 
     _target_: str = "hydra_plugins.foundry.OptunaSweeper"
     _recursive_: bool = False
-    n_trials: int = setting(20, "jobs in all, those of earlier starts of the same search included", ge=1)
-    n_jobs: int = setting(1, "jobs proposed at a time, for launchers that run several", ge=1)
-    max_failures: int | None = setting(5, "failed jobs after which the search ends; null: it goes on", ge=1)
+    n_trials: int = setting(20, "jobs in all, those of earlier starts of the same search included", ge=1, le=10**6)
+    n_jobs: int = setting(1, "jobs proposed at a time, for launchers that run several", ge=1, le=1024)
+    max_failures: int | None = setting(5, "failed jobs after which the search ends; null: it goes on", ge=1, le=10**6)
     sampler: dict[str, Any] = setting(dict, "a sampler of Optuna: `_target_` and its arguments; `seed` makes it repeat")
     pruner: dict[str, Any] | None = setting(
         None,

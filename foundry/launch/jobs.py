@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.mistakes import HYDRA_ERRORS, Known, find_mistakes
+from foundry.config.mistakes import Known, choice_line, find_mistakes
 from foundry.config.rules import check
 
 Words = tuple[str, ...]
@@ -113,7 +113,7 @@ class _Composer:
         """
         try:
             config = self._compose(words)
-        except HYDRA_ERRORS as error:
+        except Exception as error:  # whatever Hydra or OmegaConf did not expect, too
             raise ConfigError(self._mistakes(words, error)) from error
         if violations := check(config):
             raise ConfigError(violations)
@@ -132,7 +132,7 @@ class _Composer:
         overrides = [self._parse(word) for word in words]
         own = [override for override in overrides if not override.is_hydra_override()]
         values = [override for override in own if not self._is_choice(override)]
-        config = self._base(tuple(str(override.input_line) for override in overrides if override not in values))
+        config = self._base(tuple(choice_line(self._repository, o) for o in overrides if o not in values))
         ConfigLoaderImpl._apply_overrides_to_config(values, config)
         with open_dict(config.hydra):
             config.hydra.overrides.task = [override.input_line for override in own]

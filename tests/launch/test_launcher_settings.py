@@ -20,11 +20,11 @@ def composed(*words):
     [
         (["signal_delay_s=60", "timeout_min=1"], "signal_delay_s: is 60 but the time limit of 1 min is no longer"),
         (["gpus_per_node=8"], "gpus_per_node: is 8 but tasks_per_node is 1, and each task trains on one GPU"),
-        (["gpus_per_task=2"], "gpus_per_task: is 2 but must be at least 0 and at most 1"),
+        (["gpus_per_task=2"], "gpus_per_task: is 2 but must be at most 1"),
         (["cpus_per_gpu=4"], "cpus_per_gpu: is set but needs gpus_per_task=1"),
         (["mem_gb=4", "mem_per_cpu=2G"], "mem_per_cpu: is set beside mem_gb; choose one of them"),
         (["nodes=3"], "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12 or 18"),
-        (["partitoin=main"], "Key 'partitoin' not in 'Slurm'"),
+        (["partitoin=main"], "did you mean hydra.launcher.partition?"),
     ],
 )
 def test_slurm(words, message):

@@ -1,0 +1,103 @@
+"""Checks hold under whatever name foundry's schemas are composed, and in no other application's configuration."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+
+from foundry.config.compose import config_dir, install
+from foundry.config.errors import ConfigError
+from foundry.config.root import to_config
+
+SEARCHPATH = f"hydra: {{searchpath: ['file://{config_dir()}']}}\n"
+OWN = {
+    "alone": "defaults: [config, _self_]\nhparams: {seed: 7}\n",
+    "override": "defaults: [config, override /optimizer: muon, _self_]\nhparams: {seed: 7}\n",
+    "self-first": "defaults: [_self_, config]\n",
+    "by-hand": "defaults: [base_config, {optimizer: adamw}, {scheduler: cosine}, {model: transformer}, {data: stdlib}, "
+    "{objective: next_token}, {hparams: llm}, _self_]\n",
+}
+WRONG = [
+    (["scheduler.min_lr=1"], "scheduler.min_lr: is 1 but hparams.lr is only"),
+    (["hparams.grad_clip_norm=-1"], "hparams.grad_clip_norm: is -1 but must be above 0"),
+    (["hparams.leer=1"], "did you mean hparams.lr?"),
+]
+
+
+def compose_own(folder: Path, name: str, *words: str):
+    install()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return hydra_compose(name, list(words))
+
+
+@pytest.mark.parametrize("text", OWN.values(), ids=OWN.keys())
+def test_a_primary_configuration_of_ones_own_is_checked(text, tmp_path):
+    (tmp_path / "own.yaml").write_text(text + SEARCHPATH)
+    assert to_config(compose_own(tmp_path, "own")).hparams.seed in (7, 42)
+    for words, said in WRONG:
+        with pytest.raises(ConfigError) as refused:
+            compose_own(tmp_path, "own", *words)
+        assert said in str(refused.value)
+
+
+def test_a_mistake_in_it_is_named(tmp_path):
+    (tmp_path / "own.yaml").write_text(f"defaults: [config, _self_]\nhparams: {{learning_rate: 1}}\n{SEARCHPATH}")
+    with pytest.raises(ConfigError, match=r"own.*learning_rate.*did you mean hparams\.lr\?"):
+        compose_own(tmp_path, "own")
+
+
+@pytest.mark.parametrize("name", ["config", "own", "other"])
+def test_other_applications_stay_as_they_are(name, tmp_path):
+    (tmp_path / f"{name}.yaml").write_text(f"hparams: {{lr: -1}}\nscheduler: {{min_lr: 1}}\n{SEARCHPATH}")
+    assert compose_own(tmp_path, name, "hparams.lr=-2").hparams.lr == -2
+    with pytest.raises(Exception, match="nope") as refused:
+        compose_own(tmp_path, name, "nope=1")
+    assert not isinstance(refused.value, ConfigError)
+
+
+def foundry(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "foundry", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+COMMANDS = [
+    (["--config-dir", "mine", "--config-name", "own"], "grad_clip_norm: is -1"),
+    (["--config-path", "{folder}", "--config-name", "own", "--cfg", "job"], "grad_clip_norm: is -1"),
+    (["-m", "--config-dir", "mine", "--config-name", "own", "hparams.seed=1,2"], "grad_clip_norm: is -1"),
+    (["--config-dir", "mine", "--config-name", "foreign", "--cfg", "job"], "defaults: [config, _self_]"),
+    (["--config-dir", "mine", "--config-name", "onw", "--cfg", "job"], "did you mean own?"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), COMMANDS, ids=[" ".join(words) for words, _ in COMMANDS])
+def test_the_command_checks_it(words, said, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "own.yaml").write_text("defaults: [config, _self_]\nhparams: {grad_clip_norm: -1}\n")
+    (mine / "foreign.yaml").write_text("hparams: {grad_clip_norm: -1}\n")
+    done = foundry(*[word.format(folder=mine) for word in words], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_right_one_composes(tmp_path):
+    (tmp_path / "own.yaml").write_text("defaults: [config, override /optimizer: muon, _self_]\nhparams: {seed: 7}\n")
+    done = foundry("--config-path", str(tmp_path), "--config-name", "own", "--cfg", "job", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    composed = OmegaConf.create(done.stdout)
+    assert composed.hparams.seed == 7
+    assert composed.optimizer._target_.endswith("muon")
