@@ -37,6 +37,7 @@ from foundry.data.loader import worker_deaths_explained
 from foundry.data.splits import DataSplits
 from foundry.optim.schedule_state import reconcile
 from foundry.parallel.agreement import Agreement
+from foundry.parallel.gathering import gather
 from foundry.parallel.host_memory import keep_freed_memory
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, process_group, roll_call
@@ -364,10 +365,7 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
     if world.is_main:
         is_free = hold(run_dir, held)
         state = read_status(run_dir).get("state")
-    said: list[Any] = [(str(run_dir), config_hash, state, is_free)]
-    if world.world_size > 1:
-        said *= world.world_size
-        torch.distributed.all_gather_object(said, said[0])
+    said = gather((str(run_dir), config_hash, state, is_free), world)
     different = [rank for rank, (_, other, _, _) in enumerate(said) if other != said[0][1]]
     if different:
         raise ConfigError(

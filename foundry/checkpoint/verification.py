@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from foundry.checkpoint.folder import CheckpointError, examine, list_checkpoints
+from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 
 log = logging.getLogger(__name__)
@@ -72,11 +72,3 @@ def together(work: Callable[[], _T], world: World, group: ProcessGroup | None = 
     if reasons := [reason for _, reason in said if reason is not None]:
         raise CheckpointError("; ".join(reasons))
     return [result for result, _ in said]  # type: ignore[misc]
-
-
-def gather(value: _T, world: World, group: ProcessGroup | None = None) -> Sequence[_T]:
-    """Every rank's value, by rank."""
-    values: list[_T] = [value] * world.world_size
-    if world.world_size > 1:
-        dist.all_gather_object(values, value, group=group)
-    return values

@@ -3,12 +3,11 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation
+from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.records.trial import TrialLink, open_storage
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     pass
 
 log = logging.getLogger(__name__)
-Value = TypeVar("Value")
 
 STEPS = 1000
 """Pruners of Optuna count in thousandths of a run, so that runs with other batch sizes can be compared."""
@@ -44,7 +42,7 @@ class Pruning:
             ConfigError: rank 0 has no Optuna.
         """
         link = TrialLink.load(run_dir) if world.is_main else None
-        return cls(link, run_dir, world) if _from_main(link is not None, world) else None
+        return cls(link, run_dir, world) if gather(link is not None, world)[0] else None
 
     def update(self, metrics: Mapping[str, float], share: float) -> str | None:
         """Take in an evaluation.
@@ -57,7 +55,7 @@ class Pruning:
             Why the run is to stop; None: it goes on.
         """
         reason = None if self._trial is None else self._trial.judge(metrics, share)
-        self.reason = _from_main(reason, self._world)
+        self.reason = gather(reason, self._world)[0]
         return self.reason
 
 
@@ -94,11 +92,3 @@ class _Trial:
             return None
         said = f"pruned: {self._metric} {value:.4g} at {share:.0%} of the run promises less than other trials"
         return said if is_over else None
-
-
-def _from_main(value: Value, world: World) -> Value:
-    """Rank 0's value, on every rank."""
-    said = [value]
-    if world.world_size > 1:
-        dist.broadcast_object_list(said, src=0)
-    return said[0]

@@ -1,0 +1,64 @@
+"""Values that ranks tell each other: data, and nothing that runs."""
+
+import io
+import pickle
+import sys
+from dataclasses import is_dataclass
+from pathlib import PosixPath, WindowsPath
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from foundry.parallel.process_group import World
+
+_T = TypeVar("_T")
+_PLAIN = {(kind.__module__, kind.__name__): kind for kind in (set, frozenset, PosixPath, WindowsPath)} | {
+    ("pathlib", kind.__name__): kind for kind in (PosixPath, WindowsPath)
+}
+
+
+def gather(value: _T, world: World, group: ProcessGroup | None = None) -> list[_T]:
+    """Every rank's value, by rank; all ranks call this together.
+
+    `torch.distributed.all_gather_object` would run whatever code somebody sends who has come in a rank's place.
+
+    Args:
+        value: of plain containers, numbers, texts, paths and foundry's dataclasses.
+        world: the ranks.
+        group: over which they speak, in host memory; None: the default.
+
+    Raises:
+        pickle.UnpicklingError: a rank has sent anything else.
+    """
+    if world.world_size == 1:
+        return [value]
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    longest = int(max(sizes))
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+    return [loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def loads(data: bytes) -> Any:
+    """A pickled value of plain containers, numbers, texts, paths and foundry's dataclasses.
+
+    Raises:
+        pickle.UnpicklingError: it names anything else.
+    """
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Only what is data, from modules that are loaded: importing one would run it."""
+        found: type | None = _PLAIN.get((module, name))
+        if found is None and module.startswith("foundry."):
+            named = vars(sys.modules.get(module, object)).get(name)
+            found = named if isinstance(named, type) and is_dataclass(named) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"a rank has sent {module}.{name}, which is no data")
+        return found
