@@ -8,7 +8,7 @@ from torch import nn
 
 from foundry.checkpoint.folder import MANIFEST
 from foundry.checkpoint.saver import Checkpointer
-from foundry.checkpoint.tensors import collect
+from foundry.checkpoint.tensors import collect, describe
 from foundry.parallel.process_group import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
@@ -45,7 +45,7 @@ def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, *
     checkpointer.save(
         step,
         tensors=lambda: collect(model, ema, optimizers),
-        manifest={**KNOWN, "state": {"position": step}},
+        manifest={**KNOWN, "state": {"position": step}, "optimizer": describe(model, optimizers)},
         rank_state={"rng": step},
         **{"wait": True, **options},
     )

@@ -84,6 +84,7 @@ class Manifest:
         versions: of the libraries that wrote it.
         metric: the held-out loss at this step, where it was measured and finite.
         files: every other file of the folder.
+        optimizer: how nested state of optimizers is made up of tensors; empty for state that is tensors by name.
         data: what tells the data from other data; empty in checkpoints that did not say it.
         format: of the checkpoint; a field that is unknown within a format may be ignored.
     """
@@ -99,12 +100,13 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     metric: float | None = None
     files: Mapping[str, FileFacts] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("config", "state", "versions", "files", "data"), dict),
+    **dict.fromkeys(("config", "state", "versions", "files", "data", "optimizer"), dict),
     **dict.fromkeys(("step", "samples", "world_size", "format"), int),
     **dict.fromkeys(("config_hash", "strategy"), str),
     "tokens": (int, type(None)),

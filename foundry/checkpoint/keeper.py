@@ -11,12 +11,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from foundry.checkpoint.folder import read_manifest, step_name
+from foundry.checkpoint.folder import CheckpointError, read_manifest, step_name
 from foundry.checkpoint.rng import rng_state
 from foundry.checkpoint.saver import Checkpointer
-from foundry.checkpoint.tensors import collect, restore_into
+from foundry.checkpoint.tensors import collect, describe, restore_into
 from foundry.checkpoint.verification import verify_newest
 from foundry.config.duration import Interval
+from foundry.config.errors import ConfigError, Violation
 from foundry.parallel.process_group import World
 from foundry.training.ema import WeightAverage
 from foundry.training.progress import Progress
@@ -48,6 +49,7 @@ class RunKeeper:
     every_minutes: float | None
     facts: dict[str, Any]
     _since: float = field(default_factory=time.monotonic)
+    _is_checked: bool = False
 
     def is_time(self) -> bool:
         """Whether the minutes are over; true once each time, and on rank 0 only, whose clock counts."""
@@ -63,6 +65,20 @@ class RunKeeper:
         """Whether the interval asks for one after step `step`, which consumed those samples."""
         return self.interval is not None and self.interval.due(step, samples_before, samples_after)
 
+    def check_state(self) -> None:
+        """Find out whether the optimizers' state can be saved as soon as there is some, and not at the first save.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self._is_checked or not any(optimizer.state for optimizer in self.optimizers):
+            return
+        self._is_checked = True
+        try:
+            collect(self.model, None, self.optimizers)
+        except CheckpointError as error:
+            raise ConfigError(Violation("optimizer", str(error))) from error
+
     def save(
         self, progress: Progress, state: dict[str, Any], *, metric: float | None, is_best: bool, wait: bool
     ) -> Path:
@@ -72,7 +88,13 @@ class RunKeeper:
             SaveError: it was waited for and could not be written; with `checkpoint.strict_saves`, the one before.
         """
         self._since = time.monotonic()
-        manifest = {**self.facts, "samples": progress.samples, "tokens": progress.tokens, "state": state}
+        manifest = {
+            **self.facts,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "state": state,
+            "optimizer": describe(self.model, self.optimizers),
+        }
         self.checkpointer.save(
             progress.steps,
             tensors=partial(collect, self.model, self.ema, self.optimizers),
@@ -115,6 +137,9 @@ class NoKeeper:
     def is_due(self, step: int, samples_before: int, samples_after: int) -> bool:
         """Never."""
         return False
+
+    def check_state(self) -> None:
+        """Nothing is to be saved."""
 
     def save(
         self, progress: Progress, state: dict[str, Any], *, metric: float | None, is_best: bool, wait: bool

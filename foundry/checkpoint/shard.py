@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from foundry.checkpoint.folder import FileFacts
 from foundry.records.files import open_regular
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -37,6 +37,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""What safetensors can hold, and its names for it."""
+
 _BUFFER_BYTES, _ALIGNMENT_BYTES = 2**20, 8
 
 
@@ -160,10 +162,10 @@ def _header(chunks: Mapping[str, Chunk], names: list[str]) -> bytes:
     begin = 0
     for name in names:
         local = chunks[name].local
-        if local.dtype not in _DTYPES:
+        if local.dtype not in DTYPES:
             raise TypeError(f"{name} is {local.dtype}, which a safetensors file cannot hold")
         end = begin + _num_bytes(local)
-        entries[name] = {"dtype": _DTYPES[local.dtype], "shape": list(local.shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": DTYPES[local.dtype], "shape": list(local.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)

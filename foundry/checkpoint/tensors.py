@@ -1,13 +1,14 @@
 """What a checkpoint holds of a run: weights, their average and the optimizers' state, under names no wrapper changes.
 
-`model.<name>`, `ema.<name>` and `optimizer.<name>.<key>`, where <name> is the parameter's own.
+`model.<name>`, `ema.<name>` and `optimizer.<name>.<key>`, where <name> is the parameter's own; and
+`optimizer_groups.<optimizer>.<group>.<key>` where an optimizer keeps something for all parameters of a group.
 """
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -19,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from foundry.checkpoint.folder import CheckpointError
-from foundry.checkpoint.optimizer_state import allocate_state, collect_state
+from foundry.checkpoint.folder import CheckpointError, read_manifest
+from foundry.checkpoint.optimizer_state import allocate_state, collect_state, describe_state
 from foundry.training.ema import WeightAverage
 
 _NUM_SHOWN = 3
@@ -42,6 +43,15 @@ def collect(model: nn.Module, ema: WeightAverage | None, optimizers: Sequence[Op
     return weights | _averages(ema) | collect_state(inner, optimizers)
 
 
+def describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """What the manifest has to say of the optimizers' state beside the tensors that `collect` gives.
+
+    Raises:
+        CheckpointError: state that cannot be saved.
+    """
+    return describe_state(_inner(model), optimizers)
+
+
 def restore_into(folder: Path, model: nn.Module, ema: WeightAverage | None, optimizers: Sequence[Optimizer]) -> None:
     """Read what `collect` gave, whatever number of ranks and wrapper wrote it; every rank reads its own part.
 
@@ -57,17 +67,17 @@ def restore_into(folder: Path, model: nn.Module, ema: WeightAverage | None, opti
     reader, saved = _open(folder)
     inner = _inner(model)
     weights = {f"model.{name}": tensor for name, tensor in _weights(inner).items()}
-    states = allocate_state(inner, optimizers, saved)
+    states = allocate_state(inner, optimizers, saved, read_manifest(folder).optimizer)
     targets = weights | _averages(ema)
     for held in states:
-        targets |= held.tensors()
+        targets |= held.tensors
     _check_names(folder, targets, saved)
     _read(folder, reader, targets, saved)
     _accept(inner, weights)
     for optimizer in optimizers:
         optimizer.state.clear()
     for held in states:
-        held.optimizer.state[held.parameter] = held.state
+        held.accept()
 
 
 def load_weights(folder: Path, model: nn.Module, *, ema: bool = False) -> None:

@@ -126,6 +126,14 @@ class Keeper(Protocol):
         """Whether the interval asks for one after step `step`, which consumed those samples."""
         ...
 
+    def check_state(self) -> None:
+        """Say after an update, once, whether what it has left can be saved.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        ...
+
     def save(
         self, progress: Progress, state: dict[str, Any], *, metric: float | None, is_best: bool, wait: bool
     ) -> Path | None:

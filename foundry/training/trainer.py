@@ -178,6 +178,7 @@ class Trainer:
         before, after = progress.samples, progress.samples + window.num_samples
         lr, weight_decay = self.schedule.lr(before, after), self.schedule.weight_decay(before, after)
         result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
+        self.keeper.check_state()
         progress.advance(window.num_samples)
         if self.ema is not None:
             self.ema.update(result.skipped)

@@ -223,6 +223,34 @@ def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_o
     assert outcome(broken_off) == outcome(finished)
 
 
+@pytest.mark.parametrize(
+    "layout", [[], pytest.param(["distributed=fsdp", "distributed.nproc_per_node=2"], marks=pytest.mark.distributed)]
+)
+def test_an_optimizer_with_nested_state_is_resumed_bit_identically(shell, text, layout):
+    words = [*RUN, *SMALL, text, "hparams.max_steps=30", "optimizer=sgd", *layout]
+    words += ["optimizer._target_=nested_optimizer.build_nested", "checkpoint.interval=10"]
+    shell.run(*words, "hydra.run.dir=whole")
+    shell.run(*words, "hydra.run.dir=run")
+    newest, before = list_checkpoints(shell.cwd / "run")[:2]
+    shutil.rmtree(newest)
+    (shell.cwd / "run" / "result.json").unlink()
+    (shell.cwd / "run" / "status.json").write_text(json.dumps({**status(shell.cwd / "run"), "state": "running"}))
+    assert f"after step {before.name[-2:]}" in shell.run(*words, "hydra.run.dir=run")[0]
+    assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
+
+
+def test_state_that_cannot_be_saved_is_said_after_the_first_step(shell, text):
+    words = [*RUN, *SMALL, text, MAX, "optimizer=sgd", "optimizer._target_=nested_optimizer.build_unsaved"]
+    stderr = shell.run(*words, "hydra.run.dir=run", code=2)[1]
+    (line,) = stderr.splitlines()
+    assert line.startswith("optimizer: Unsaved keeps optimizer.")
+    assert "history/0 as a object, which a checkpoint cannot hold" in line
+    assert not (shell.cwd / "run" / "checkpoints").exists()
+    assert status(shell.cwd / "run")["state"] == "failed"
+    assert "Unsaved" in status(shell.cwd / "run")["reason"]
+    shell.run(*words, "checkpoint=none", "checkpoint.interval=null", "hydra.run.dir=other")
+
+
 @pytest.mark.distributed
 def test_the_number_of_processes_may_change(broken_off, go, finished):
     go(MAX, "distributed=fsdp", "distributed.nproc_per_node=2")

@@ -1,0 +1,134 @@
+"""Nested state of optimizers as named tensors and JSON: dicts, lists, tuples and sets of tensors, numbers and text."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from foundry.checkpoint.folder import CheckpointError
+from foundry.checkpoint.shard import DTYPES
+
+_DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES}
+_COLLECTIONS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
+
+
+def flatten(value: Any, prefix: str, owner: str) -> tuple[Any, dict[str, Tensor]]:
+    """Take a value apart.
+
+    Args:
+        value: a tensor, None, a bool, int, float or str, or dicts, lists, tuples and sets of them.
+        prefix: of the tensors' names.
+        owner: whose value it is, for the error.
+
+    Returns:
+        Plain JSON from which `unflatten` makes the same value again, and the tensors by name.
+
+    Raises:
+        CheckpointError: something in it is none of these; names it and its type.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def encoded(value: Any, path: tuple[str, ...]) -> Any:
+        name = f"{prefix}{'/'.join(path)}"
+        if isinstance(value, Tensor):
+            if not can_be_saved(value):
+                raise _unsupported(owner, name, f"a tensor of {value.dtype}, {value.layout}")
+            name = f"{name}#{len(tensors)}"  # keys 1 and "1" are two
+            tensors[name] = value
+            node = {"tensor": name, "dtype": str(value.dtype), "cpu": value.device.type == "cpu"}
+            # The order in memory decides how products are rounded.
+            return node if value.is_contiguous() else node | {"order": _order(value)}
+        if type(value) in (dict, OrderedDict):
+            if wrong := [key for key in value if type(key) not in (str, int)]:
+                raise _unsupported(owner, name, f"a dict with a {type(wrong[0]).__name__} as key")
+            return {"dict": [[key, encoded(item, (*path, str(key)))] for key, item in value.items()]}
+        if (kind := _COLLECTIONS.get(type(value))) is not None:
+            items = value if isinstance(value, (list, tuple)) else sorted(value, key=repr)  # the same on every rank
+            return {kind: [encoded(item, (*path, str(index))) for index, item in enumerate(items)]}
+        if type(value) is float:
+            return {"float": value.hex()}  # JSON has no NaN
+        if value is None or type(value) in (bool, int, str):
+            return {"value": value}
+        raise _unsupported(owner, name, f"a {type(value).__name__}")
+
+    return encoded(value, ()), tensors
+
+
+def unflatten(node: Any, allocate: Callable[[str, torch.dtype, bool], Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Put a value together again.
+
+    Args:
+        node: from `flatten`.
+        allocate: gives the tensor of a name, a type, and whether it was in host memory; values are read into it later.
+
+    Returns:
+        The value, and its tensors by name.
+
+    Raises:
+        CheckpointError: the node is none that `flatten` gives.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def decoded(node: Any) -> Any:
+        if "tensor" in node:
+            name = node["tensor"]
+            tensor = allocate(name, _DTYPES_BY_NAME[node["dtype"]], node["cpu"])
+            if (order := node.get("order")) is not None and not isinstance(tensor, DTensor):
+                back = sorted(range(tensor.dim()), key=order.__getitem__)
+                tensor = tensor.permute(order).contiguous().permute(back)
+            tensors[name] = tensor
+            return tensor
+        if "dict" in node:
+            return {key: decoded(item) for key, item in node["dict"]}
+        for make, kind in _COLLECTIONS.items():
+            if kind in node:
+                return make(decoded(item) for item in node[kind])
+        return float.fromhex(node["float"]) if "float" in node else node["value"]
+
+    try:
+        return decoded(node), tensors
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the optimizer's state in the manifest cannot be read ({error!r})") from error
+
+
+def saveable(value: dict[str, Any]) -> dict[str, Any]:
+    """A dict without those entries, at any depth of dicts, that `flatten` refuses."""
+    kept: dict[str, Any] = {}
+    for key, item in value.items():
+        with suppress(CheckpointError):
+            flatten(inner := saveable(item) if type(item) is dict else item, "", "")
+            kept[key] = inner
+    return kept
+
+
+def can_be_saved(tensor: Tensor) -> bool:
+    """Whether a file of a checkpoint can hold a tensor of this type."""
+    return tensor.dtype in DTYPES and tensor.layout is torch.strided
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """The dimensions from the one whose neighbours lie farthest apart in memory to the nearest."""
+    return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
+
+
+def tensor_names(node: Any) -> Iterator[str]:
+    """The names of the tensors that a node stands for."""
+    if isinstance(node, Mapping):
+        if "tensor" in node:
+            yield str(node["tensor"])
+        for item in node.values():
+            yield from tensor_names(item)
+    elif isinstance(node, list):
+        for item in node:
+            yield from tensor_names(item)
+
+
+def _unsupported(owner: str, name: str, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{owner} keeps {name} as {kind}, which a checkpoint cannot hold (it can hold tensors, numbers, text, dicts "
+        "and lists of these); choose another optimizer, or checkpoint=none"
+    )

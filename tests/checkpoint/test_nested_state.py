@@ -1,0 +1,217 @@
+"""State of optimizers that is more than tensors by name."""
+
+import json
+import math
+from collections import OrderedDict, defaultdict, namedtuple
+from fractions import Fraction
+
+import pytest
+import torch
+from checkpoint_parts import Net, assert_same, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nested_optimizer import Nested
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from foundry.checkpoint.folder import CheckpointError, read_manifest
+from foundry.checkpoint.nested_state import flatten, tensor_names, unflatten
+from foundry.checkpoint.tensors import collect, describe, restore_into
+
+TENSORS = st.builds(
+    lambda shape, dtype: torch.arange(math.prod(shape)).reshape(shape).to(dtype),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]),
+)
+LEAVES = TENSORS | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.sets(st.integers() | st.text(max_size=3), max_size=4)
+        | st.frozensets(st.integers(), max_size=4)
+        | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return type(other) is dict and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(value=VALUES)
+def test_a_value_is_put_together_again(value):
+    node, tensors = flatten(value, "x.", "Own")
+    node = json.loads(json.dumps(node, allow_nan=False))
+    assert sorted(tensor_names(node)) == sorted(tensors)
+    again, places = unflatten(node, lambda name, dtype, on_cpu: tensors[name].clone())
+    assert same(value, again)
+    assert places.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_the_order_in_memory_is_kept(order):
+    value = torch.rand(2, 3, 4).permute(order)
+    node, tensors = flatten([value], "", "Own")
+    ((again,), places) = unflatten(node, lambda name, *_: torch.zeros(tensors[name].shape))
+    assert places.popitem()[1] is again
+    assert (again.shape, again.stride()) == (value.shape, value.stride())
+
+
+Pair = namedtuple("Pair", "a b")
+UNSUPPORTED = {
+    "object": object(),
+    "set of objects": {len},
+    "function": len,
+    "fraction": Fraction(1, 2),
+    "complex": 1j,
+    "bytes": b"x",
+    "dtype": torch.float32,
+    "named tuple": Pair(1, 2),
+    "defaultdict": defaultdict(int),
+    "module": nn.Linear(1, 1),
+    "complex tensor": torch.zeros(2, dtype=torch.complex64),
+    "sparse tensor": torch.zeros(2, 2).to_sparse(),
+    "tuple key": {(1, 2): 3},
+    "tensor key": {torch.tensor(1): 3},
+}
+
+
+@pytest.mark.parametrize("depth", ["top", "dict", "list"])
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_what_cannot_be_saved_is_named(kind, depth):
+    value = {"top": lambda v: v, "dict": lambda v: {"in": v}, "list": lambda v: [1, v]}[depth](UNSUPPORTED[kind])
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = Nested(model.parameters())
+    optimizer.state[model.weight]["key"] = value
+    for ask in (lambda: collect(model, None, [optimizer]), lambda: describe(model, [optimizer])):
+        with pytest.raises(CheckpointError, match=r"Nested keeps optimizer\.weight\.key.* as a .* cannot hold"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    "node", [None, 3, [], {}, {"tensor": "x"}, {"dict": [1]}, {"float": "?"}, {"list": 3}], ids=str
+)
+def test_a_node_that_is_none_is_said(node):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        unflatten(node, lambda *_: torch.zeros(1))
+
+
+def stepped(model, optimizer, steps=3):
+    torch.manual_seed(7)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return optimizer
+
+
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path):
+    model, other = Net(1), Net(2)
+    optimizer = stepped(model, Nested(model.parameters()))
+    folder = write(tmp_path, 3, model, optimizers=[optimizer])
+    fresh = Nested(other.parameters())
+    restore_into(folder, other, None, [fresh])
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert same(optimizer.state[mine], fresh.state[its])
+    kept = ("estimate", "scale", "seen")
+    assert same([optimizer.param_groups[0][key] for key in kept], [fresh.param_groups[0][key] for key in kept])
+    stepped(model, optimizer)
+    stepped(other, fresh)
+    assert_same(collect(model, None, [optimizer]), collect(other, None, [fresh]))
+
+
+def test_the_settings_of_a_group_are_the_runs_own(tmp_path):
+    model = Net(1)
+    optimizer = stepped(model, Nested([{"params": list(model.parameters()), "multiplier": 2.0}], lr=0.1))
+    folder = write(tmp_path, 3, model, optimizers=[optimizer])
+    fresh = Nested([{"params": list(model.parameters()), "multiplier": 3.0}], lr=0.5)
+    restore_into(folder, model, None, [fresh])
+    assert (fresh.param_groups[0]["multiplier"], fresh.param_groups[0]["lr"]) == (3.0, 0.5)
+    assert fresh.param_groups[0]["estimate"] == optimizer.param_groups[0]["estimate"] != 1.0
+
+
+def test_before_the_first_step_there_is_nothing(tmp_path):
+    model = Net(1)
+    folder = write(tmp_path, 0, model, optimizers=[Nested(model.parameters())])
+    fresh = Nested(model.parameters())
+    restore_into(folder, model, None, [fresh])
+    assert not fresh.state
+
+
+def test_torchs_own_need_no_description(tmp_path):
+    model = Net(1)
+    folder = write(tmp_path, 3, model, optimizers=[stepped(model, AdamW(model.parameters(), lr=0.1))])
+    assert read_manifest(folder).optimizer == {}
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    model = Net(1)
+    nested = write(tmp_path / "nested", 3, model, optimizers=[stepped(model, Nested(model.parameters()))])
+    with pytest.raises(CheckpointError, match="has the state of Nested, but AdamW is chosen: continue with"):
+        restore_into(nested, model, None, [AdamW(model.parameters())])
+    flat = write(tmp_path / "flat", 3, model, optimizers=[stepped(model, AdamW(model.parameters()))])
+    with pytest.raises(CheckpointError, match="Nested keeps none: continue with"):
+        restore_into(flat, model, None, [Nested(model.parameters())])
+
+
+def test_an_ordered_dict_is_a_dict():
+    node, _ = flatten(OrderedDict(a=1), "", "Own")
+    assert unflatten(node, lambda *_: torch.zeros(1))[0] == {"a": 1}
+
+
+class Counting(Optimizer):
+    """An integer beside tensors, as of optimizers older than torch 1.12."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
+
+
+def test_numbers_are_kept(tmp_path):
+    model = Net(1)
+    folder = write(tmp_path, 3, model, optimizers=[stepped(model, Counting(model.parameters()))])
+    fresh = Counting(model.parameters())
+    restore_into(folder, model, None, [fresh])
+    assert all(state == {"step": 3} for state in fresh.state.values())
+    assert len(fresh.state) == len(list(model.parameters()))
+
+
+class Hooked(Counting):
+    """Counts for itself, and says so to its state dict by hooks."""
+
+    def __init__(self, params, *, read=True):
+        super().__init__(params)
+        self.own = {"calls": 0, "scale": torch.tensor(1.0)}
+        self.register_state_dict_post_hook(lambda self, said: said.update({"own": self.own | {"pickled": b"x"}}))
+        if read:
+            self.register_load_state_dict_pre_hook(lambda self, said: self.own.update(said["own"]))
+
+    def step(self):
+        super().step()
+        self.own["calls"] += 1
+        self.own["scale"] = self.own["scale"] * 0.9
+
+
+def test_what_hooks_add_to_the_state_dict_is_kept(tmp_path):
+    model = Net(1)
+    optimizer = stepped(model, Hooked(model.parameters()))
+    folder = write(tmp_path, 3, model, optimizers=[optimizer])
+    fresh = Hooked(model.parameters())
+    restore_into(folder, model, None, [fresh])
+    assert same(fresh.own, optimizer.own)
+    assert fresh.own["calls"] == 3
+    with pytest.raises(CheckpointError, match="Hooked adds own to its state dict, and no hook that reads it back"):
+        collect(model, None, [stepped(model, Hooked(model.parameters(), read=False))])
