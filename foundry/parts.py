@@ -1,10 +1,12 @@
 """Building the parts of a run from its configuration."""
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import get_object
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,9 +17,11 @@ from foundry.config.hparams import ScheduleUnit
 from foundry.config.lengths import budget_of, check_lengths
 from foundry.config.metrics import check_metrics, declared
 from foundry.config.root import Config
+from foundry.config.targets import FOR_THOSE_THAT_TAKE_THEM
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.splits import DataSplits
+from foundry.optim.optimizers import not_covered
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.planning.derive import constant_weight_decay
@@ -35,13 +39,6 @@ def build_model(config: Config) -> nn.Module:
     return model
 
 
-def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
-    """The optimizers that together cover the trainable parameters of `model`, as it was wrapped."""
-    offered = {"precision": config.precision.mode}
-    optimizers: list[Optimizer] = build(config.optimizer, offered=offered, model=model, lr=config.hparams.lr)
-    return optimizers
-
-
 def init_from_of(config: Config) -> Path | None:
     """Where initial weights come from, if from anywhere; a user's own model may say it too."""
     path = _field(config.model, "init_from", None)
@@ -50,7 +47,7 @@ def init_from_of(config: Config) -> Path | None:
 
 def build_data(config: Config) -> DataSplits:
     """Training and held-out samples."""
-    data: DataSplits = build(config.data, seed=config.hparams.seed)
+    data: DataSplits = build(_fitting(config.data, "data"), seed=config.hparams.seed)
     return data
 
 
@@ -93,8 +90,22 @@ def build_schedule(config: Config, budget: Budget) -> Schedule:
     end = getattr(config.scheduler, "end_weight_decay", None)
     if start is not None and own not in (start, end):
         log.warning("optimizer.weight_decay=%g is not used: scheduler sets it from %g to %g", own, start, end)
-    schedule: Schedule = build(config.scheduler, max_lr=config.hparams.lr, budget=budget)
+    schedule: Schedule = build(_fitting(config.scheduler, "scheduler"), max_lr=config.hparams.lr, budget=budget)
     return schedule
+
+
+def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
+    """The optimizers of the wrapped model, which take each of its trainable parameters once.
+
+    Raises:
+        ConfigError: they leave some out, or take some twice; or they are no list of optimizers.
+    """
+    offered = {"precision": config.precision.mode}
+    optimizers = build(config.optimizer, offered=offered, model=model, lr=config.hparams.lr)
+    if wrong := not_covered(optimizers, model):
+        target = _field(config.optimizer, "_target_", None)
+        raise ConfigError(Violation("optimizer._target_", f"is {target}, which {wrong}"))
+    return list(optimizers)
 
 
 def build_loader(config: Config, budget: Budget, data: DataSplits, world: World) -> Loader:
@@ -145,6 +156,24 @@ def build_throughput(config: Config, data: DataSplits, model: nn.Module, world: 
         flops_per_sample=flops,
         tokens_per_sample=tokens,
     )
+
+
+def _fitting(node: Any, group: str) -> Any:
+    """A part of the user's own, without the settings that are the run's or the presets' and that it does not take."""
+    optional = [name for name in FOR_THOSE_THAT_TAKE_THEM[group] if isinstance(node, dict) and name in node]
+    if not optional:
+        return node
+    try:
+        parameters = inspect.signature(get_object(node["_target_"]), follow_wrapped=False).parameters
+    except ValueError:  # compiled code, which does not say
+        return node
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return node
+    untaken = [name for name in optional if name not in parameters]
+    for name in untaken:
+        if group == "scheduler":
+            log.info("scheduler.%s=%s is not used: %s takes none", name, node[name], node["_target_"])
+    return {name: value for name, value in node.items() if name not in untaken}
 
 
 def _field(node: Any, name: str, default: Any) -> Any:

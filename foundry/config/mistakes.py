@@ -21,6 +21,7 @@ from foundry.config.names import did_you_mean, leaves, settings
 from foundry.config.root import Config
 from foundry.config.rules import check
 from foundry.config.store import GROUPS, group_schemas
+from foundry.config.targets import FOR_THOSE_THAT_TAKE_THEM
 
 _SEARCHPATH = "hydra.searchpath"
 _NO_OVERRIDE = "is not of the form key=value; put a value with spaces, commas, = or special characters into quotes"
@@ -334,6 +335,9 @@ def _enumerated(error: Exception, message: str) -> list[str]:
 
 def _unknown_key(repo: IConfigRepository, config: DictConfig, key: str) -> str:
     group, _, leaf = key.rpartition(".")
+    part = OmegaConf.select(config, group) if leaf in FOR_THOSE_THAT_TAKE_THEM.get(group, ()) else None
+    if isinstance(part, DictConfig) and OmegaConf.get_type(part) is dict:
+        return f"is not in the {group} of your own; to add it write +{key}=..."
     elsewhere = list(_options_with(repo, group, leaf))
     if elsewhere:
         return f"is not a setting of the chosen {group}; it belongs to {' and '.join(elsewhere)}"
@@ -342,7 +346,7 @@ def _unknown_key(repo: IConfigRepository, config: DictConfig, key: str) -> str:
         return f"is neither a group nor a key{did_you_mean(key, known, _groups(repo))}"
     node = OmegaConf.select(config, group) if group.startswith("hydra") else None
     if isinstance(node, DictConfig):
-        return f"is no key of {group}{nearest(key, [f'{group}.{name}' for name in node])}"
+        return f"is no key of {group}{nearest(key, [f'{group}.{name}' for name in map(str, node)])}"
     return f"is no key of {group}{did_you_mean(key, known)}"
 
 

@@ -29,6 +29,7 @@ from foundry.config.root import Config, to_config
 from foundry.config.scheduler import Scheduler
 from foundry.config.secrets import check_secrets
 from foundry.config.setting import OutOfBounds, check_fields, guarded
+from foundry.config.targets import check_targets
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,10 @@ def _loss(config: Config, launch: Launch) -> Iterator[Violation]:
         yield Violation("hparams.z_loss_coefficient", "is set but mse has no logits to regularise; set it to 0")
 
 
+def _targets(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_targets(config)
+
+
 def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
     measured = declared(config.objective)
     if measured is not None:
@@ -383,6 +388,7 @@ RULES: tuple[Rule, ...] = (
     _learning_rates,
     _lengths,
     _kinds,
+    _targets,
     _loss,
     _metrics,
     _launcher,

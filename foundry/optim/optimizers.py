@@ -5,7 +5,8 @@ parameters. Groups carry `lr_mult` and `wd_mult`, which scale the schedule's val
 """
 
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -143,6 +144,40 @@ def param_groups(
         {"params": held, "weight_decay": weight_decay * wd_mult, "lr_mult": lr_mult, "wd_mult": wd_mult}
         for (lr_mult, wd_mult, _), held in sorted(members.items(), key=lambda item: (item[0][1] == 0, item[0]))
     ]
+
+
+def not_covered(optimizers: object, model: nn.Module) -> str | None:
+    """Why these are not the optimizers of a model; None where they take each trainable parameter once.
+
+    Args:
+        optimizers: what a part of the user's own has returned.
+        model: as it was wrapped.
+    """
+    if not isinstance(optimizers, (list, tuple)):
+        remedy = "return [optimizer]" if isinstance(optimizers, Optimizer) else "return [torch.optim.AdamW(...)]"
+        return f"returns {_kind(optimizers)}, not a list of optimizers; {remedy}"
+    if wrong := [each for each in optimizers if not isinstance(each, Optimizer)]:
+        return f"returns a list with {_kind(wrong[0])}, which is no torch.optim.Optimizer"
+    taken = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    names, counts = {p: name for name, p in model.named_parameters()}, Counter(map(id, taken))
+    if twice := [name for p, name in names.items() if counts[id(p)] > 1]:
+        return f"takes {_some(twice)} more than once; give each parameter to one group of one optimizer"
+    trainable = [name for p, name in names.items() if p.requires_grad]
+    if left := [name for p, name in names.items() if p.requires_grad and not counts[id(p)]]:
+        said = f"leaves out {len(left)} of {len(trainable)} trainable parameters: {_some(left)}"
+        return f"{said}; take them too, or freeze them in the model with requires_grad_(False)"
+    if strangers := sum(p not in names for p in taken):
+        return f"takes {strangers} tensors that are no parameters of the model it is given; take model.parameters()"
+    return None
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float | None = None) -> None:

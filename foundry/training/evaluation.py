@@ -62,8 +62,8 @@ class Evaluator:
             count += self.objective.count(microbatch)
             with self.precision.autocast(self.world.device):
                 part = self.objective.loss(self.model, to_device(microbatch, self.world.device))
-            # The loss itself last: no metric of an objective replaces it.
-            named = {**{name_of(name): value for name, value in part.metrics.items()}, LOSS: part.loss}
+            own = {name_of(name): value for name, value in part.metrics.items()}
+            named = {LOSS: part.loss} | own | {LOSS: part.loss}  # no metric of an objective replaces the loss
             for name, value in named.items():
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
         self.model.train(was_training)

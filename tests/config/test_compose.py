@@ -82,7 +82,9 @@ def test_all_mistakes_come_in_one_answer(compose):
     assert "did you mean wsd?" in str(refused.value)
 
 
-def test_a_users_own_part_needs_no_schema(compose, tmp_path):
+def test_a_users_own_part_needs_no_schema(compose, tmp_path, monkeypatch):
+    (tmp_path / "mypkg.py").write_text("class MyModel:\n    def __init__(self, *, width, nested):\n        pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("_target_: mypkg.MyModel\nwidth: 3\nnested: {a: [1, 2]}\n")
     words = [f"hydra.searchpath=[{tmp_path}]", "model=mine", "model.width=9"]

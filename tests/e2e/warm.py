@@ -59,4 +59,5 @@ def _be(module, words, cwd, said, environment):
     os.environ |= environment
     os.chdir(cwd)
     sys.argv = [module, *words]
+    sys.path.insert(0, str(cwd))  # as `python -m` does
     runpy.run_module(module, run_name="__main__", alter_sys=True)

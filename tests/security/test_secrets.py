@@ -20,7 +20,7 @@ def own_model(monkeypatch):
     """A part of a user's own that takes a key, in a group's option; and variables that hold secrets."""
     install()
     node = {
-        "_target_": "own.Model",
+        "_target_": "builtins.dict",
         "api_key": None,
         "header": None,
         "nested": {"auth": {"password": None}},

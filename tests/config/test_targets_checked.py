@@ -1,0 +1,316 @@
+"""A `_target_` of one's own: what cannot be found, or takes other arguments, is refused where the run is composed."""
+
+import os
+import subprocess
+import sys
+from textwrap import dedent
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from foundry.config.static_source import NotThere, parameters_of
+from foundry.config.targets import GIVEN_BY_THE_RUN, check_targets
+
+PARTS = '''
+import dataclasses
+import functools
+import sys
+from dataclasses import dataclass, field
+
+import torch_is_not_imported_by_checking
+from torch import nn
+from own_base import Base, Made
+
+
+class Model(nn.Module):
+    """A model."""
+
+    def __init__(self, *, width, depth=2):
+        super().__init__()
+
+
+class Open(nn.Module):
+    def __init__(self, width, **options):
+        super().__init__()
+
+
+class Child(Base):
+    pass
+
+
+class Bare:
+    pass
+
+
+class Sealed(Made):
+    def __init__(self, width):
+        pass
+
+
+@dataclass
+class Plain:
+    width: int
+    depth: int = 2
+    names: list = field(default_factory=list)
+
+
+class Maker:
+    @classmethod
+    def make(cls, width, depth=1):
+        return cls()
+
+    @staticmethod
+    def build(width):
+        return None
+
+
+def data(*, seed, path, size=3):
+    return path
+
+
+def seedless(*, path):
+    return path
+
+
+def optimizer(*, model, lr, beta=0.9):
+    return []
+
+
+def precise(*, model, lr, precision):
+    return []
+
+
+def schedule(*, max_lr, budget, floor=0.0):
+    return None
+
+
+@functools.cache
+def decorated(whatever):
+    return None
+
+
+def twice(a):
+    return None
+
+
+if sys.platform == "linux":
+    def twice(b):
+        return None
+
+
+def positional(a, b, /, c):
+    return None
+
+
+def many(*values, key=1):
+    return None
+
+
+named = functools.partial(data, size=4)
+'''
+
+BASE = """
+class Base:
+    def __init__(self, height, colour="red"):
+        pass
+
+
+class Meta(type):
+    def __call__(cls, *args, **kwargs):
+        return None
+
+
+class Made(metaclass=Meta):
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder on Python's path, with a module `own_parts`, and packages that give it other names."""
+    files = {
+        "own_parts.py": PARTS,
+        "own_base.py": BASE,
+        "own_package/__init__.py": "raise SystemExit('executed')\nfrom .inner import Model as Renamed\n",
+        "own_package/inner.py": "from own_parts import Model, data\n",
+        "own_lazy/__init__.py": "def __getattr__(name):\n    return dict\n",
+        "own_star.py": "from own_parts import *\n",
+        "own_wrong.py": "def broken(:\n",
+        "own_space/part.py": "def data(*, seed):\n    return None\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "path" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(text))
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    return tmp_path / "path"
+
+
+def refusals(group, node):
+    parts = dict.fromkeys(GIVEN_BY_THE_RUN) | {group: node}
+    return [str(violation) for violation in check_targets(SimpleNamespace(**parts))]
+
+
+WRONG = [
+    ("data", {"_target_": "own_prats.data"}, "data._target_: is own_prats.data but there is no module own_prats; "),
+    ("data", {"_target_": "own_parts.dta", "path": 1}, "is own_parts.dta but own_parts has no dta; did you mean data?"),
+    ("data", {"_target_": "own_package.iner.data"}, "but own_package has no iner; did you mean inner?"),
+    ("data", {"_target_": "own_space.prat.data"}, "but own_space has no module prat; did you mean part?"),
+    ("data", {"_target_": "own_wrong.broken"}, "own_wrong.py line 1 is no Python: "),
+    ("data", {"_target_": "own_parts"}, "but that is a module; name a class or function in it"),
+    ("data", {"_target_": 3}, "data._target_: is 3 but must be the dotted path of a class or function"),
+    ("data", {"_target_": "own parts.x"}, "must be the dotted path of a class or function"),
+    ("data", {"_target_": ""}, "must be the dotted path of a class or function"),
+    (
+        "data",
+        {"_target_": "own_parts.data", "path": 1, "sise": 2},
+        "data.sise: is no argument of own_parts.data; did you",
+    ),
+    ("data", {"_target_": "own_parts.data"}, "data.path: has no value but own_parts.data needs one; give it as +data."),
+    ("data", {"_target_": "own_parts.seedless", "path": 1}, "which takes no seed, but the run passes seed by name; it"),
+    (
+        "model",
+        {"_target_": "own_parts.Model", "widht": 1, "width": 2},
+        "model.widht: is no argument of own_parts.Model",
+    ),
+    ("model", {"_target_": "own_parts.Model"}, "model.width: has no value but own_parts.Model needs one"),
+    ("model", {"_target_": "own_parts.Bare", "width": 1}, "model.width: is no argument of own_parts.Bare; it takes no"),
+    ("model", {"_target_": "own_parts.Open"}, "model.width: has no value"),
+    (
+        "model",
+        {"_target_": "own_parts.Child", "hieght": 3, "height": 1},
+        "did you mean height?; it takes height, colour",
+    ),
+    (
+        "model",
+        {"_target_": "own_parts.Plain", "width": 1, "dpeth": 1},
+        "did you mean depth?; it takes width, depth, names",
+    ),
+    ("model", {"_target_": "own_parts.Plain"}, "model.width: has no value"),
+    ("model", {"_target_": "own_parts.Maker.make", "wdith": 1, "width": 1}, "did you mean width?"),
+    ("model", {"_target_": "own_parts.Maker.mkae", "width": 1}, "but Maker has no mkae; did you mean make?"),
+    ("model", {"_target_": "own_parts.Maker.build", "width": 1, "cls": 1}, "model.cls: is no argument"),
+    ("model", {"_target_": "own_package.inner.Model", "widht": 1, "width": 1}, "did you mean width?"),
+    ("model", {"_target_": "own_package.Renamed", "widht": 1, "width": 1}, "did you mean width?"),
+    (
+        "model",
+        {"_target_": "own_parts.Model", "width": {"_target_": "own_parts.dta"}},
+        "model.width._target_: is own_part",
+    ),
+    (
+        "model",
+        {"_target_": "own_parts.Model", "width": [{"_target_": "own_parts.Plain"}]},
+        "model.width.0.width: has no",
+    ),
+    ("model", {"_target_": "own_parts.Model", "_args_": [1]}, "model._args_: has 1 values but own_parts.Model takes 0"),
+    ("optimizer", {"_target_": "own_parts.optimizer", "bta": 1}, "did you mean beta?; it takes model, lr, beta"),
+    ("optimizer", {"_target_": "torch.optim.AdamW"}, "which takes no model, but the run passes model, lr by name"),
+    ("optimizer", {"_target_": "torch.optim.AdamWW"}, "but torch.optim has no AdamWW; did you mean AdamW?"),
+    ("scheduler", {"_target_": "own_parts.schedule", "flor": 1}, "did you mean floor?"),
+    ("objective", {"_target_": "foundry.objectives.next_token.NextTokens"}, "did you mean NextToken?"),
+]
+
+
+@pytest.mark.parametrize(("group", "node", "part"), WRONG, ids=[str(node) for _, node, _ in WRONG])
+@pytest.mark.usefixtures("own")
+def test_what_is_wrong_is_one_line(group, node, part):
+    (line,) = refusals(group, node)
+    assert part in line
+    assert line.startswith(f"{group}.")
+
+
+RIGHT = [
+    ("data", {"_target_": "own_parts.data", "path": 1}),
+    ("data", {"_target_": "own_parts.data", "path": 1, "num_workers": 3}),
+    ("data", {"_target_": "own_space.part.data"}),
+    ("data", {"_target_": "own_parts.named", "anything": 1}),
+    ("model", {"_target_": "own_parts.Model", "width": 1, "init_from": "x"}),
+    ("model", {"_target_": "own_parts.Open", "width": 1, "other": 2}),
+    ("model", {"_target_": "own_parts.Sealed", "whatever": 1}),
+    ("model", {"_target_": "own_parts.decorated", "else": 1}),
+    ("model", {"_target_": "own_parts.twice", "b": 1}),
+    ("model", {"_target_": "own_parts.positional", "c": 1, "_args_": [1, 2]}),
+    ("model", {"_target_": "own_parts.many", "_args_": [1, 2, 3]}),
+    ("model", {"_target_": "own_parts.Child", "_args_": [1]}),
+    ("model", {"_target_": "own_lazy.Anything", "x": 1}),
+    ("model", {"_target_": "own_star.Model", "x": 1}),
+    ("model", {"_target_": "own_parts.Model", "width": {"_target_": "own_parts.Plain", "_partial_": True}}),
+    ("model", {"_target_": "own_parts.Model", "width": {"_target_": "nowhere.X"}, "_recursive_": False}),
+    ("model", {"_target_": "__main__.Model", "x": 1}),
+    ("model", {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}),
+    ("model", {"_target_": "transformers.AutoModelForCausalLM.from_pretrained", "anything": 1}),
+    ("model", {"_target_": "transformers.LlamaForCausalLM", "config": 1}),
+    ("model", {"_target_": "builtins.dict", "x": 1}),
+    ("model", {"_target_": "math.sqrt", "x": 1}),
+    ("optimizer", {"_target_": "own_parts.optimizer"}),
+    ("optimizer", {"_target_": "own_parts.precise"}),
+    ("scheduler", {"_target_": "own_parts.schedule", "warmup": "0.05", "min_lr": 1e-5}),
+    ("scheduler", {"_target_": "foundry.optim.schedules.WSD.from_durations", "warmup": 3}),
+]
+
+
+@pytest.mark.parametrize(("group", "node"), RIGHT, ids=[str(node) for _, node in RIGHT])
+@pytest.mark.usefixtures("own")
+def test_what_is_right_or_unknown_is_let_through(group, node):
+    assert refusals(group, node) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("torch.zeros", "torch.tensor", "torch.float32", "torch.nn.functional.cross_entropy", "torch.optim.SGD"),
+        *("torch.optim.lr_scheduler.OneCycleLR", "torch.distributions.Normal", "numpy.array", "os.path.join"),
+        *("collections.OrderedDict", "functools.partial", "datetime.datetime.now", "pathlib.Path", "json.loads"),
+        *(
+            "diffusers.UNet2DModel",
+            "diffusers.DDPMScheduler.from_config",
+            "datasets.load_dataset",
+            "optuna.create_study",
+        ),
+        *("sklearn.linear_model.Ridge", "matplotlib.pyplot.plot", "hydra.utils.instantiate", "mlflow.start_run"),
+        *(
+            "transformers.AutoTokenizer.from_pretrained",
+            "tokenizers.Tokenizer.from_file",
+            "safetensors.torch.load_file",
+        ),
+    ],
+)
+def test_what_others_have_installed_is_found(path):
+    parameters_of(path)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_module_made_while_the_program_runs_is_let_through(monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_parts.made", ModuleType("own_parts.made"))
+    monkeypatch.setitem(sys.modules, "made_here", ModuleType("made_here"))
+    assert parameters_of("made_here.anything") is None
+
+
+def test_a_file_that_has_changed_is_read_again(own):
+    with pytest.raises(NotThere):
+        parameters_of("own_parts.later")
+    (own / "own_parts.py").write_text("def later(*, width):\n    return width\n")
+    assert parameters_of("own_parts.later").names == ("width",)
+
+
+def test_composing_says_it_and_imports_nothing(own):
+    yaml = own.parent / "conf" / "model" / "mine.yaml"
+    yaml.parent.mkdir(parents=True)
+    yaml.write_text("_target_: own_package.inner.Model\nwidth: 3\ndepht: 4\n")
+    code = (
+        "import sys; from foundry.cli import main\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'own_parts', 'own_package', 'transformers'} & set(sys.modules)\n"
+    )
+    words = ["--config-dir", str(yaml.parent.parent), "model=mine", "--cfg", "job"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, "PYTHONPATH": f"{own}:{':'.join(sys.path)}"},
+        capture_output=True,
+        text=True,
+        cwd=own,
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "model.depht: is no argument of own_package.inner.Model; did you mean depth?; it takes width, depth\n",
+    )

@@ -1,0 +1,141 @@
+"""Runs with parts of the user's own: what the run asks of them, and how it says what they lack."""
+
+import json
+
+import pytest
+from tiny import TINY_LM
+from warm import WarmShell
+
+OWN = '''
+import torch
+from torch.optim import SGD, AdamW
+
+from foundry.data.splits import DataSplits
+from foundry.objectives.next_token import NextToken
+from foundry.training.protocols import LossSum
+
+
+def counting(*, seed, seq_len, vocab_size):
+    rows = (torch.arange(32)[:, None] + torch.arange(seq_len + 1)) % vocab_size
+    samples = [{"tokens": row[:-1], "targets": row[1:]} for row in rows]
+    return DataSplits(train=samples[8:], validation=samples[:8], fingerprint="c", tokens_per_sample=seq_len)
+
+
+class Flat:
+    """A schedule without a warm-up."""
+
+    def __init__(self, *, max_lr, budget):
+        self.max_lr = max_lr
+
+    def lr(self, samples_before, samples_after):
+        return self.max_lr
+
+    def weight_decay(self, samples_before, samples_after):
+        return None
+
+    def state_dict(self):
+        return {}
+
+
+class Judged(NextToken):
+    def loss(self, model, microbatch):
+        part = super().loss(model, microbatch)
+        return LossSum(part.loss, {"extra": part.loss.detach()})
+
+
+def whole(*, model, lr):
+    return [SGD(model.parameters(), lr=lr)]
+
+
+def bare(*, model, lr):
+    return SGD(model.parameters(), lr=lr)
+
+
+def nothing(*, model, lr):
+    return None
+
+
+def classes(*, model, lr):
+    return [SGD]
+
+
+def part(*, model, lr):
+    return [SGD([p for n, p in model.named_parameters() if "norm" not in n], lr=lr)]
+
+
+def doubled(*, model, lr):
+    return [SGD(model.parameters(), lr=lr), AdamW(list(model.parameters())[:1], lr=lr)]
+
+
+def strange(*, model, lr):
+    return [SGD([*model.parameters(), torch.nn.Parameter(torch.ones(2))], lr=lr)]
+'''
+DATA = "_target_: own.counting\nseq_len: 32\nvocab_size: 64\n"
+SMALL = [*TINY_LM[:6], "data=own", "tracking=none", "evaluation.write_samples=false", "hydra.run.dir=run"]
+
+
+@pytest.fixture
+def shell(tmp_path, cache):
+    shell = WarmShell(tmp_path, cache)
+    (tmp_path / "own.py").write_text(OWN)
+    for group, text in {"data": DATA, "scheduler": "_target_: own.Flat\n"}.items():
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        (tmp_path / "conf" / group / "own.yaml").write_text(text)
+    for name in ("whole", "bare", "nothing", "classes", "part", "doubled", "strange"):
+        path = tmp_path / "conf" / "optimizer" / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"_target_: own.{name}\n")
+    return shell
+
+
+def run(shell, *words, code=0):
+    return shell.run("--config-dir=conf", *SMALL, *words, code=code)
+
+
+def test_a_schedule_needs_no_warm_up_and_data_no_number_of_workers(shell):
+    run(shell, "scheduler=own", "optimizer=whole", "+data.num_workers=1")
+    assert json.loads((shell.cwd / "run" / "status.json").read_text())["state"] == "finished"
+    assert {json.loads(line).get("lr", 4e-3) for line in (shell.cwd / "run" / "metrics.jsonl").open()} == {4e-3}
+
+
+def test_what_the_run_reads_of_a_part_of_ones_own_can_be_added(shell):
+    _, stderr = run(shell, "data.num_workers=1", code=2)
+    assert stderr == "data.num_workers: is not in the data of your own; to add it write +data.num_workers=...\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bare", "returns an object of type SGD, not a list of optimizers; return [optimizer]"),
+        ("nothing", "returns nothing, not a list of optimizers; return [torch.optim.AdamW(...)]"),
+        ("classes", "returns a list with an object of type type, which is no torch.optim.Optimizer"),
+        ("part", "leaves out 5 of 21 trainable parameters: "),
+        (
+            "doubled",
+            "takes model.embed_tokens.weight more than once; give each ",
+        ),
+        ("strange", "takes 1 tensors that are no parameters of the model it is given; take model.parameters()"),
+    ],
+)
+def test_optimizers_take_each_trainable_parameter_once(shell, name, said):
+    _, stderr = run(shell, f"optimizer={name}", code=2)
+    (line,) = [line for line in stderr.splitlines() if line.startswith("optimizer")]
+    assert line.startswith(f"optimizer._target_: is own.{name}, which {said}")
+    assert not (shell.cwd / "run").exists()
+
+
+def test_a_metric_that_only_evaluating_shows_to_be_wrong_fails_the_run(shell):
+    _, stderr = run(shell, "objective._target_=own.Judged", "checkpoint.keep_best.metric=val_extr", code=2)
+    said = "checkpoint.keep_best.metric: is val_extr but evaluations measure val_loss, val_extra; did you mean "
+    said += "val_extra?"
+    assert stderr.splitlines()[-1] == said
+    status = json.loads((shell.cwd / "run" / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", said)
+
+
+def test_a_target_that_is_not_there_is_refused_in_every_job_of_a_sweep(shell):
+    (shell.cwd / "conf" / "optimizer" / "misspelt.yaml").write_text("_target_: own.hole\n")
+    words = ["-m", "--config-dir=conf", *SMALL[:-1], "optimizer=whole,misspelt", "hparams.seed=range(20)"]
+    _, stderr = shell.run(*words, "hydra.sweep.dir=sweep", code=2)
+    assert stderr.startswith("optimizer._target_: is own.hole but own has no hole; did you mean whole? (20 of 40 jobs")
+    assert not (shell.cwd / "sweep").exists()
