@@ -2,9 +2,10 @@
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,8 +28,10 @@ from foundry.launch.claim import Refused, run_job
 from foundry.launch.launchers import register
 from foundry.launch.local import WorkerFailed, trace_of
 from foundry.launch.start import start
+from foundry.records.files import UnsafeFileError
 from foundry.records.redact import one_line, printable
 from foundry.records.run_log import log_to_file
+from foundry.records.strict_json import DamagedFileError
 
 Result = TypeVar("Result")
 
@@ -73,6 +76,14 @@ def main() -> None:
     enter(task)
 
 
+@contextmanager
+def _masked_output() -> Iterator[None]:
+    """Print without secrets what `--cfg job --resolve` prints: the values of environment variables are in it."""
+    with redirect_stdout(StringIO()) as printed:
+        yield
+    sys.stdout.write(printable(printed.getvalue()))
+
+
 def enter(task: Callable[[], object]) -> None:
     """Compose and do a task: exit code 2 and a line for each mistake in the configuration, 1 if the task failed."""
     install(alone=True)
@@ -89,11 +100,12 @@ def enter(task: Callable[[], object]) -> None:
     try:
         if detect().rank > 0:
             sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
-        task()
+        with _masked_output() if "--resolve" in sys.argv else nullcontext():
+            task()
     except (ConfigError, Refused) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, UnsafeFileError, DamagedFileError) as error:
         sys.stderr.write(f"{one_line(str(error))}\n")
         sys.exit(2)
     except KeyboardInterrupt:

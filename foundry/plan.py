@@ -19,6 +19,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.resolvers import world_size
 from foundry.config.root import Config, to_config
 from foundry.config.setting import setting
+from foundry.records.files import write_atomically
 
 _PREFIX = "plan."
 
@@ -54,7 +55,7 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     if step_seconds is not None:
         content["step_seconds"] = step_seconds
         content["run_seconds"] = step_seconds * budget.total_samples / budget.batch_sizes.final
-    (run_dir / PLAN).write_text(json.dumps(content, indent=2) + "\n")
+    write_atomically(run_dir / PLAN, json.dumps(content, indent=2) + "\n")
     every = range(options.every, budget.total_steps + 1, options.every)
     files = [run_dir / PLAN, report.write_csv(updates_of(schedule, budget, decay, every), run_dir)]
     shown = list(updates_of(schedule, budget, decay, selection_of(schedule, budget)))

@@ -16,6 +16,7 @@ from rich.live import Live
 from foundry.config.command import command
 from foundry.config.setting import setting
 from foundry.launch.slurm_unwatched import settle_unwatched
+from foundry.records.redact import one_line
 from foundry.tracking.sweep import Job, Sweep, Which
 from foundry.tracking.sweep_files import PICTURE, write_files
 from foundry.tracking.sweep_reading import read_sweep
@@ -49,11 +50,16 @@ def report(folder: Path, console: Console, *, which: Which = Which.last, picture
     try:
         files = write_files(sweep, picture=picture)
     except OSError as error:  # somebody else's sweep
-        console.print(f"no files written: {error}", soft_wrap=True, markup=False, highlight=False)
+        _say(console, f"no files written: {error}")
+    except Exception as error:  # somebody else's numbers, which no picture can show
+        _say(console, f"not all files written: {type(error).__name__}: {error}")
     else:
-        names = ", ".join(file.name for file in files)
-        console.print(f"in {folder}: {names}", soft_wrap=True, markup=False, highlight=False)
+        _say(console, f"in {folder}: {', '.join(file.name for file in files)}")
     return sweep.exit_code
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(one_line(line), soft_wrap=True, markup=False, highlight=False)
 
 
 @dataclass(kw_only=True)
@@ -101,7 +107,7 @@ def _watch_changes(looks: _Looks, console: Console, seconds: float) -> None:
         sweep = looks.read()
         for job in sorted(sweep.jobs, key=lambda job: job.index):
             if known.get(job.index, "queued") != job.state:
-                console.print(_change(sweep, job), soft_wrap=True, markup=False, highlight=False)
+                _say(console, _change(sweep, job))
             known[job.index] = job.state
         if not sweep.is_going:
             return

@@ -57,7 +57,7 @@ from foundry.parts import (
 )
 from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
 from foundry.records.ends import leave_note, record_end, record_if_dead
-from foundry.records.files import make_folder, write_atomically
+from foundry.records.files import UnsafeFileError, make_folder, write_atomically
 from foundry.records.lock import hold
 from foundry.records.status import read_status
 from foundry.records.strict_json import encode
@@ -171,11 +171,21 @@ def _started(config: Config, config_hash: str, trainer: Trainer, plan: dict[str,
 
 
 def _write_facts(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> None:
-    """What a run directory holds from the start."""
-    save_config(config, run_dir)
-    (run_dir / PLAN).write_text(json.dumps(plan, indent=2) + "\n")
-    if data.tokenizer is not None:
-        data.tokenizer.save(str(run_dir / TOKENIZER))
+    """What a run directory holds from the start.
+
+    Raises:
+        ConfigError: there is something in the place of one of its files.
+    """
+    try:
+        save_config(config, run_dir)
+        write_atomically(run_dir / PLAN, json.dumps(plan, indent=2) + "\n")
+        if data.tokenizer is not None:
+            write_atomically(run_dir / TOKENIZER, data.tokenizer.to_str(pretty=True))
+        for name in ("status.json", "result.json"):
+            if (run_dir / name).is_dir():
+                raise UnsafeFileError(run_dir / name, "a folder")
+    except UnsafeFileError as error:
+        raise ConfigError(Violation("hydra.run.dir", str(error))) from None
 
 
 def _write_architecture(config: Config, model: Any, run_dir: Path) -> None:

@@ -44,8 +44,12 @@ def hash_config(config: Config) -> str:
 
 def save_config(config: Config, run_dir: Path) -> Path:
     """Write the resolved configuration to the run directory and return the file."""
-    path = run_dir / FILE_NAME
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+    return save_yaml(OmegaConf.create(plain(config)), run_dir / FILE_NAME)
+
+
+def save_yaml(node: Any, path: Path) -> Path:
+    """Write a node of OmegaConf as it is, interpolations included, and return the file."""
+    write_atomically(path, OmegaConf.to_yaml(node))
     return path
 
 

@@ -1,5 +1,6 @@
 """`hydra/launcher=`: where the jobs of a sweep run."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,7 @@ class Slurm(Launcher):
             )
         yield from self._check_gpus()
         yield from self._check_alternatives()
+        yield from self._check_texts()
 
     def _check_gpus(self) -> Iterator[Violation]:
         if self.gpus_per_node and self.gpus_per_node != self.tasks_per_node:
@@ -107,6 +109,20 @@ class Slurm(Launcher):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
                 yield Violation(f"hydra.launcher.{given[1]}", f"is set beside {given[0]}; choose one of them")
+
+    def _check_texts(self) -> Iterator[Violation]:
+        """What would end its line in the batch script, so that the rest of it would be another option or a command."""
+        more = self.additional_parameters
+        texts = [("setup", line) for line in self.setup or ()]
+        texts += [(f"additional_parameters.{name}", value) for name, value in more.items() if isinstance(value, str)]
+        for name, text in texts:
+            if not text.replace("\t", " ").isprintable():
+                message = f"is {text!r}, with a line break or another control character; leave it out"
+                yield Violation(f"hydra.launcher.{name}", message)
+        for name in more:
+            if not re.fullmatch(r"[A-Za-z][\w-]*", str(name)):
+                message = f"has {str(name)!r}, which is no name of an option of sbatch"
+                yield Violation("hydra.launcher.additional_parameters", message)
 
 
 SCHEMAS: tuple[type[Launcher], ...] = (Local, Slurm)

@@ -109,6 +109,8 @@ def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: s
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     hydra_files = [] if output_subdir is None else [folder / output_subdir / name for name in _HYDRA_FILES]
     try:
+        if output_subdir is not None and (folder / output_subdir).is_symlink():
+            raise UnsafeFileError(folder / output_subdir, "a symbolic link", "a folder")
         before = {path: _content(path) for path in hydra_files}
         own_files = {path: _content(path, max_bytes=0) for path in (folder / name for name in (*_OWN_FILES, log_name))}
         # Of a run that goes on, what is there already is not this process's to remove.

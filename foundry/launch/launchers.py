@@ -19,14 +19,16 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from foundry.config.frozen import save_config
+from foundry.config.frozen import save_config, save_yaml
 from foundry.config.launcher import PLUGINS
 from foundry.config.root import to_config
 from foundry.launch.jobs import configs_to_launch
 from foundry.launch.manifest import Manifest
 from foundry.launch.status import queue
+from foundry.records.files import make_folder
+from foundry.records.redact import printable
 from foundry.records.status import read_status
-from foundry.records.strict_json import decode
+from foundry.records.strict_json import read_object
 
 HYDRA_DIR = ".hydra"
 ENDED = ("finished", "failed", "stopped", "lost")
@@ -119,11 +121,11 @@ class FrozenLauncher(Launcher):
             with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
                 composed.hydra.runtime.output_dir = str(run_dir)
             hydra_dir = run_dir / (composed.hydra.output_subdir or HYDRA_DIR)
-            hydra_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(hydra_dir)
             own = [str(key) for key in composed if key != "hydra"]
-            OmegaConf.save(OmegaConf.masked_copy(composed, own), hydra_dir / "config.yaml")
-            OmegaConf.save(OmegaConf.masked_copy(composed, ["hydra"]), hydra_dir / "hydra.yaml")
-            OmegaConf.save(composed.hydra.overrides.task, hydra_dir / "overrides.yaml")
+            save_yaml(OmegaConf.masked_copy(composed, own), hydra_dir / "config.yaml")
+            save_yaml(OmegaConf.masked_copy(composed, ["hydra"]), hydra_dir / "hydra.yaml")
+            save_yaml(composed.hydra.overrides.task, hydra_dir / "overrides.yaml")
             config = to_config(composed)
         finally:
             HydraConfig.instance().cfg = before
@@ -154,12 +156,13 @@ class Ledger:
     def settled(self, job: Job) -> None:
         """Take from status.json how a job ended."""
         status = read_status(job.run_dir)
-        self.note(job, status.get("state", "queued"), "" if status["state"] == "finished" else status.get("reason", ""))
+        state = status.get("state", "lost")
+        self.note(job, state, "" if state == "finished" else status.get("reason", ""))
 
 
 def say(line: str) -> None:
     """Write a line to the terminal at once, whoever reads it."""
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()
 
 
@@ -182,12 +185,13 @@ def _returned(job: Job, *, detached: bool) -> JobReturn:
     """What Hydra's sweeper is told of a job: the metric, or why there is none."""
     status = read_status(job.run_dir)
     returned = JobReturn(overrides=list(job.words), working_dir=str(job.run_dir), task_name=job.composed.hydra.job.name)
-    if status["state"] == "finished":
-        result = decode((job.run_dir / "result.json").read_text(encoding="utf-8"))
+    state = status.get("state", "lost")
+    if state == "finished":
+        result = read_object(job.run_dir / "result.json")
         returned.return_value, returned.status = result.get("metric"), JobStatus.COMPLETED
     elif detached:
         returned.return_value, returned.status = None, JobStatus.COMPLETED
     else:
-        why = f"{job} is {status['state']}: {status.get('reason', '')}; see {job.run_dir / 'foundry.log'}"
+        why = f"{job} is {state}: {status.get('reason', '')}; see {job.run_dir / 'foundry.log'}"
         returned.return_value, returned.status = JobFailed(why), JobStatus.FAILED
     return returned

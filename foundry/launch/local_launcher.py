@@ -28,6 +28,7 @@ from foundry.config.launcher import Local, launcher_of
 from foundry.config.store import GROUPS
 from foundry.launch.launchers import FrozenLauncher, Job, Ledger, say
 from foundry.launch.local import ended_by, how_it_ended, noted_signals
+from foundry.records.files import open_regular
 from foundry.records.status import read_status, write_status
 
 OUTPUT = "output.log"
@@ -236,9 +237,7 @@ def _be_job(run_dir: str, share: Share) -> None:
     signal.sigtimedwait({signal.SIGINT}, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with_launcher()
-    output = os.open(Path(run_dir) / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    _print_to(Path(run_dir) / OUTPUT)
     if share.cores:
         os.sched_setaffinity(0, share.cores)
     if share.gpus:
@@ -246,6 +245,16 @@ def _be_job(run_dir: str, share: Share) -> None:
     from foundry.launch.worker import work
 
     sys.exit(work(Path(run_dir)))
+
+
+def _print_to(path: Path) -> None:
+    """Have what this process prints in a file; where that is no regular file, where the launcher prints."""
+    try:
+        with open_regular(path, "ab", buffering=0) as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+    except OSError as error:
+        say(f"what the job prints is here: {error}")
 
 
 def _end_with_launcher() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -15,10 +16,13 @@ from foundry.config.frozen import FILE_NAME as CONFIG_FILE
 from foundry.config.frozen import hash_config, plain
 from foundry.config.root import Config
 from foundry.launch.grid import Job
-from foundry.records.files import write_atomically
+from foundry.records.files import inside, write_atomically
 from foundry.records.status import read_status
+from foundry.records.strict_json import DamagedFileError, check_types, read_object
 
 FILE_NAME = "sweep.json"
+_TYPES = {"command": list, "created": str, "launcher": str, "metric": str, "direction": str, "jobs": list}
+_JOB_TYPES = {"index": int, "dir": str, "overrides": list, "config_hash": str, "id": str}
 _KEY = "hydra.sweep.dir"
 _MOST_JOBS_NAMED = 5
 
@@ -67,13 +71,21 @@ class Manifest:
 
     @classmethod
     def load(cls, sweep_dir: Path) -> "Manifest | None":
-        """What the directory holds; None where no sweep has been."""
+        """What the directory holds; None where no sweep has been.
+
+        Raises:
+            ConfigError: what it holds cannot be read.
+        """
         try:
-            content = json.loads((sweep_dir / FILE_NAME).read_text(encoding="utf-8"))
+            content = read_object(sweep_dir / FILE_NAME, needed=_TYPES)
+            jobs = tuple(_job(sweep_dir, job) for job in content["jobs"])
         except FileNotFoundError:
             return None
-        jobs = tuple(SweepJob(**{**job, "overrides": tuple(job["overrides"])}) for job in content.pop("jobs"))
-        return cls(**{**content, "command": tuple(content["command"])}, jobs=jobs)
+        except DamagedFileError as error:
+            message = f"is {sweep_dir}, but {error}; restore that file, or choose another directory"
+            raise ConfigError(Violation(_KEY, message)) from None
+        facts = {name: content[name] for name in ("created", "launcher", "metric", "direction")}
+        return cls(command=tuple(map(str, content["command"])), **facts, jobs=jobs)
 
     @classmethod
     def begin(
@@ -125,6 +137,23 @@ class Manifest:
 def sweep_job(index: int, folder: str, job: Job, config: Config) -> SweepJob:
     """The entry of a job that will run in `folder`, relative to the sweep's."""
     return SweepJob(index=index, dir=folder, overrides=job.swept, config_hash=hash_config(config), id=job.id)
+
+
+def _job(sweep_dir: Path, entry: Any) -> SweepJob:
+    """An entry of the file.
+
+    Raises:
+        DamagedFileError: it is none, or leads out of the directory.
+    """
+    path = sweep_dir / FILE_NAME
+    if not isinstance(entry, dict):
+        raise DamagedFileError(path, "has a job that is no JSON object")
+    check_types(path, entry, needed=_JOB_TYPES)
+    try:
+        inside(sweep_dir, entry["dir"])
+    except ValueError as error:
+        raise DamagedFileError(path, f"has a job whose directory {error}") from None
+    return SweepJob(**{name: entry[name] for name in _JOB_TYPES} | {"overrides": tuple(map(str, entry["overrides"]))})
 
 
 def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:

@@ -25,7 +25,7 @@ from foundry.launch.grid import Job
 from foundry.launch.jobs import compose_jobs
 from foundry.launch.manifest import Manifest
 from foundry.launch.sweep import CheckedSweeper, Prepared
-from foundry.records.strict_json import decode
+from foundry.records.strict_json import read_object
 from foundry.records.trial import TrialLink, open_storage
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class OptunaSweeper(CheckedSweeper):
 
         state = self.state(job)
         if state == "finished":
-            result = decode((self.run_dir(job) / "result.json").read_text(encoding="utf-8"))
+            result = read_object(self.run_dir(job) / "result.json")
             value = result.get(self._search.metric) if self._search.metric.startswith("val_") else None
             if not isinstance(value, (int, float)):
                 known = [name for name in result if name.startswith("val_")]

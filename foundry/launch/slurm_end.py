@@ -1,16 +1,24 @@
 """How a Slurm job ended, where the run could not say it itself: from Slurm, and from what `srun` printed."""
 
 import json
+import logging
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foundry.launch.launchers import ENDED
 from foundry.launch.slurm_queue import QueuedJob
-from foundry.records.files import write_atomically
+from foundry.records.files import open_regular, read_tail, write_atomically
+from foundry.records.redact import one_line
 from foundry.records.status import read_status, write_status
+from foundry.records.strict_json import DamagedFileError, read_object
 
 FILE_NAME = "slurm.json"
+
+_TYPES = {"job_id": str, "error_output": str, "cluster": str}
+_JOB_ID = re.compile(r"\d+([_+]\d+)?")
+_MOST_BYTES = 2**24
+_log = logging.getLogger(__name__)
 
 _LOST = ("NODE_FAIL", "BOOT_FAIL", "COMPLETED", "PREEMPTED")
 _ENDED_BY_SLURM = ("CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
@@ -37,11 +45,15 @@ class Submission:
 
     @classmethod
     def load(cls, run_dir: Path) -> "Submission | None":
-        """What the run directory remembers; None where it has not been submitted."""
+        """What the run directory remembers; None where it has not been submitted, or that cannot be read."""
         try:
-            return cls(**json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8")))
+            content = read_object(run_dir / FILE_NAME, needed=_TYPES)
         except FileNotFoundError:
             return None
+        except DamagedFileError as error:
+            _log.warning("%s; whether Slurm has the job is not known", one_line(str(error)))
+            return None
+        return cls(**{name: content[name] for name in _TYPES}) if _JOB_ID.fullmatch(content["job_id"]) else None
 
     @staticmethod
     def forget(run_dir: Path) -> None:
@@ -65,9 +77,9 @@ class ErrorOutput:
         """Which rank ended first, and how: `rank 1 on n2: Killed`; None where none has."""
         if self._path is None or not self._path.exists():
             return None
-        with self._path.open("rb") as file:
+        with open_regular(self._path, "rb") as file:
             file.seek(self._start)
-            said = _RANK_ENDED.search(file.read().decode(errors="replace"))
+            said = _RANK_ENDED.search(file.read(_MOST_BYTES).decode(errors="replace"))
         if said is None:
             return None
         hint = " (out of memory?)" if said["how"] == "Killed" else ""
@@ -100,8 +112,5 @@ def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
 def _last_words(run_dir: Path) -> str:
     """The last line that a job has printed to its error output, if any."""
     submission = Submission.load(run_dir)
-    try:
-        lines = Path(submission.error_output).read_text("utf-8", "replace").splitlines() if submission else []
-    except FileNotFoundError:
-        return ""
+    lines = read_tail(Path(submission.error_output)).splitlines() if submission else []
     return next((line.strip() for line in reversed(lines) if line.strip() and "slurmstepd" not in line), "")

@@ -1,6 +1,7 @@
 """The batch scripts of jobs: made by submitit, tried on the cluster, submitted."""
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -85,7 +86,8 @@ def _environment_of_job(code: Path | None) -> list[str]:
     lines = ["export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}"]
     if code is not None:
         # Without the safe path, `python -m` would look into the working directory first.
-        lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH='{code}':$PYTHONPATH:'{Path.cwd()}'"]
+        here, there = shlex.quote(str(Path.cwd())), shlex.quote(str(code))
+        lines += [f'export PYTHONSAFEPATH=1 PYTHONPATH={there}:"$PYTHONPATH":{here}']
     return lines
 
 

@@ -1,10 +1,12 @@
 """A copy of the code, so that jobs that wait in a queue run what was there when they were submitted."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 from foundry.config.compose import config_dir
+from foundry.records.files import make_folder
 
 FOLDER = "code"
 
@@ -17,19 +19,23 @@ def snapshot(sweep_dir: Path) -> Path:
 
     Returns:
         The folder, to be imported from.
+
+    Raises:
+        UnsafeFileError: there is a symbolic link in its place.
     """
     folder = sweep_dir / FOLDER
-    if folder.exists():
-        return folder
+    if os.path.lexists(folder):
+        return make_folder(folder)
     partial = sweep_dir / f".{FOLDER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
+    make_folder(partial)
     package = Path(__file__).resolve().parent.parent
     for name in _tracked():
         if Path(name).parts[0] != package.name:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(name, partial / name)
     without_caches = shutil.ignore_patterns("__pycache__", "conf")
-    shutil.copytree(package, partial / package.name, ignore=without_caches)
+    shutil.copytree(package, partial / package.name, ignore=without_caches, dirs_exist_ok=True)
     shutil.copytree(config_dir(), partial / package.name / "conf", ignore=without_caches)
     partial.rename(folder)
     return folder

@@ -18,9 +18,10 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, read_write
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.frozen import save_yaml
 from foundry.config.root import Config, to_config
 from foundry.config.setting import check_fields
 from foundry.config.sweep import Direction, Sweep
@@ -131,7 +132,7 @@ class CheckedSweeper(Sweeper):
 
         manifest = manifest.with_jobs([job.entry for job in jobs])
         manifest.save(self.sweep_dir)
-        OmegaConf.save(self.config, self.sweep_dir / "multirun.yaml")
+        save_yaml(self.config, self.sweep_dir / "multirun.yaml")
         for job in jobs:
             if self.state(job) != "finished":
                 run_dir = self.run_dir(job)
@@ -185,7 +186,7 @@ class CheckedSweeper(Sweeper):
         failed = [job for job in jobs if self.state(job) in ("failed", "lost", "stopped")]
         for job in failed:
             run_dir = self.run_dir(job)
-            sys.stderr.write(f"{job.entry}: {read_status(run_dir)['reason']}; see {run_dir / 'foundry.log'}\n")
+            sys.stderr.write(f"{job.entry}: {read_status(run_dir).get('reason', '')}; see {run_dir / 'foundry.log'}\n")
         if failed:
             raise SystemExit(1)
 

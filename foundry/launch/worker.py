@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,10 +31,11 @@ from foundry.launch.slurm_queue import is_requeued
 from foundry.launch.start import start
 from foundry.launch.status import reason_of
 from foundry.records.ends import LOG
-from foundry.records.files import open_regular, write_atomically
+from foundry.records.files import make_folder, open_regular, write_atomically
 from foundry.records.lock import is_held
 from foundry.records.redact import one_line, printable
 from foundry.records.status import write_status
+from foundry.records.strict_json import read_object
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def work(run_dir: Path) -> int:
     try:
         if rank == 0:
             _wait_for_last_attempt(run_dir)
-        start(load_config(run_dir), run_dir)
+        start(load_config(run_dir, trust=True), run_dir)  # which a launcher has just written
     except _OutOfTime as ended:
         if rank == 0:
             write_status(run_dir, state="stopped", reason=_OUT_OF_TIME)
@@ -151,7 +153,7 @@ def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutpu
     reason = str(error) if isinstance(error, WorkerFailed) else reason_of(error)
     consequence = is_consequence(type(error).__name__, reason)
     if rank > 0:
-        with open_regular(run_dir / LOG, "a") as file:
+        with suppress(OSError), open_regular(run_dir / LOG, "a") as file:
             file.write(printable(f"rank {rank} failed:\n{trace}"))
         sys.stderr.write(printable(trace))
         if not consequence:
@@ -174,7 +176,7 @@ def _note_path(run_dir: Path, rank: int | str) -> Path:
 
 def _leave_note(run_dir: Path, rank: int, reason: str) -> None:
     path = _note_path(run_dir, rank)
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     write_atomically(path, json.dumps({"reason": f"rank {rank}: {reason}"}))
 
 
@@ -185,7 +187,7 @@ def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
         end = error_output.first_end()  # before the note, which a rank leaves before it ends
         pattern = _note_path(run_dir, "*")
         for path in pattern.parent.glob(pattern.name):
-            return str(json.loads(path.read_text(encoding="utf-8"))["reason"])
+            return str(read_object(path, needed={"reason": str})["reason"])
         if end is not None:
             return end
         time.sleep(0.1)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foundry.records.files import replaced_atomically
+
 CELL_PIXELS = 64
 """Smallest height of an image in the picture."""
 
@@ -43,7 +45,8 @@ class ImageSamples:
             text.set(ha="center", va="center")
         file = Path(f"{stem}.png")
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=dpi)
+        with replaced_atomically(file) as stream:
+            figure.savefig(stream, dpi=dpi, format="png")
         return file
 
     def _cells(self) -> Tensor:

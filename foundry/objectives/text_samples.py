@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from foundry.records.files import write_atomically
+
 
 @dataclass(frozen=True)
 class TextSamples:
@@ -23,7 +25,7 @@ class TextSamples:
         """Write `stem`.txt and return the file."""
         file = Path(f"{stem}.txt")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(self.text + "\n", encoding="utf-8")
+        write_atomically(file, self.text + "\n")
         return file
 
 

@@ -3,11 +3,13 @@
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from foundry.records.files import replaced_atomically
 from foundry.tracking.canvas import save_figure
 from foundry.tracking.figures import count, duration
 from foundry.tracking.schedule_figure import schedule_figure
@@ -31,10 +33,12 @@ _MEMORY_PARTS = {
 def write_csv(updates: Iterable[PlannedUpdate], folder: Path) -> Path:
     """Write a row per update; numbers read back as the same floats."""
     path = folder / CSV
-    with path.open("w", newline="") as file:
+    with replaced_atomically(path) as stream:
+        file = TextIOWrapper(stream, encoding="utf-8", newline="")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(item.name for item in fields(PlannedUpdate))
         writer.writerows(asdict(update).values() for update in updates)
+        file.detach()  # what is buffered is flushed, and the stream stays open
     return path
 
 

@@ -101,6 +101,17 @@ def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
     return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
 
 
+def read_tail(path: Path, *, num_bytes: int = 4096) -> str:
+    """The end of a regular file as text, whatever it holds; empty where there is none that can be read."""
+    try:
+        with open_regular(path, "rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - num_bytes, 0))
+            content: bytes = file.read(num_bytes)
+    except (OSError, ValueError):
+        return ""
+    return content.decode(errors="replace")
+
+
 @contextmanager
 def replaced_atomically(path: Path, *, durable: bool = False, permissions: int = 0o666) -> Iterator[IO[bytes]]:
     """A new file to write bytes into, which replaces `path` in one step when the body ends without an error.
@@ -111,6 +122,9 @@ def replaced_atomically(path: Path, *, durable: bool = False, permissions: int =
         path: the file.
         durable: also wait until the content is on the disk.
         permissions: of the file, before the umask.
+
+    Raises:
+        UnsafeFileError: there is a folder by this name.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)  # of a process with the same number, which was killed
@@ -120,7 +134,10 @@ def replaced_atomically(path: Path, *, durable: bool = False, permissions: int =
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        partial.replace(path)
+        try:
+            partial.replace(path)
+        except IsADirectoryError:
+            raise UnsafeFileError(path, "a folder") from None
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

@@ -7,11 +7,14 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
+from foundry.records.files import open_regular
+
 LOCK = ".lock"
 """The file; it holds the name of the machine that locked it last."""
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_LONGEST_NAME = 1024  # of a machine
 _ours = set[Path]()
 log = logging.getLogger(__name__)
 
@@ -21,11 +24,14 @@ def hold(folder: Path, held: ExitStack) -> bool:
 
     By a POSIX lock, which no forked process inherits: those that read data outlive this one by seconds if it is killed.
     Where the file system has no locks, the work goes on without one.
+
+    Raises:
+        UnsafeFileError: `.lock` is no regular file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if folder.resolve() in _ours:
         return False
-    file = held.enter_context((folder / LOCK).open("a"))
+    file = held.enter_context(open_regular(folder / LOCK, "a"))
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -51,11 +57,11 @@ def is_held(folder: Path) -> bool | None:
     if folder.resolve() in _ours:  # to look would be to let go: a POSIX lock ends when any handle to the file is closed
         return True
     try:
-        with (folder / LOCK).open() as file:
+        with open_regular(folder / LOCK) as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError as error:
                 return True if error.errno in _HELD else None
-            return False if file.read() == socket.gethostname() else None
-    except OSError:  # no such file, or a file system without locks
+            return False if file.read(_LONGEST_NAME) == socket.gethostname() else None
+    except (OSError, ValueError):  # no such file, not ours, or a file system without locks
         return None

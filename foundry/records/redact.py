@@ -30,7 +30,8 @@ _ISSUED = re.compile(
 _ASSIGNED = re.compile(r"(?P<name>[\w.+/-]*\w)(?P<sign>=)(?P<value>\"[^\"]*\"|'[^']*'|\$\{[^}]*\}|[^\s,;&'\"]+)")
 _CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _TURNING = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_SHORTEST = 4  # a shorter word is in too many texts
+_SHORTEST = 4  # a shorter secret is in too many texts
+_SHORT = 8  # a shorter one may be a part of other words
 
 _known: dict[str, str] = {}
 
@@ -61,7 +62,8 @@ def masked_text(text: str) -> str:
     text = _masked_by_form(text)
     for secret in sorted(_known, key=len, reverse=True):
         if len(secret) >= _SHORTEST and secret in text:
-            text = text.replace(secret, MASK)
+            word = re.escape(secret)
+            text = re.sub(word if len(secret) >= _SHORT else rf"(?<!\w){word}(?!\w)", MASK, text)
     return text
 
 

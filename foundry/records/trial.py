@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.records.files import write_atomically
+from foundry.records.strict_json import read_object
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage
 
 FILE_NAME = "trial.json"
+
+_TYPES = {"journal": str, "study": str, "number": int, "metric": str, "pruner": dict}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +41,16 @@ class TrialLink:
 
     @classmethod
     def load(cls, run_dir: Path) -> "TrialLink | None":
-        """The link of a run; None for one that no search has proposed, or that is to run to its end."""
+        """The link of a run; None for one that no search has proposed, or that is to run to its end.
+
+        Raises:
+            DamagedFileError: the file is not what a search writes.
+        """
         try:
-            return cls(**json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8")))
+            content = read_object(run_dir / FILE_NAME, needed=_TYPES)
         except FileNotFoundError:
             return None
+        return cls(**{name: content[name] for name in _TYPES})
 
 
 def open_storage(journal: Path) -> "JournalStorage":

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foundry.records.files import replaced_atomically
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -44,6 +46,5 @@ def dress(axes: "Axes") -> None:
 
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write a PNG; the file is whole at any time."""
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    with replaced_atomically(path) as file:
+        figure.savefig(file, dpi=120, format="png")

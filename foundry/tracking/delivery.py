@@ -7,13 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from foundry.records.redact import masked_text
+from foundry.records import redact
+from foundry.records.files import open_regular
 from foundry.records.strict_json import decode, encode
-from foundry.tracking.mlflow_store import METRICS_PER_REQUEST, MlflowStore, Operation, is_refusal
+from foundry.tracking.mlflow_store import METRICS_PER_REQUEST, OPERATIONS, MlflowStore, Operation, is_refusal
 
 _log = logging.getLogger(__name__)
 _SECONDS_BETWEEN_BATCHES = 1.0
 _LONGEST_BACK_OFF_SECONDS = 30.0
+_LONGEST_LINE = 2**24  # bytes
 _KEPT_IN_MEMORY = 10_000  # operations; with more the oldest move to the pending file
 _MOST_IN_MEMORY = 4 * _KEPT_IN_MEMORY  # while the thread waits for an answer nothing can be moved
 
@@ -187,18 +189,44 @@ def _apply(store: MlflowStore, batch: list[Operation]) -> None:
 
 def write_pending(path: Path, operations: Iterable[Operation]) -> None:
     """Append operations, one a line."""
-    with path.open("a", encoding="utf-8") as file:
+    with open_regular(path, "a") as file:
         file.writelines(encode(operation) + "\n" for operation in operations)
 
 
 def read_pending(path: Path) -> Iterator[Operation]:
-    """The operations of a pending file; a line that was not completed is left out."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield decode(line)
+    """The operations of a pending file; a line that was not completed is left out.
+
+    Raises:
+        ValueError: a line is no operation.
+        OSError: it is no regular file, or cannot be read.
+    """
+    with open_regular(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+            if line.endswith(b"\n"):
+                yield _operation(line, f"{path}:{number}")
+            elif len(line) == _LONGEST_LINE:
+                raise ValueError(f"{path}:{number} is longer than any record")
+
+
+def _operation(line: bytes, place: str) -> Operation:
+    """What a line says, if it is what foundry writes.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        operation = decode(line.decode())
+        types = OPERATIONS[operation["op"]]
+        is_right = all(isinstance(operation[name], kind) for name, kind in types.items())
+        values = operation.get("values", {}).values()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{place} is no record of foundry's: {line[:80]!r}") from None
+    wanted = (int, float) if operation["op"] == "metrics" else str
+    if not is_right or not all(isinstance(value, wanted) for value in values):
+        raise ValueError(f"{place} is no record of foundry's: {line[:80]!r}")
+    return dict(operation)
 
 
 def one_line(error: Exception) -> str:
     """An error as one line without credentials."""
-    return f"{type(error).__name__}: {' '.join(masked_text(str(error)).split())[:300]}"
+    return f"{type(error).__name__}: {redact.one_line(str(error))[:300]}"

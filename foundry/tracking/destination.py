@@ -2,20 +2,24 @@
 
 import json
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import NoneType
 
 from foundry.records.files import write_atomically
 from foundry.records.redact import MASK, masked_text
+from foundry.records.strict_json import DamagedFileError, Types, read_object
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "foundry"
 FILE_NAME = "mlflow.json"
 PENDING_FILE_NAME = "mlflow_pending.jsonl"
+_TYPES: dict[str, Types] = {"uri": str, "experiment_name": str, "run_name": str, "key": str, "started_ms": int}
 _SQLITE = "sqlite:///"
 
 # MLflow's own defaults wait 120 s and retry for minutes, greet on standard output and report usage over the network.
@@ -66,6 +70,14 @@ def experiment(name: str) -> str:
     return (os.environ.get("MLFLOW_EXPERIMENT_NAME") or name) if name == DEFAULT_EXPERIMENT else name
 
 
+def sync_command(run_dir: Path, uri: str) -> str:
+    """The command that sends to a store what it missed; a store that the environment does not name is named in it."""
+    command = ["python", "-m", "foundry.tracking.sync", f"dir={run_dir}"]
+    if uri != tracking_uri():
+        command.append(f"uri={masked_text(uri)}")
+    return shlex.join(command)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Destination:
     """One run in one tracking store.
@@ -102,9 +114,10 @@ class Destination:
     def load(cls, run_dir: Path) -> "Destination | None":
         """What the run directory remembers; None where that is nothing."""
         try:
-            return cls(**json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            content = read_object(run_dir / FILE_NAME, needed=_TYPES, optional={"run_id": (str, NoneType)})
+        except (FileNotFoundError, DamagedFileError):
             return None
+        return cls(**{name: content[name] for name in _TYPES}, run_id=content.get("run_id"))
 
     def save(self, run_dir: Path) -> None:
         """Remember it in the run directory, without credentials."""

@@ -3,14 +3,16 @@
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
-from foundry.records.files import write_atomically
+from foundry.records.files import open_regular, replaced_atomically
 from foundry.records.strict_json import decode, encode
 from foundry.tracking.tolerance import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 FILE_NAME = "metrics.jsonl"
+_LONGEST_LINE = 2**20  # bytes
+_LARGEST_FILE = 2**32
 _OPTIONAL = ("tokens", "tokens_per_second", "tflops", "mfu")
 _STEP_FIELDS = tuple(item.name for item in fields(StepLogged) if item.name != "metrics")
 
@@ -46,23 +48,36 @@ def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any
         having: only the records with this field; other lines are passed over unread, which is much faster.
 
     Raises:
-        ValueError: a complete line is not JSON.
+        ValueError: a complete line is no record.
+        OSError: it is no regular file, or cannot be read.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    lines = path.read_text(encoding="utf-8").split("\n")
     records: dict[tuple[bool, int], dict[str, Any]] = {}
-    wanted = "" if having is None else f'"{having}":'
-    for number, line in enumerate(lines[:-1], start=1):
-        if wanted not in line:
-            continue
-        try:
-            record = decode(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number} is not JSON: {line[:80]!r}") from error
-        key = ("val_loss" in record, int(record["step"]))
-        records.pop(key, None)
-        records[key] = record
+    wanted = b"" if having is None else f'"{having}":'.encode()
+    with open_regular(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+            if wanted not in line and len(line) < _LONGEST_LINE:
+                continue
+            if not line.endswith(b"\n"):
+                if len(line) < _LONGEST_LINE:
+                    break
+                raise ValueError(f"{path}:{number} is longer than any record")
+            record = _record(line)
+            if record is None:
+                raise ValueError(f"{path}:{number} is no record: {line[:80]!r}")
+            key = ("val_loss" in record, record["step"])
+            records.pop(key, None)
+            records[key] = record
     return sorted(records.values(), key=lambda record: (record["step"], "val_loss" in record))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A line's record; None where it is none."""
+    try:
+        record = decode(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 class MetricsFile:
@@ -106,20 +121,34 @@ class MetricsFile:
     def _open(self) -> TextIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
-        return self._file
+        file = cast(TextIO, open_regular(self._path, "a"))
+        self._file = file
+        return file
 
 
 def _cut_torn_line(path: Path) -> None:
-    if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    """Remove a last line without its end."""
+    if not path.exists():
+        return
+    with open_regular(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(size - _LONGEST_LINE, 0)
+        file.seek(start)
+        end = start + file.read().rfind(b"\n") + 1
+    if end < size:
+        with open_regular(path, "ab") as file:
+            file.truncate(end)
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Keep the records up to a step."""
+    """Keep the records up to a step, and nothing that is no record."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if int(decode(line)["step"]) <= step]
+    with open_regular(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
+            raise ValueError(f"{path} is larger than any run's")
+        lines = file.readlines()
+    kept = [line for line in lines if (record := _record(line)) is not None and record["step"] <= step]
     if len(kept) < len(lines):
-        write_atomically(path, "".join(kept), durable=True)
+        with replaced_atomically(path, durable=True) as file:
+            file.writelines(kept)

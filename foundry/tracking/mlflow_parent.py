@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foundry.records.files import write_atomically
+from foundry.records.files import inside, open_regular, write_atomically
 from foundry.records.redact import masked, masked_text
+from foundry.records.status import read_status
+from foundry.records.strict_json import DamagedFileError, read_object
 from foundry.tracking.destination import Destination, short_waits, tracking_uri
 from foundry.tracking.overrides import brief, command_of, key_and_value, recorded_words, short_names
 from foundry.tracking.provenance import provenance
@@ -59,10 +61,14 @@ class ParentLink:
     def load(cls, run_dir: Path) -> "ParentLink | None":
         """The link of a job; None for a run that is of no sweep, or was copied out of one."""
         try:
-            link = cls(**json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8")))
-        except FileNotFoundError:
+            content = read_object(run_dir / FILE_NAME, needed={"sweep": str, "job": int, "swept": dict})
+        except (FileNotFoundError, DamagedFileError):
             return None
-        return link if (run_dir / link.sweep / SWEEP).is_file() else None
+        swept = {str(key): str(value) for key, value in content["swept"].items()}
+        link = cls(sweep=content["sweep"], job=content["job"], swept=swept)
+        sweep_dir = (run_dir / link.sweep).resolve()
+        is_above = run_dir.resolve().is_relative_to(sweep_dir) and run_dir.resolve() != sweep_dir
+        return link if is_above and (sweep_dir / SWEEP).is_file() else None
 
     @property
     def run_name(self) -> str:
@@ -95,7 +101,7 @@ class ParentLink:
         from foundry.tracking.mlflow_store import MlflowStore
 
         sweep_dir = (run_dir / self.sweep).resolve()
-        with (sweep_dir / _LOCK).open("a") as lock:
+        with open_regular(sweep_dir / _LOCK, "a") as lock:
             with suppress(OSError):  # a file system without locks: two first jobs may then make two parents
                 fcntl.flock(lock, fcntl.LOCK_EX)  # unlike lockf it keeps threads of one process apart, too
             earlier = Destination.load(sweep_dir)
@@ -127,10 +133,12 @@ def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = Fal
     parent = Destination.load(sweep_dir)
     if parent is None or parent.run_id is None or (not stopped and _is_going(sweep_dir)):
         return
+    if parent.uri != masked_text(tracking_uri(uri)):  # the directory may be somebody else's, and so the store
+        _log.warning("the sweep's run in MLflow stays open: %s is not the store in use here", parent.uri)
+        return
     from foundry.tracking.mlflow_store import MlflowStore
 
-    if parent.is_masked:
-        parent = replace(parent, uri=tracking_uri(uri))
+    parent = replace(parent, uri=tracking_uri(uri))
     sweep = read_sweep(sweep_dir, locks=False)
     status = "KILLED" if stopped else "FINISHED" if sweep.exit_code == 0 else "FAILED"
     tags = _outcome(sweep)
@@ -153,17 +161,14 @@ def try_to_close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: boo
 
 
 def _facts(sweep_dir: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((sweep_dir / SWEEP).read_text(encoding="utf-8"))
-    return facts
+    facts = read_object(sweep_dir / SWEEP, needed={"jobs": list}, optional={"command": list})
+    return facts | {"command": [str(word) for word in facts.get("command", ())]}
 
 
 def _is_going(sweep_dir: Path) -> bool:
     """Whether a job runs or will, as far as the jobs have said; one whose directory is gone does not."""
-    for job in reversed(_facts(sweep_dir)["jobs"]):
-        with suppress(FileNotFoundError):
-            if json.loads((sweep_dir / job["dir"] / "status.json").read_text(encoding="utf-8"))["state"] in _GOING:
-                return True
-    return False
+    folders = [job["dir"] for job in _facts(sweep_dir)["jobs"]]
+    return any(read_status(inside(sweep_dir, folder)).get("state") in _GOING for folder in reversed(folders))
 
 
 def _origin(sweep_dir: Path) -> dict[str, str]:

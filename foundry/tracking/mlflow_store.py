@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foundry.records.files import inside, open_regular
 from foundry.records.lock import is_held
 from foundry.tracking.destination import DEFAULT_EXPERIMENT, Destination, experiment, sqlite_file
 from foundry.tracking.mlflow_parent import ParentLink, close_parent
@@ -24,6 +25,17 @@ _log = logging.getLogger(__name__)
 
 Operation = dict[str, Any]
 """`op` says what: start, params, tags, metrics, text, artifact or end; plain JSON values."""
+
+OPERATIONS: dict[str, dict[str, type]] = {
+    "start": {},
+    "params": {"values": dict},
+    "tags": {"values": dict},
+    "metrics": {"values": dict, "time_ms": int, "step": int},
+    "text": {"file": str, "text": str},
+    "artifact": {"file": str, "to": str},
+    "end": {"status": str, "time_ms": int},
+}
+"""What each operation says, with its types."""
 
 METRICS_PER_REQUEST = 1000
 _PARAMS_PER_REQUEST = 100
@@ -37,6 +49,20 @@ _REFUSALS = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQU
 def is_refusal(error: Exception) -> bool:
     """Whether the store answered that the request itself is wrong, so that repeating it is in vain."""
     return getattr(error, "error_code", None) in _REFUSALS
+
+
+def file_of(run_dir: Path, operation: Operation) -> Path:
+    """The file that an artifact is made of, which must be the run's own.
+
+    Raises:
+        FileNotFoundError: it is not there any more.
+        UnsafeFileError: it is no regular file.
+        ValueError: its path, or the one it is to have in MLflow, leads out of the run directory.
+    """
+    inside(run_dir, operation["to"])
+    path = inside(run_dir, operation["file"])
+    with open_regular(path, "rb"):
+        return path
 
 
 class MlflowStore:
@@ -80,14 +106,23 @@ class MlflowStore:
             case "text":
                 client.log_text(run_id, first["text"], first["file"])
             case "artifact":
-                if (path := self._run_dir / first["file"]).exists():
-                    client.log_artifact(run_id, str(path), first["to"] or None)
+                self._log_artifact(client, run_id, first)
             case "start":
                 client.update_run(run_id, status="RUNNING")
             case "end":
                 client.set_terminated(run_id, status=first["status"], end_time=first["time_ms"])
                 if self._link is not None and not is_held(sweep_dir := self._run_dir / self._link.sweep):
                     close_parent(sweep_dir, uri=self._destination.uri)  # else the sweep's process does
+
+    def _log_artifact(self, client: "MlflowClient", run_id: str, operation: Operation) -> None:
+        try:
+            path = file_of(self._run_dir, operation)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            _log.warning("MLflow: not sent: %s", error)
+            return
+        client.log_artifact(run_id, str(path), operation["to"] or None)
 
     def _tags_of_a_job(self) -> dict[str, str]:
         """What says that the run is a job of a sweep, whose own run is there and running after this."""

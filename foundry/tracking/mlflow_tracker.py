@@ -1,5 +1,6 @@
 """MLflow, off the training thread."""
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -8,7 +9,7 @@ from typing import Any
 
 from foundry.records.redact import masked
 from foundry.tracking.delivery import Delivery
-from foundry.tracking.destination import PENDING_FILE_NAME, Destination, short_waits, tracking_uri
+from foundry.tracking.destination import PENDING_FILE_NAME, Destination, short_waits, sync_command, tracking_uri
 from foundry.tracking.metrics_file import evaluation_record, step_record
 from foundry.tracking.mlflow_parent import ParentLink
 from foundry.tracking.mlflow_store import MlflowStore, Operation
@@ -70,7 +71,7 @@ class MLflowTracker:
             pending_file=self._run_dir / PENDING_FILE_NAME,
             prepare=lambda: self._first(event, link, Path.cwd()),
             finish_seconds=self._finish_seconds,
-            how_to_send=f"send them with: python -m foundry.tracking.sync dir={self._run_dir}",
+            how_to_send=f"send them with: {sync_command(self._run_dir, self._uri)}",
         )
         self._delivery.start()
 
@@ -85,7 +86,8 @@ class MLflowTracker:
         self._put_metrics(evaluation_record(event))
         self._put_files("plots")
         if event.samples_file is not None and event.samples_file.parent != self._run_dir / "plots":
-            self._put({"op": "artifact", "file": str(event.samples_file.absolute()), "to": "plots"})
+            file = os.path.relpath(event.samples_file, self._run_dir)
+            self._put({"op": "artifact", "file": file, "to": "plots"})
 
     @tolerant
     def on_end(self, event: RunEnded) -> None:
@@ -136,7 +138,12 @@ class MLflowTracker:
         names = ("result.json", "plan.json")
         place = self._run_dir / folder
         for path in sorted(place.iterdir() if place.is_dir() else ()):
-            if path.is_file() and not path.name.startswith(".") and (folder or path.name in names):
+            if (
+                path.is_file()
+                and not path.is_symlink()
+                and not path.name.startswith(".")
+                and (folder or path.name in names)
+            ):
                 self._put({"op": "artifact", "file": str(path.relative_to(self._run_dir)), "to": folder})
 
     def _put(self, operation: Operation) -> None:

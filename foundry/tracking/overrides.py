@@ -6,7 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from foundry.records.files import read_text
+from foundry.records.redact import one_line
+
 _LONGEST_NUMBER = 8  # characters
+_MOST_BYTES = 2**16  # of a job's overrides: reading more takes seconds
 
 
 def key_and_value(word: str) -> tuple[str, str]:
@@ -59,7 +63,7 @@ def recorded_words(run_dir: Path) -> tuple[str, ...]:
     import yaml
 
     try:
-        words = yaml.safe_load((run_dir / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        words = yaml.safe_load(read_text(run_dir / ".hydra" / "overrides.yaml", max_bytes=_MOST_BYTES))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return ()
-    return tuple(str(word) for word in words) if isinstance(words, list) else ()
+    return tuple(one_line(word) for word in words if isinstance(word, str)) if isinstance(words, list) else ()

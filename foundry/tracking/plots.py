@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from foundry.records.files import make_folder
 from foundry.tracking.canvas import BLUE, GREY, ORANGE, RED, frame, save_figure
 from foundry.tracking.metrics_file import FILE_NAME, read_metrics
 from foundry.tracking.progress import unigram_entropy
@@ -74,8 +75,7 @@ class Plots:
         self._draw(max(self._loss, default=0))
 
     def _draw(self, step: int) -> None:
-        folder = self._run_dir / "plots"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(self._run_dir / "plots")
         points, held_out = sorted(self._loss.items()), sorted(self._val_loss.items())
         if points or held_out:
             save_figure(loss_figure(points, held_out, self._entropy), folder / "loss.png")

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from foundry.records.redact import masked_text
+from foundry.records.redact import masked_text, one_line, printable
 from foundry.tracking.destination import sqlite_file, tracking_uri
 from foundry.tracking.figures import count, duration, number
 from foundry.tracking.tolerance import tolerant
@@ -110,6 +110,7 @@ class Progress:
 
     def _say(self, rows: Mapping[str, str]) -> None:
         """A block of names and values."""
+        rows = {name: one_line(value) for name, value in rows.items()}
         if not self._on_terminal:
             width = max(map(len, rows), default=0)
             for name, value in rows.items():
@@ -123,6 +124,7 @@ class Progress:
         self._console.print(table, markup=False)
 
     def _line(self, text: str) -> None:
+        text = text if text.isprintable() and "=" not in text else printable(text)
         if self._on_terminal:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             return

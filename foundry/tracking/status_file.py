@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.records.files import write_atomically
+from foundry.records.redact import one_line
 from foundry.records.strict_json import encode
 from foundry.tracking.tolerance import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
@@ -48,7 +49,7 @@ class StatusFile:
             "started": now,
             "updated": now,
         }
-        self._write()
+        self._write(durable=True)
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
@@ -81,7 +82,7 @@ class StatusFile:
 
     def _end(self, event: RunEnded) -> None:
         step = event.result.get("step", self._status.get("step", 0))
-        self._status |= {"state": event.state, "reason": event.reason, "step": step}
+        self._status |= {"state": event.state, "reason": one_line(event.reason), "step": step}
         self._write(durable=True)
 
     def _write(self, *, durable: bool = False) -> None:

@@ -13,7 +13,9 @@ from foundry.tracking.overrides import brief, command_of, key_and_value, recorde
 WAITING = ("requeued", "queued")
 """States of a job that somebody is to start."""
 
-_ORDER = ("finished", "running", *WAITING, "stopped", "failed", "lost")
+STATES = ("finished", "running", *WAITING, "stopped", "failed", "lost")
+"""What a job may be doing, in the order of the table; one whose status.json cannot be read is `unknown`."""
+
 _FAILED = {"failed", "lost"}
 
 
@@ -30,7 +32,8 @@ class Job:
 
     Attributes:
         overrides: the job's words.
-        state: that of status.json; `queued` before there is one, `lost` where its process is gone.
+        state: that of status.json; `queued` before there is one, `lost` where its process is gone, `unknown` where it
+            cannot be read.
         is_going: whether it may still come to an end by itself.
         note: why it failed, stopped, was pruned or will not start, or that there is no sign of life.
         step: optimizer steps done.
@@ -155,4 +158,4 @@ class Sweep:
 
 
 def _place(state: str) -> int:
-    return _ORDER.index(state) if state in _ORDER else len(_ORDER)
+    return STATES.index(state) if state in STATES else len(STATES)

@@ -2,19 +2,22 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.records.files import inside, read_tail
 from foundry.records.lock import is_held
-from foundry.records.strict_json import decode
+from foundry.records.redact import one_line
+from foundry.records.status import TYPES
+from foundry.records.strict_json import DamagedFileError, check_types, read_object
 from foundry.tracking.figures import duration
 from foundry.tracking.metrics_file import read_metrics
 from foundry.tracking.overrides import recorded_words, short_names
-from foundry.tracking.sweep import WAITING, Job, Sweep, Which
+from foundry.tracking.sweep import STATES, WAITING, Job, Sweep, Which
 
 SWEEP = "sweep.json"
 """The file in a sweep's directory that lists its jobs."""
@@ -23,6 +26,7 @@ NOT_RUNNING = "the sweep is not running; the same command goes on with it"
 """Said of jobs that nobody will start."""
 
 _SUBMITTED = "slurm.json"
+_FACTS = {"command": list, "metric": str, "direction": str, "launcher": str}
 _QUIET_SECONDS = 300.0  # a run that logs rarely, or evaluates for long, is silent for a while
 _ON_THIS_MACHINE = ("sequential", "local")  # launchers; a user's YAML built on slurm may have any other name
 
@@ -33,7 +37,8 @@ def evaluations(job: Job, metric: str) -> list[tuple[int, float]]:
         records = read_metrics(job.run_dir, having=metric)
     except (OSError, ValueError):
         return []
-    return [(record["step"], float(record[metric])) for record in records]
+    found = [(record["step"], _float(record.get(metric))) for record in records]
+    return [(step, value) for step, value in found if value is not None]
 
 
 def read_sweep(folder: Path, which: Which = Which.last, *, locks: bool = True, now: datetime | None = None) -> Sweep:
@@ -47,10 +52,10 @@ def read_sweep(folder: Path, which: Which = Which.last, *, locks: bool = True, n
         now: the time, for jobs that are running.
 
     Raises:
-        ConfigError: there are no jobs in it.
+        ConfigError: there are no jobs in it, or what lists them is damaged.
     """
     facts = _facts(folder)
-    metric, minimize = facts.get("metric") or "val_loss", facts.get("direction") != "maximize"
+    metric, minimize = one_line(facts.get("metric", "")) or "val_loss", facts.get("direction") != "maximize"
     reader = _Reader(
         metric=metric,
         minimize=minimize,
@@ -62,7 +67,7 @@ def read_sweep(folder: Path, which: Which = Which.last, *, locks: bool = True, n
     )
     jobs = [reader.read(index, run_dir, words) for index, run_dir, words in _listed(folder, facts)]
     if not jobs:
-        hint = "; give the folder that holds it" if (folder / "status.json").exists() else ""
+        hint = "; give the folder that holds it" if os.path.lexists(folder / "status.json") else ""
         kind = "a single run" if hint else f"a folder without {SWEEP} and without run directories in it"
         raise ConfigError(Violation("dir", f"is {folder}, {kind}{hint}"))
     jobs.sort(key=lambda job: job.rank(minimize=minimize))
@@ -73,7 +78,7 @@ def read_sweep(folder: Path, which: Which = Which.last, *, locks: bool = True, n
         which=which,
         jobs=tuple(jobs),
         names=short_names(_differing(jobs)),
-        command=tuple(facts.get("command") or ()),
+        command=tuple(one_line(str(word)) for word in facts.get("command", ())),
     )
 
 
@@ -96,10 +101,14 @@ class _Reader:
 
     def read(self, index: int, run_dir: Path, overrides: tuple[str, ...]) -> Job:
         """A job as it stands."""
-        state, status = self._state(run_dir)
+        state, status, problem = self._state(run_dir)
         is_waiting = state in WAITING
-        submitted = _read(run_dir / _SUBMITTED) if self.may_be_on_slurm and (is_waiting or state == "running") else {}
-        slurm_id = str(submitted.get("job_id", ""))
+        submitted = (
+            _read(run_dir / _SUBMITTED)[0] if self.may_be_on_slurm and (is_waiting or state == "running") else {}
+        )
+        slurm_id = one_line(str(submitted.get("job_id", "")))
+        total_steps = _read(run_dir / "plan.json")[0].get("total_steps")
+        result, damaged = _read(run_dir / "result.json") if state == "finished" else ({}, "")
         updated = _time(status.get("updated"))
         job = Job(
             index=index,
@@ -109,40 +118,40 @@ class _Reader:
             is_going=state == "running" or (is_waiting and (self.is_running or bool(slurm_id))),
             note="",
             step=status.get("step"),
-            total_steps=_read(run_dir / "plan.json").get("total_steps"),
+            total_steps=total_steps if isinstance(total_steps, int) else None,
             metric=None,
             seconds=self._seconds(state, _time(status.get("started")), updated),
-            result=_read(run_dir / "result.json") if state == "finished" else {},
+            result=result,
             slurm_id=slurm_id,
         )
-        note = self._note(job, str(status.get("reason") or ""), updated)
+        note = problem or damaged or self._note(job, status.get("reason", ""), updated)
         return replace(job, note=note, metric=self._metric(job) if status else None)
 
-    def _state(self, run_dir: Path) -> tuple[str, dict[str, Any]]:
-        """The job's state, and its status.json."""
-        status = _read(run_dir / "status.json")
-        state = status.get("state", "queued")
+    def _state(self, run_dir: Path) -> tuple[str, dict[str, Any], str]:
+        """The job's state, its status.json, and what is wrong with that file."""
+        status, problem = _read_status(run_dir)
+        state = "unknown" if problem else status.get("state", "queued")
         if self.locks and state != "finished":
             held = is_held(run_dir)
             if held:
-                return "running", status
+                return "running", status, problem
             if state == "running" and held is False:
-                status = _read(run_dir / "status.json")  # it may have ended between the two looks
-                state = status.get("state", "queued")
-                return ("lost" if state == "running" else state), status
-        return state, status
+                status, problem = _read_status(run_dir)  # it may have ended between the two looks
+                state = "unknown" if problem else status.get("state", "queued")
+                return ("lost" if state == "running" else state), status, problem
+        return state, status, problem
 
     def _note(self, job: Job, reason: str, updated: datetime | None) -> str:
         silent = (self.now - updated).total_seconds() if updated is not None else 0.0
         if job.is_pruned:
-            return str(job.result["pruned"])
+            return one_line(str(job.result["pruned"]))
         if job.state == "lost" and not reason:
             return f"the process is gone; last sign of life {duration(silent)} ago"
         if job.state == "running":
             return f"no sign of life for {duration(silent)}" if silent > _QUIET_SECONDS else ""
         if job.state in WAITING and not job.is_going:
             return NOT_RUNNING
-        return " ".join(reason.split()) or (_last_line(job.log) if job.state == "failed" else "")
+        return one_line(reason) or (_last_line(job.log) if job.state == "failed" else "")
 
     def _seconds(self, state: str, started: datetime | None, updated: datetime | None) -> float | None:
         if state == "queued":
@@ -151,9 +160,9 @@ class _Reader:
         return None if started is None or end is None else max((end - started).total_seconds(), 0.0)
 
     def _metric(self, job: Job) -> float | None:
-        known = job.result.get("best") or {} if self.which is Which.best else job.result
-        if isinstance(value := known.get(self.metric), int | float):
-            return float(value)
+        known = job.result.get("best") if self.which is Which.best else job.result
+        if isinstance(known, dict) and (value := _float(known.get(self.metric))) is not None:
+            return value
         values = [value for _, value in evaluations(job, self.metric)]
         if self.which is Which.best:
             values = [value for value in values if math.isfinite(value)]
@@ -164,50 +173,89 @@ class _Reader:
 def _facts(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(Violation("dir", f"is {folder}, which is no folder; give the directory of a sweep"))
-    path = folder / SWEEP
-    facts = _read(path)
-    if path.exists() and not isinstance(facts.get("jobs"), list):
-        raise ConfigError(Violation("dir", f"is {folder}, whose {SWEEP} cannot be read as a list of jobs"))
-    return facts
+    try:
+        return read_object(folder / SWEEP, needed={"jobs": list}, optional=_FACTS)
+    except FileNotFoundError:
+        return {}
+    except DamagedFileError as error:
+        raise ConfigError(Violation("dir", f"is {folder}, whose list of jobs cannot be read: {error}")) from None
 
 
-def _listed(folder: Path, facts: Mapping[str, Any]) -> Iterable[tuple[int, Path, tuple[str, ...]]]:
-    """Index, run directory and words of each job: as recorded, or as found."""
-    if "jobs" in facts:
-        for job in facts["jobs"]:
-            yield int(job["index"]), folder / job["dir"], tuple(job["overrides"])
-        return
-    found = [Path(entry.path) for entry in os.scandir(folder) if Path(entry.path, "status.json").is_file()]
+def _listed(folder: Path, facts: Mapping[str, Any]) -> Iterator[tuple[int, Path, tuple[str, ...]]]:
+    """Index, run directory and words of each job: as recorded, or as found.
+
+    Raises:
+        ConfigError: the record is damaged, or leads out of the folder; or the folder cannot be read.
+    """
+    try:
+        if "jobs" in facts:
+            yield from (_recorded(folder, job) for job in facts["jobs"])
+        else:
+            yield from _found(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(Violation("dir", f"is {folder}, whose jobs cannot be listed: {error}")) from None
+
+
+def _recorded(folder: Path, job: Any) -> tuple[int, Path, tuple[str, ...]]:
+    """A job as it is recorded.
+
+    Raises:
+        ValueError: it is damaged, or leads out of the folder.
+    """
+    if not isinstance(job, dict):
+        raise DamagedFileError(folder / SWEEP, "has a job that is no JSON object")
+    check_types(folder / SWEEP, job, needed={"index": int, "dir": str, "overrides": list})
+    return job["index"], inside(folder, job["dir"]), tuple(one_line(str(word)) for word in job["overrides"])
+
+
+def _found(folder: Path) -> Iterator[tuple[int, Path, tuple[str, ...]]]:
+    """The run directories in a folder.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = [Path(entry.path) for entry in os.scandir(folder) if os.path.lexists(Path(entry.path, "status.json"))]
     are_numbered = all(run_dir.name.isdecimal() for run_dir in found)
     found.sort(key=lambda run_dir: (int(run_dir.name) if are_numbered else 0, run_dir.name))
     for number, run_dir in enumerate(found):
         yield int(run_dir.name) if are_numbered else number, run_dir, recorded_words(run_dir)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where the file is missing or broken."""
+def _read(path: Path, **types: Any) -> tuple[dict[str, Any], str]:
+    """A JSON object, and what is wrong with the file; an empty one where it is missing or damaged."""
     try:
-        value = decode(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return read_object(path, **types), ""
+    except FileNotFoundError:
+        return {}, ""
+    except DamagedFileError as error:
+        return {}, one_line(f"{path.name} {error.why}")
+
+
+def _read_status(run_dir: Path) -> tuple[dict[str, Any], str]:
+    status, problem = _read(run_dir / "status.json", needed={"state": str}, optional=TYPES)
+    if status and status["state"] not in STATES:
+        return {}, one_line(f"status.json has the state {status['state']!r}, which there is not")
+    return status, problem
+
+
+def _float(value: object) -> float | None:
+    """A number of a file; None for anything else."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return math.nan
 
 
 def _time(text: object) -> datetime | None:
     try:
-        return datetime.fromisoformat(str(text))
+        time = datetime.fromisoformat(str(text))
     except ValueError:
         return None
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
-def _last_line(path: Path, reach: int = 4096) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(path.stat().st_size - reach, 0))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+def _last_line(path: Path) -> str:
+    return next((line for text in reversed(read_tail(path).split("\n")) if (line := one_line(text))), "")
 
 
 def _differing(jobs: Sequence[Job]) -> list[str]:

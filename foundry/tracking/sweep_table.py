@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from foundry.records.redact import one_line
 from foundry.tracking.figures import duration
 from foundry.tracking.overrides import brief
 from foundry.tracking.sweep import Job, Sweep
@@ -64,7 +65,7 @@ def screen(sweep: Sweep, console: Console, *, scrolls: bool = True) -> Group:
     table = _table(sweep, jobs)
     if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum > console.width:
         table = _table(sweep, jobs, with_log=False)
-    title = Text(str(sweep.folder), style="bold", no_wrap=True, overflow="ellipsis")
+    title = Text(one_line(str(sweep.folder)), style="bold", no_wrap=True, overflow="ellipsis")
     return Group(title, table, *said, *below)
 
 
@@ -85,7 +86,7 @@ def summary(sweep: Sweep) -> Iterator[Text]:
     settled = "best" if best.is_complete else "best so far"
     said = [f"job {best.index}", f"{sweep.metric_name} {metric_text(best.metric)}", sweep.settings(best)]
     yield Text(f"{settled}: ", style="bold") + Text(", ".join(part for part in said if part))
-    yield Text("repeat: ", style="bold") + Text(sweep.repeat(best))
+    yield Text("repeat: ", style="bold") + Text(one_line(sweep.repeat(best)))
 
 
 def why_no_best(sweep: Sweep) -> str:
@@ -113,7 +114,7 @@ def _table(sweep: Sweep, jobs: Sequence[Job], *, with_log: bool = True) -> Table
     for job in jobs:
         cells = [Text(cell) for cell in _cells(sweep, job)]
         cells[len(sweep.names) + 1].stylize(_STYLES.get(job.state, ""))
-        if job.log.is_file():
+        if job.log.is_file() and str(job.log.resolve()).isprintable():
             link = f"link file://{job.log.resolve()}"
             cells[0].stylize(link)
             cells[-1] = Text(os.path.relpath(job.log, sweep.folder), style=f"dim {link}")
@@ -137,7 +138,7 @@ def _notes(sweep: Sweep) -> Iterator[Text]:
         numbers = ", ".join(str(job.index) for job in jobs[:_MOST_NUMBERS])
         more = f" and {len(jobs) - _MOST_NUMBERS} more" if len(jobs) > _MOST_NUMBERS else ""
         said = Text(f"job{'s' * (len(jobs) > 1)} {numbers}{more}: ", style=_STYLES.get(jobs[0].state, ""))
-        log = next((f"; {os.path.relpath(job.log)}" for job in jobs if job.log.is_file()), "")
+        log = next((f"; {one_line(os.path.relpath(job.log))}" for job in jobs if job.log.is_file()), "")
         yield said + Text(f"{note}{log}")
 
 
@@ -169,7 +170,7 @@ def _cells(sweep: Sweep, job: Job) -> list[str]:
         done if job.total_steps is None else f"{done}/{job.total_steps}",
         measured,
         "-" if job.seconds is None else duration(job.seconds),
-        str(job.log) if job.log.is_file() else "-",
+        one_line(str(job.log)) if job.log.is_file() else "-",
     ]
 
 

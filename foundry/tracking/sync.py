@@ -3,65 +3,116 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote, urlparse
 
-from foundry.tracking.delivery import one_line, send_file
-from foundry.tracking.destination import FILE_NAME, PENDING_FILE_NAME, Destination, short_waits, tracking_uri
-from foundry.tracking.mlflow_store import MlflowStore
+from foundry.records.files import UnsafeFileError
+from foundry.records.redact import masked_text, one_line
+from foundry.tracking.delivery import read_pending, send_file
+from foundry.tracking.destination import (
+    FILE_NAME,
+    PENDING_FILE_NAME,
+    Destination,
+    short_waits,
+    sqlite_file,
+    tracking_uri,
+)
+from foundry.tracking.mlflow_store import MlflowStore, file_of
 
 
 def send_pending(run_dir: Path, uri: str | None = None) -> int:
     """Send what a run could not deliver, and remove the file it was kept in.
 
     Args:
-        run_dir: the run directory.
-        uri: the tracking URI; None: the one the run used, or MLFLOW_TRACKING_URI where that had credentials.
+        run_dir: the run directory, which may be somebody else's: it decides neither where its records go, nor which
+            files outside of it go with them.
+        uri: the tracking URI; None: the one the run used, if that is MLFLOW_TRACKING_URI or the default.
 
     Returns:
         The number of records sent; 0 when nothing was pending.
 
     Raises:
-        ValueError: the directory does not say where the records belong.
+        ValueError: the directory does not say where the records belong, names a store that the user has not, or its
+            records are not foundry's or name files that are not the run's.
+        OSError: a file cannot be read.
         Exception: what MLflow raises; the records are then kept.
     """
     pending_file = run_dir / PENDING_FILE_NAME
-    if not pending_file.exists():
+    if not os.path.lexists(pending_file):
         return 0
     destination = Destination.load(run_dir)
     if destination is None:
         raise ValueError(f"dir={run_dir} has no readable {FILE_NAME}, so the run in MLflow is not known")
-    if uri is not None:
-        destination = replace(destination, uri=tracking_uri(uri))
-    elif destination.is_masked:
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            raise ValueError(
-                f"the credentials of {destination.uri} are not stored; set MLFLOW_TRACKING_URI or give uri=URI"
-            )
-        destination = replace(destination, uri=tracking_uri())
+    destination = replace(destination, uri=_chosen(destination, uri))
+    for operation in read_pending(pending_file):
+        if operation["op"] == "artifact":
+            with suppress(FileNotFoundError):
+                file_of(run_dir, operation)
+    store = MlflowStore(run_dir, destination)
     with short_waits():
-        sent = send_file(MlflowStore(run_dir, destination), pending_file)
+        if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
+            _check_artifacts(store, destination)
+        sent = send_file(store, pending_file)
     pending_file.unlink()
     return sent
+
+
+def _chosen(destination: Destination, uri: str | None) -> str:
+    """The store that the user has chosen, which a file of the run directory may not do.
+
+    Raises:
+        ValueError: the run used another one.
+    """
+    if uri is not None:
+        return tracking_uri(uri)
+    chosen = tracking_uri()
+    if masked_text(chosen) == destination.uri:
+        return chosen
+    if destination.is_masked:
+        raise ValueError(
+            f"the credentials of {destination.uri} are not stored; set MLFLOW_TRACKING_URI or give uri=URI"
+        )
+    raise ValueError(
+        f"{FILE_NAME} says {destination.uri}, which is not {masked_text(chosen)}; if that is right, send there with "
+        f"uri={destination.uri}"
+    )
+
+
+def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
+    """Refuse a database in this folder that has files written elsewhere: it may have come with the run directory.
+
+    Raises:
+        ValueError: it does.
+    """
+    client, run_id = store.connect()
+    location = urlparse(client.get_run(run_id).info.artifact_uri)
+    database = sqlite_file(destination.uri)
+    folder = Path(unquote(location.path))
+    if database is not None and (
+        location.scheme not in ("", "file") or not folder.resolve().is_relative_to(database.parent.resolve())
+    ):
+        raise ValueError(f"{destination.uri} keeps files at {location.geturl()}; if that is right, give uri=")
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command; 0 when nothing is pending any more, 1 when MLflow did not take it, 2 for a mistake."""
     given = dict(argument.partition("=")[::2] for argument in arguments)
-    run_dir = Path(given.get("dir", ""))
+    run_dir = Path(given.get("dir", "").replace("\0", ""))
     if not given.get("dir") or not given.keys() <= {"dir", "uri"} or not run_dir.is_dir():
-        said = " ".join(arguments) or "nothing"
+        said = one_line(" ".join(arguments)) or "nothing"
         sys.stderr.write(
             f"{said}: give an existing run directory: python -m foundry.tracking.sync dir=RUN_DIR [uri=URI]\n"
         )
         return 2
     try:
         sent = send_pending(run_dir, given.get("uri") or None)
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
+    except (ValueError, UnsafeFileError, PermissionError) as error:
+        sys.stderr.write(f"nothing is sent: {one_line(str(error))}\n")
         return 2
     except Exception as error:
-        sys.stderr.write(f"not sent, everything is kept: {one_line(error)}\n")
+        sys.stderr.write(f"not sent, everything is kept: {type(error).__name__}: {one_line(str(error))[:300]}\n")
         return 1
     sys.stdout.write(f"{sent} records sent\n")
     return 0

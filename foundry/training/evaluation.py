@@ -1,5 +1,6 @@
 """Measuring the model on held-out data, and showing what it has learnt."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,11 @@ from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
+from foundry.records.files import make_folder
 from foundry.training.protocols import Drawing, Objective
 from foundry.training.step import to_device
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,10 @@ class Evaluator:
             samples = self.objective.draw(self.model, self.data, self.world.device)
         if not self.world.is_main:
             return None
-        self.samples_dir.mkdir(exist_ok=True)
-        samples.save(self.samples_dir / f"samples_{step:08d}")
-        return samples.save(self.samples_dir / "samples")
+        try:
+            make_folder(self.samples_dir)
+            samples.save(self.samples_dir / f"samples_{step:08d}")
+            return samples.save(self.samples_dir / "samples")
+        except OSError as error:
+            _log.warning("no samples are written: %s (the run goes on)", error)
+            return None

@@ -8,6 +8,7 @@ from hydra.core.config_store import ConfigStore
 from foundry.config.compose import install
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import hash_config, load_config, plain, save_config
+from foundry.records import redact
 from foundry.records.redact import MASK, masked_text, one_line, printable
 from foundry.records.run_log import RunLog, Terminal
 
@@ -19,6 +20,7 @@ OWN_MODEL = "model=with_key"
 def own_model(monkeypatch):
     """A part of a user's own that takes a key, in a group's option; and variables that hold secrets."""
     install()
+    monkeypatch.setattr(redact, "_known", {})
     node = {
         "_target_": "builtins.dict",
         "api_key": None,
@@ -184,3 +186,10 @@ def test_the_word_of_a_secret_is_masked_wherever_it_is_assigned():
 def test_a_terminal_obeys_nothing_of_a_text(text, shown):
     assert printable(text) == shown
     assert one_line(text) == " ".join(shown.split())
+
+
+def test_a_short_secret_is_masked_as_a_word_only():
+    redact.remember("rain")
+    redact.remember("longer-secret")
+    redact.remember("abc")  # too short to be told from other words
+    assert masked_text("training in rain, (rain) abc xlonger-secretx") == "training in ***, (***) abc x***x"

@@ -172,12 +172,14 @@ def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, ca
     pending = events.run_dir / "mlflow_pending.jsonl"
     assert pending.exists()
     (said,) = [record.getMessage() for record in caplog.records if "were not delivered" in record.getMessage()]
-    assert said.endswith(f"send them with: python -m foundry.tracking.sync dir={events.run_dir}")
-    assert main([f"dir={events.run_dir}"]) == 1
+    words = [f"dir={events.run_dir}", f"uri={own_server.uri}"]
+    assert said.endswith(f"send them with: python -m foundry.tracking.sync {' '.join(words)}")
+    assert main(words[:1]) == 2
+    assert main(words) == 1
     assert pending.exists()
 
     own_server.start()
-    assert send_pending(events.run_dir) > 0
+    assert send_pending(events.run_dir, own_server.uri) > 0
     assert not pending.exists()
     assert send_pending(events.run_dir) == 0
     run = run_of(events.run_dir, own_server.uri)

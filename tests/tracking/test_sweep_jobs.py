@@ -258,5 +258,5 @@ def test_mistakes(sweep_dir):
     with pytest.raises(ConfigError, match="a single run; give the folder that holds it"):
         read_sweep(run_dir)
     (sweep_dir.folder / "sweep.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read as a list of jobs"):
+    with pytest.raises(ConfigError, match="whose list of jobs cannot be read"):
         read_sweep(sweep_dir.folder)

@@ -1,0 +1,99 @@
+"""One secret, wherever it can be put: nothing that any command writes or prints shows it."""
+
+import stat
+
+import pytest
+import yaml
+from composition import configure
+from tiny import SMALL_LM
+from warm import WarmShell
+
+from foundry.config.frozen import plain
+
+CANARY = "canary-8c41d07e"
+VARIABLES = {
+    "OWN_SECRET": CANARY,
+    "STORE": f"http://ann:{CANARY}@127.0.0.1:9",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "1",
+    "SIGNED": f"cache?X-Amz-Signature={CANARY}",
+}
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory, cache):
+    cwd = tmp_path_factory.mktemp("canary")
+    settings = plain(configure(*SMALL_LM).model)
+    del settings["init_from"]
+    own = {"_target_": "keyed_model.build", "api_key": "${oc.env:OWN_SECRET}", "fails": False}
+    own["header"] = "Bearer ${oc.env:OWN_SECRET}"
+    (cwd / "own" / "model").mkdir(parents=True)
+    (cwd / "own" / "model" / "keyed.yaml").write_text(yaml.safe_dump(settings | own))
+    return WarmShell(cwd, cache)
+
+
+OWN = ["--config-dir", "own", "model=keyed"]
+# What the model's schema would have said is no setting of a user's own.
+WORDS = [
+    *(word for word in SMALL_LM if not word.startswith("model.")),
+    "objective.sample_tokens=4",
+    "hparams.max_steps=2",
+]
+STORE = ["tracking.mlflow=true", "tracking.uri=${oc.env:STORE}", "+hydra.job.env_set.HF_TOKEN=${oc.env:OWN_SECRET}"]
+
+
+def found_in(folder):
+    """The files that hold the secret, whole or percent-encoded."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if CANARY.encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_a_secret_of_the_environment_is_nowhere_else(warm):
+    def do(*words, code=0, **options):
+        said = warm.run(*words, code=code, variables=VARIABLES, **options)
+        assert CANARY not in "".join(said)
+        return said
+
+    run = [*OWN, *WORDS, *STORE, "hydra.run.dir=run"]
+    do(*run)
+    do(*run, "hparams.max_steps=3", "checkpoint.scheduler_on_resume=config")
+    assert "OWN_SECRET" in (warm.cwd / "run" / "config.yaml").read_text()
+    do(*OWN, *WORDS, "hydra.run.dir=failed", "model.fails=true", code=1)
+    assert "401 for ***" in (warm.cwd / "failed" / "status.json").read_text() + "".join(
+        path.read_text() for path in warm.cwd.glob("said-*")
+    )
+    do(*OWN, *WORDS, "distributed.nproc_per_node=2", "hydra.run.dir=ranks", "hparams.global_batch_size=8")
+    do(*OWN, *WORDS, "hydra.run.dir=planned", module="foundry.plan")
+    sweep = ["-m", *OWN, *WORDS, *STORE, "hparams.seed=1,2", "hydra/launcher=local", "hydra.sweep.dir=sweep"]
+    do(*sweep, "hydra.launcher.n_jobs=2")
+    do("dir=sweep", module="foundry.report")
+    do("dir=run", module="foundry.tracking.sync", code=2)
+    do("dir=run", f"uri={VARIABLES['STORE']}", module="foundry.tracking.sync", code=1)
+    do("--cfg", "job", "--resolve", *OWN, *WORDS, *STORE)
+    do("--cfg", "all", *OWN, *WORDS, *STORE)
+    assert not found_in(warm.cwd)
+    assert (warm.cwd / "run" / "mlflow_pending.jsonl").exists()
+    loose = [path for path in (warm.cwd / "run").rglob("*") if path.stat().st_mode & stat.S_IWOTH]
+    assert not loose
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tracking.uri=http://ann:{}@host"],
+        ["+model.hf_token={}"],
+        ["tracking.ur=http://ann:{}@host"],
+        ["data.cache_dir='{}?sig={}'"],
+        ["-m", "tracking.uri=http://ann:{}@host", "hparams.seed=1,2"],
+        ["-m", "model.api_key={},other"],
+        ["-m", "hydra/sweeper=basic", "model.api_key={}"],
+        ["--cfg", "job", "model.api_key={}"],
+    ],
+    ids=str,
+)
+def test_a_secret_that_is_written_down_is_nowhere_at_all(warm, words):
+    own = [word.format(*[CANARY] * word.count("{}")) for word in words]
+    said = warm.run(*own, *OWN, *WORDS, "hydra.run.dir=refused", "hydra.sweep.dir=refused", code=2, variables=VARIABLES)
+    assert CANARY not in "".join(said)
+    assert not (warm.cwd / "refused").exists()

@@ -1,0 +1,91 @@
+"""Names and paths in a batch script are names and paths, whatever they spell."""
+
+import subprocess
+
+import pytest
+from composition import compose
+
+from foundry.config.errors import ConfigError
+from foundry.config.launcher import Slurm
+from foundry.config.setting import check_fields
+from foundry.launch.slurm_submission import _environment_of_job, _executor
+
+NASTY = [
+    "it's",
+    "two words",
+    "$(touch pwned)",
+    '"quoted"',
+    "`touch pwned`",
+    "a;touch pwned",
+    "back\\slash",
+    "*",
+    "&& x",
+]
+
+
+def script(tmp_path, **settings):
+    settings = {"submitit_folder": str(tmp_path / "%j"), "name": "foundry", **settings}
+    executor = _executor(Slurm(**settings), None)._executor
+    return executor._make_submission_file_text(executor._submitit_command_str, "uid")
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_a_folder_of_any_name_is_where_code_is_imported_from(name, tmp_path, monkeypatch):
+    here, code = tmp_path / name, tmp_path / f"code {name}"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    lines = [*_environment_of_job(code), 'printf "%s" "$PYTHONPATH"']
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, env={"PYTHONPATH": "two words"}, check=True
+    )
+    assert done.stdout == f"{code}:two words:{here}"
+    assert sorted(path.name for path in here.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_the_script_with_any_name_is_one_that_bash_reads(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fields = {"name": name, "comment": name, "account": name, "submitit_folder": f"{tmp_path}/{name}/%j"}
+    text = script(tmp_path, **fields, additional_parameters={"reservation": name})
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    commands = text.replace("srun", "true")
+    subprocess.run(["bash"], input=commands, text=True, cwd=tmp_path, check=False, capture_output=True, timeout=60)
+    assert not (tmp_path / "pwned").exists()
+    wanted = [line for line in script(tmp_path).splitlines() if line and not line.startswith("#")]
+    got = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert len(got) == len(wanted), "no line more than with a plain name"
+
+
+FIELDS = (
+    "name",
+    "comment",
+    "partition",
+    "qos",
+    "account",
+    "constraint",
+    "exclude",
+    "gres",
+    "mem_per_gpu",
+    "submitit_folder",
+)
+
+
+@pytest.mark.parametrize("text", ["a\ntouch pwned", "a\rb", "a\x1b[2Jb", "a\x00b", "a\u2028b", "a\x85b"])
+def test_what_would_end_its_line_is_refused(text):
+    for field in FIELDS:
+        (found,) = [*check_fields(Slurm(**{field: text}), "hydra.launcher")]
+        assert found.key == f"hydra.launcher.{field}"
+    for more in ({"setup": [text]}, {"additional_parameters": {"reservation": text}}):
+        assert any("control character" in violation.message for violation in Slurm(**more).check(1))
+    assert any("no name" in str(violation) for violation in Slurm(additional_parameters={text: "x"}).check(1))
+
+
+@pytest.mark.parametrize("name", ["mail-type", "mail_user", "reservation"])
+def test_options_of_sbatch_are_taken(name):
+    assert not list(Slurm(additional_parameters={name: "x"}, setup=["module load\tcuda"]).check(1))
+
+
+@pytest.mark.parametrize("word", ['hydra.launcher.comment="a\nb"', 'hydra.launcher.setup=["a\nb"]'])
+def test_it_is_said_when_the_configuration_is_composed(word):
+    with pytest.raises(ConfigError, match=r"hydra.launcher.(comment|setup): is .*(line break|character)"):
+        compose("hydra/launcher=slurm", "hydra.mode=MULTIRUN", word)

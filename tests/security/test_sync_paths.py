@@ -1,0 +1,203 @@
+"""A run directory of somebody else decides neither which files `foundry.tracking.sync` sends, nor where to."""
+
+import json
+import os
+import shlex
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from foundry.tracking import sync
+from foundry.tracking.delivery import write_pending
+from foundry.tracking.destination import Destination, sync_command, tracking_uri
+from foundry.tracking.mlflow_store import MlflowStore, file_of
+
+RECORDS = [{"op": "start"}, {"op": "metrics", "time_ms": 1, "step": 1, "values": {"loss": 0.5}}]
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MLFLOW")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "secret").write_text("key")
+    folder = tmp_path / "run"
+    (folder / "plots").mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What would be sent, and where to."""
+    sent = []
+
+    def take(store, pending):
+        sent.append(store._destination.uri)
+        return 1
+
+    monkeypatch.setattr(sync, "send_file", take)
+    monkeypatch.setattr(sync, "_check_artifacts", lambda store, destination: None)
+    return sent
+
+
+def given(run_dir, *records, uri=None):
+    Destination.of(run_dir, uri=uri or tracking_uri(), experiment_name="x", run_name="y").save(run_dir)
+    write_pending(run_dir / "mlflow_pending.jsonl", records or RECORDS)
+    return run_dir
+
+
+def artifact(file, to=""):
+    return {"op": "artifact", "file": file, "to": to}
+
+
+LINKED = {
+    "a link": lambda run_dir: (run_dir / "a link").symlink_to(run_dir.parent / "secret"),
+    "plots/a link": lambda run_dir: (run_dir / "plots" / "a link").symlink_to("/etc/passwd"),
+    "folder/secret": lambda run_dir: (run_dir / "folder").symlink_to(run_dir.parent),
+    "a pipe": lambda run_dir: os.mkfifo(run_dir / "a pipe"),
+    "plots": lambda run_dir: None,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "record",
+    [
+        *map(artifact, ["/etc/passwd", "../secret", "../../.ssh/id_rsa", "plots/../../secret", "nul\0", *LINKED]),
+        artifact("result.json", "../../elsewhere"),
+        artifact("result.json", "/etc"),
+    ],
+    ids=str,
+)
+def test_files_that_are_not_the_runs_are_refused_and_nothing_is_sent(run_dir, sent, capsys, record):
+    (run_dir / "result.json").write_text("{}")
+    LINKED.get(record["file"], lambda run_dir: None)(run_dir)
+    given(run_dir, *RECORDS, record)
+    assert sync.main([f"dir={run_dir}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("nothing is sent: ")
+    assert said.count("\n") == 1
+    assert sent == []
+    assert (run_dir / "mlflow_pending.jsonl").exists()
+
+
+def test_a_file_that_is_refused_later_is_left_out(run_dir, caplog):
+    """By a store that a running run sends to: a warning, and the run goes on."""
+    uploaded = []
+
+    class Client:
+        def log_artifact(self, run_id, path, to):
+            uploaded.append(path)
+
+    store = MlflowStore(run_dir, Destination.of(run_dir, uri="x", experiment_name="x", run_name="y"))
+    store._client = Client()
+    store._destination = Destination(uri="x", experiment_name="x", run_name="y", run_id="1", key="k", started_ms=1)
+    (run_dir / "result.json").write_text("{}")
+    for file in ("../secret", "/etc/passwd", "result.json", "not there"):
+        store.apply([artifact(file)])
+    assert [Path(path).name for path in uploaded] == ["result.json"]
+    assert caplog.text.count("not sent") == 2
+
+
+def test_the_runs_own_files_are_its_own(run_dir):
+    (run_dir / "plots" / "loss.png").write_bytes(b"x")
+    assert file_of(run_dir, artifact("plots/loss.png", "plots")) == run_dir / "plots/loss.png"
+
+
+SERVERS = ["http://evil.example:5000", "databricks", "postgresql://host/db", "sqlite:////tmp/other.db", "file:///tmp/x"]
+
+
+@pytest.mark.parametrize("uri", SERVERS)
+def test_the_directory_does_not_choose_the_store(run_dir, sent, capsys, uri, monkeypatch):
+    given(run_dir, uri=uri)
+    assert sync.main([f"dir={run_dir}"]) == 2
+    said = capsys.readouterr().err
+    assert f"uri={uri}" in said, "it says what to do"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mine.example")
+    assert sync.main([f"dir={run_dir}"]) == 2
+    assert sent == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert sync.main([f"dir={run_dir}"]) == 0
+    assert sent == [uri]
+
+
+def test_a_store_that_is_named_is_taken(run_dir, sent):
+    given(run_dir, uri="http://one.example")
+    assert sync.main([f"dir={run_dir}", "uri=http://two.example"]) == 0
+    given(run_dir)
+    assert sync.main([f"dir={run_dir}"]) == 0
+    assert sent == ["http://two.example", tracking_uri()]
+
+
+def test_credentials_come_from_the_environment_for_the_same_store_only(run_dir, sent, monkeypatch, capsys):
+    given(run_dir, uri="http://ann:hidden-pw@one.example")
+    assert sync.main([f"dir={run_dir}"]) == 2
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:hidden-pw@other.example")
+    assert sync.main([f"dir={run_dir}"]) == 2
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:hidden-pw@one.example")
+    assert sync.main([f"dir={run_dir}"]) == 0
+    assert sent == ["http://ann:hidden-pw@one.example"]
+    assert "hidden-pw" not in capsys.readouterr().err
+
+
+def test_the_command_that_a_run_prints_is_the_one_that_works(run_dir, sent):
+    for uri in (tracking_uri(), "http://one.example"):
+        given(run_dir, uri=uri)
+        command = shlex.split(sync_command(run_dir, uri))
+        assert sync.main(command[3:]) == 0
+    assert sent == [tracking_uri(), "http://one.example"]
+
+
+@pytest.mark.slow
+def test_a_database_that_came_with_the_run_does_not_write_elsewhere(run_dir, tmp_path, capsys):
+    given(run_dir, *RECORDS, artifact("authorized_keys"))
+    (run_dir / "authorized_keys").write_text("key of a stranger")
+    given(run_dir, *RECORDS)
+    assert sync.main([f"dir={run_dir}"]) == 0
+    with sqlite3.connect(tmp_path / "work" / "mlflow.db") as database:
+        database.execute("update runs set artifact_uri = ?", (str(tmp_path / ".ssh"),))
+    given(run_dir, artifact("authorized_keys"))
+    assert sync.main([f"dir={run_dir}"]) == 2
+    assert ".ssh" in capsys.readouterr().err
+    assert not (tmp_path / ".ssh").exists()
+
+
+PENDING = {
+    "garbage": b"\x80\xff\n",
+    "no JSON": b"{\n",
+    "a list": b"[]\n",
+    "no operation": b'{"op": "delete"}\n',
+    "unhashable": b'{"op": []}\n',
+    "text for a number": b'{"op": "metrics", "time_ms": "x", "step": 1, "values": {}}\n',
+    "metrics of texts": b'{"op": "metrics", "time_ms": 1, "step": 1, "values": {"a": "b"}}\n',
+    "params of lists": b'{"op": "params", "values": {"a": [1]}}\n',
+    "values that are none": b'{"op": "tags", "values": 5}\n',
+    "missing": b'{"op": "artifact"}\n',
+    "deep": b"[" * 100_000 + b"\n",
+    "zeros": bytes(2**20) + b"\n",
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("content", PENDING)
+def test_records_that_are_not_foundrys_are_a_line(run_dir, sent, capsys, content):
+    given(run_dir)
+    (run_dir / "mlflow_pending.jsonl").write_bytes(json.dumps(RECORDS[0]).encode() + b"\n" + PENDING[content])
+    assert sync.main([f"dir={run_dir}"]) == 2
+    said = capsys.readouterr().err
+    assert "mlflow_pending.jsonl:2" in said
+    assert said.count("\n") == 1
+    assert sent == []
+
+
+def test_a_sweep_is_one_that_the_run_lies_in(run_dir, tmp_path):
+    from foundry.tracking.mlflow_parent import FILE_NAME, ParentLink
+
+    (tmp_path / "sweep.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "sweep.json").write_text("{}")
+    for sweep, is_taken in (("..", True), ("../other", False), (str(tmp_path / "other"), False), (".", False)):
+        (run_dir / FILE_NAME).write_text(json.dumps({"sweep": sweep, "job": 1, "swept": {}}))
+        assert (ParentLink.load(run_dir) is not None) == is_taken
