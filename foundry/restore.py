@@ -16,10 +16,9 @@ from foundry.checkpoint.folder import CheckpointError, find, problems
 from foundry.checkpoint.tensors import load_weights
 from foundry.config.build import build
 from foundry.config.data import Text
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.frozen import FILE_NAME, load_config
 from foundry.config.model import HuggingFace
-from foundry.config.recorded import shown
 from foundry.config.root import Config
 from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits

@@ -7,6 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+"""What `hydra.utils.instantiate` obeys, at any depth of what it is given."""
+
 FOR_THE_BUILDER = ("init_from",)
 """Fields of a part's configuration that say what happens to the part afterwards, and are not its own."""
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any, cast
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.recorded import foreign_parts, own_targets, read_settings, shown, variables
+from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.recorded import foreign_parts, own_targets, read_settings, variables
 from foundry.config.root import Config, to_config
 from foundry.config.secrets import check_secrets
 from foundry.config.store import group_schemas, writable
@@ -20,6 +21,7 @@ from foundry.records.files import write_atomically
 from foundry.records.redact import recorded, remember
 
 FILE_NAME = "config.yaml"
+_LONGEST = 140  # characters in a line
 
 
 def plain(node: Any) -> Any:
@@ -83,8 +85,7 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     if missing := [name for name, item in groups.items() if name not in content and item.default == MISSING]:
         raise _refused(path, f"has no {' and no '.join(missing)}")
     if not trust and (foreign := list(foreign_parts(content))):
-        message = f"asks for what is not foundry's own, and could run code: {', '.join(foreign)}"
-        raise _refused(path, f"{message}; add trust=true if you trust whoever wrote it")
+        raise ConfigError(_distrust(path, foreign))
     nodes = {name: _typed(path, name, content.get(name, {})) for name in groups}
     try:
         whole = OmegaConf.create(nodes)
@@ -137,6 +138,18 @@ def _distance(schema: type[Any], node: dict[str, Any]) -> tuple[bool, bool, int]
 def _unknown(group: str, node: dict[str, Any]) -> str:
     names = {item.name for schema in group_schemas(group).values() for item in fields(schema)}
     return ", ".join(f"{group}.{shown(name)}" for name in node if name not in names) or f"{group}={shown(node)}"
+
+
+def _distrust(path: Path, foreign: list[str]) -> Iterator[Violation]:
+    """A line, or as many as it takes to name everything."""
+    lines = [foreign[0]]
+    for part in foreign[1:]:
+        if len(lines[-1]) + len(part) > _LONGEST:
+            lines.append(part)
+        else:
+            lines[-1] += f", {part}"
+    for line in lines:
+        yield Violation("run", f"{path} would run what is not foundry's own: {line}; trust=true, if you trust its author")
 
 
 def _refused(path: Path, message: str) -> ConfigError:

@@ -5,18 +5,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.build import HYDRA_KEYS
+from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.secrets import VARIABLE
 from foundry.config.store import group_schemas
 from foundry.config.strict_yaml import read_yaml
-from foundry.records.redact import one_line
 
-_HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
-"""What `hydra.utils.instantiate` obeys, at any depth of what it is given."""
-
-_ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 _MAX_BITS = 64
-_LONGEST = 120  # characters of a value in a message
+_ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
 def read_settings(path: Path, key: str) -> dict[str, Any]:
@@ -57,7 +53,7 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group)}
         for where, name, value in _keys(node, group):
-            is_hydra = name in _HYDRA_KEYS and value not in own.get(where, ())
+            is_hydra = name in HYDRA_KEYS and value not in own.get(where, ())
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
             if is_hydra or is_kernel:
                 yield f"{where}={shown(value)}"
@@ -77,14 +73,6 @@ def own_targets(group: str) -> tuple[str, ...]:
     """The `_target_` of each of foundry's own parts of a group; none where the group has no parts."""
     defaults = (item.default for s in group_schemas(group).values() for item in fields(s) if item.name == "_target_")
     return tuple(dict.fromkeys(default for default in defaults if isinstance(default, str)))
-
-
-def shown(value: object) -> str:
-    """A value of somebody else's in a message: not too long, and nothing that a terminal would obey."""
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        return f"a number of {value.bit_length()} bits"  # Python may refuse to spell it
-    text = one_line(value if isinstance(value, str) else repr(value))
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _is_strange(value: object) -> str:

@@ -21,18 +21,18 @@ class _Loader(_Base):  # type: ignore[misc]
     yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
     """The content of a YAML file that another program, or another person, may have written.
 
     Aliases, which let a file of a hundred bytes become gigabytes, and tags are refused; interpolations stay texts.
 
     Raises:
         ValueError: it is no YAML, or none that foundry writes; the message is a line that names the file.
-        UnsafeFileError: it is not a regular file, or larger than `MAX_BYTES`.
+        UnsafeFileError: it is not a regular file, or larger than `max_bytes`.
         OSError: it is missing or cannot be read.
     """
     try:
-        text = read_text(path, max_bytes=MAX_BYTES)
+        text = read_text(path, max_bytes=max_bytes)
         _check_plain(text)
         return yaml.load(text, Loader=_Loader)  # built on the safe loader
     except yaml.YAMLError as error:

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from foundry.config.errors import Violation
+from foundry.config.optuna_parts import check_part
 from foundry.config.setting import setting
 
 
@@ -77,9 +78,8 @@ class Search(Sweeper):
     def check(self) -> Iterator[Violation]:
         """Yield a violation for a sampler or a pruner that is none."""
         for name, node in (("sampler", self.sampler), ("pruner", self.pruner)):
-            if node is not None and "_target_" not in node:
-                example = "{_target_: optuna.samplers.TPESampler, seed: 0}"
-                yield Violation(f"hydra.sweeper.{name}", f"is {node} but needs a _target_, such as {example}")
+            if node is not None:
+                yield from check_part(name, node, f"hydra.sweeper.{name}")
 
 
 SCHEMAS: tuple[type[Sweeper], ...] = (Sweep, Search)

@@ -8,12 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from foundry.config.differences import Difference, differences
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import FILE_NAME as CONFIG_FILE
-from foundry.config.frozen import hash_config, plain
+from foundry.config.frozen import hash_config, plain, read_recorded
 from foundry.config.root import Config
 from foundry.launch.grid import Job
 from foundry.records.files import inside, write_atomically
@@ -160,12 +157,9 @@ def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:
     """How a job's configuration differs from the one its run directory holds."""
     now = plain(config)
     del now["hparams"]["accum_freq"]
-    try:
-        was = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE))
-    except FileNotFoundError:
-        was = {}
-    assert isinstance(was, dict)
-    was.get("hparams", {}).pop("accum_freq", None)
+    was = read_recorded(run_dir) or {}
+    if isinstance(hparams := was.get("hparams"), dict):
+        hparams.pop("accum_freq", None)
     return differences({str(key): value for key, value in was.items()}, now)
 
 

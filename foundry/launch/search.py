@@ -13,28 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn
-from hydra.errors import HydraException
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import check_metric
+from foundry.config.optuna_parts import build_part
 from foundry.config.sweep import Direction, Search
 from foundry.launch.grid import Job
 from foundry.launch.jobs import compose_jobs
 from foundry.launch.manifest import Manifest
 from foundry.launch.sweep import CheckedSweeper, Prepared
 from foundry.records.strict_json import read_object
-from foundry.records.trial import TrialLink, open_storage
+from foundry.records.trial import JOURNAL, TrialLink, open_storage
 
 if TYPE_CHECKING:
     import optuna
 
     from foundry.launch.search_space import Space
-
-JOURNAL = "optuna.jsonl"
-"""The study, in the sweep's directory."""
 
 _STUDY = "search"
 _FACTS = "facts"
@@ -205,8 +201,8 @@ class OptunaSweeper(CheckedSweeper):
             ConfigError: there is none such, or it takes other arguments.
         """
         try:
-            return build(dict(node))
-        except (HydraException, TypeError, ValueError) as error:
+            return build_part(name, node)
+        except (TypeError, ValueError) as error:
             said = " ".join(str(error.__cause__ or error).splitlines()[:2])
             raise ConfigError(Violation(f"hydra.sweeper.{name}", f"cannot be built: {said}")) from None
 

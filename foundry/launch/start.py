@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
 from foundry.config.environment import detect
 from foundry.config.root import Config
 from foundry.records.lock import is_held
@@ -16,12 +19,13 @@ if TYPE_CHECKING:
     from foundry.run import RunResult
 
 
-def start(config: Config, run_dir: Path) -> float | None:
+def start(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | None = None) -> float | None:
     """Train in this process, or in `distributed.nproc_per_node` processes where nobody else has started them.
 
     Args:
         config: the composed configuration, which is what every process runs.
         run_dir: the run directory.
+        job_logging: how rank 0 of several processes logs, for `logging.config`; None: as Hydra has set it up here.
 
     Returns:
         The metric that sweeps minimise: the held-out loss.
@@ -38,8 +42,10 @@ def start(config: Config, run_dir: Path) -> float | None:
         return run(config, run_dir).metric
     from foundry.launch.local import WorkerFailed, run_local
 
+    if job_logging is None and HydraConfig.initialized():
+        job_logging = OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True)  # type: ignore[assignment]
     try:
-        result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known())
+        result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known(), job_logging)
     except WorkerFailed as failed:
         if not is_held(run_dir) and read_status(run_dir).get("state") != "finished":
             write_status(run_dir, state="failed", reason=one_line(str(failed)))
@@ -47,24 +53,17 @@ def start(config: Config, run_dir: Path) -> float | None:
     return result.metric
 
 
-def _run_as_rank(config: Config, run_dir: Path, secrets: Mapping[str, str]) -> "RunResult":
+def _run_as_rank(
+    config: Config, run_dir: Path, secrets: Mapping[str, str], job_logging: Mapping[str, Any] | None
+) -> "RunResult":
     """In a process of its own: what rank 0 logs goes where its parent logs, and secrets stay unsaid."""
     from foundry.run import run
 
     for secret, reference in secrets.items():
         remember(secret, reference)
-    saved = run_dir / ".hydra" / "hydra.yaml"
-    if detect().rank == 0 and saved.is_file():
-        log_as_hydra(saved)
+    if detect().rank == 0 and job_logging:
+        logging.config.dictConfig(dict(job_logging))
     return run(config, run_dir)
-
-
-def log_as_hydra(saved: Path) -> None:
-    """Set up logging as the hydra.yaml of a run directory says."""
-    from omegaconf import OmegaConf
-
-    config: Any = OmegaConf.to_container(OmegaConf.load(saved).hydra.job_logging, resolve=True)
-    logging.config.dictConfig(config)
 
 
 def _yield_to_others() -> None:

@@ -1,4 +1,7 @@
-"""`python -m foundry.launch.worker RUN_DIR`: run exactly what config.yaml of a run directory says.
+"""`python -m foundry.launch.worker RUN_DIR trust=true`: run exactly what config.yaml of a run directory says.
+
+It builds any part and sets up any logging that the directory names, which is to run code: a launcher calls `work` on
+what it has just written there, and on the command line `trust=true` says as much.
 
 The exit code is the run's: 0 finished, 1 failed, 2 refused by the data or the machine, 128 + n stopped by signal n.
 """
@@ -24,6 +27,7 @@ from foundry.config.errors import ConfigError
 from foundry.config.frozen import load_config
 from foundry.config.resolvers import register_resolvers
 from foundry.config.stopped import Stopped
+from foundry.config.strict_yaml import read_yaml
 from foundry.launch.launchers import HYDRA_DIR
 from foundry.launch.local import WorkerFailed, is_consequence, trace_of
 from foundry.launch.slurm_end import ErrorOutput
@@ -61,11 +65,12 @@ def work(run_dir: Path) -> int:
     """
     rank = detect().rank
     error_output = ErrorOutput(run_dir)
-    _become_job(run_dir, rank)
+    job_logging = _become_job(run_dir, rank)
     try:
         if rank == 0:
             _wait_for_last_attempt(run_dir)
-        start(load_config(run_dir, trust=True), run_dir)  # which a launcher has just written
+        # A launcher has just written it.
+        start(load_config(run_dir, trust=True), run_dir, job_logging)
     except _OutOfTime as ended:
         if rank == 0:
             write_status(run_dir, state="stopped", reason=_OUT_OF_TIME)
@@ -129,15 +134,17 @@ def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, 
     return handle
 
 
-def _become_job(run_dir: Path, rank: int) -> None:
-    """Set the environment and logging that Hydra would have set, had it run the job itself."""
+def _become_job(run_dir: Path, rank: int) -> dict[str, Any]:
+    """Set the environment and logging that Hydra would have set, had it run the job itself; returns the latter."""
     register_resolvers()
-    saved = OmegaConf.load(run_dir / HYDRA_DIR / "hydra.yaml")
+    saved = OmegaConf.create(read_yaml(run_dir / HYDRA_DIR / "hydra.yaml"))
     assert isinstance(saved, DictConfig)
     for name, value in saved.hydra.job.env_set.items():
         os.environ[str(name)] = str(value)
+    job_logging: Any = OmegaConf.to_container(saved.hydra.job_logging, resolve=True)
     if rank == 0:
-        logging.config.dictConfig(OmegaConf.to_container(saved.hydra.job_logging, resolve=True))  # type: ignore[arg-type]
+        logging.config.dictConfig(job_logging)
+    return dict(job_logging)
 
 
 def _wait_for_last_attempt(run_dir: Path) -> None:
@@ -195,4 +202,7 @@ def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] != ["trust=true"]:
+        sys.stderr.write("trust: RUN_DIR names code that would be run; write RUN_DIR trust=true if it is your own\n")
+        sys.exit(2)
     sys.exit(work(Path(sys.argv[1]).absolute()))

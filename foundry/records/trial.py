@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from optuna.storages import JournalStorage
 
 FILE_NAME = "trial.json"
+JOURNAL = "optuna.jsonl"
+"""The study, in the sweep's directory."""
 
 _TYPES = {"journal": str, "study": str, "number": int, "metric": str, "pruner": dict}
 
@@ -51,6 +53,19 @@ class TrialLink:
         except FileNotFoundError:
             return None
         return cls(**{name: content[name] for name in _TYPES})
+
+    def journal_of(self, run_dir: Path) -> Path:
+        """The file of the study, which lies in the directory of the sweep, above the run's: Optuna appends to it.
+
+        Raises:
+            ValueError: it is another, or missing.
+        """
+        journal = run_dir / self.journal
+        folder = journal.parent.resolve()
+        is_above = folder in run_dir.resolve().parents and journal.name == JOURNAL
+        if not is_above or journal.is_symlink() or not journal.is_file():
+            raise ValueError(f"{self.journal!r} is no {JOURNAL} of a sweep around it")
+        return folder / JOURNAL
 
 
 def open_storage(journal: Path) -> "JournalStorage":

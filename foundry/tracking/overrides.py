@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundry.records.files import read_text
+from foundry.config.strict_yaml import read_yaml
 from foundry.records.redact import one_line
 
 _LONGEST_NUMBER = 8  # characters
@@ -60,10 +60,8 @@ def _config_folder(command: Sequence[str]) -> list[str]:
 
 def recorded_words(run_dir: Path) -> tuple[str, ...]:
     """All words of a job, as Hydra wrote them into its run directory; none where it did not."""
-    import yaml
-
     try:
-        words = yaml.safe_load(read_text(run_dir / ".hydra" / "overrides.yaml", max_bytes=_MOST_BYTES))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        words = read_yaml(run_dir / ".hydra" / "overrides.yaml", max_bytes=_MOST_BYTES)
+    except (OSError, ValueError):
         return ()
     return tuple(one_line(word) for word in words if isinstance(word, str)) if isinstance(words, list) else ()

@@ -3,16 +3,12 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.optuna_parts import build_part
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
-from foundry.records.trial import TrialLink, open_storage
-
-if TYPE_CHECKING:
-    pass
+from foundry.records.trial import FILE_NAME, TrialLink, open_storage
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +35,12 @@ class Pruning:
         """What rank 0's run directory asks for; None where the run is to go to its end.
 
         Raises:
-            ConfigError: rank 0 has no Optuna.
+            ConfigError: rank 0 has no Optuna, or the directory's trial.json is none that a search has written.
         """
-        link = TrialLink.load(run_dir) if world.is_main else None
+        try:
+            link = TrialLink.load(run_dir) if world.is_main else None
+        except (ValueError, OSError) as error:
+            raise _refused(run_dir, error) from None
         return cls(link, run_dir, world) if gather(link is not None, world)[0] else None
 
     def update(self, metrics: Mapping[str, float], share: float) -> str | None:
@@ -70,9 +69,12 @@ class _Trial:
             raise ConfigError(Violation("hydra/sweeper=optuna", message)) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._metric, self._number = link.metric, link.number
-        self._pruner: optuna.pruners.BasePruner = build(dict(link.pruner))
-        storage = open_storage((run_dir / link.journal).resolve())
-        self._study = optuna.load_study(study_name=link.study, storage=storage)
+        try:
+            self._pruner: optuna.pruners.BasePruner = build_part("pruner", link.pruner)
+            storage = open_storage(link.journal_of(run_dir))
+            self._study = optuna.load_study(study_name=link.study, storage=storage)
+        except (TypeError, ValueError, KeyError) as error:
+            raise _refused(run_dir, error) from None
 
     def judge(self, metrics: Mapping[str, float], share: float) -> str | None:
         """Report a value; why the trial is to end, if it is."""
@@ -92,3 +94,8 @@ class _Trial:
             return None
         said = f"pruned: {self._metric} {value:.4g} at {share:.0%} of the run promises less than other trials"
         return said if is_over else None
+
+
+def _refused(run_dir: Path, error: Exception) -> ConfigError:
+    message = f"is {run_dir}, whose {FILE_NAME} asks for what no search of foundry's does: {error}; remove that file"
+    return ConfigError(Violation("hydra.run.dir", message))

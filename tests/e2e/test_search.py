@@ -145,9 +145,15 @@ def test_ranks_of_a_pruned_trial_end_together(shell):
             ["hydra.sweeper.metric: is val_los but evaluations measure val_loss; did you mean val_loss?"],
         ),
         (["hydra.sweeper.n_trials=0"], ["hydra.sweeper.n_trials: is 0 but must be at least 1"]),
-        (["hydra.sweeper.sampler._target_=optuna.samplers.Nope"], ["hydra.sweeper.sampler: cannot be built: Error"]),
+        (
+            ["hydra.sweeper.sampler._target_=optuna.samplers.Nope"],
+            ["hydra.sweeper.sampler: cannot be built: optuna.samplers has no Nope"],
+        ),
         (["+hydra.sweeper.sampler.sed=3"], ["hydra.sweeper.sampler: cannot be built: TPESampler.__init__()"]),
-        (["hydra.sweeper.pruner._target_=optuna.pruners.Nope"], ["hydra.sweeper.pruner: cannot be built: Error"]),
+        (
+            ["hydra.sweeper.pruner._target_=optuna.pruners.Nope"],
+            ["hydra.sweeper.pruner: cannot be built: optuna.pruners has no Nope"],
+        ),
         (["hparams.lr=interval(1,0)"], ["hparams.lr: is interval(1,0): "]),
         (
             ["model.num_heads=choice(1,2,3,5)"],

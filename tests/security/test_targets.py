@@ -79,8 +79,7 @@ def test_commands_refuse_it(lm, tmp_path, ask, name, attack):
     write(lm, spoilt(settings_of(lm), change))
     code, out, err = ask(name, lm)
     assert (code, out) == (2, ""), place
-    assert err.startswith("run: ")
-    assert err.count("\n") == 1
+    assert all(line.startswith("run: ") and "trust=true" in line for line in err.splitlines())
     assert "model" in err
     assert not canary.exists()
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,177 @@
+"""What else of a directory could name code: the pruner of a search, the logging of a job, a launcher's worker."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from attacks import targets
+from composition import configure
+from tiny import TINY_DIT, TINY_LM
+
+from foundry.config.errors import ConfigError
+from foundry.config.optuna_parts import build_part, check_part
+from foundry.config.sweep import Search
+from foundry.parallel.process_group import World
+from foundry.records.trial import open_storage
+from foundry.run import run
+from foundry.tracking.overrides import recorded_words
+from foundry.training.pruning import Pruning
+
+ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+QUIET = ["tracking=none", "evaluation.write_samples=false", "tracking.progress=false"]
+optuna = pytest.importorskip("optuna")
+
+
+def hostile(canary):
+    """Pruners and samplers that are none."""
+    touch = {"_target_": "os.system", "command": f"touch {canary}"}
+    yield from (attack for attack in targets(canary).values() if isinstance(attack, dict))
+    yield {"_target_": "optuna.pruners.PatientPruner", "wrapped_pruner": touch, "patience": 1}
+    yield {"_target_": "optuna.pruners.PatientPruner", "wrapped_pruner": {"a": [touch]}, "patience": 1}
+    yield {"_target_": "optuna.pruners.MedianPruner", "_args_": [touch]}
+    yield {"_target_": "optuna.pruners.MedianPruner", "_partial_": True}
+    yield {"_target_": "optuna.pruners._base.warnings.warn", "message": "x"}
+    yield {"_target_": "optuna.pruners.os.system", "command": f"touch {canary}"}
+    yield {"_target_": "optuna.pruners.TYPE_CHECKING"}
+    yield {"_target_": "optuna.samplers._cmaes.pickle.loads", "data": "x"}
+    yield {"_target_": "optuna.storages.journal.JournalFileBackend", "file_path": str(canary)}
+    yield {"_target_": ["os.system"], "command": f"touch {canary}"}
+    yield {"_target_": None}
+
+
+@pytest.mark.parametrize("kind", ["sampler", "pruner"])
+def test_samplers_and_pruners_are_optunas_own(kind, tmp_path):
+    canary, tried = tmp_path / "canary", 0
+    for attack in hostile(canary):
+        with pytest.raises(ValueError, match=r"optuna|_args_|_partial_|_target_"):
+            build_part(kind, attack)
+        said = [violation.key for violation in Search(**{kind: attack}).check()]
+        is_named = any(key.startswith(f"hydra.sweeper.{kind}") for key in said)
+        assert is_named or attack["_target_"] == "optuna.pruners.TYPE_CHECKING", attack
+        tried += 1
+    assert tried >= 25
+    assert not canary.exists()
+
+
+def test_nested_parts_of_optuna_are_built():
+    node = {
+        "_target_": "optuna.pruners.PatientPruner",
+        "wrapped_pruner": {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 2},
+        "patience": 1,
+    }
+    assert not list(check_part("pruner", node, "x"))
+    assert isinstance(build_part("pruner", node), optuna.pruners.PatientPruner)
+    grid = {"_target_": "optuna.samplers.GridSampler", "search_space": {"a": [1, 2]}}
+    assert isinstance(build_part("sampler", grid), optuna.samplers.GridSampler)
+    with pytest.raises(ValueError, match="did you mean MedianPruner"):
+        build_part("pruner", {"_target_": "optuna.pruners.MedianPrunr"})
+
+
+def link_of(**changes):
+    pruner = {"_target_": "optuna.pruners.MedianPruner"}
+    link = {"journal": "../optuna.jsonl", "study": "search", "number": 0, "metric": "val_loss", "pruner": pruner}
+    return {**link, **changes}
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """The directory of a search, with an empty run directory in it."""
+    folder = tmp_path / "sweep"
+    (folder / "0").mkdir(parents=True)
+    optuna.create_study(study_name="search", storage=open_storage(folder / "optuna.jsonl"))
+    return folder
+
+
+def test_a_trial_of_a_search_is_read(sweep):
+    (sweep / "0" / "trial.json").write_text(json.dumps(link_of()))
+    assert Pruning.of(sweep / "0", ALONE) is not None
+    (sweep / "0" / "trial.json").unlink()
+    assert Pruning.of(sweep / "0", ALONE) is None
+
+
+def test_a_trial_that_no_search_wrote_is_refused(sweep, tmp_path):
+    canary, elsewhere = tmp_path / "canary", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "optuna.jsonl").write_text("private\n")
+    (sweep / "link").symlink_to(elsewhere)
+    wrong = [link_of(pruner=attack) for attack in hostile(canary)]
+    journals = [
+        "../../elsewhere/optuna.jsonl",
+        str(elsewhere / "optuna.jsonl"),
+        "../link/optuna.jsonl",
+        "../other",
+        "x",
+    ]
+    wrong += [link_of(journal=journal) for journal in [*journals, "../../canary", "", 3, None]]
+    wrong += [link_of(study="nope"), link_of(number="0"), link_of(pruner=[]), link_of(more=1), {}, [], None, 3, "text"]
+    texts = [*map(json.dumps, wrong), "", "{", "[" * 100_000, "\0"]
+    for text in texts:
+        (sweep / "0" / "trial.json").write_text(text)
+        with pytest.raises(ConfigError) as refused:
+            Pruning.of(sweep / "0", ALONE)
+        assert str(refused.value).count("\n") == 0
+        assert "trial.json" in str(refused.value)
+    assert len(texts) >= 45
+    assert not canary.exists()
+    assert (elsewhere / "optuna.jsonl").read_text() == "private\n"
+
+
+def test_a_resumed_run_does_not_build_what_its_directory_names(dit, tmp_path):
+    canary = tmp_path / "canary"
+    pruner = {"_target_": "torch.utils.collect_env.run", "command": f"touch {canary}"}
+    (dit / "trial.json").write_text(json.dumps(link_of(pruner=pruner)))
+    longer = [*TINY_DIT, "hparams.max_steps=9", "tracking=none", "evaluation.write_samples=false"]
+    with pytest.raises(ConfigError, match=r"torch\.utils\.collect_env\.run"):
+        run(configure(*longer, "tracking.progress=false", "checkpoint.scheduler_on_resume=config"), dit)
+    assert not canary.exists()
+
+
+def test_weights_of_a_run_are_taken_and_its_parts_are_not_built(lm, tmp_path):
+    canary = tmp_path / "canary"
+    settings = yaml.safe_load((lm / "config.yaml").read_text())
+    settings["model"] = {"_target_": "torch.utils.collect_env.run", "command": f"touch {canary}"}
+    (lm / "config.yaml").write_text(yaml.safe_dump(settings))
+    words = [*TINY_LM, *QUIET, "hparams.max_steps=1"]
+    for number, start in enumerate((lm, lm / "checkpoints" / "latest")):
+        run(configure(*words, f"model.init_from={start}"), tmp_path / str(number))
+    longer = [f"checkpoint.resume={lm}", "hparams.max_steps=9", "checkpoint.scheduler_on_resume=config"]
+    run(configure(*words, *longer, "checkpoint.on_changed_config=warn"), tmp_path / "resumed")
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\0" * 100, b'{"a": 1}', b"\xff" * 9])
+def test_a_file_to_start_from_that_holds_no_weights_is_named(lm, tmp_path, content):
+    (tmp_path / "weights.safetensors").write_bytes(content)
+    shutil.copytree(lm / "checkpoints", tmp_path / "damaged" / "checkpoints", symlinks=True)
+    shard = next((tmp_path / "damaged" / "checkpoints" / "latest").glob("shard-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    for path in (tmp_path / "weights.safetensors", tmp_path, tmp_path / "damaged"):
+        with pytest.raises(ConfigError, match=r"^model\.init_from: ") as refused:
+            run(configure(*TINY_LM, *QUIET, f"model.init_from={path}"), tmp_path / "run")
+        assert str(refused.value).count("\n") == 0
+
+
+def test_a_worker_takes_a_directory_only_from_a_launcher_or_with_trust(tmp_path):
+    canary = tmp_path / "canary"
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    logging = {"version": 1, "handlers": {"x": {"()": "os.system", "command": f"touch {canary}"}}}
+    hydra = {"hydra": {"job": {"env_set": {}}, "job_logging": logging}}
+    (tmp_path / "run" / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
+    command = [sys.executable, "-m", "foundry.launch.worker", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "trust=true" in done.stderr
+    assert not canary.exists()
+
+
+def test_words_of_a_job_are_read_without_expanding_them(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    for text in ("a: &a [*a]", "l: &l [x]\nm: [*l, *l]", "[" * 100_000, "!!python/object/apply:os.system [id]", "\0"):
+        (tmp_path / ".hydra" / "overrides.yaml").write_text(text)
+        assert recorded_words(tmp_path) == ()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- hparams.lr=1e-3\n- model=dit\n")
+    assert recorded_words(tmp_path) == ("hparams.lr=1e-3", "model=dit")
