@@ -63,8 +63,8 @@ def test_no_hostile_target_is_built(lm, tmp_path, ask):
             with pytest.raises(ConfigError) as refused:
                 load_config(lm)
             said = str(refused.value)
-            assert "\n" not in said, place
-            assert "trust=true" in said, place
+            assert all("trust=true" in line for line in said.splitlines()), place
+            assert said.count("\n") < 6, place
             assert all(target in said for target in set(hydra_targets(bad)) - own), place
             assert not canary.exists(), place
             tried += 1
@@ -187,7 +187,7 @@ def test_a_folder_that_settings_name_is_not_read(lm, tmp_path, ask):
     code, _, err = ask("export", lm)
     assert (code, err.count("\n")) == (2, 1)
     assert "trust=true" in err
-    assert str(folder) in err
+    assert "model.path=" in err
 
 
 def test_text_that_settings_name_is_not_read(lm, tmp_path, ask):
