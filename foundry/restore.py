@@ -1,6 +1,5 @@
 """Opening a run again: its configuration, data and model, on one process."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
 from foundry.planning.derive import PLAN
 from foundry.records.files import read_text
+from foundry.records.strict_json import DamagedFileError, read_object
 from foundry.run import TOKENIZER, TRANSFORMERS
 
 _BUILT = ("model", "data", "objective")
@@ -178,9 +178,9 @@ def _tokens_per_sample(plan: Path) -> int:
         ConfigError: nothing that could be.
     """
     try:
-        tokens = json.loads(read_text(plan))["tokens_per_sample"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ConfigError(Violation("run", f"{plan} cannot be read: {type(error).__name__}: {error}")) from None
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens < 2**63:
+        tokens: int = read_object(plan, needed={"tokens_per_sample": int})["tokens_per_sample"]
+    except (OSError, DamagedFileError) as error:
+        raise ConfigError(Violation("run", str(error))) from None
+    if not 1 <= tokens < 2**63:
         raise ConfigError(Violation("run", f"{plan} has tokens_per_sample={shown(tokens)}, not a whole number above 0"))
     return tokens
