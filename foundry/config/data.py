@@ -1,9 +1,13 @@
 """`data=`: what is learnt from."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from foundry.config.errors import Violation
 from foundry.config.setting import setting
+
+_BYTES_AND_END = 257
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +42,26 @@ class Text(Data):
         aliases="seq_length, sequence_length, max_length, block_size, context_length",
     )
     vocab_size: int = setting(
-        4096, "entries of the byte-level BPE trained on the text, or of `tokenizer`", ge=257, le=10**8
+        "${model_vocab_size:4096}",
+        "entries of the byte-level BPE trained on the text, or most of `tokenizer`; default: the model's in model.path",
+        ge=1,
+        le=10**8,
     )
     tokenizer: str | None = setting(
-        None,
-        "tokenizer.json or folder to use; null: train one on the training text",
+        "${model_folder:}",
+        "tokenizer.json or folder to use; null: train one on the training text; model.path brings its own",
         path=True,
         aliases="tokenizer_name, tokenizer_path",
     )
     held_out: float = setting(0.05, "share of documents kept for validation", gt=0, lt=1)
+
+    def check(self) -> Iterator[Violation]:
+        """A byte-level tokenizer has an entry for each byte and one for the end of a document."""
+        if self.tokenizer is None and self.vocab_size < _BYTES_AND_END:
+            message = (
+                f"is {self.vocab_size} but must be at least {_BYTES_AND_END}: a byte each and the end of a document"
+            )
+            yield Violation("data.vocab_size", message)
 
 
 @dataclass(frozen=True, kw_only=True)

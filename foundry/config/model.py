@@ -1,12 +1,15 @@
 """`model=`: what is trained."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from foundry.config.errors import Violation
 from foundry.config.init_std import parse_std
 from foundry.config.setting import setting
+from foundry.records.files import read_text
 
 _STD_RULES = (
     "a number, small: sqrt(2 / (5 hidden_size)), or wang: sqrt(1 / (3 hidden_size)); outputs of a block / "
@@ -136,6 +139,24 @@ class HuggingFace(Model):
             )
             yield Violation("model.config", message)
         yield from self._check_init_std()
+        yield from self._check_folder()
+
+    def _check_folder(self) -> Iterator[Violation]:
+        """What the folder says of itself allows what the data are to have."""
+        if self.path is None:
+            return
+        known = folder_settings(self.path) | self.config
+        entries, positions = known.get("vocab_size"), known.get("max_position_embeddings", known.get("n_positions"))
+        if isinstance(entries, int) and entries < self.vocab_size:
+            message = (
+                f"is {self.vocab_size} but the model in {self.path} knows {entries} tokens; set it to {entries}, for "
+                "which the tokenizer must have no more entries, or give the model more with transformers' "
+                "resize_token_embeddings"
+            )
+            yield Violation("data.vocab_size", message)
+        if isinstance(positions, int) and positions < self.max_seq_len:
+            message = f"is {self.max_seq_len} but the model has {positions} positions; set data.seq_len={positions}"
+            yield Violation("data.seq_len", message)
 
     def _check_init_std(self) -> Iterator[Violation]:
         given = {
@@ -153,6 +174,19 @@ class HuggingFace(Model):
             for name in (name for name in ("initializer_range", "init_std") if name in self.config):
                 message = f"is {self.config[name]} but model.init_std={self.init_std}; remove one"
                 yield Violation(f"model.config.{name}", message)
+
+
+def folder_settings(path: str) -> dict[str, Any]:
+    """What config.json in a folder of transformers says of its text model; nothing where that cannot be read.
+
+    What is wrong with the folder is said when the model is built.
+    """
+    try:
+        content = json.loads(read_text(Path(path).expanduser() / "config.json"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    inner = content.get("text_config") if isinstance(content, dict) else None
+    return inner if isinstance(inner, dict) else content if isinstance(content, dict) else {}
 
 
 @dataclass(frozen=True, kw_only=True)

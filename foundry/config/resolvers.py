@@ -4,17 +4,33 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
 from foundry.config.launcher import tasks_of
+from foundry.config.model import HuggingFace, folder_settings
 
 
 def register_resolvers() -> None:
     """Register foundry's resolvers with OmegaConf."""
     OmegaConf.register_new_resolver("accum_freq", _accum_freq, replace=True)
+    OmegaConf.register_new_resolver("model_folder", _model_folder, replace=True)
+    OmegaConf.register_new_resolver("model_vocab_size", _model_vocab_size, replace=True)
 
 
 def world_size(nproc_per_node: int) -> int:
     """Ranks of the run: from torchrun or Slurm where one of them started this process, else `nproc_per_node`."""
     environment = detect()
     return nproc_per_node if environment.launcher == "single" else environment.world_size
+
+
+def _model_folder(*, _root_: DictConfig) -> str | None:
+    """The folder that a model of transformers is read from, and with it its tokenizer; None for any other model."""
+    path = OmegaConf.select(_root_, "model.path")
+    return path if OmegaConf.select(_root_, "model._target_") == HuggingFace._target_ else None
+
+
+def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
+    """The vocabulary of the model in that folder; `default` where there is none, or the folder does not say it."""
+    path = _model_folder(_root_=_root_)
+    known = None if path is None else folder_settings(path).get("vocab_size")
+    return known if isinstance(known, int) else default
 
 
 def _accum_freq(global_batch_size: int, per_gpu_batch_size: int, nproc_per_node: int, *, _root_: DictConfig) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -191,9 +192,10 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,  # any other file of weights is unpickled
             output_loading_info=True,
         )
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(Violation("model.path", f"{path!r}: {_one_line(error)}")) from error
     if missing := sorted(loading["missing_keys"]):
         message = f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}"
