@@ -1,10 +1,12 @@
 """`python -m foundry`: compose, check, run."""
 
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry import __version__
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
@@ -73,6 +76,9 @@ def _how_it_goes_on(stopped: Stopped) -> str:
 
 def main() -> None:
     """The entry point of a run."""
+    if "--version" in sys.argv[1:]:
+        sys.stdout.write(f"{_versions()}\n")
+        return
     enter(task)
 
 
@@ -82,6 +88,17 @@ def _masked_output() -> Iterator[None]:
     with redirect_stdout(StringIO()) as printed:
         yield
     sys.stdout.write(printable(printed.getvalue()))
+
+
+def _versions() -> str:
+    """Of foundry and what it stands on; nothing is imported for it."""
+    found = []
+    for name in ("torch", "hydra-core"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
 
 
 def enter(task: Callable[[], object]) -> None:

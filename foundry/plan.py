@@ -138,6 +138,8 @@ def main() -> None:
     def task() -> None:
         try:
             options = parse_options(PlanOptions, own)
+            if options.measured is not None:  # it is meant from here, wherever the plan is made
+                options = replace(options, measured=str(Path(options.measured).expanduser().absolute()))
         except ConfigError as error:
             raise ConfigError(replace(wrong, key=_PREFIX + wrong.key) for wrong in error.violations) from None
 

@@ -26,6 +26,7 @@ from foundry.config.resolvers import register_resolvers
 from foundry.config.root import Config
 from foundry.config.rules import check
 from foundry.config.secrets import check_secrets, check_words
+from foundry.config.start_dir import anchor_paths
 from foundry.config.store import register_schemas
 
 CONFIG_NAME = "config"
@@ -122,6 +123,7 @@ def _load(
     # But it is written down as it is.
     if violations := check(config) if run_mode is RunMode.RUN else list(check_secrets(config)):
         raise ConfigError(violations)
+    anchor_paths(config)
     return config
 
 

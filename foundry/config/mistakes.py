@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -259,7 +260,17 @@ def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) 
             yield Violation(group, f"cannot be null; options: {', '.join(options)}")
         elif name is not None and str(name) not in options:
             listed = f"options: {', '.join(options)}" if options else "it has none; see --config-dir for your own"
-            yield Violation(group, f"has no option '{shown(name)}'{nearest(str(name), options)} ({listed})")
+            hint = _own_option(group, str(name)) or nearest(str(name), options)
+            yield Violation(group, f"has no option '{shown(name)}'{hint} ({listed})")
+
+
+def _own_option(group: str, name: str) -> str:
+    """A hint where a folder of the user's own has the option; it is not read unasked, whoever put it there."""
+    if re.fullmatch(r"[\w-]{1,100}", name):
+        for file in sorted(Path.cwd().glob(f"*/{group}/{name}.y*ml")):
+            found = file.relative_to(Path.cwd())
+            return f"; there is {found} here: add --config-dir {found.parts[0]}"
+    return ""
 
 
 def _to_sweep(override: Override) -> Violation:

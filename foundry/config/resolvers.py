@@ -1,5 +1,7 @@
 """Values of the configuration that are computed from others."""
 
+from pathlib import Path
+
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
@@ -21,9 +23,11 @@ def world_size(nproc_per_node: int) -> int:
 
 
 def _model_folder(*, _root_: DictConfig) -> str | None:
-    """The folder that a model of transformers is read from, and with it its tokenizer; None for any other model."""
+    """The folder that a model of transformers is read from, and with it its tokenizer; None where there is none."""
     path = OmegaConf.select(_root_, "model.path")
-    return path if OmegaConf.select(_root_, "model._target_") == HuggingFace._target_ else None
+    if path is None or OmegaConf.select(_root_, "model._target_") != HuggingFace._target_:
+        return None
+    return str(path) if Path(str(path)).expanduser().exists() else None
 
 
 def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.mistakes import Known, choice_line, find_mistakes
 from foundry.config.rules import check
+from foundry.config.start_dir import anchor_paths
 
 Words = tuple[str, ...]
 
@@ -117,6 +118,7 @@ class _Composer:
             raise ConfigError(self._mistakes(words, error)) from error
         if violations := check(config):
             raise ConfigError(violations)
+        anchor_paths(config)
         return config
 
     def _mistakes(self, words: Words, error: Exception) -> list[Violation]:

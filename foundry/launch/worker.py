@@ -141,6 +141,8 @@ def _become_job(run_dir: Path, rank: int) -> dict[str, Any]:
     assert isinstance(saved, DictConfig)
     for name, value in saved.hydra.job.env_set.items():
         os.environ[str(name)] = str(value)
+    if saved.hydra.job.chdir:
+        os.chdir(run_dir)
     job_logging: Any = OmegaConf.to_container(saved.hydra.job_logging, resolve=True)
     if rank == 0:
         logging.config.dictConfig(job_logging)

@@ -1,0 +1,51 @@
+"""Paths that are meant from where the command was started, for jobs that Hydra moves into their own directories."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+_FOLDERS = ("data.cache_dir",)
+_SQLITE = "sqlite:///"
+_DEFAULT_URI = f"{_SQLITE}mlflow.db"
+_NO_PATHS = ("auto", "never")
+
+
+def anchor_paths(composed: DictConfig) -> None:
+    """Make the paths of a configuration absolute where its job will run in a directory of its own.
+
+    That is under `hydra.job.chdir=true`, for every setting of foundry's schemas that names a file or folder. Of a part
+    of the user's own nobody knows which of its values are paths.
+    """
+    if not OmegaConf.select(composed, "hydra.job.chdir"):
+        return
+    start = Path(str(composed.hydra.runtime.cwd))
+    for key in _path_keys(composed):
+        if (value := _value(composed, key)) is not None:
+            OmegaConf.update(composed, key, str(start / Path(value).expanduser()))
+    if (resume := _value(composed, "checkpoint.resume")) not in (None, *_NO_PATHS):
+        OmegaConf.update(composed, "checkpoint.resume", str(start / Path(str(resume)).expanduser()))
+    uri = _value(composed, "tracking.uri") or os.environ.get("MLFLOW_TRACKING_URI") or _DEFAULT_URI
+    if uri.startswith(_SQLITE) and len(uri) > len(_SQLITE):
+        OmegaConf.update(composed, "tracking.uri", f"{_SQLITE}{start / uri.removeprefix(_SQLITE)}")
+
+
+def _path_keys(composed: DictConfig) -> Iterator[str]:
+    for group in composed:
+        node: Any = None if group == "hydra" else composed._get_node(group)
+        schema = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+        for item in fields(schema) if is_dataclass(schema) else ():
+            if item.metadata.get("path") or f"{group!s}.{item.name}" in _FOLDERS:
+                yield f"{group!s}.{item.name}"
+
+
+def _value(composed: DictConfig, key: str) -> str | None:
+    try:
+        value = OmegaConf.select(composed, key)
+    except OmegaConfBaseException:  # of the job's number, say, which is not known yet
+        return None
+    return None if value is None else str(value)
