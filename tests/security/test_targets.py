@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 from attacks import CANARY, SECRET, hydra_targets, places, spoilt, targets
+from composition import configure
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry.config.command import command
 from foundry.config.errors import ConfigError
@@ -15,6 +18,7 @@ from foundry.config.frozen import load_config
 from foundry.config.recorded import own_targets
 from foundry.config.store import GROUPS
 from foundry.export import ExportOptions, export
+from foundry.run import run
 from foundry.sample import SampleOptions, sample
 
 COMMANDS = {"sample": (SampleOptions, sample), "export": (ExportOptions, export)}
@@ -257,3 +261,22 @@ def test_an_older_run_takes_defaults_and_a_newer_one_is_refused(lm, ask):
     assert "has no model" in ask("sample", lm)[2]
     (lm / "config.yaml").unlink()
     assert "has no config.yaml" in ask("sample", lm)[2]
+
+
+def test_a_run_that_started_from_a_folder_does_not_need_it_again(tmp_path, ask):
+    folder = tmp_path / "elsewhere"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=4096, max_position_embeddings=32, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = ["model=hf", f"model.path={folder}", "debug=fast", "data.seq_len=32", "tracking=none"]
+    run(configure(*words, "evaluation.write_samples=false", "tracking.progress=false"), tmp_path / "run")
+    shutil.rmtree(folder)
+    assert ask("export", tmp_path / "run")[0] == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() >= {"model.embed_tokens.weight"}
+    assert ask("sample", tmp_path / "run", "num_tokens=2")[0] == 0
+    told = tmp_path / "run" / "transformers" / "config.json"
+    told.write_text(json.dumps({**json.loads(told.read_text()), "attn_implementation": "evil/kernel"}))
+    code, _, err = ask("sample", tmp_path / "run", "num_tokens=2")
+    assert (code, "evil/kernel" in err, err.count("\n")) == (2, True, 1)
+    shutil.rmtree(told.parent)
+    assert ask("sample", tmp_path / "run", "num_tokens=2")[0] == 2
