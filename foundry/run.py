@@ -30,6 +30,7 @@ from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import restore_into
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.frozen import FILE_NAME as CONFIG_FILE
 from foundry.config.frozen import hash_config, plain, save_config
 from foundry.config.model import HuggingFace
 from foundry.config.root import Config
@@ -58,9 +59,12 @@ from foundry.parts import (
 from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
 from foundry.records.ends import leave_note, record_end, record_if_dead
 from foundry.records.files import UnsafeFileError, make_folder, write_atomically
-from foundry.records.lock import hold
+from foundry.records.lock import hold, hold_again
+from foundry.records.run_folder import RunFolder
+from foundry.records.run_log import move_logs
 from foundry.records.status import read_status
 from foundry.records.strict_json import encode
+from foundry.tracking.folder_watch import FolderWatch
 from foundry.tracking.observers import build_observers
 from foundry.training.best import Best
 from foundry.training.early_stopping import EarlyStopping
@@ -133,13 +137,18 @@ def run(config: Config, run_dir: Path) -> RunResult:
             memory_explained(world.device, world.rank),
         ):
             data = _data(config, origin)
-            trainer, plan = _assemble(config, config_hash, data, run_dir, world, origin)
-            if world.is_main:
+            folder = RunFolder(run_dir, marker=CONFIG_FILE) if world.is_main else None
+            trainer, plan = _assemble(config, config_hash, data, run_dir, world, origin, folder)
+            if folder is not None:
                 _write_facts(config, plan, data, run_dir)
+                held.callback(folder.close)
+                folder.refill = partial(_refill, config, plan, data, held)
+                observers.insert(0, FolderWatch(folder, observers, trainer.evaluator.move))
             trainer.observers = observers
             started = _started(config, config_hash, trainer, plan, run_dir)
             with trainer.watchdog, trainer.interruption:
-                return RunResult(run_dir, trainer.fit(started))
+                result = trainer.fit(started)
+            return RunResult(run_dir if folder is None else folder.path, result)
 
 
 def _identity(config: Config) -> dict[str, Any]:
@@ -194,6 +203,14 @@ def _write_architecture(config: Config, model: Any, run_dir: Path) -> None:
         write_atomically(make_folder(run_dir / TRANSFORMERS) / "config.json", model.hf_config().to_json_string())
 
 
+def _refill(config: Config, plan: dict[str, Any], data: DataSplits, held: ExitStack, run_dir: Path) -> None:
+    """Make a new folder the run's, whose own was lost."""
+    if not hold_again(run_dir, held):
+        raise BlockingIOError(f"another process trains in {run_dir}")
+    move_logs(run_dir)
+    _write_facts(config, plan, data, run_dir)
+
+
 def _recorded(config: Config) -> dict[str, Any]:
     """The configuration as a manifest holds it, in strict JSON: no gradient clipping may be a norm of infinity."""
     recorded: dict[str, Any] = json.loads(encode(plain(config)))
@@ -201,7 +218,13 @@ def _recorded(config: Config) -> dict[str, Any]:
 
 
 def _assemble(
-    config: Config, config_hash: str, data: DataSplits, run_dir: Path, world: World, origin: Origin | None
+    config: Config,
+    config_hash: str,
+    data: DataSplits,
+    run_dir: Path,
+    world: World,
+    origin: Origin | None,
+    folder: RunFolder | None,
 ) -> tuple[Trainer, dict[str, Any]]:
     """Build the parts, bring them to where they go on from, and hand them to a trainer; also the plan of the run."""
     hparams = config.hparams
@@ -249,7 +272,7 @@ def _assemble(
         early_stopping=EarlyStopping(config.evaluation.early_stopping),
         pruning=Pruning.of(run_dir, world),
         best=Best(config.checkpoint.keep_best),
-        keeper=_keeper(config, config_hash, data, parallel, ema, optimizers, budget, run_dir, world),
+        keeper=_keeper(config, config_hash, data, parallel, ema, optimizers, budget, run_dir, world, folder),
         agreement=Agreement(world),
         interruption=Interruption(),
         ema=ema,
@@ -319,13 +342,13 @@ def _keeper(
     budget: Budget,
     run_dir: Path,
     world: World,
+    folder: RunFolder | None,
 ) -> Keeper:
     """What writes checkpoints, where any are wanted."""
     wanted = config.checkpoint
     if wanted.is_off:
         return NoKeeper()
     return RunKeeper(
-        run_dir=run_dir,
         checkpointer=Checkpointer(
             run_dir,
             world,
@@ -333,6 +356,7 @@ def _keeper(
             keep_last=wanted.keep_last,
             keep_every_steps=wanted.keep_every,
             strict=wanted.strict_saves,
+            locate=None if folder is None else folder.ensure,
         ),
         model=parallel.model,
         ema=ema,

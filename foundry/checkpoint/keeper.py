@@ -28,7 +28,6 @@ class RunKeeper:
     """A run's checkpoints, as the trainer asks for them.
 
     Attributes:
-        run_dir: the run directory.
         checkpointer: writes them.
         model: as it was wrapped.
         ema: averaged weights, where kept.
@@ -39,7 +38,6 @@ class RunKeeper:
         facts: what every manifest says of the run: config_hash, config and strategy.
     """
 
-    run_dir: Path
     checkpointer: Checkpointer
     model: nn.Module
     ema: WeightAverage | None
@@ -104,7 +102,7 @@ class RunKeeper:
             is_best=is_best,
             wait=wait,
         )
-        return self.run_dir / "checkpoints" / step_name(progress.steps)
+        return self.checkpointer.run_dir / "checkpoints" / step_name(progress.steps)
 
     def finish(self) -> None:
         """Wait until everything is on the disk.
@@ -120,7 +118,7 @@ class RunKeeper:
         Random numbers go on: what they were drawn for is not read again.
         """
         self.checkpointer.join()
-        folder = verify_newest(self.run_dir, self.world)
+        folder = verify_newest(self.checkpointer.run_dir, self.world)
         if folder is None:
             return None
         restore_into(folder, self.model, self.ema, self.optimizers)

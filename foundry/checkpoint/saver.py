@@ -60,6 +60,7 @@ class Checkpointer:
     the last one of a run.
 
     Attributes:
+        run_dir: where the last checkpoint was written.
         failed_saves: how many could not be written.
         blocked_seconds: how long the last `save` kept the training thread.
         seconds: from the call of the last save that has ended to its end.
@@ -74,6 +75,7 @@ class Checkpointer:
         keep_last: int | None,
         keep_every_steps: int | None,
         strict: bool,
+        locate: Callable[[], Path] | None = None,
     ) -> None:
         """Prepare to save into a run directory; what interrupted saves have left there goes with the first save.
 
@@ -84,8 +86,10 @@ class Checkpointer:
             keep_last: how many of the newest to keep; None: all.
             keep_every_steps: multiples of this are kept for good; None: there are none.
             strict: raise what went wrong, at the next call of `save` or `finish`.
+            locate: says on rank 0, before each save, where the run directory is by then; None: where it was.
         """
-        self._run_dir, self._world, self._strict = run_dir, world, strict
+        self.run_dir, self._locate = run_dir, locate
+        self._world, self._strict = world, strict
         self._keep_last, self._keep_every_steps = keep_last, keep_every_steps
         # Its own group: the background thread's messages never meet those of the training thread.
         self._group = dist.new_group(backend="gloo") if world.world_size > 1 else None
@@ -175,20 +179,23 @@ class Checkpointer:
     def _run(self, job: _Save) -> None:
         """Save, and turn what goes wrong into a line and a number."""
         step = job.manifest.step
-        folder = self._run_dir / "checkpoints" / step_name(step)
         try:
-            self._write(job, folder)
+            self._write(job)
         except Exception as error:
             self.failed_saves += 1
+            folder = self.run_dir / "checkpoints" / step_name(step)
             self._error = SaveError(f"no checkpoint of step {step} at {folder}: {error}")
             if self._world.is_main:
-                shutil.rmtree(partial_of(self._run_dir, step), ignore_errors=True)
+                shutil.rmtree(partial_of(self.run_dir, step), ignore_errors=True)
                 log.error("%s; earlier checkpoints stay", self._error)
         self.seconds = time.perf_counter() - job.begin
 
-    def _write(self, job: _Save, folder: Path) -> None:
+    def _write(self, job: _Save) -> None:
         """All ranks together; each step begins when all have done the one before."""
-        is_there = self._together(partial(self._on_main, self._prepare, folder))[0]
+        prepared = self._together(partial(self._on_main, self._prepare, job.manifest.step))[0]
+        assert prepared is not None
+        self.run_dir, is_there = prepared
+        folder = self.run_dir / "checkpoints" / step_name(job.manifest.step)
         if is_there and not damage_together(folder, self._world, self._group):
             self._together(partial(self._on_main, self._point_to, folder, job.is_best))
             return
@@ -197,14 +204,17 @@ class Checkpointer:
             files |= part
         self._together(partial(self._on_main, self._publish, job, files))
 
-    def _prepare(self, folder: Path) -> bool:
-        remove_leftovers(self._run_dir)
-        make_folder(folder.parent)
-        partial_of(self._run_dir, step_of(folder)).mkdir()
-        return folder.exists()
+    def _prepare(self, step: int) -> tuple[Path, bool]:
+        """Make room for a checkpoint; where the run directory is, and whether it has one of this step."""
+        run_dir = self.run_dir if self._locate is None else self._locate()
+        remove_leftovers(run_dir)
+        partial = partial_of(run_dir, step)
+        make_folder(partial.parent)
+        partial.mkdir()
+        return run_dir, (partial.parent / step_name(step)).exists()
 
     def _write_files(self, job: _Save) -> dict[str, FileFacts]:
-        folder, rank = partial_of(self._run_dir, job.manifest.step), f"{self._world.rank:05d}"
+        folder, rank = partial_of(self.run_dir, job.manifest.step), f"{self._world.rank:05d}"
         return {
             f"shard-{rank}.safetensors": write_shard(folder / f"shard-{rank}.safetensors", job.chunks),
             f"rank-{rank}.json": write_json(folder / f"rank-{rank}.json", job.rank_state),
@@ -212,7 +222,7 @@ class Checkpointer:
 
     def _publish(self, job: _Save, files: Mapping[str, FileFacts]) -> None:
         about = Manifest(**{**vars(job.manifest), "files": files})
-        self._point_to(publish(partial_of(self._run_dir, about.step), about), job.is_best)
+        self._point_to(publish(partial_of(self.run_dir, about.step), about), job.is_best)
 
     def _point_to(self, folder: Path, is_best: bool) -> None:
         """Set the links, then delete what is no longer wanted."""
@@ -220,18 +230,18 @@ class Checkpointer:
         if is_best:
             link(folder, BEST)
         # Of later steps are only those that a run which went back has left.
-        earlier = {step_of(other): other for other in list_checkpoints(self._run_dir)}
+        earlier = {step_of(other): other for other in list_checkpoints(self.run_dir)}
         steps = [step for step in earlier if step <= step_of(folder)]
         unwanted = to_remove(
             steps,
             keep_last=self._keep_last,
             keep_every_steps=self._keep_every_steps,
-            best=linked_step(self._run_dir, BEST),
+            best=linked_step(self.run_dir, BEST),
         )
         try:
             for step in unwanted:
                 remove(earlier[step])
-            remove_leftovers(self._run_dir)
+            remove_leftovers(self.run_dir)
         except OSError as error:
             log.warning("%s could not be deleted and will be tried again: %s", error.filename, error.strerror)
 

@@ -29,8 +29,11 @@ def hold(folder: Path, held: ExitStack) -> bool:
         UnsafeFileError: `.lock` is no regular file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() in _ours:
-        return False
+    return folder.resolve() not in _ours and hold_again(folder, held)
+
+
+def hold_again(folder: Path, held: ExitStack) -> bool:
+    """Lock a directory as `hold` does, also one that this process has held and that was deleted and made anew."""
     file = held.enter_context(open_regular(folder / LOCK, "a"))
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,7 +48,7 @@ def hold(folder: Path, held: ExitStack) -> bool:
     file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one
     file.flush()
     _ours.add(folder.resolve())
-    held.callback(_ours.remove, folder.resolve())
+    held.callback(_ours.discard, folder.resolve())
     return True
 
 

@@ -20,7 +20,7 @@ from foundry.training.step import to_device
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Evaluator:
     """Evaluates the model as it is; every rank calls each method together with the others.
 
@@ -75,6 +75,10 @@ class Evaluator:
         total = self.world.all_reduce_sum(torch.stack([counted, *sums.values()])).tolist()
         return {name: value / max(total[0], 1.0) for name, value in zip(sums, total[1:], strict=True)}
 
+    def move(self, run_dir: Path) -> None:
+        """Write what is drawn from now on into another run directory."""
+        self.samples_dir = None if self.samples_dir is None else run_dir / self.samples_dir.name
+
     def draw(self, step: int) -> Path | None:
         """Draw samples after `step` steps; rank 0 keeps them as samples_<step>, and the newest as samples."""
         if self.samples_dir is None or not isinstance(self.objective, Drawing):
@@ -84,6 +88,7 @@ class Evaluator:
         if not self.world.is_main:
             return None
         try:
+            self.samples_dir.mkdir(exist_ok=True)  # not its parents: a run directory that is gone is made elsewhere
             make_folder(self.samples_dir)
             samples.save(self.samples_dir / f"samples_{step:08d}")
             return samples.save(self.samples_dir / "samples")
