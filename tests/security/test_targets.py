@@ -263,11 +263,12 @@ def test_an_older_run_takes_defaults_and_a_newer_one_is_refused(lm, ask):
     assert "has no config.yaml" in ask("sample", lm)[2]
 
 
-def test_a_run_that_started_from_a_folder_does_not_need_it_again(tmp_path, ask):
+def test_a_run_that_started_from_a_folder_does_not_need_it_again(lm, tmp_path, ask):
     folder = tmp_path / "elsewhere"
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=4096, max_position_embeddings=32, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    shutil.copy(lm / "tokenizer.json", folder)
     words = ["model=hf", f"model.path={folder}", "debug=fast", "data.seq_len=32", "tracking=none"]
     run(configure(*words, "evaluation.write_samples=false", "tracking.progress=false"), tmp_path / "run")
     shutil.rmtree(folder)
