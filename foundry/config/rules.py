@@ -29,6 +29,7 @@ from foundry.config.root import Config, to_config
 from foundry.config.scheduler import Scheduler
 from foundry.config.secrets import check_secrets
 from foundry.config.setting import OutOfBounds, check_fields, guarded
+from foundry.config.sizes import check_sizes
 from foundry.config.targets import check_targets
 
 
@@ -305,6 +306,10 @@ def _kinds(config: Config, launch: Launch) -> Iterator[Violation]:
             )
 
 
+def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_sizes(config)
+
+
 def _accumulation(config: Config, launch: Launch) -> Iterator[Violation]:
     expected = config.hparams.global_batch_size // max(1, config.hparams.per_gpu_batch_size * launch.world_size)
     if config.hparams.accum_freq != expected:
@@ -388,6 +393,7 @@ RULES: tuple[Rule, ...] = (
     _learning_rates,
     _lengths,
     _kinds,
+    _sizes,
     _targets,
     _loss,
     _metrics,

@@ -7,7 +7,7 @@ from harness import spawn
 pytestmark = pytest.mark.distributed
 
 # No size divides by the number of ranks, and there are more ranks than rows somewhere.
-MODEL = ["model.vocab_size=61", "model.hidden_size=6", "model.intermediate_size=7", "model.num_layers=3"]
+MODEL = ["model.vocab_size=307", "model.hidden_size=6", "model.intermediate_size=7", "model.num_layers=3"]
 HEADS = ["model.num_heads=3", "model.num_kv_heads=1", "data.vocab_size=300", "data.seq_len=5"]
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.ema_decay=0.9"]
 
@@ -54,7 +54,7 @@ def _measure_one(world, config):
     ema = WeightAverage(parallel.inner, config.hparams.ema_decay)
     optimizers = build(config.optimizer, model=parallel.model, lr=config.hparams.lr)
     objective = build(config.objective)
-    tokens = torch.randint(61, (2, 5))
+    tokens = torch.randint(307, (2, 5))
     gradients, gathered = [], 0
     for last in (False, True):
         with parallel.sync.microbatch(first=not last, last=last):

@@ -1,0 +1,39 @@
+"""Sizes of a model that contradict its data's are refused when the run is composed."""
+
+import pytest
+from composition import configure
+
+from foundry.config.errors import ConfigError
+
+LLAMA = "model=hf_llama"
+DIGITS = "hparams=diffusion"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "named"),
+    [
+        ([DIGITS, "model.image_size=16"], "model.image_size", "must be data.image_size=8"),
+        ([DIGITS, "model.image_size=4"], "model.image_size", "must be data.image_size=8"),
+        ([DIGITS, "model.num_channels=3"], "model.num_channels", "must be data.num_channels=1"),
+        ([DIGITS, "model.num_classes=9"], "model.num_classes", "at least data.num_classes=10"),
+        ([DIGITS, "model.patch_size=3"], "model.patch_size", "must divide"),
+        (["model.vocab_size=4095"], "model.vocab_size", "at least data.vocab_size=4096"),
+        (["model.max_seq_len=255"], "model.max_seq_len", "at least data.seq_len=256"),
+        ([LLAMA, "model.vocab_size=100"], "model.vocab_size", "at least data.vocab_size=4096"),
+        ([LLAMA, "model.max_seq_len=100"], "model.max_seq_len", "at least data.seq_len=256"),
+    ],
+)
+def test_a_contradiction_is_one_line(words, key, named):
+    with pytest.raises(ConfigError) as refused:
+        configure(*words)
+    (violation,) = refused.value.violations
+    assert violation.key == key
+    assert named in violation.message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[DIGITS, "model.num_classes=11"], ["model.vocab_size=5000"], ["model.max_seq_len=1024"], ["data.vocab_size=300"]],
+)
+def test_more_than_the_data_need_is_accepted(words):
+    configure(*words)
