@@ -73,9 +73,11 @@ def experiment(name: str) -> str:
 def sync_command(run_dir: Path, uri: str) -> str:
     """The command that sends to a store what it missed; a store that the environment does not name is named in it."""
     command = ["python", "-m", "foundry.tracking.sync", f"dir={run_dir}"]
-    if uri != tracking_uri():
-        command.append(f"uri={masked_text(uri)}")
-    return shlex.join(command)
+    if uri == tracking_uri():
+        return shlex.join(command)
+    if (shown := masked_text(uri)) != uri:  # its credentials should not be in a shell's history
+        return f"MLFLOW_TRACKING_URI={shown} {shlex.join(command)}"
+    return shlex.join([*command, f"uri={uri}"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,6 +148,8 @@ def test_the_command_that_a_run_prints_is_the_one_that_works(run_dir, sent):
         command = shlex.split(sync_command(run_dir, uri))
         assert sync.main(command[3:]) == 0
     assert sent == [tracking_uri(), "http://one.example"]
+    said = sync_command(run_dir, "http://ann:hidden-pw@one.example")
+    assert said.startswith("MLFLOW_TRACKING_URI=http://***@one.example python ")
 
 
 @pytest.mark.slow
