@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.holes import check_hydra
 from foundry.config.mistakes import find_mistakes, includes_schemas, master_over_options, without_null_choices
 from foundry.config.resolvers import register_resolvers
 from foundry.config.root import Config
@@ -121,7 +122,7 @@ def _load(
     _note_secrets(overrides, run_mode)
     # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed.
     # But it is written down as it is.
-    if violations := check(config) if run_mode is RunMode.RUN else list(check_secrets(config)):
+    if violations := check(config) if run_mode is RunMode.RUN else [*check_secrets(config), *check_hydra(config)]:
         raise ConfigError(violations)
     anchor_paths(config)
     return config

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,10 @@ from foundry.config.root import Config
 from foundry.config.rules import check
 from foundry.config.store import GROUPS, group_schemas
 from foundry.config.targets import FOR_THOSE_THAT_TAKE_THEM
+from foundry.config.wanted import options_of, wanted
 
 _SEARCHPATH = "hydra.searchpath"
 _NO_OVERRIDE = "is not of the form key=value; put a value with spaces, commas, = or special characters into quotes"
-_KINDS = {
-    "integer": "a whole number",
-    "int": "a number",
-    "float": "a number",
-    "bool": "true or false",
-    "boolean": "true or false",
-    "string": "a text",
-    "str": "a text",
-}
-_MESSAGES = (
-    (r"could not be converted to (\w+)", _KINDS),
-    (r"is not a valid (\w+)", _KINDS),
-    (r"Cannot convert '\w+' to (\w+)", _KINDS),
-    (r"type hint '.*Union\[([^\]]*)\]", _KINDS),
-)
-"""OmegaConf's messages about types, and the names of types in them."""
 
 
 def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> bool:
@@ -142,20 +126,20 @@ def find_mistakes(
     try:
         config = compose(_lines(good))
     except Exception as base_error:
-        return violations or list(_wrong_choices(compose, good)) or [_unattributed(base_error)]
+        return violations or list(_wrong_alone(compose, good)) or [_unattributed(base_error)]
     for value in values:
         found = list(_apply(repo, config, value, sweeping=not whole))
         violations += found
         if not found:
             good.append(value)
     if not violations:
-        return [_unattributed(error)]
+        return list(_wrong_alone(compose, good)) or [_unattributed(error)]
     is_ours = OmegaConf.get_type(config) is Config
     return violations + (known.check(config, _lines(good)) if whole and is_ours else [])
 
 
-def _wrong_choices(compose: Callable[[list[str]], DictConfig], words: list[Override]) -> Iterator[Violation]:
-    """Choices that do not compose by themselves."""
+def _wrong_alone(compose: Callable[[list[str]], DictConfig], words: list[Override]) -> Iterator[Violation]:
+    """Overrides that do not compose by themselves, for a reason that only composing finds."""
     folders = [word for word in words if word.key_or_group == _SEARCHPATH]
     for word in words:
         try:
@@ -217,9 +201,9 @@ def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
             if override.key_or_group:
                 parsed.append(override)
             else:
-                violations.append(Violation(shown(line), _NO_OVERRIDE))
+                violations.append(Violation(shown(line) or "''", _NO_OVERRIDE))
         except HydraException:
-            violations.append(Violation(shown(line), _NO_OVERRIDE))
+            violations.append(Violation(shown(line) or "''", _NO_OVERRIDE))
         except Exception as error:  # numbers of too many digits, brackets within brackets without end
             violations.append(Violation(shown(line), f"cannot be read: {first_line(str(error))}"))
     return parsed, violations
@@ -323,25 +307,11 @@ def _explain_mapping(key: str, override: Override, node: DictConfig, error: Exce
 def explain_value(override: Override, error: Exception) -> Violation:
     """What is wrong with a value, from OmegaConf's error about it."""
     key, value, message = override.key_or_group, shown(override.get_value_string()), str(error)
-    if (names := _enumerated(error, message)) and override.value() is not None:
-        return Violation(key, f"is {value} but must be one of {', '.join(names)}{nearest(value, names)}")
     if "is not Optional" in message:
         return Violation(key, "cannot be null; it must have a value")
-    if isinstance(error, OverflowError):
-        return Violation(key, f"is {value} but must be a number that a float holds")
-    for pattern, kinds in _MESSAGES:
-        if found := re.search(pattern, message):
-            wanted = dict.fromkeys(kinds.get(name, name) for name in found[1].lower().split(", "))
-            return Violation(key, f"is {value} but must be {' or '.join(wanted)}")
+    if (kind := wanted(error)) is not None:
+        return Violation(key, f"is {value} but must be {kind}{nearest(value, options_of(error))}")
     return Violation(key, f"cannot be {value}: {first_line(message)}")
-
-
-def _enumerated(error: Exception, message: str) -> list[str]:
-    """What OmegaConf would have taken where it takes names of an enumeration."""
-    if found := re.search(r"expected one of \[(.*)\]", message):
-        return [name.strip() for name in found[1].split(",")]
-    kind = getattr(getattr(error, "child_node", None), "enum_type", None)
-    return [member.name for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
 
 
 def _unknown_key(repo: IConfigRepository, config: DictConfig, key: str) -> str:
@@ -378,6 +348,8 @@ def _unattributed(error: Exception) -> Violation:
     """An error that no single override explains, such as a wrong key in a YAML file, in one line."""
     cause = error.__cause__ or error
     text = f"{first_line(str(error))} {first_line(str(cause)) if cause is not error else ''}".strip()
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        text = f"{type(error).__name__}: {text}"
     where = re.search(r"In '([^']*)'", str(error))
     key = re.search(r"full_key: (\S+)", str(cause)) or re.search(r"full_key: (\S+)", str(error))
     hint = did_you_mean(key[1], settings()) if key and re.search("Key '.*' (is )?not in", text) else ""

@@ -1,6 +1,5 @@
 """What a composed configuration must satisfy beyond its types. A rule yields a violation for each thing wrong."""
 
-import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,8 +9,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
@@ -19,11 +18,11 @@ from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation, first_line, shown
 from foundry.config.guard import SpikeAction
+from foundry.config.holes import check_hydra, holes
 from foundry.config.hparams import HParams, ScheduleUnit
 from foundry.config.launcher import check_launcher, tasks_of
 from foundry.config.lengths import budget_of, check_lengths, given_sizes
 from foundry.config.metrics import check_metrics, check_sweeper, declared
-from foundry.config.names import did_you_mean
 from foundry.config.precision import PrecisionMode
 from foundry.config.root import Config, to_config
 from foundry.config.scheduler import Scheduler
@@ -66,7 +65,8 @@ def check(composed: DictConfig) -> list[Violation]:
         return list(error.violations)
     choices = list(_check_choices(composed))
     keys = [str(key) for key in composed if key != "hydra" and key not in {wrong.key for wrong in choices}]
-    if wrong := [*choices, *(hole for key in keys for hole in _holes(composed, key, key))]:
+    missing = [hole for key in keys for hole in holes(composed, key, key)]
+    if wrong := [*choices, *missing, *check_hydra(composed)]:
         return wrong
     try:
         config = to_config(composed)
@@ -107,42 +107,6 @@ def _check_choices(composed: DictConfig) -> Iterator[Violation]:
             yield Violation(group, "takes one option; to sweep over several add -m and leave out the brackets")
         elif group not in choices and any(word == f"~{group}" or word.startswith(f"~{group}=") for word in words):
             yield Violation(group, f"cannot be removed; leave out ~{group}, or choose an option as {group}=...")
-
-
-def _holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
-    """Values at and below `key` that are missing, lead nowhere, or belong to no schema."""
-    schema = OmegaConf.get_type(parent)
-    known = {item.name for item in fields(schema)} if is_dataclass(schema) else None
-    if known is not None and key not in known:
-        whole = path.rpartition(".")[0]
-        hint = did_you_mean(path, [f"{whole}.{name}" if whole else name for name in known])
-        yield Violation(path, f"is no key of {whole or 'the configuration'}{hint}")
-    elif OmegaConf.is_missing(parent, key):
-        doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""
-        yield Violation(path, f"has no value{f' ({doc})' if doc else ''}; give it as {path}=...")
-    elif OmegaConf.is_interpolation(parent, key):
-        raw = OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[index]
-        try:
-            parent[key]
-        except OmegaConfBaseException as error:
-            yield Violation(path, _leads_nowhere(str(raw), path, error))
-    elif isinstance(child := parent._get_node(key), DictConfig) and not child._is_none():
-        for name in list(child):
-            yield from _holes(child, name, f"{path}.{name}")
-    elif isinstance(child, ListConfig) and not child._is_none():
-        for index in range(len(child)):
-            yield from _holes(child, index, f"{path}[{index}]")
-
-
-def _leads_nowhere(interpolation: str, path: str, error: Exception) -> str:
-    remedy = f"set {path}=..."
-    if plain := re.fullmatch(r"\$\{(\.*[\w.]+)\}", interpolation):
-        if isinstance(error, InterpolationKeyError | InterpolationToMissingValueError):
-            group = path.partition(".")[0]
-            return f"is taken from {plain[1]}, which has no value here; {remedy} or choose another {group}"
-        if plain[1] == path:
-            return f"is taken from itself; {remedy}"
-    return f"is {shown(interpolation)}, which cannot be used: {first_line(str(error))}; {remedy}"
 
 
 def _check_bounds(config: Config) -> Iterator[Violation]:

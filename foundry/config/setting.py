@@ -133,7 +133,7 @@ def _wrong_text(text: str) -> str | None:
 def _wrong_number(value: float, bounds: Mapping[str, float], *, finite: bool) -> str | None:
     """Why a number can be no setting; None where it can."""
     broken = [name for name, bound in bounds.items() if not _HOLDS[name][1](value, bound)]
-    if broken or math.isnan(value):
+    if broken or value != value:
         wanted = " and ".join(f"{_HOLDS[name][0]} {bounds[name]:,}" for name in broken)
         return f"is {shown(value)} but must be {wanted or 'a number'}"
     if isinstance(value, int):

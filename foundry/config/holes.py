@@ -1,0 +1,76 @@
+"""Values of a composed configuration that are missing, lead nowhere, or belong to no schema."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
+
+from foundry.config.errors import Violation, first_line, shown
+from foundry.config.launcher import SCHEMAS as LAUNCHERS
+from foundry.config.names import did_you_mean
+from foundry.config.root import Config
+from foundry.config.sweep import SCHEMAS as SWEEPERS
+from foundry.config.wanted import wanted
+
+
+def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
+    """Values at and below `key` that are missing, lead nowhere, or belong to no schema."""
+    schema = OmegaConf.get_type(parent)
+    known = {item.name for item in fields(schema)} if is_dataclass(schema) else None
+    if known is not None and key not in known:
+        whole = path.rpartition(".")[0]
+        hint = did_you_mean(path, [f"{whole}.{name}" if whole else name for name in known])
+        yield Violation(path, f"is no key of {whole or 'the configuration'}{hint}")
+    elif OmegaConf.is_missing(parent, key):
+        doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""
+        yield Violation(path, f"has no value{f' ({doc})' if doc else ''}; give it as {path}=...")
+    elif OmegaConf.is_interpolation(parent, key):
+        raw = OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[index]
+        try:
+            value = parent[key]
+        except OmegaConfBaseException as error:
+            yield Violation(path, _leads_nowhere(str(raw), path, error))
+        else:
+            if known is not None and schema is not Config and not _is_alike(parent._get_node(key), value):
+                yield Violation(path, f"is {shown(raw)}, which leads to another kind of value; set {path}=...")
+    elif isinstance(child := parent._get_node(key), DictConfig) and not child._is_none():
+        for name in list(child):
+            yield from holes(child, name, f"{path}.{name}")
+    elif isinstance(child, ListConfig) and not child._is_none():
+        for index in range(len(child)):
+            yield from holes(child, index, f"{path}[{index}]")
+
+
+def _leads_nowhere(interpolation: str, path: str, error: Exception) -> str:
+    remedy = f"set {path}=..."
+    if plain := re.fullmatch(r"\$\{(\.*[\w.]+)\}", interpolation):
+        if isinstance(error, InterpolationKeyError | InterpolationToMissingValueError):
+            group = path.partition(".")[0]
+            return f"is taken from {plain[1]}, which has no value here; {remedy} or choose another {group}"
+        if plain[1] == path:
+            return f"is taken from itself; {remedy}"
+    if (kind := wanted(error)) is not None:
+        return f"is {shown(interpolation)}, which leads to something else than {kind}; {remedy}"
+    return f"is {shown(interpolation)}, which cannot be used: {first_line(str(error))}; {remedy}"
+
+
+def _is_alike(node: Any, value: object) -> bool:
+    """Whether an interpolation leads to what its place takes: a mapping, a list, or a single value."""
+    if any(isinstance(node, kind) != isinstance(value, kind) for kind in (DictConfig, ListConfig)):
+        return False
+    taken: Any = node._metadata.ref_type
+    given: Any = OmegaConf.get_type(value) if isinstance(value, DictConfig) else None
+    if given is None or not isinstance(taken, type) or not hasattr(taken, "__dataclass_fields__"):
+        return given is None or not is_dataclass(given)
+    return issubclass(given, taken)
+
+
+def check_hydra(composed: DictConfig) -> Iterator[Violation]:
+    """Values in foundry's own parts of Hydra's configuration that are missing, lead nowhere or are unknown."""
+    for name, schemas in (("launcher", LAUNCHERS), ("sweeper", SWEEPERS)):
+        node = OmegaConf.select(composed, f"hydra.{name}")
+        if isinstance(node, DictConfig) and OmegaConf.get_type(node) in schemas:
+            yield from holes(composed.hydra, name, f"hydra.{name}")

@@ -1,0 +1,226 @@
+"""Every setting of every option with values that nobody means: a line each, or a run that makes sense.
+
+`FOUNDRY_ALL_VALUES=1 pytest -s tests/config/test_hostile_values.py` tries every value on every setting; otherwise a
+fixed share of them is.
+"""
+
+import math
+import os
+import pickle
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+import foundry.optim.schedules  # noqa: F401 # its import of torch is no part of a composition's time
+from foundry.config import mistakes
+from foundry.config.build import build
+from foundry.config.compose import config_dir, install
+from foundry.config.errors import ConfigError
+from foundry.config.frozen import hash_config
+from foundry.config.launcher import SCHEMAS as LAUNCHERS
+from foundry.config.lengths import budget_of, check_lengths
+from foundry.config.root import to_config
+from foundry.config.rules import check
+from foundry.config.scheduler import Scheduler
+from foundry.config.setting import check_fields
+from foundry.config.store import GROUPS
+from foundry.config.sweep import SCHEMAS as SWEEPERS
+
+SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30
+LIMIT_SECONDS = 5.0
+
+NUMBERS = ["0", "-1", "-0", "-0.0", "1e309", "1e308", "-1e308", "1e-320", "nan", "inf", "-inf", "1.5", "1e18", "1e15"]
+INTEGERS = [
+    str(2**31),
+    str(2**63 - 1),
+    str(2**63),
+    str(2**64),
+    "9" * 400,
+    "9" * 5000,
+    str(10**12),
+    str(10**15),
+    "1_000",
+]
+TEXTS = ["", "''", "' '", "x" * 10_000, "'\x1b[31mred'", "'a\nb'", "'\0'", "'\u202e'", "'\udc80'", "../..", "/dev/zero"]
+TEXTS += [
+    "ünïcode",
+    "'ünïcode'",
+    "'/**/nowhere'",
+    "'['",
+    "'**a'",
+    "true",
+    "yes",
+    "'???'",
+    "???",
+    "1e99 tokens",
+    "1e-99",
+]
+TEXTS += [
+    "'1e-99 run'",
+    "'99999999999999T'",
+    "'0:1 1:1'",
+    "'0:1'",
+    "'1 epochs'",
+    "'0.0000001 run'",
+    "'1e-320'",
+    "'$(ls)'",
+]
+NESTED = [
+    "null",
+    "[]",
+    "{}",
+    "[1,2]",
+    "[[[[1]]]]",
+    "{a: 1}",
+    "{a: {b: {c: [null]}}}",
+    "{_target_: os.getcwd}",
+    "[null]",
+]
+NESTED += ["[" * 30 + "]" * 30]
+INTERPOLATIONS = ["${a.b}", "${hparams.lr}", "${oc.env:FOUNDRY_NOWHERE}", "${oc.decode:'[1'}", "${nope:1}", "${..lr}"]
+INTERPOLATIONS += ["${hydra:runtime.cwd}", "${hparams}", "${", "$", "${oc.create:{a:1}}", "${model}", "'${a'"]
+SWEEPS = [
+    "1,2",
+    "range(0,1,0)",
+    "range(1,10)",
+    "glob(*)",
+    "choice(a,b)",
+    "interval(0,1)",
+    "sort(3,2)",
+    "int(x)",
+    "float(1e400)",
+]
+VALUES = [*NUMBERS, *INTEGERS, *TEXTS, *NESTED, *INTERPOLATIONS, *SWEEPS]
+
+ODD = ("Traceback", "object at 0x", "<class", "<enum", "full_key", "ConfigValueError", "NoneType")
+
+NEEDED = {
+    "data=text": ["data.path=setup.cfg"],
+    "model=hf": ["+model.config={hidden_size: 32}"],
+    "distributed=hsdp": ["distributed.num_replicas=1"],
+    "scheduler=constant": ["scheduler.min_lr=0"],
+    **{f"{group}={name}": ["hparams=diffusion"] for group, name in (("model", "dit"), ("data", "digits"))},
+    "objective=diffusion": ["hparams=diffusion"],
+    "hydra/launcher=slurm": ["hydra.mode=MULTIRUN"],
+    "hydra/launcher=local": ["hydra.mode=MULTIRUN"],
+}
+
+
+def options():
+    """A word for each option of each group, and the words without which it would not compose."""
+    for group in GROUPS:
+        for path in sorted((Path(config_dir()) / group).glob("*.yaml")):
+            if "/schema/" in path.read_text():
+                yield f"{group}={path.stem}"
+    yield from (f"hydra/launcher={schema.__name__.lower()}" for schema in LAUNCHERS)
+    yield from ("hydra/sweeper=foundry", "hydra/sweeper=optuna")
+
+
+def keys_of(config, path):
+    """Dotted paths of values and mappings below a group, and of the group."""
+    yield path
+    node = OmegaConf.select(config, path)
+    for key in node:
+        child = f"{path}.{key}"
+        yield from keys_of(config, child) if OmegaConf.is_dict(node._get_node(key)) else [child]
+
+
+@pytest.fixture(scope="module")
+def repository():
+    install()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return CachingConfigRepository(GlobalHydra.instance().config_loader().repository)
+
+
+def settled(repository, base, key, text):
+    """The configuration with a value set, or why not: what composing it ends in, at a twentieth of the time."""
+    parsed, violations = mistakes._parse([f"{key}={text}"])
+    config = pickle.loads(base)
+    for override in parsed:
+        if mistakes._is_choice(repository, override):
+            return None, violations  # the choice of an option, which other tests are about
+        violations += mistakes._apply(repository, config, override, sweeping=False)
+    if not violations:
+        violations += check(config) or sweeper_violations(config)
+    return config, violations
+
+
+def sweeper_violations(config):
+    sweeper = config.hydra.sweeper
+    if OmegaConf.get_type(sweeper) not in SWEEPERS:
+        return []
+    options = OmegaConf.to_object(sweeper)
+    return [*check_fields(options, "hydra.sweeper"), *options.check()]
+
+
+def badly_said(violations):
+    """What is wrong with the lines of an error: each is short, names a key and holds nothing of Python's."""
+    for line in map(str, violations):
+        if len(line) > 400 or not line.isprintable() or line.startswith(":"):
+            yield f"is no line: {line!r}"
+        yield from (f"says {odd}: {line}" for odd in ODD if odd in line)
+
+
+def nonsense(config):
+    """What is wrong with a configuration that was accepted, by what is derived of it before anything is built."""
+    own = to_config(config)
+    hash_config(own)
+    hparams, tokens = own.hparams, getattr(own.data, "seq_len", None)
+    try:
+        budget = budget_of(hparams, samples_per_epoch=10**6, world_size=1, tokens_per_sample=tokens)
+        violations = list(check_lengths(own, budget))
+    except ConfigError as error:
+        violations = list(error.violations)
+    yield from badly_said(violations)
+    if not violations and isinstance(own.scheduler, Scheduler) and own.scheduler._target_.startswith("foundry."):
+        yield from wrong_rates(own, budget)
+
+
+def wrong_rates(config, budget):
+    schedule = build(config.scheduler, max_lr=config.hparams.lr, budget=budget)
+    for samples in (0, 1, budget.total_samples // 2, budget.total_samples - 1):
+        lr = schedule.lr(samples, samples + 1)
+        if not 0 <= lr <= config.hparams.lr * (1 + 1e-9):
+            yield f"has the rate {lr} after {samples} samples"
+        if not math.isfinite(schedule.weight_decay(samples, samples + 1) or 0.0):
+            yield f"has no weight decay after {samples} samples"
+
+
+def problems(repository, base, key, text):
+    """What is wrong with how a value ends."""
+    begin = time.process_time()
+    try:
+        config, violations = settled(repository, base, key, text)
+        yield from badly_said(violations)
+        if not violations and config is not None:
+            yield from nonsense(config)
+    except Exception as error:
+        yield f"raises {type(error).__name__}: {str(error)[:300]}"
+    if time.process_time() - begin > LIMIT_SECONDS:
+        yield "takes too long"
+
+
+@pytest.mark.parametrize("option", options())
+def test_every_value_of_every_setting(option, repository, tmp_path, monkeypatch):
+    words = [option, *NEEDED.get(option, [])]
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        composed = compose("config", words, return_hydra_config=True)
+    base, group = pickle.dumps(composed), option.partition("=")[0].replace("/", ".")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.cfg").touch()
+    tried, wrong = 0, []
+    for key in keys_of(composed, group):
+        for text in VALUES:
+            if zlib.crc32(f"{option} {key}={text}".encode(errors="backslashreplace")) % SHARE == 0:
+                tried += 1
+                wrong += [f"{key}={text[:80]} {problem}" for problem in problems(repository, base, key, text)]
+    sys.stdout.write(f"\n{option}: {tried} tried\n")
+    assert wrong == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "setup.cfg"]

@@ -1,0 +1,85 @@
+"""Choices, values, deletions and broken syntax in any mixture: a configuration that makes sense, or a line each."""
+
+import time
+
+from hydra import compose, initialize_config_dir
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_hostile_values import VALUES, badly_said, nonsense
+
+from foundry.config.compose import config_dir, install
+from foundry.config.errors import ConfigError
+from foundry.config.names import settings as known_settings
+from foundry.config.store import GROUPS
+
+CHOICES = {
+    "hparams": ["llm", "diffusion"],
+    "optimizer": ["adamw", "muon", "sgd", "adam"],
+    "scheduler": ["wsd", "cosine", "constant", "linear", "inverse_square_root"],
+    "model": ["transformer", "dit", "hf_gpt2"],
+    "data": ["stdlib", "digits"],
+    "objective": ["next_token", "diffusion"],
+    "distributed": ["ddp", "fsdp", "none"],
+    "debug": ["fast", "null"],
+    "experiment": ["digits_epsilon", "null"],
+}
+KEYS = sorted(known_settings())
+BROKEN = [
+    "",
+    "=",
+    "~",
+    "+",
+    "a",
+    "a=",
+    "=b",
+    "a==b",
+    "a=b=c",
+    "'",
+    '"',
+    "{",
+    "[",
+    "a={",
+    "a=[1",
+    "a.b.=1",
+    "@=1",
+    "a@b:c=1",
+]
+
+choices = st.sampled_from([f"{group}={name}" for group, names in CHOICES.items() for name in names])
+wrong_choices = st.builds("{}={}".format, st.sampled_from(GROUPS), st.sampled_from(VALUES))
+good = st.builds(
+    "{}={}".format, st.sampled_from(KEYS), st.sampled_from(["1", "2", "0.5", "true", "null", "auto", "0.1"])
+)
+bad = st.builds("{}={}".format, st.sampled_from(KEYS), st.sampled_from(VALUES))
+signed = st.builds("{}{}".format, st.sampled_from(["+", "++", "~"]), st.one_of(good, choices))
+deleted = st.builds("~{}".format, st.sampled_from([*KEYS, *GROUPS, "hydra", "debug", "hydra.run"]))
+hydra = st.builds(
+    "hydra{}={}".format,
+    st.sampled_from(["", ".run.dir", ".job.num", "/launcher", "/sweeper", ".sweeper", ".job_logging", ".searchpath"]),
+    st.sampled_from(["null", "x", "3", "[1]", "{a: 1}", "foundry", "local", "slurm", "${nope}"]),
+)
+packaged = st.builds("{}@{}={}".format, st.sampled_from(GROUPS), st.sampled_from(["a", "_global_", ""]), st.just("x"))
+words = st.lists(
+    st.one_of(choices, wrong_choices, good, bad, signed, deleted, hydra, packaged, st.sampled_from(BROKEN)),
+    min_size=1,
+    max_size=4,
+)
+
+
+def problems(given_words):
+    try:
+        config = compose("config", given_words, return_hydra_config=True)
+    except ConfigError as refused:
+        yield from badly_said(refused.violations)
+    else:
+        yield from nonsense(config)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(words)
+def test_any_mixture_of_words(given_words):
+    install()
+    begin = time.process_time()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        assert list(problems(given_words)) == []
+    assert time.process_time() - begin < 5
