@@ -31,7 +31,7 @@ def loader(end):
         order=GlobalOrder(seed=0, fingerprint="numbers", num_samples=64),
         batch_size_at=lambda samples: 4,
         per_gpu_batch_size=4,
-        num_workers=2,
+        num_workers=1,  # of two, the second may die in the next epoch, when torch tells whoever runs by then
     )
 
 
