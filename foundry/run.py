@@ -250,7 +250,7 @@ def _assemble(
             restore_into(origin.folder, parallel.model, ema, optimizers)
         except CheckpointError as error:
             raise ConfigError(Violation("checkpoint.resume", str(error))) from error
-        schedule = reconcile(schedule, origin.manifest.state["schedule"], config.checkpoint.scheduler_on_resume)
+        schedule = reconcile(schedule, origin.state["schedule"], config.checkpoint.scheduler_on_resume)
     trainer = Trainer(
         step=_step(config, parallel, objective, optimizers, policy, world),
         source=build_loader(config, budget, data, world),
@@ -283,7 +283,7 @@ def _assemble(
     if origin is None:
         seed_rng(hparams.seed + 1 + world.rank)
     else:
-        trainer.load_state_dict(origin.manifest.state)
+        trainer.load_state_dict(origin.state)
         restore_rng(origin, world, hparams.seed)
     plan = _plan(config, budget, data, schedule, parallel, world)
     if world.is_main:

@@ -39,13 +39,13 @@ def saver(run_dir, *, asynchronous=False, keep_last=None, keep_every_steps=None,
     )
 
 
-def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, **options):
+def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, state=None, **options):
     """Save one checkpoint and wait for it; returns its folder."""
     checkpointer = checkpointer or saver(run_dir)
     checkpointer.save(
         step,
         tensors=lambda: collect(model, ema, optimizers),
-        manifest={**KNOWN, "state": {"position": step}, "optimizer": describe(model, optimizers)},
+        manifest={**KNOWN, "state": state or {"position": step}, "optimizer": describe(model, optimizers)},
         rank_state={"rng": step},
         **{"wait": True, **options},
     )

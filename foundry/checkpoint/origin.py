@@ -47,6 +47,11 @@ class Origin:
     folder: Path
     manifest: Manifest
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """The trainer's state; what it lacks is a ConfigError when it is asked for."""
+        return _Told({key: _told(value) for key, value in self.manifest.state.items()})
+
 
 def find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
     """The checkpoint to go on from; all ranks together, and with the same answer.
@@ -163,6 +168,18 @@ def check_data(origin: Origin, now: Mapping[str, Any], settings: Mapping[str, An
 def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:
     """What the data of a run differs in from that of a checkpoint; what the checkpoint does not say does not differ."""
     return [name for name in _DATA_KEYS if manifest.data.get(name) not in (None, now[name])]
+
+
+class _Told(dict[str, Any]):
+    """A mapping that refuses the checkpoint for what it lacks."""
+
+    def __missing__(self, key: str) -> Any:
+        message = f"leads to a checkpoint whose manifest has no {key} in its state; choose another checkpoint"
+        raise ConfigError(Violation(_KEY, message))
+
+
+def _told(value: Any) -> Any:
+    return _Told({key: _told(item) for key, item in value.items()}) if isinstance(value, dict) else value
 
 
 def past_its_end(origin: Origin) -> Origin:

@@ -163,3 +163,12 @@ def test_a_link_names_a_checkpoint_to_resume(tmp_path, link):
     folder = write(tmp_path / "run", 1, Net(1), is_best=True)
     origin = find_origin(str(folder.parent / link), tmp_path / "new", ALONE)
     assert origin.folder == folder.resolve()
+
+
+def test_state_that_is_missing_is_a_line(tmp_path):
+    write(tmp_path, 1, Net(1), state={"best": {"step": 3}})
+    state = find_origin("auto", tmp_path, ALONE).state
+    assert state["best"]["step"] == 3
+    for ask in (lambda: state["schedule"], lambda: state["best"]["value"]):
+        with pytest.raises(ConfigError, match=r"manifest has no (schedule|value) in its state"):
+            ask()
