@@ -151,10 +151,6 @@ def run(config: Config, run_dir: Path) -> RunResult:
             return RunResult(run_dir if folder is None else folder.path, result)
 
 
-def _identity(config: Config) -> dict[str, Any]:
-    return build_data(config).identity()
-
-
 def _data(config: Config, origin: Origin | None) -> DataSplits:
     """The data, in the order in which a run that is resumed has begun to read it."""
     data = build_data(config)
