@@ -22,13 +22,19 @@ from foundry.config.setting import setting
 from foundry.records.files import write_atomically
 
 _PREFIX = "plan."
+_ROWS, _MOST_ROWS = 100_000, 10_000_000
+"""Of schedule.csv: where nobody says how many, and at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What to plan beside the run itself."""
 
-    every: int = setting(1, "write every n-th update to schedule.csv", ge=1)
+    every: int | None = setting(
+        None,
+        f"write every n-th update to schedule.csv; null: as many as make at most {_ROWS:,} rows, all of a shorter run",
+        ge=1,
+    )
     step_seconds: float | None = setting(None, "duration of an optimizer step, for the length of the run", gt=0)
     measured: str | None = setting(None, "run directory to take that duration from: its median", path=True)
 
@@ -50,20 +56,37 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     step_seconds = options.step_seconds or (_measured(Path(options.measured)) if options.measured else None)
     data, ranks = build_data(config), world_size(config.distributed.nproc_per_node)
     budget = build_budget(config, data, ranks)
+    steps = _written(options.every, budget.total_steps)
     schedule, decay = build_schedule(config, budget), constant_weight_decay(config)
     content = _content(config, budget, data, schedule, ranks)
     if step_seconds is not None:
         content["step_seconds"] = step_seconds
         content["run_seconds"] = step_seconds * budget.total_samples / budget.batch_sizes.final
     write_atomically(run_dir / PLAN, json.dumps(content, indent=2) + "\n")
-    every = range(options.every, budget.total_steps + 1, options.every)
-    files = [run_dir / PLAN, report.write_csv(updates_of(schedule, budget, decay, every), run_dir)]
+    files = [run_dir / PLAN, report.write_csv(updates_of(schedule, budget, decay, steps), run_dir)]
     shown = list(updates_of(schedule, budget, decay, selection_of(schedule, budget)))
     files.append(report.write_picture(shown, phases_of(schedule, budget), run_dir))
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
     report.show(content, console)
     console.print(*(str(file) for file in files), sep="\n")
     return content
+
+
+def _written(every: int | None, total_steps: int) -> range:
+    """The updates in schedule.csv, counted from one.
+
+    Raises:
+        ConfigError: they are too many.
+    """
+    rows = total_steps // every if every is not None else 0
+    if rows > _MOST_ROWS:
+        near = -(-total_steps // _ROWS)
+        message = (
+            f"is {every}, which makes {rows:,} rows of schedule.csv; at most {_MOST_ROWS:,} are written: give {near}"
+        )
+        raise ConfigError(Violation("plan.every", message))
+    stride = every or max(1, -(-total_steps // _ROWS))
+    return range(stride, total_steps + 1, stride)
 
 
 def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) -> dict[str, Any]:
@@ -79,10 +102,10 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
 
     on_gpu = torch.cuda.is_available()
     fake = build_fake(partial(build, config.model))
-    microbatch = {
-        **read_batch(data.train, [0] * config.hparams.per_gpu_batch_size),
-        "position": torch.zeros(config.hparams.per_gpu_batch_size, dtype=torch.int64),
-    }
+    samples = config.hparams.per_gpu_batch_size
+    # One sample stands for all, which are not read: there may be more than fit into this machine.
+    sample = {name: t.expand(samples, *t.shape[1:]) for name, t in read_batch(data.train, [0]).items()}
+    microbatch = {**sample, "position": torch.zeros(samples, dtype=torch.int64)}
     memory = memory_of(config, fake, world_size=ranks, microbatch=microbatch, device_type="cuda" if on_gpu else "cpu")
     return {
         **plan_of(

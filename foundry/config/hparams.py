@@ -51,7 +51,7 @@ class HParams:
         8,
         "samples per forward pass on one rank: the microbatch",
         ge=1,
-        le=10**7,
+        le=10**6,
         source="micro_batch_size",
         aliases="per_device_train_batch_size, train_micro_batch_size_per_gpu, local_batch_size",
     )

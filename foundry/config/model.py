@@ -43,7 +43,7 @@ class Transformer(Model):
     intermediate_size: int = setting(
         704, "width of the SwiGLU feed-forward", ge=1, le=10**7, aliases="ffn_hidden_size, d_ff, n_inner"
     )
-    num_layers: int = setting(4, "blocks", ge=1, le=10_000, aliases="num_hidden_layers, n_layer, n_layers, depth")
+    num_layers: int = setting(4, "blocks", ge=1, le=1000, aliases="num_hidden_layers, n_layer, n_layers, depth")
     num_heads: int = setting(
         4, "query heads; must divide hidden_size", ge=1, le=10**5, aliases="num_attention_heads, n_head, n_heads"
     )
@@ -201,7 +201,7 @@ class DiT(Model):
     num_classes: int = setting("${data.num_classes}", "classes to condition on", ge=1, le=10**8)
     patch_size: int = setting(2, "height and width of a patch in pixels; must divide image_size", ge=1, le=10**5)
     hidden_size: int = setting(128, "width of the residual stream; a multiple of 4", ge=1, le=10**6)
-    num_layers: int = setting(4, "blocks", ge=1, le=10_000, aliases="num_hidden_layers, n_layer, n_layers, depth")
+    num_layers: int = setting(4, "blocks", ge=1, le=1000, aliases="num_hidden_layers, n_layer, n_layers, depth")
     num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
     mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
 

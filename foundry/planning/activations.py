@@ -39,7 +39,8 @@ def activation_bytes(
     saved = _Saved(model)
     # Outside of the mode: an objective may read `position`, and transformers looks at positions that it makes itself. A
     # model's own constants are real, then, and as small as in training.
-    fakes = {name: t if name == "position" else mode.from_tensor(t) for name, t in microbatch.items()}
+    # Contiguous, since one sample may stand for all of a microbatch.
+    fakes = {name: t if name == "position" else mode.from_tensor(t).contiguous() for name, t in microbatch.items()}
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), autocast:
         objective.loss(model, fakes)
     if not grad_checkpointing:

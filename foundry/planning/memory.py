@@ -30,6 +30,7 @@ from foundry.planning.fake import FakeModel
 from foundry.training.protocols import Microbatch
 
 _FLOAT32_BYTES = 4
+_COUNTED_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,14 @@ def _activations(
     """Bytes of activations, or why they are not known; `model` holds the parameters of `layout`."""
     if microbatch is None:
         return None, "activations need a microbatch's shapes"
+    samples = len(next(iter(microbatch.values())))
+    if samples > 2 * _COUNTED_SAMPLES:
+        # Linear in the samples; a loss that takes its positions in parts would take as long as it has parts.
+        parts = [{name: t[:few] for name, t in microbatch.items()} for few in (_COUNTED_SAMPLES, 2 * _COUNTED_SAMPLES)]
+        (few, note), (more, _) = [_activations(config, model, mode, policy, layout, part) for part in parts]
+        if few is None or more is None:
+            return None, note
+        return few + (more - few) * (samples - _COUNTED_SAMPLES) // _COUNTED_SAMPLES, None
     # FSDP2 hands over weights in the type it gathers them in, which autocast then need not copy.
     gathered: dict[Tensor, torch.dtype | None] = {
         p: unit.gather_dtype for unit in layout.units for p in unit.parameters

@@ -1,0 +1,63 @@
+"""Plans of runs that are larger than the machine, or than a file should be."""
+
+import time
+
+import pytest
+import torch
+from test_memory import SMALL, microbatch_of
+from test_memory import plan as memory
+
+from foundry.config.errors import ConfigError
+from foundry.plan import _MOST_ROWS, _ROWS, _written
+from foundry.planning import memory as planning_memory
+
+
+@pytest.mark.parametrize("total", [1, 2, _ROWS, _ROWS + 1, 3 * _ROWS - 1, 10**8, 10**12, 10**18])
+def test_a_schedule_has_a_bounded_number_of_rows(total):
+    rows = _written(None, total)
+    assert 1 <= len(rows) <= _ROWS
+    assert rows[-1] <= total
+    assert total > _ROWS or list(rows) == list(range(1, total + 1))
+
+
+def test_rows_that_are_asked_for_are_written_or_refused():
+    assert _written(3, 10) == range(3, 11, 3)
+    assert len(_written(1, _MOST_ROWS)) == _MOST_ROWS
+    with pytest.raises(ConfigError, match=r"plan\.every: is 1, which makes 100,000,000 rows .* give 1000"):
+        _written(1, 10**8)
+
+
+@pytest.mark.parametrize("words", [[], ["hparams.grad_checkpointing=true"], ["hparams=diffusion", "model.num_heads=2"]])
+def test_activations_of_many_samples_are_those_of_a_few_times_more(configure, words, monkeypatch):
+    config = configure(
+        *SMALL[:1], "model.num_layers=2", *words, "hparams.per_gpu_batch_size=100", "hparams.global_batch_size=100"
+    )
+    batch = microbatch_of(config, seq_len=8)
+    counted = memory(config, microbatch=batch).activations_estimated
+    monkeypatch.setattr(planning_memory, "_COUNTED_SAMPLES", 20)
+    # The loss keeps a few bytes for each part that it takes its positions in.
+    assert memory(config, microbatch=batch).activations_estimated == pytest.approx(counted, rel=1e-6)
+
+
+def test_a_microbatch_that_no_machine_holds_is_planned_at_once(configure):
+    config = configure(*SMALL, "hparams.per_gpu_batch_size=1_000_000", "hparams.global_batch_size=1_000_000")
+    sample = {name: t[:1] for name, t in microbatch_of(configure(*SMALL)).items() if name != "position"}
+    batch = {name: t.expand(10**6, *t.shape[1:]) for name, t in sample.items()}
+    begin = time.process_time()
+    planned = memory(config, microbatch={**batch, "position": torch.zeros(10**6, dtype=torch.int64)})
+    assert time.process_time() - begin < 10
+    assert planned.activations_estimated > 10**12
+
+
+def test_a_plan_of_a_quadrillion_parameters_is_quick(configure):
+    sizes = [
+        "hidden_size=1_000_000",
+        "intermediate_size=10_000_000",
+        "num_layers=30",
+        "num_heads=1000",
+        "num_kv_heads=1000",
+    ]
+    config = configure(*(f"model.{size}" for size in sizes), "optimizer=adamw")
+    begin = time.process_time()
+    assert memory(config).weights > 10**15
+    assert time.process_time() - begin < 10
