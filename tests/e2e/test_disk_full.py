@@ -81,13 +81,15 @@ def test_the_best_at_the_end_has_to_be_saved_too(shell, words, asynchronous):
 def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, words, disk):
     run_dir = shell.cwd / "small" / "run"
     disk("8m")
-    (run_dir / "result.json").mkdir(parents=True)
-    few = [*words, "checkpoint.interval=null"]
-    assert "result.json" in shell.run(*few, code=1)[1]
+    many = [*words, "checkpoint.interval=null", "hparams.max_steps=200"]
+    process = shell.start(*many)
+    shell.wait_for_steps(process, run_dir, 5)
+    (run_dir / "result.json").mkdir()
+    assert "result.json" in shell.finish(process, code=1)[1]
     assert status(run_dir)["state"] == "failed"
     assert "result.json" in status(run_dir)["reason"]
     (run_dir / "result.json").rmdir()
-    assert "after step 40" in shell.run(*few)[0]
+    assert "after step 200" in shell.run(*many)[0]
     assert status(run_dir)["state"] == "finished"
 
 
