@@ -85,7 +85,7 @@ def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, words, dis
     process = shell.start(*many)
     shell.wait_for_steps(process, run_dir, 5)
     (run_dir / "result.json").mkdir()
-    assert "result.json" in shell.finish(process, code=1)[1]
+    assert "result.json is a folder" in shell.finish(process, code=2)[1]
     assert status(run_dir)["state"] == "failed"
     assert "result.json" in status(run_dir)["reason"]
     (run_dir / "result.json").rmdir()

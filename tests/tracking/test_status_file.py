@@ -1,9 +1,13 @@
+import errno
 import json
 import math
+import os
 from datetime import datetime
 
 import pytest
 
+from foundry.records.files import write_atomically
+from foundry.tracking import status_file
 from foundry.tracking.status_file import StatusFile
 
 
@@ -55,6 +59,24 @@ def test_a_reader_never_sees_half_a_file(events):
         observer.on_step(events.step(7))
         assert json.load(before)["step"] == 0
     assert read(events)["step"] == 7
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("name", ["result.json", "status.json"])
+def test_a_run_that_cannot_write_its_result_has_not_finished(events, monkeypatch, number, name):
+    observer = StatusFile(run_dir=events.run_dir)
+    observer.on_start(events.start())
+
+    def full(path, text, **options):
+        if path.name == name:
+            raise OSError(number, os.strerror(number), str(path))
+        write_atomically(path, text, **options)
+
+    monkeypatch.setattr(status_file, "write_atomically", full)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        observer.on_end(events.end())
+    observer.on_end(events.end(state="failed", reason="OSError", result={}))
+    assert read(events)["state"] == ("failed" if name == "result.json" else "running")
 
 
 def test_a_lost_directory_does_not_stop_the_run(events, caplog):
