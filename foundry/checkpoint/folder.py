@@ -349,7 +349,8 @@ def _file_problems(path: Path, facts: FileFacts) -> Iterator[Problem]:
 
 def _unreadable(path: Path, error: OSError) -> Problem:
     if isinstance(error, UnsafeFileError):
-        return Problem(str(error), is_damage=False)
+        # Whoever shows it names the folder.
+        return Problem(f"{Path(error.filename).name} {error.strerror}", is_damage=False)
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     return Problem(f"{path.name} cannot be read ({error.strerror or error}, {name})", is_damage=False)
 

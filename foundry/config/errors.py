@@ -62,5 +62,6 @@ def shortened(text: str, most: int) -> str:
     """A text of at most so many characters: the middle of a longer one is left out."""
     if len(text) <= most:
         return text
-    left_out, end = f" … {len(text) - most:,} more characters … ", most // 3
-    return f"{text[: most - end - len(left_out)]}{left_out}{text[-end:]}"
+    end = most // 3
+    begin = most - end - len(f" … {len(text):,} more characters … ")
+    return f"{text[:begin]} … {len(text) - begin - end:,} more characters … {text[-end:]}"
