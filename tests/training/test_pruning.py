@@ -18,7 +18,7 @@ MEDIAN = {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 1, "n_w
 def trial(tmp_path):
     """A study of one finished trial, and a running one with its run directory."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(study_name="s", storage=open_storage(tmp_path / "journal"), direction="minimize")
+    study = optuna.create_study(study_name="s", storage=open_storage(tmp_path / "optuna.jsonl"), direction="minimize")
     finished = study.ask()
     for step, value in ((250, 0.9), (500, 0.8)):
         finished.report(value, step)
@@ -26,7 +26,7 @@ def trial(tmp_path):
     number = study.ask().number
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    TrialLink(journal="../journal", study="s", number=number, metric="val_loss", pruner=MEDIAN).save(run_dir)
+    TrialLink(journal="../optuna.jsonl", study="s", number=number, metric="val_loss", pruner=MEDIAN).save(run_dir)
     return run_dir, lambda: study.trials[number].intermediate_values
 
 
@@ -60,7 +60,7 @@ def test_what_is_not_finite_is_ended(trial):
 def test_a_study_that_cannot_be_read_ends_nothing(trial, caplog):
     run_dir, _ = trial
     pruning = Pruning.of(run_dir, ALONE)
-    journal = run_dir.parent / "journal"
+    journal = run_dir.parent / "optuna.jsonl"
     journal.unlink()
     journal.mkdir()
     assert pruning.update({"val_loss": 9.0}, 0.5) is None
