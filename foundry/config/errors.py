@@ -39,6 +39,8 @@ def nearest(word: str, among: Iterable[str]) -> str:
 
 def shown(value: object) -> str:
     """A value as a line of an error says it: floats short, text as it is, and the middle of what is long left out."""
+    if value is None:
+        return "null"
     if isinstance(value, float):
         return f"{value:g}"
     try:

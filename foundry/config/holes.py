@@ -28,13 +28,14 @@ def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Viol
         doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""
         yield Violation(path, f"has no value{f' ({doc})' if doc else ''}; give it as {path}=...")
     elif OmegaConf.is_interpolation(parent, key):
-        raw = OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[index]
+        node: Any = parent._get_node(key)
+        raw = node._value()
         try:
             value = parent[key]
         except OmegaConfBaseException as error:
             yield Violation(path, _leads_nowhere(str(raw), path, error))
         else:
-            if known is not None and schema is not Config and not _is_alike(parent._get_node(key), value):
+            if known is not None and schema is not Config and not _is_alike(node, value):
                 yield Violation(path, f"is {shown(raw)}, which leads to another kind of value; set {path}=...")
     elif isinstance(child := parent._get_node(key), DictConfig) and not child._is_none():
         for name in list(child):
@@ -49,7 +50,8 @@ def _leads_nowhere(interpolation: str, path: str, error: Exception) -> str:
     if plain := re.fullmatch(r"\$\{(\.*[\w.]+)\}", interpolation):
         if isinstance(error, InterpolationKeyError | InterpolationToMissingValueError):
             group = path.partition(".")[0]
-            return f"is taken from {plain[1]}, which has no value here; {remedy} or choose another {group}"
+            another = "" if group == "hydra" else f" or choose another {group}"
+            return f"is taken from {plain[1]}, which has no value here; {remedy}{another}"
         if plain[1] == path:
             return f"is taken from itself; {remedy}"
     if (kind := wanted(error)) is not None:
@@ -71,6 +73,14 @@ def _is_alike(node: Any, value: object) -> bool:
 def check_hydra(composed: DictConfig) -> Iterator[Violation]:
     """Values in foundry's own parts of Hydra's configuration that are missing, lead nowhere or are unknown."""
     for name, schemas in (("launcher", LAUNCHERS), ("sweeper", SWEEPERS)):
-        node = OmegaConf.select(composed, f"hydra.{name}")
-        if isinstance(node, DictConfig) and OmegaConf.get_type(node) in schemas:
-            yield from holes(composed.hydra, name, f"hydra.{name}")
+        hydra = OmegaConf.select(composed, "hydra")
+        if hydra is None or name not in hydra._content:
+            continue
+        node = hydra._get_node(name)
+        if not isinstance(node, DictConfig) and not OmegaConf.is_interpolation(hydra, name):
+            remedy = f"to choose one give hydra/{name}=..."
+            yield Violation(f"hydra.{name}", f"is {shown(hydra[name])} but holds settings; {remedy}")
+            continue
+        is_open = OmegaConf.is_missing(hydra, name) or OmegaConf.is_interpolation(hydra, name)
+        if is_open or OmegaConf.get_type(hydra, name) in schemas:
+            yield from holes(hydra, name, f"hydra.{name}")

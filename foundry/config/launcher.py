@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.errors import Violation, shown
+from foundry.config.errors import Violation
 from foundry.config.setting import check_fields, setting
 
 GROUP = "hydra/launcher"
@@ -140,7 +140,7 @@ def launcher_of(composed: DictConfig) -> Launcher | None:
 
 def tasks_of(composed: DictConfig) -> int:
     """The processes that the launcher starts for each job, over all nodes; 1 where it leaves that to the run."""
-    node = OmegaConf.select(composed, "hydra.launcher")
+    node = OmegaConf.select(composed, "hydra.launcher", throw_on_resolution_failure=False)
     if not isinstance(node, DictConfig):
         return 1
     return int((node.get("tasks_per_node") or 1) * (node.get("nodes") or 1))
@@ -148,10 +148,6 @@ def tasks_of(composed: DictConfig) -> int:
 
 def check_launcher(composed: DictConfig) -> Iterator[Violation]:
     """What is wrong with the launcher's settings, as far as the configuration itself can tell."""
-    node = OmegaConf.select(composed, "hydra.launcher")
-    if node is not None and not isinstance(node, DictConfig):
-        yield Violation("hydra.launcher", f"is {shown(node)} but holds settings; to choose one give {GROUP}=...")
-        return
     launcher = launcher_of(composed)
     if launcher is None:
         return
@@ -160,5 +156,4 @@ def check_launcher(composed: DictConfig) -> Iterator[Violation]:
         name = type(launcher).__name__.lower()
         yield Violation(GROUP, f"is {name}, which starts the jobs of a sweep; add -m, for a single job too")
         return
-    yield from check_fields(launcher, "hydra.launcher")
-    yield from launcher.check(composed.distributed.nproc_per_node)
+    yield from list(check_fields(launcher, "hydra.launcher")) or launcher.check(composed.distributed.nproc_per_node)

@@ -280,6 +280,8 @@ def _explain(repo: IConfigRepository, config: DictConfig, override: Override, er
     if override.is_delete():
         return Violation(key, "cannot be removed; give it another value, or null where it may have none")
     node = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    if override.is_add() and "An item is already at" in message:
+        return Violation(key, "is a key already; leave out the +")
     if isinstance(node, DictConfig) and OmegaConf.get_type(node) is not dict:
         return _explain_mapping(key, override, node, error)
     if isinstance(node, DictConfig) and isinstance(override.value(), dict):
@@ -309,6 +311,10 @@ def explain_value(override: Override, error: Exception) -> Violation:
     key, value, message = override.key_or_group, shown(override.get_value_string()), str(error)
     if "is not Optional" in message:
         return Violation(key, "cannot be null; it must have a value")
+    if "Cannot merge" in message:
+        return Violation(
+            key, f"is {value} but must be {'a list' if isinstance(override.value(), dict) else 'a mapping'}"
+        )
     if (kind := wanted(error)) is not None:
         return Violation(key, f"is {value} but must be {kind}{nearest(value, options_of(error))}")
     return Violation(key, f"cannot be {value}: {first_line(message)}")

@@ -107,6 +107,8 @@ def guarded(node: Any, wrong: Collection[str], path: str) -> Any:
 
 def _check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violation]:
     wrong = _wrong_text(value) if isinstance(value, str) else None
+    if isinstance(value, list) and "list[str]" in str(item.type) and not all(isinstance(part, str) for part in value):
+        wrong = f"is {shown(value)} but must be a list of texts"
     parse = item.metadata.get("parse")
     if wrong is None and parse is not None and value is not None:
         try:

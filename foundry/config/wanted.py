@@ -3,6 +3,8 @@
 import re
 from enum import Enum
 
+from omegaconf import EnumNode
+
 _KINDS = {
     "integer": "a whole number",
     "int": "a number",
@@ -12,10 +14,15 @@ _KINDS = {
     "string": "a text",
     "str": "a text",
 }
+_CONTAINERS = {
+    r"Cannot assign \w+ to Dict": "a mapping",
+    r"Cannot assign \w+ to List|Invalid value assigned: \w+ is not a ListConfig": "a list",
+}
 _MESSAGES = (
     r"could not be converted to (\w+)",
     r"is not a valid (\w+)",
     r"Cannot convert '\w+' to (\w+)",
+    r"is not a subclass of (str|int|float|bool)\b",
     r"type hint '.*Union\[([^\]]*)\]",
 )
 
@@ -26,6 +33,9 @@ def wanted(error: Exception) -> str | None:
         return f"one of {', '.join(names)}"
     if isinstance(error, OverflowError):
         return "a number that a float holds"
+    for pattern, kind in _CONTAINERS.items():
+        if re.search(pattern, str(error)):
+            return kind
     for pattern in _MESSAGES:
         if found := re.search(pattern, str(error)):
             return " or ".join(dict.fromkeys(_KINDS.get(name, name) for name in found[1].lower().split(", ")))
@@ -36,7 +46,8 @@ def options_of(error: Exception) -> list[str]:
     """The names of the enumeration, where it takes one."""
     if found := re.search(r"expected one of \[(.*)\]", str(error)):
         return [name.strip() for name in found[1].split(",")]
-    kind = getattr(getattr(error, "child_node", None), "enum_type", None)
+    node = getattr(error, "child_node", None)
+    kind = node.enum_type if isinstance(node, EnumNode) else None
     if kind is None and (found := re.search(r"<enum '(\w+)'>", str(error))):
         kind = next((known for known in Enum.__subclasses__() if known.__name__ == found[1]), None)
     return [member.name for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []

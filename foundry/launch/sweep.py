@@ -88,7 +88,7 @@ class CheckedSweeper(Sweeper):
             SystemExit: 1, a job has failed; there is a line for each.
             Stopped: a signal ended the job that was running.
         """
-        if violations := [*check_fields(self.options, "hydra.sweeper"), *self.options.check()]:
+        if violations := list(check_fields(self.options, "hydra.sweeper")) or list(self.options.check()):
             raise ConfigError(violations)
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         given, violations = list[Override](), list[Violation]()

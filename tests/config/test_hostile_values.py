@@ -157,7 +157,7 @@ def sweeper_violations(config):
     if OmegaConf.get_type(sweeper) not in SWEEPERS:
         return []
     options = OmegaConf.to_object(sweeper)
-    return [*check_fields(options, "hydra.sweeper"), *options.check()]
+    return list(check_fields(options, "hydra.sweeper")) or list(options.check())
 
 
 def badly_said(violations):
@@ -207,7 +207,7 @@ def problems(repository, base, key, text):
         yield "takes too long"
 
 
-@pytest.mark.parametrize("option", options())
+@pytest.mark.parametrize("option", list(options()))
 def test_every_value_of_every_setting(option, repository, tmp_path, monkeypatch):
     words = [option, *NEEDED.get(option, [])]
     with initialize_config_dir(config_dir(), version_base="1.3"):
