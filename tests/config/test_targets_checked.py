@@ -262,6 +262,7 @@ def test_what_is_right_or_unknown_is_let_through(group, node):
         *("torch.optim.lr_scheduler.OneCycleLR", "torch.distributions.Normal", "numpy.array", "os.path.join"),
         *("collections.OrderedDict", "functools.partial", "datetime.datetime.now", "pathlib.Path", "json.loads"),
         *("diffusers.UNet2DModel", "diffusers.DDPMScheduler.from_config", "optuna.create_study"),
+        *("pyarrow.parquet.ParquetFile", "pyarrow.json.read_json"),
         *("sklearn.linear_model.Ridge", "matplotlib.pyplot.plot", "hydra.utils.instantiate", "mlflow.start_run"),
         *(
             "transformers.AutoTokenizer.from_pretrained",

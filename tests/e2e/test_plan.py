@@ -86,12 +86,15 @@ def test_every_nth_row_and_the_length_of_the_run(shell, lm):
         (["plan.evry=2"], "plan.evry: is no option; did you mean every?"),
         (["plan.every=0"], "plan.every: is 0 but must be at least 1"),
         (["hparams.lr=-1"], "hparams.lr: is -1 but must be above 0"),
-        (["plan.measured=.", "hydra.run.dir=plan"], "but no metrics.jsonl in it logs several steps"),
+        (
+            ["plan.measured=.", "hydra.run.dir=plan"],
+            "plan.measured: is {cwd}, but no metrics.jsonl in it logs several steps\n",
+        ),
     ],
 )
 def test_mistakes_in_a_plan(tmp_path, cache, words, said):
     _, stderr = Shell(tmp_path, cache).run(*TINY_LM, *words, module="foundry.plan", code=2)
-    assert said in stderr
+    assert said.format(cwd=tmp_path) in stderr
     assert "Traceback" not in stderr
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
 
