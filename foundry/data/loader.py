@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import torch
@@ -52,18 +53,30 @@ def worker_deaths_explained(ahead: Any = None) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError, EOFError) as error:
-        workers = list(getattr(ahead, "_workers", ()))
-        if workers:  # one that has just died may not be known to be dead yet
-            connection.wait([worker.sentinel for worker in workers], _REAP_SECONDS)
-        ends: dict[int, int | None] = {
-            worker.pid: code for worker in workers if (code := worker.exitcode) not in (None, 0)
-        }
+        ends = _ends_of(getattr(ahead, "_workers", ()))
         said = _TORCH_SAYS.search(str(error))
         if not ends and said is None:
             raise
         if not ends and said is not None:
             ends = {int(said["pid"]): _code_of(said)}
         raise DataWorkerError(_how_it_died(*next(iter(ends.items())))) from error
+
+
+def _ends_of(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
+    """The exit codes of those that failed, by process.
+
+    A process that dies closes its files, which breaks its connections, before its exit code can be had: it is waited
+    for. Meanwhile torch's handler of SIGCHLD may raise what this finds out.
+    """
+    try:
+        closed = connection.wait([worker.sentinel for worker in workers], _REAP_SECONDS) if workers else []
+        for worker in workers:
+            if worker.sentinel in closed:
+                worker.join()
+    except RuntimeError as error:
+        if not _TORCH_SAYS.search(str(error)):
+            raise
+    return {cast(int, worker.pid): worker.exitcode for worker in workers if worker.exitcode not in (None, 0)}
 
 
 def _code_of(said: "re.Match[str]") -> int | None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -58,6 +59,19 @@ def test_a_worker_that_dies_is_named_with_its_cause(end, said):
         read(source)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_whose_connections_break_before_it_has_ended(number, seconds):
+    def end():
+        os.closerange(3, 4096)  # as the kernel does for a process with much memory to give back
+        time.sleep(seconds)
+        os.kill(os.getpid(), number)
+
+    source = loader(end)
+    with pytest.raises(DataWorkerError, match=f"was killed by {number.name}"), worker_deaths_explained():
+        read(source)
 
 
 def test_an_error_of_the_dataset_speaks_for_itself():
