@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foundry.config.build import build
 from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.root import to_config
+from foundry.config.schemas.root import to_config
 from foundry.optim import muon
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World

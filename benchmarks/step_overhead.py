@@ -19,26 +19,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from foundry.checkpoint.keeper import NoKeeper
+from foundry.checkpoint.manager import NoKeeper
 from foundry.config.batch_sizes import BatchSizes
-from foundry.config.checkpoint import KeepBest
 from foundry.config.duration import Budget
-from foundry.config.evaluation import EarlyStopping as EarlyStoppingSettings
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.checkpoint import KeepBest
+from foundry.config.schemas.evaluation import EarlyStopping as EarlyStoppingSettings
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.optim.optimizers import adamw
 from foundry.optim.schedules import Constant
-from foundry.parallel.agreement import Agreement
 from foundry.parallel.gradient_sync import LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
+from foundry.parallel.rank_flags import Agreement
 from foundry.parallel.watchdog import Watchdog
 from foundry.training.best import Best
 from foundry.training.early_stopping import EarlyStopping
-from foundry.training.interruption import Interruption
 from foundry.training.progress import Progress
 from foundry.training.protocols import LossSum, Microbatch, Window
+from foundry.training.signals import Interruption
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
 from foundry.training.trainer import Trainer

@@ -31,8 +31,8 @@ from pathlib import Path
 import torch
 from kills import outcome
 
-from foundry.records.lock import is_held
-from foundry.records.status import read_status
+from foundry.run_dir.lock import is_held
+from foundry.run_dir.status import read_status
 
 RUN = [
     "hparams=diffusion",

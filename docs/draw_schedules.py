@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
-from foundry.config.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear, Schedule, WeightDecay
 from foundry.planning.derive import phases_of, updates_of
-from foundry.tracking.canvas import BLUE, GREEN, GREY, ORANGE, RED, blank, dress, save_figure
+from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, blank, dress, save_figure
 from foundry.tracking.schedule_figure import schedule_figure
 
 if TYPE_CHECKING:

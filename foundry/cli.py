@@ -25,16 +25,16 @@ from foundry import __version__
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
-from foundry.config.root import to_config
+from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.claim import Refused, run_job
 from foundry.launch.launchers import register
 from foundry.launch.local import WorkerFailed, trace_of
 from foundry.launch.start import start
-from foundry.records.files import UnsafeFileError
-from foundry.records.redact import one_line, printable
-from foundry.records.run_log import log_to_file
-from foundry.records.strict_json import DamagedFileError
+from foundry.run_dir.files import UnsafeFileError
+from foundry.run_dir.log import log_to_file
+from foundry.run_dir.redact import one_line, printable
+from foundry.run_dir.strict_json import DamagedFileError
 
 Result = TypeVar("Result")
 

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from foundry.config.build import build
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.hparams import ScheduleUnit
 from foundry.config.lengths import budget_of, check_lengths
 from foundry.config.metrics import check_metrics, declared
-from foundry.config.root import Config
+from foundry.config.schemas.hparams import ScheduleUnit
+from foundry.config.schemas.root import Config
 from foundry.config.targets import FOR_THOSE_THAT_TAKE_THEM
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder

@@ -17,9 +17,9 @@ from foundry.config.command import parse_options
 from foundry.config.compose import CONFIG_NAME, config_dir
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.resolvers import world_size
-from foundry.config.root import Config, to_config
+from foundry.config.schemas.root import Config, to_config
 from foundry.config.setting import setting
-from foundry.records.files import write_atomically
+from foundry.run_dir.files import write_atomically
 
 _PREFIX = "plan."
 _ROWS, _MOST_ROWS = 100_000, 10_000_000

@@ -16,11 +16,11 @@ from rich.live import Live
 from foundry.config.command import command
 from foundry.config.setting import setting
 from foundry.launch.slurm_unwatched import settle_unwatched
-from foundry.records.redact import one_line
-from foundry.tracking.sweep import Job, Sweep, Which
-from foundry.tracking.sweep_files import PICTURE, write_files
-from foundry.tracking.sweep_reading import read_sweep
-from foundry.tracking.sweep_table import metric_text, screen, show
+from foundry.run_dir.redact import one_line
+from foundry.sweeps.reading import read_sweep
+from foundry.sweeps.report_files import PICTURE, write_files
+from foundry.sweeps.results import Job, Sweep, Which
+from foundry.sweeps.table import metric_text, screen, show
 
 _SECONDS_BETWEEN_QUESTIONS = 15.0
 

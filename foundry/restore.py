@@ -14,17 +14,17 @@ from torch import nn
 from foundry.checkpoint.folder import CheckpointError, find, problems
 from foundry.checkpoint.tensors import load_weights
 from foundry.config.build import build
-from foundry.config.data import Text
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.frozen import FILE_NAME, load_config
-from foundry.config.model import HuggingFace
-from foundry.config.root import Config
+from foundry.config.schemas.data import Text
+from foundry.config.schemas.model import HuggingFace
+from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
 from foundry.planning.derive import PLAN
-from foundry.records.files import read_text
-from foundry.records.strict_json import DamagedFileError, read_object
 from foundry.run import TOKENIZER, TRANSFORMERS
+from foundry.run_dir.files import read_text
+from foundry.run_dir.strict_json import DamagedFileError, read_object
 
 _BUILT = ("model", "data", "objective")
 """Groups that sampling and exporting build; of the others nothing is run."""

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from foundry.checkpoint.finished import check_finished, result_of
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.init_from import init_from
-from foundry.checkpoint.keeper import NoKeeper, RunKeeper
-from foundry.checkpoint.origin import (
+from foundry.checkpoint.manager import NoKeeper, RunKeeper
+from foundry.checkpoint.resume_point import (
     Origin,
     check_config,
     check_data,
@@ -32,16 +32,16 @@ from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import FILE_NAME as CONFIG_FILE
 from foundry.config.frozen import hash_config, plain, save_config
-from foundry.config.model import HuggingFace
-from foundry.config.root import Config
+from foundry.config.schemas.model import HuggingFace
+from foundry.config.schemas.root import Config
 from foundry.data.loader import worker_deaths_explained
 from foundry.data.splits import DataSplits
 from foundry.optim.schedule_state import reconcile
-from foundry.parallel.agreement import Agreement
 from foundry.parallel.gathering import gather
-from foundry.parallel.host_memory import keep_freed_memory
+from foundry.parallel.malloc import keep_freed_memory
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, process_group, roll_call
+from foundry.parallel.rank_flags import Agreement
 from foundry.parallel.watchdog import EXIT_STALLED, CollectiveError, Watchdog
 from foundry.parallel.wrap import Parallel, parallelize
 from foundry.parts import (
@@ -57,24 +57,24 @@ from foundry.parts import (
     init_from_of,
 )
 from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
-from foundry.records.ends import leave_note, record_end, record_if_dead
-from foundry.records.files import UnsafeFileError, make_folder, write_atomically
-from foundry.records.lock import hold, hold_again
-from foundry.records.run_folder import RunFolder
-from foundry.records.run_log import move_logs
-from foundry.records.status import read_status
-from foundry.records.strict_json import encode
+from foundry.run_dir.ends import leave_note, record_end, record_if_dead
+from foundry.run_dir.files import UnsafeFileError, make_folder, write_atomically
+from foundry.run_dir.folder import RunFolder
+from foundry.run_dir.lock import hold, hold_again
+from foundry.run_dir.log import move_logs
+from foundry.run_dir.status import read_status
+from foundry.run_dir.strict_json import encode
+from foundry.sweeps.pruning import Pruning
 from foundry.tracking.folder_watch import FolderWatch
 from foundry.tracking.observers import build_observers
 from foundry.training.best import Best
 from foundry.training.early_stopping import EarlyStopping
 from foundry.training.ema import WeightAverage
 from foundry.training.events import Observer, RunEnded, RunStarted
-from foundry.training.interruption import Interruption
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory, memory_explained
 from foundry.training.progress import Progress
 from foundry.training.protocols import Keeper, Objective, Schedule
-from foundry.training.pruning import Pruning
+from foundry.training.signals import Interruption
 from foundry.training.step import TrainStep
 from foundry.training.trainer import Trainer
 

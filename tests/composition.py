@@ -5,7 +5,7 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
 from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.root import Config, to_config
+from foundry.config.schemas.root import Config, to_config
 
 
 def compose(*words: str) -> DictConfig:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry.checkpoint.origin import Origin, changed_data
-from foundry.config.differences import differences
+from foundry.checkpoint.resume_point import Origin, changed_data
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import read_recorded
-from foundry.config.root import Config
-from foundry.records.files import read_text
-from foundry.records.strict_json import decode, encode
+from foundry.config.resume_compat import differences
+from foundry.config.schemas.root import Config
+from foundry.run_dir.files import read_text
+from foundry.run_dir.strict_json import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import xxhash
 
-from foundry.records.files import UnsafeFileError, open_regular, read_text
+from foundry.run_dir.files import UnsafeFileError, open_regular, read_text
 
 MANIFEST, LATEST, BEST = "manifest.json", "latest", "best"
 FORMAT = 1

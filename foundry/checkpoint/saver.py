@@ -34,7 +34,7 @@ from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
 from foundry.checkpoint.verification import damage_together, together
 from foundry.parallel.process_group import World
-from foundry.records.files import make_folder
+from foundry.run_dir.files import make_folder
 from foundry.training.protocols import SaveError
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.tensor import DTensor
 
 from foundry.checkpoint.folder import FileFacts
-from foundry.records.files import open_regular
+from foundry.run_dir.files import open_regular
 
 DTYPES = {
     torch.float64: "F64",

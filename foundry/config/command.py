@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.errors import ConfigError, Violation, nearest
-from foundry.config.mistakes import explain_value
+from foundry.config.override_errors import explain_value
 from foundry.config.setting import check_fields
-from foundry.records.redact import one_line
+from foundry.run_dir.redact import one_line
 
 Options = TypeVar("Options")
 

@@ -22,10 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.holes import check_hydra
-from foundry.config.mistakes import find_mistakes, includes_schemas, master_over_options, without_null_choices
+from foundry.config.override_errors import find_mistakes, includes_schemas, master_over_options, without_null_choices
 from foundry.config.resolvers import register_resolvers
-from foundry.config.root import Config
 from foundry.config.rules import check
+from foundry.config.schemas.root import Config
 from foundry.config.secrets import check_secrets, check_words
 from foundry.config.start_dir import anchor_paths
 from foundry.config.store import register_schemas

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from foundry.records.redact import one_line
+from foundry.run_dir.redact import one_line
 
 _LONGEST_VALUE, _LONGEST_LINE = 60, 400
 

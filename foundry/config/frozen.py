@@ -13,12 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.recorded import foreign_parts, own_targets, read_settings, variables
-from foundry.config.root import Config, to_config
+from foundry.config.schemas.root import Config, to_config
 from foundry.config.secrets import check_secrets
 from foundry.config.store import group_schemas, writable
 from foundry.config.strict_yaml import read_yaml
-from foundry.records.files import write_atomically
-from foundry.records.redact import recorded, remember
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.redact import recorded, remember
 
 FILE_NAME = "config.yaml"
 _LONGEST = 140  # characters in a line

@@ -9,10 +9,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
 
 from foundry.config.errors import Violation, first_line, shown
-from foundry.config.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.names import did_you_mean
-from foundry.config.root import Config
-from foundry.config.sweep import SCHEMAS as SWEEPERS
+from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.config.wanted import wanted
 
 

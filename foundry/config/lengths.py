@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from foundry.config.batch_sizes import LARGEST_COUNT, BatchSizes, parse_count
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.hparams import HParams, ScheduleUnit
 from foundry.config.phases import Phases
-from foundry.config.root import Config
-from foundry.config.scheduler import Scheduler
+from foundry.config.schemas.hparams import HParams, ScheduleUnit
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.scheduler import Scheduler
 
 
 def batch_sizes_of(hparams: HParams, *, world_size: int, tokens_per_sample: int | None) -> BatchSizes:

@@ -6,7 +6,7 @@ from dataclasses import is_dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import Violation, nearest
-from foundry.config.root import Config
+from foundry.config.schemas.root import Config
 
 LOSS = "val_loss"
 

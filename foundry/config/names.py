@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig
 
 from foundry.config.errors import nearest
-from foundry.config.root import Config
+from foundry.config.schemas.root import Config
 from foundry.config.store import group_schemas
 
 _ELSEWHERE = {

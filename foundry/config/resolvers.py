@@ -5,8 +5,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
-from foundry.config.launcher import tasks_of
-from foundry.config.model import HuggingFace, folder_settings
+from foundry.config.schemas.launcher import tasks_of
+from foundry.config.schemas.model import HuggingFace, folder_settings
 
 
 def register_resolvers() -> None:

@@ -13,19 +13,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.batch_sizes import BatchSizes
-from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
 from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation, first_line, shown
-from foundry.config.guard import SpikeAction
 from foundry.config.holes import check_hydra, holes
-from foundry.config.hparams import HParams, ScheduleUnit
-from foundry.config.launcher import check_launcher, tasks_of
 from foundry.config.lengths import budget_of, check_lengths, given_sizes
 from foundry.config.metrics import check_metrics, check_sweeper, declared
-from foundry.config.precision import PrecisionMode
-from foundry.config.root import Config, to_config
-from foundry.config.scheduler import Scheduler
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
+from foundry.config.schemas.guard import SpikeAction
+from foundry.config.schemas.hparams import HParams, ScheduleUnit
+from foundry.config.schemas.launcher import check_launcher, tasks_of
+from foundry.config.schemas.precision import PrecisionMode
+from foundry.config.schemas.root import Config, to_config
+from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.secrets import check_secrets
 from foundry.config.setting import OutOfBounds, check_fields, guarded
 from foundry.config.sizes import check_sizes

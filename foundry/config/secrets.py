@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.errors import Violation
-from foundry.records.redact import MASK, is_secret, masked_text, recorded, remember
+from foundry.run_dir.redact import MASK, is_secret, masked_text, recorded, remember
 
 VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,\s*(?:null|''|\"\")?\s*)?\}")
 """What a file has in place of a secret: the variable that holds it."""

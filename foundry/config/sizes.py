@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from foundry.config.errors import Violation
-from foundry.config.root import Config
+from foundry.config.schemas.root import Config
 
 _SAME = (("image_size", "image_size"), ("num_channels", "num_channels"))
 _ENOUGH = (("vocab_size", "vocab_size"), ("max_seq_len", "seq_len"), ("num_classes", "num_classes"))

@@ -7,9 +7,9 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.launcher import SCHEMAS as LAUNCHERS
-from foundry.config.root import Config
-from foundry.config.sweep import SCHEMAS as SWEEPERS
+from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 
 GROUPS = (
     "checkpoint",

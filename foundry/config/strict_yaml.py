@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from omegaconf._utils import get_yaml_loader
 
-from foundry.records.files import read_text
+from foundry.run_dir.files import read_text
 
 MAX_BYTES = 2**20
 """No file of settings is larger; one that is was not written by foundry."""

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from foundry.config.errors import Violation, nearest
-from foundry.config.root import Config
+from foundry.config.schemas.root import Config
 from foundry.config.static_source import NotThere, Parameters, parameters_of
 
 GIVEN_BY_THE_RUN: Mapping[str, tuple[str, ...]] = {

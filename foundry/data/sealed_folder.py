@@ -12,8 +12,8 @@ from typing import Any
 
 import xxhash
 
-from foundry.records.files import read_text, write_atomically
-from foundry.records.lock import is_held
+from foundry.run_dir.files import read_text, write_atomically
+from foundry.run_dir.lock import is_held
 
 _MANIFEST, _VERIFIED = "manifest.json", ".verified"
 _CHUNK_BYTES = 2**24

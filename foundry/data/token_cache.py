@@ -19,8 +19,8 @@ from foundry.data.corpus import Corpus
 from foundry.data.sealed_folder import damage_of, publish, seal, sweep_temporaries, temporary_for
 from foundry.data.token_sequences import TokenArray
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer, usual_end
-from foundry.records.files import read_text
-from foundry.records.lock import LOCK, hold
+from foundry.run_dir.files import read_text
+from foundry.run_dir.lock import LOCK, hold
 
 _FORMAT = 1
 _TOKENIZER, _TRAIN, _VALIDATION, _STATISTICS = "tokenizer.json", "train.npy", "validation.npy", "statistics.json"

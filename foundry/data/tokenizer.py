@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.records.files import read_text
+from foundry.run_dir.files import read_text
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")

@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, Violation
-from foundry.records.files import UnsafeFileError, open_regular, replaced_atomically
-from foundry.records.lock import LOCK, is_held
-from foundry.records.run_dir import MARK, is_ours, mark
-from foundry.records.status import FILE_NAME as STATUS
+from foundry.run_dir.files import UnsafeFileError, open_regular, replaced_atomically
+from foundry.run_dir.lock import LOCK, is_held
+from foundry.run_dir.marker import MARK, is_ours, mark
+from foundry.run_dir.status import FILE_NAME as STATUS
 
 _HYDRA_FILES = ("config.yaml", "hydra.yaml", "overrides.yaml")
 _OWN_FILES = (LOCK, MARK, "config.yaml", "plan.json", "tokenizer.json")

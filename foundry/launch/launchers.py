@@ -20,15 +20,15 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from foundry.config.frozen import save_config, save_yaml
-from foundry.config.launcher import PLUGINS
-from foundry.config.root import to_config
-from foundry.launch.jobs import configs_to_launch
-from foundry.launch.manifest import Manifest
+from foundry.config.schemas.launcher import PLUGINS
+from foundry.config.schemas.root import to_config
 from foundry.launch.status import queue
-from foundry.records.files import make_folder
-from foundry.records.redact import printable
-from foundry.records.status import read_status
-from foundry.records.strict_json import read_object
+from foundry.run_dir.files import make_folder
+from foundry.run_dir.redact import printable
+from foundry.run_dir.status import read_status
+from foundry.run_dir.strict_json import read_object
+from foundry.sweeps.jobs import configs_to_launch
+from foundry.sweeps.manifest import Manifest
 
 HYDRA_DIR = ".hydra"
 ENDED = ("finished", "failed", "stopped", "lost")
@@ -172,10 +172,10 @@ def register() -> None:
     `Plugins.register` would use the name of the class's own module, which Hydra then refuses to instantiate.
     """
     from foundry.launch.local_launcher import LocalLauncher
-    from foundry.launch.search import OptunaSweeper
     from foundry.launch.sequential import SequentialLauncher
     from foundry.launch.slurm_launcher import SlurmLauncher
-    from foundry.launch.sweep import GridSweeper
+    from foundry.sweeps.search import OptunaSweeper
+    from foundry.sweeps.sweeper import GridSweeper
 
     for plugin in (GridSweeper, OptunaSweeper, SequentialLauncher, LocalLauncher, SlurmLauncher):
         Plugins.instance().class_name_to_class[f"{PLUGINS}.{plugin.__name__}"] = plugin

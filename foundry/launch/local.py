@@ -23,7 +23,7 @@ from foundry.config.environment import STORE
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.stopped import Stopped
 from foundry.launch.status import reason_of
-from foundry.records.ends import NOTES, leave_note
+from foundry.run_dir.ends import NOTES, leave_note
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1

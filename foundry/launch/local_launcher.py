@@ -24,12 +24,12 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.launcher import Local, launcher_of
+from foundry.config.schemas.launcher import Local, launcher_of
 from foundry.config.store import GROUPS
 from foundry.launch.launchers import FrozenLauncher, Job, Ledger, say
 from foundry.launch.local import ended_by, how_it_ended, noted_signals
-from foundry.records.files import open_regular
-from foundry.records.status import read_status, write_status
+from foundry.run_dir.files import open_regular
+from foundry.run_dir.status import read_status, write_status
 
 OUTPUT = "output.log"
 """What a job prints, in its run directory."""

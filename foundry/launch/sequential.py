@@ -8,11 +8,11 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from foundry.config.root import to_config
+from foundry.config.schemas.root import to_config
 from foundry.launch.claim import run_job
 from foundry.launch.launchers import FrozenLauncher, Job, Ledger
 from foundry.launch.status import fail, queue
-from foundry.records.lock import is_held
+from foundry.run_dir.lock import is_held
 
 _log = logging.getLogger(__name__)
 

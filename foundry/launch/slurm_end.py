@@ -8,10 +8,10 @@ from pathlib import Path
 
 from foundry.launch.launchers import ENDED
 from foundry.launch.slurm_queue import QueuedJob
-from foundry.records.files import open_regular, read_tail, write_atomically
-from foundry.records.redact import one_line
-from foundry.records.status import read_status, write_status
-from foundry.records.strict_json import DamagedFileError, read_object
+from foundry.run_dir.files import open_regular, read_tail, write_atomically
+from foundry.run_dir.redact import one_line
+from foundry.run_dir.status import read_status, write_status
+from foundry.run_dir.strict_json import DamagedFileError, read_object
 
 FILE_NAME = "slurm.json"
 

@@ -16,13 +16,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.launcher import GROUP, Slurm, launcher_of
+from foundry.config.schemas.launcher import GROUP, Slurm, launcher_of
 from foundry.launch.launchers import ENDED, FrozenLauncher, Job, Ledger, say
 from foundry.launch.slurm_end import Submission, settle
 from foundry.launch.slurm_queue import QueuedJob, Unreachable, cancel, cluster_name, partitions, query
 from foundry.launch.slurm_submission import check_script, submit
 from foundry.launch.snapshot import snapshot
-from foundry.records.status import read_status
+from foundry.run_dir.status import read_status
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 1.0, 15.0
 _GLANCE_SECONDS = 0.01  # at each job's status.json

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.launcher import Slurm
+from foundry.config.schemas.launcher import Slurm
 from foundry.launch.slurm_queue import refusal
 
 # Settings that are not submitit's.

@@ -7,8 +7,8 @@ from pathlib import Path
 from foundry.launch.launchers import ENDED
 from foundry.launch.slurm_end import Submission, settle
 from foundry.launch.slurm_queue import QueuedJob, Unreachable, cluster_name, query
-from foundry.records.status import read_status
-from foundry.tracking.mlflow_parent import try_to_close_parent
+from foundry.run_dir.status import read_status
+from foundry.sweeps.mlflow_parent import try_to_close_parent
 
 _SECOND_LOOK_SECONDS = 2.0
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from foundry.config.compose import config_dir
-from foundry.records.files import make_folder
+from foundry.run_dir.files import make_folder
 
 FOLDER = "code"
 

@@ -10,10 +10,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from foundry.config.environment import detect
-from foundry.config.root import Config
-from foundry.records.lock import is_held
-from foundry.records.redact import known, one_line, remember
-from foundry.records.status import read_status, write_status
+from foundry.config.schemas.root import Config
+from foundry.run_dir.lock import is_held
+from foundry.run_dir.redact import known, one_line, remember
+from foundry.run_dir.status import read_status, write_status
 
 if TYPE_CHECKING:
     from foundry.run import RunResult

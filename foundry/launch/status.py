@@ -4,9 +4,9 @@ from pathlib import Path
 
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import hash_config, save_config
-from foundry.config.root import Config
-from foundry.records.lock import is_held
-from foundry.records.status import FILE_NAME, read_status, write_status
+from foundry.config.schemas.root import Config
+from foundry.run_dir.lock import is_held
+from foundry.run_dir.status import FILE_NAME, read_status, write_status
 
 
 def queue(run_dir: Path, config: Config) -> None:

@@ -34,12 +34,12 @@ from foundry.launch.slurm_end import ErrorOutput
 from foundry.launch.slurm_queue import is_requeued
 from foundry.launch.start import start
 from foundry.launch.status import reason_of
-from foundry.records.ends import LOG
-from foundry.records.files import make_folder, open_regular, write_atomically
-from foundry.records.lock import is_held
-from foundry.records.redact import one_line, printable
-from foundry.records.status import write_status
-from foundry.records.strict_json import read_object
+from foundry.run_dir.ends import LOG
+from foundry.run_dir.files import make_folder, open_regular, write_atomically
+from foundry.run_dir.lock import is_held
+from foundry.run_dir.redact import one_line, printable
+from foundry.run_dir.status import write_status
+from foundry.run_dir.strict_json import read_object
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry.config import model as schemas
 from foundry.config.errors import ConfigError
+from foundry.config.schemas import model as schemas
 from foundry.models.fsdp_block import FSDPBlock
 
 TIMESTEP_FEATURES = 256

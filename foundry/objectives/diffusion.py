@@ -9,7 +9,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor, nn
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.objective import BetaSchedule, Prediction
+from foundry.config.schemas.objective import BetaSchedule, Prediction
 from foundry.objectives.image_samples import ImageSamples
 from foundry.objectives.keyed_random import keyed_integers, keyed_normal, keyed_uniform
 from foundry.training.protocols import LossSum, Microbatch

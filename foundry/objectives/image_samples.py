@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundry.records.files import replaced_atomically
+from foundry.run_dir.files import replaced_atomically
 
 CELL_PIXELS = 64
 """Smallest height of an image in the picture."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foundry.records.files import write_atomically
+from foundry.run_dir.files import write_atomically
 
 
 @dataclass(frozen=True)

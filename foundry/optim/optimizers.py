@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.optimizer import NsDtype
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.optimizer import NsDtype
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
 from foundry.optim.muon import Muon
 
@@ -123,7 +123,7 @@ def param_groups(
     Args:
         model: as it was wrapped.
         weight_decay: of the parameters with a factor of one.
-        groups: the fields of `foundry.config.optimizer.ParamGroups`.
+        groups: the fields of `foundry.config.schemas.optimizer.ParamGroups`.
         only: leave out all others; None: take all.
 
     Raises:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from foundry.config.checkpoint import SchedulerOnResume
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.checkpoint import SchedulerOnResume
 from foundry.optim.schedules import from_state
 from foundry.training.protocols import Schedule
 

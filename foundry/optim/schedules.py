@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from foundry.config.duration import Budget
 from foundry.config.phases import Phases
-from foundry.config.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 
 
 @dataclass(frozen=True, kw_only=True)

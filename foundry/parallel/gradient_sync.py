@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry.config.distributed import GradientSync
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.distributed import GradientSync
 
 
 class LocalSync:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.precision import Precision, PrecisionMode
+from foundry.config.schemas.precision import Precision, PrecisionMode
 
 _COMPUTE_DTYPES = {
     PrecisionMode.amp_bfloat16: torch.bfloat16,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
-from foundry.config.distributed import FSDP, Backend, Distributed
 from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.distributed import FSDP, Backend, Distributed
 from foundry.parallel.roll_call import RollCall
 from foundry.parallel.watchdog import TICKS
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, Strategy
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, Strategy
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.gradient_sync import DDPSync, FSDPSync, LateSync, LocalSync
 from foundry.parallel.precision import PrecisionPolicy

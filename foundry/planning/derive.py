@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from foundry.config.duration import Budget, EpochInterval, Interval, without_rounding_error
-from foundry.config.root import Config
-from foundry.config.scheduler import EvaluateAt, Scheduler
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.data.splits import DataSplits
 from foundry.optim.schedules import WSD, Constant
 from foundry.optim.schedules import Schedule as OwnSchedule

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.config.build import build
-from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
 from foundry.config.lengths import batch_sizes_of
-from foundry.config.precision import PrecisionMode
-from foundry.config.root import Config
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
+from foundry.config.schemas.precision import PrecisionMode
+from foundry.config.schemas.root import Config
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.wrap import resolve_strategy

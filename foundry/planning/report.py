@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from foundry.records.files import replaced_atomically
-from foundry.tracking.canvas import save_figure
-from foundry.tracking.figures import count, duration
+from foundry.run_dir.files import replaced_atomically
+from foundry.tracking.humanize import count, duration
+from foundry.tracking.plot_style import save_figure
 from foundry.tracking.schedule_figure import schedule_figure
 from foundry.training.events import Phase, PlannedUpdate
 

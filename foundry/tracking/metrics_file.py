@@ -5,9 +5,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from foundry.records.files import open_regular, replaced_atomically
-from foundry.records.strict_json import decode, encode
-from foundry.tracking.tolerance import tolerant
+from foundry.run_dir.files import open_regular, replaced_atomically
+from foundry.run_dir.strict_json import decode, encode
+from foundry.tracking.safe_observer import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 FILE_NAME = "metrics.jsonl"

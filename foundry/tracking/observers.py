@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from foundry.config.tracking import Tracking
+from foundry.config.schemas.tracking import Tracking
+from foundry.tracking.console_progress import Progress
 from foundry.tracking.metrics_file import MetricsFile
-from foundry.tracking.mlflow_tracker import MLflowTracker
+from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
-from foundry.tracking.progress import Progress
 from foundry.tracking.status_file import StatusFile
 from foundry.training.events import Observer
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from foundry.records.files import make_folder
-from foundry.tracking.canvas import BLUE, GREY, ORANGE, RED, frame, save_figure
+from foundry.run_dir.files import make_folder
+from foundry.tracking.console_progress import unigram_entropy
 from foundry.tracking.metrics_file import FILE_NAME, read_metrics
-from foundry.tracking.progress import unigram_entropy
+from foundry.tracking.plot_style import BLUE, GREY, ORANGE, RED, frame, save_figure
+from foundry.tracking.safe_observer import tolerant
 from foundry.tracking.schedule_figure import schedule_figure
-from foundry.tracking.tolerance import tolerant
 from foundry.training.events import Evaluated, Phase, PlannedUpdate, RunEnded, RunStarted, StepLogged
 
 if TYPE_CHECKING:

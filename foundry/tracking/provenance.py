@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import foundry
-from foundry.records.redact import masked_text
+from foundry.run_dir.redact import masked_text
 
 
 def provenance(directory: Path) -> dict[str, str]:

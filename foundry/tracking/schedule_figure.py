@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from foundry.tracking.canvas import BLUE, GREEN, GREY, ORANGE, blank, dress
+from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, blank, dress
 from foundry.training.events import Phase, PlannedUpdate
 
 if TYPE_CHECKING:

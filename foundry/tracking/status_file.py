@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foundry.records.files import write_atomically
-from foundry.records.redact import one_line
-from foundry.records.strict_json import encode
-from foundry.tracking.tolerance import tolerant
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.redact import one_line
+from foundry.run_dir.strict_json import encode
+from foundry.tracking.safe_observer import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from foundry.records.files import UnsafeFileError
-from foundry.records.redact import masked_text, one_line
-from foundry.tracking.delivery import read_pending, send_file
-from foundry.tracking.destination import (
+from foundry.run_dir.files import UnsafeFileError
+from foundry.run_dir.redact import masked_text, one_line
+from foundry.tracking.mlflow.destination import (
     FILE_NAME,
     PENDING_FILE_NAME,
     Destination,
@@ -19,7 +18,8 @@ from foundry.tracking.destination import (
     sqlite_file,
     tracking_uri,
 )
-from foundry.tracking.mlflow_store import MlflowStore, file_of
+from foundry.tracking.mlflow.queue import read_pending, send_file
+from foundry.tracking.mlflow.store import MlflowStore, file_of
 
 
 def send_pending(run_dir: Path, uri: str | None = None) -> int:

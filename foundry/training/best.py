@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from foundry.config.checkpoint import KeepBest
 from foundry.config.errors import ConfigError
-from foundry.config.evaluation import Mode
 from foundry.config.metrics import LOSS, check_metric
+from foundry.config.schemas.checkpoint import KeepBest
+from foundry.config.schemas.evaluation import Mode
 
 
 class Best:

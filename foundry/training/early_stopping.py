@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from foundry.config.errors import ConfigError
-from foundry.config.evaluation import EarlyStopping as Settings
-from foundry.config.evaluation import Mode, PatienceUnit
 from foundry.config.metrics import check_metric
+from foundry.config.schemas.evaluation import EarlyStopping as Settings
+from foundry.config.schemas.evaluation import Mode, PatienceUnit
 
 
 class EarlyStopping:

@@ -13,7 +13,7 @@ from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
-from foundry.records.files import make_folder
+from foundry.run_dir.files import make_folder
 from foundry.training.protocols import Drawing, Objective
 from foundry.training.step import to_device
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from foundry.config.guard import Guard, SpikeAction
+from foundry.config.schemas.guard import Guard, SpikeAction
 from foundry.parallel.precision import LossScaler
 from foundry.parallel.process_group import World
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from foundry.config.distributed import FSDP, GradientSync, Strategy
-from foundry.config.precision import PrecisionMode
-from foundry.config.root import Config
+from foundry.config.schemas.distributed import FSDP, GradientSync, Strategy
+from foundry.config.schemas.precision import PrecisionMode
+from foundry.config.schemas.root import Config
 from foundry.training.throughput import peak_memory_bytes
 
 _TILE_TOKENS = 1024

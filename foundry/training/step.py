@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from foundry.config.guard import Guard
+from foundry.config.schemas.guard import Guard
 from foundry.optim.optimizers import set_schedule
 from foundry.parallel.grad_norm import clip_, global_grad_norm
 from foundry.parallel.precision import PrecisionPolicy

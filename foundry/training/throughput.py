@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.precision import PrecisionMode
 
 # Dense peaks in TFLOP/s of the arithmetic training uses: products of bf16 and of fp16 matrices summed in fp32, and
 # plain fp32 (TF32 off). Headline numbers often count 2:4 sparsity, or on GeForce cards fp16 sums: they are halved here.

@@ -13,20 +13,20 @@ from foundry.config.duration import Budget, EpochInterval, Interval
 from foundry.config.errors import ConfigError
 from foundry.config.metrics import LOSS
 from foundry.config.stopped import Stopped
-from foundry.parallel.agreement import Agreement
 from foundry.parallel.process_group import World
+from foundry.parallel.rank_flags import Agreement
 from foundry.parallel.watchdog import Watchdog, translate
+from foundry.sweeps.pruning import Pruning
 from foundry.training.best import Best
 from foundry.training.early_stopping import EarlyStopping
 from foundry.training.ema import WeightAverage
 from foundry.training.evaluation import Evaluator
 from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
 from foundry.training.guards import LossSpike
-from foundry.training.interruption import Boundary, Interruption
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
 from foundry.training.progress import Progress
 from foundry.training.protocols import Keeper, SaveError, Schedule, WindowSource
-from foundry.training.pruning import Pruning
+from foundry.training.signals import Boundary, Interruption
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
 

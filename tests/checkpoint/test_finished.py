@@ -8,10 +8,10 @@ from composition import configure
 
 from foundry.checkpoint.finished import check_finished, result_of
 from foundry.checkpoint.folder import Manifest
-from foundry.checkpoint.origin import Origin
+from foundry.checkpoint.resume_point import Origin
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import hash_config, plain, save_config
-from foundry.records.strict_json import encode
+from foundry.run_dir.strict_json import encode
 
 BASE = ["hparams.max_steps=40"]
 OTHER_RESULTS = [

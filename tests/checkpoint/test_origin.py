@@ -8,7 +8,7 @@ import pytest
 from checkpoint_parts import ALONE, Net, rewrite_manifest, write
 
 from foundry.checkpoint.folder import FORMAT, MANIFEST, list_checkpoints, problems, read_manifest
-from foundry.checkpoint.origin import find_origin
+from foundry.checkpoint.resume_point import find_origin
 from foundry.config.errors import ConfigError
 
 SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from foundry.config.compose import config_dir
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import load_config, plain, save_config
-from foundry.config.root import to_config
+from foundry.config.schemas.root import to_config
 from foundry.config.store import GROUPS, group_schemas
 
 OPTIONS = {group: sorted(p.stem for p in (Path(config_dir()) / group).glob("*.yaml")) for group in GROUPS}

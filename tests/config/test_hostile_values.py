@@ -19,19 +19,19 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import foundry.optim.schedules  # noqa: F401 # its import of torch is no part of a composition's time
-from foundry.config import mistakes
+from foundry.config import override_errors as mistakes
 from foundry.config.build import build
 from foundry.config.compose import config_dir, install
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import hash_config
-from foundry.config.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.lengths import budget_of, check_lengths
-from foundry.config.root import to_config
 from foundry.config.rules import check
-from foundry.config.scheduler import Scheduler
+from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
+from foundry.config.schemas.root import to_config
+from foundry.config.schemas.scheduler import Scheduler
+from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.config.setting import check_fields
 from foundry.config.store import GROUPS
-from foundry.config.sweep import SCHEMAS as SWEEPERS
 
 SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30
 LIMIT_SECONDS = 5.0

@@ -6,7 +6,7 @@ import pytest
 
 from foundry.config.errors import ConfigError
 from foundry.config.init_std import parse_std
-from foundry.config.root import to_config
+from foundry.config.schemas.root import to_config
 
 HF = ("model=hf_gpt2",)
 

@@ -1,9 +1,9 @@
 import pytest
 
 from foundry.config.errors import ConfigError
-from foundry.config.hparams import BatchRamp, HParams
 from foundry.config.lengths import budget_of
-from foundry.config.root import to_config
+from foundry.config.schemas.hparams import BatchRamp, HParams
+from foundry.config.schemas.root import to_config
 
 RAMP = ["hparams.batch_ramp.start=4", "hparams.batch_ramp.increment=4", "hparams.batch_ramp.over_samples=900"]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from composition import compose, configure
 
-from foundry.config import objective as schemas
 from foundry.config.build import build
 from foundry.config.errors import ConfigError
 from foundry.config.metrics import declared, names_of
+from foundry.config.schemas import objective as schemas
 from foundry.models.token_log_probs import TokenLogProbs
 from foundry.parts import build_objective
 

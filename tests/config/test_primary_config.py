@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from foundry.config.compose import config_dir, install
 from foundry.config.errors import ConfigError
-from foundry.config.root import to_config
+from foundry.config.schemas.root import to_config
 
 SEARCHPATH = f"hydra: {{searchpath: ['file://{config_dir()}']}}\n"
 OWN = {

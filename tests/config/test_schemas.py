@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from foundry.config.build import FOR_THE_BUILDER
 from foundry.config.compose import config_dir
-from foundry.config.root import Config
+from foundry.config.schemas.root import Config
 from foundry.config.store import GROUPS, group_schemas
 
 SCHEMAS = {(group, name): schema for group in GROUPS for name, schema in group_schemas(group).items()}

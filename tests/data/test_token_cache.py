@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from foundry.config.errors import ConfigError
 from foundry.data import sealed_folder
 from foundry.data.text import text_files
-from foundry.records.lock import hold
+from foundry.run_dir.lock import hold
 
 FILES = ["train.npy", "validation.npy", "tokenizer.json", "statistics.json", "manifest.json"]
 NAME = "0123456789abcdef" * 2

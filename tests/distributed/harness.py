@@ -11,7 +11,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection, wait
 
-from foundry.config.distributed import Distributed
+from foundry.config.schemas.distributed import Distributed
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["foundry.parallel.wrap", "torch.distributed.checkpoint"])

@@ -7,7 +7,7 @@ from harness import spawn
 from torch import nn
 from toy import FP32, Toy, backward_window
 
-from foundry.config.distributed import DDP, FSDP, HSDP, Distributed
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 
 pytestmark = pytest.mark.distributed
 

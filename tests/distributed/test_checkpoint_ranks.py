@@ -7,7 +7,7 @@ import pytest
 from harness import spawn
 from toy import FP32, Toy, whole_parameters
 
-from foundry.config.distributed import DDP, FSDP, HSDP
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,7 @@ import torch
 from harness import spawn
 from toy import FP32, Toy, backward_window, largest_difference, whole, whole_parameters
 
-from foundry.config.distributed import DDP, FSDP, HSDP, Distributed
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 
 pytestmark = pytest.mark.distributed
 

@@ -5,7 +5,7 @@ from harness import spawn
 from nested_optimizer import Nested
 from toy import FP32, Toy, backward_window
 
-from foundry.config.distributed import DDP, FSDP, HSDP
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP
 
 pytestmark = pytest.mark.distributed
 

@@ -4,7 +4,7 @@ import pytest
 from harness import spawn
 from toy import FP32, Toy, global_batch, sum_loss, whole, whole_parameters
 
-from foundry.config.distributed import DDP, FSDP
+from foundry.config.schemas.distributed import DDP, FSDP
 
 pytestmark = pytest.mark.distributed
 
@@ -91,7 +91,7 @@ def skip(world, on_device):
     """Two runs, one with a bad step between: the weights of both after it, what was warned of, and what was skipped."""
     import logging
 
-    from foundry.config.guard import Guard, NonFinite
+    from foundry.config.schemas.guard import Guard, NonFinite
     from foundry.optim.optimizers import muon
     from foundry.parallel.wrap import parallelize
     from foundry.training.ema import WeightAverage

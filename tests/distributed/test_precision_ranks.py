@@ -4,8 +4,8 @@ import pytest
 from harness import spawn
 from toy import Toy, backward_window, global_batch, largest_difference, train, whole_parameters
 
-from foundry.config.distributed import DDP, FSDP, Distributed
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.distributed import DDP, FSDP, Distributed
+from foundry.config.schemas.precision import PrecisionMode
 
 pytestmark = pytest.mark.distributed
 

@@ -6,7 +6,7 @@ import pytest
 from harness import count_collectives, spawn
 from toy import FP32, NUM_BLOCKS, Toy, backward_window, largest_difference, train
 
-from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync
 
 pytestmark = pytest.mark.distributed
 

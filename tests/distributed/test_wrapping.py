@@ -7,7 +7,7 @@ import pytest
 from harness import count_collectives, spawn
 from toy import FP32, NUM_BLOCKS, Toy, backward_window, global_batch, largest_difference, train, whole
 
-from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
 
 pytestmark = pytest.mark.distributed
 

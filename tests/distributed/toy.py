@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.parallel.grad_norm import clip_, global_grad_norm
 from foundry.parallel.precision import PrecisionPolicy

@@ -15,7 +15,7 @@ from scripts import ROOT, load_script
 
 from foundry.config.compose import config_dir
 from foundry.config.errors import ConfigError
-from foundry.config.root import to_config
+from foundry.config.schemas.root import to_config
 from foundry.config.store import GROUPS, group_schemas
 
 PAGE = ROOT / "docs" / "configuration.md"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from foundry.config.scheduler import DecayStyle, EvaluateAt
+from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt
 from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear
 
 WARMUP, TOTAL, DECAY = 10, 100, 30

@@ -8,7 +8,7 @@ import pytest
 from optuna.trial import TrialState
 from tiny import TINY_DIT
 
-from foundry.records.trial import open_storage
+from foundry.run_dir.trial import open_storage
 
 pytestmark = pytest.mark.slow
 

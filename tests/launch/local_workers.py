@@ -14,7 +14,7 @@ from foundry.launch.local import run_local
 def all_reduce(offset):
     import torch
 
-    from foundry.config.distributed import Distributed
+    from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
 
     with process_group(Distributed(), cuda=False) as world:
@@ -32,7 +32,7 @@ def all_reduce(offset):
 def fail_on_rank_one():
     import torch
 
-    from foundry.config.distributed import Distributed
+    from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
 
     with process_group(Distributed(), cuda=False) as world:
@@ -58,10 +58,10 @@ def sleep(folder):
 
 def train(folder):
     """Train until a signal comes; what it was is in the exception, and every rank notes that it saved."""
-    from foundry.config.distributed import Distributed
-    from foundry.parallel.agreement import Agreement
+    from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
-    from foundry.training.interruption import Boundary, Interruption
+    from foundry.parallel.rank_flags import Agreement
+    from foundry.training.signals import Boundary, Interruption
 
     with process_group(Distributed(), cuda=False) as world, Interruption() as interruption:
         agreement = Agreement(world)
@@ -83,7 +83,7 @@ def ignore_signals(folder):
 
 def stop_after_signal(signum, checkpoint):
     """Send `signum` to the process that started this one, take it from there, and save; without a place, fail to."""
-    from foundry.training.interruption import Interruption
+    from foundry.training.signals import Interruption
 
     with Interruption() as interruption:
         os.kill(os.getppid(), signum)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from foundry.config.errors import ConfigError
 from foundry.launch.claim import check_free, claim
-from foundry.records.run_dir import MARK, is_ours
-from foundry.records.status import write_status
+from foundry.run_dir.marker import MARK, is_ours
+from foundry.run_dir.status import write_status
 
 KEY = "hydra.run.dir"
 OURS = [

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from foundry.config.launcher import Local
+from foundry.config.schemas.launcher import Local
 from foundry.launch.local_launcher import divide, visible_gpus
-from foundry.records.lock import is_held
+from foundry.run_dir.lock import is_held
 from foundry.tracking.metrics_file import read_metrics
 
 TINY = [

@@ -7,7 +7,7 @@ import pytest
 from foundry.launch.slurm_end import ErrorOutput, Submission, settle
 from foundry.launch.slurm_queue import QueuedJob
 from foundry.launch.slurm_unwatched import settle_unwatched
-from foundry.records.status import read_status, write_status
+from foundry.run_dir.status import read_status, write_status
 
 KILLED = """\
 srun: error: n2: task 3: Killed

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.config import objective as schemas
 from foundry.config.errors import ConfigError
-from foundry.config.objective import BetaSchedule, Prediction
+from foundry.config.schemas import objective as schemas
+from foundry.config.schemas.objective import BetaSchedule, Prediction
 from foundry.data.digits import LabelledImages
 from foundry.data.splits import DataSplits
 from foundry.models.dit import DiT

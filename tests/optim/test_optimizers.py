@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry.config.differences import differences
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import plain
+from foundry.config.resume_compat import differences
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.optim.muon import Muon, orthogonalise
 from foundry.optim.optimizers import adam, adamw, muon, param_groups, set_schedule, sgd

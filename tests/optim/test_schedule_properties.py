@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
-from foundry.config.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear, WeightDecay
 
 ROUNDING = 4 * 2.0**-52

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.config.precision import Precision, PrecisionMode
+from foundry.config.schemas.precision import Precision, PrecisionMode
 from foundry.parallel.precision import LossScaler, PrecisionPolicy
 
 CPU = torch.device("cpu")

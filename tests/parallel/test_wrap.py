@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from foundry.config.distributed import DDP, FSDP, HSDP, Backend, Distributed, GradientSync, Single, Strategy
 from foundry.config.errors import ConfigError
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Backend, Distributed, GradientSync, Single, Strategy
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import process_group

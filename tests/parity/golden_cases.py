@@ -18,7 +18,7 @@ from foundry.config.batch_sizes import BatchSizes
 from foundry.config.build import build
 from foundry.config.errors import ConfigError
 from foundry.config.lengths import budget_of
-from foundry.config.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 from foundry.optim import schedules
 
 Case = dict[str, Any]

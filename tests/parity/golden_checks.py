@@ -24,10 +24,10 @@ from golden_cases import (
 )
 
 from foundry.config.batch_sizes import BatchSizes
-from foundry.config.checkpoint import SchedulerOnResume
 from foundry.config.errors import ConfigError
 from foundry.config.lengths import batch_sizes_of, budget_of
-from foundry.config.scheduler import EvaluateAt
+from foundry.config.schemas.checkpoint import SchedulerOnResume
+from foundry.config.schemas.scheduler import EvaluateAt
 from foundry.models.initialisation import output_std, resolve_std
 from foundry.optim.schedule_state import reconcile
 from foundry.optim.schedules import WSD, Schedule

@@ -7,7 +7,7 @@ import pytest
 
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
-from foundry.config.evaluation import EarlyStopping, Evaluation, PatienceUnit
+from foundry.config.schemas.evaluation import EarlyStopping, Evaluation, PatienceUnit
 from foundry.training import early_stopping
 
 CASES = json.loads((Path(__file__).parent / "goldens" / "trainer.json").read_text())["cases"]

@@ -7,9 +7,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from foundry.config.build import build
-from foundry.config.distributed import GradientSync
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.distributed import GradientSync
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World

@@ -27,7 +27,7 @@ def targets(canary):
         "partial": {"_target_": "functools.partial", "_args_": [make]},
         "own build": {"_target_": "foundry.config.build.build", "node": make},
         "own instantiate": {"_target_": "hydra.utils.instantiate", "config": make},
-        "own write": {"_target_": "foundry.records.files.write_atomically", "path": make, "text": "x"},
+        "own write": {"_target_": "foundry.run_dir.files.write_atomically", "path": make, "text": "x"},
         "other group": {"_target_": "foundry.optim.optimizers.adamw", "model": make},
         "private": {"_target_": "foundry.models.transformer.Transformer.__init__", "self": make},
         "deferred": {"_partial_": True, "_target_": "os.system", "command": touch},

@@ -6,7 +6,7 @@ import pytest
 from composition import compose
 
 from foundry.config.errors import ConfigError
-from foundry.config.launcher import Slurm
+from foundry.config.schemas.launcher import Slurm
 from foundry.config.setting import check_fields
 from foundry.launch.slurm_submission import _environment_of_job, _executor
 

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from foundry.config.errors import ConfigError
 from foundry.launch import slurm_unwatched
-from foundry.records.status import write_status
 from foundry.report import ReportOptions, report, watch
 from foundry.report import main as report_main
+from foundry.run_dir.status import write_status
+from foundry.sweeps.results import Which
 from foundry.tracking import sync
-from foundry.tracking.delivery import write_pending
-from foundry.tracking.destination import Destination
-from foundry.tracking.sweep import Which
+from foundry.tracking.mlflow.destination import Destination
+from foundry.tracking.mlflow.queue import write_pending
 
 EXAMPLES = 250
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\r\x08\x9b31m"

@@ -7,7 +7,7 @@ import pytest
 from checkpoint_parts import ALONE, Net, rewrite_manifest, write
 
 from foundry.checkpoint.folder import BEST, LATEST, MANIFEST, find, list_checkpoints, problems, read_manifest
-from foundry.checkpoint.origin import find_origin
+from foundry.checkpoint.resume_point import find_origin
 from foundry.checkpoint.retention import remove_leftovers
 from foundry.config.errors import ConfigError
 

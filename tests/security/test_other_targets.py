@@ -14,12 +14,12 @@ from tiny import TINY_DIT, TINY_LM
 
 from foundry.config.errors import ConfigError
 from foundry.config.optuna_parts import build_part, check_part
-from foundry.config.sweep import Search
+from foundry.config.schemas.sweeper import Search
 from foundry.parallel.process_group import World
-from foundry.records.trial import open_storage
 from foundry.run import run
-from foundry.tracking.overrides import recorded_words
-from foundry.training.pruning import Pruning
+from foundry.run_dir.trial import open_storage
+from foundry.sweeps.job_overrides import recorded_words
+from foundry.sweeps.pruning import Pruning
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 QUIET = ["tracking=none", "evaluation.write_samples=false", "tracking.progress=false"]

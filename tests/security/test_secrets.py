@@ -8,9 +8,9 @@ from hydra.core.config_store import ConfigStore
 from foundry.config.compose import install
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import hash_config, load_config, plain, save_config
-from foundry.records import redact
-from foundry.records.redact import MASK, masked_text, one_line, printable
-from foundry.records.run_log import RunLog, Terminal
+from foundry.run_dir import redact
+from foundry.run_dir.log import RunLog, Terminal
+from foundry.run_dir.redact import MASK, masked_text, one_line, printable
 
 CANARY = "canary-4f1d9c77"
 OWN_MODEL = "model=with_key"

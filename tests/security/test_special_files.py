@@ -12,19 +12,19 @@ from foundry.launch.slurm_end import ErrorOutput, Submission
 from foundry.launch.snapshot import FOLDER, snapshot
 from foundry.objectives.text_samples import TextSamples
 from foundry.planning.report import write_csv
-from foundry.records.files import UnsafeFileError
-from foundry.records.lock import hold, is_held
-from foundry.records.run_log import RunLog
-from foundry.records.status import read_status, write_status
-from foundry.records.strict_json import DamagedFileError
-from foundry.records.trial import TrialLink
 from foundry.report import report
-from foundry.tracking.canvas import blank, save_figure
-from foundry.tracking.delivery import read_pending, write_pending
-from foundry.tracking.destination import Destination
+from foundry.run_dir.files import UnsafeFileError
+from foundry.run_dir.lock import hold, is_held
+from foundry.run_dir.log import RunLog
+from foundry.run_dir.status import read_status, write_status
+from foundry.run_dir.strict_json import DamagedFileError
+from foundry.run_dir.trial import TrialLink
+from foundry.sweeps.job_overrides import recorded_words
+from foundry.sweeps.mlflow_parent import ParentLink
 from foundry.tracking.metrics_file import MetricsFile, read_metrics
-from foundry.tracking.mlflow_parent import ParentLink
-from foundry.tracking.overrides import recorded_words
+from foundry.tracking.mlflow.destination import Destination
+from foundry.tracking.mlflow.queue import read_pending, write_pending
+from foundry.tracking.plot_style import blank, save_figure
 from foundry.tracking.plots import Plots
 from foundry.tracking.status_file import StatusFile
 from foundry.training.events import PlannedUpdate, RunEnded, RunStarted, StepLogged

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from foundry.tracking import sync
-from foundry.tracking.delivery import write_pending
-from foundry.tracking.destination import Destination, sync_command, tracking_uri
-from foundry.tracking.mlflow_store import MlflowStore, file_of
+from foundry.tracking.mlflow.destination import Destination, sync_command, tracking_uri
+from foundry.tracking.mlflow.queue import write_pending
+from foundry.tracking.mlflow.store import MlflowStore, file_of
 
 RECORDS = [{"op": "start"}, {"op": "metrics", "time_ms": 1, "step": 1, "values": {"loss": 0.5}}]
 
@@ -195,7 +195,7 @@ def test_records_that_are_not_foundrys_are_a_line(run_dir, sent, capsys, content
 
 
 def test_a_sweep_is_one_that_the_run_lies_in(run_dir, tmp_path):
-    from foundry.tracking.mlflow_parent import FILE_NAME, ParentLink
+    from foundry.sweeps.mlflow_parent import FILE_NAME, ParentLink
 
     (tmp_path / "sweep.json").write_text("{}")
     (tmp_path / "other").mkdir()

@@ -118,7 +118,7 @@ def test_the_schedule_of_one_step(tmp_path):
 
 def test_importing_the_observers_loads_neither_torch_nor_mlflow_nor_matplotlib():
     code = (
-        "import sys; import foundry.tracking.plots, foundry.tracking.mlflow_tracker, foundry.tracking.status_file;"
+        "import sys; import foundry.tracking.plots, foundry.tracking.mlflow.tracker, foundry.tracking.status_file;"
         "sys.exit(' '.join({'matplotlib', 'mlflow', 'torch', 'numpy'} & set(sys.modules)) or 0)"
     )
     done = run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from foundry.records.files import write_atomically
+from foundry.run_dir.files import write_atomically
 from foundry.tracking import status_file
 from foundry.tracking.status_file import StatusFile
 

@@ -4,8 +4,8 @@ import math
 import pytest
 
 from foundry.config.errors import ConfigError
-from foundry.config.evaluation import EarlyStopping as Settings
-from foundry.config.evaluation import Mode, PatienceUnit
+from foundry.config.schemas.evaluation import EarlyStopping as Settings
+from foundry.config.schemas.evaluation import Mode, PatienceUnit
 from foundry.training.early_stopping import EarlyStopping
 
 EVALUATIONS = PatienceUnit.evaluations

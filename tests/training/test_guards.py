@@ -9,8 +9,8 @@ import torch
 from test_step import ADAMW, on_device, poisoned, same, step_for, weights, window
 from torch import nn
 
-from foundry.config.guard import Guard, NonFinite, SpikeAction
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.guard import Guard, NonFinite, SpikeAction
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.optim.optimizers import adamw, muon, sgd
 from foundry.parallel.process_group import World

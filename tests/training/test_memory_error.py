@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.config.data import StdlibText
-from foundry.config.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Single, Strategy
-from foundry.config.hparams import HParams
-from foundry.config.model import Transformer
-from foundry.config.precision import Precision, PrecisionMode
-from foundry.config.root import Config
+from foundry.config.schemas.data import StdlibText
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Single, Strategy
+from foundry.config.schemas.hparams import HParams
+from foundry.config.schemas.model import Transformer
+from foundry.config.schemas.precision import Precision, PrecisionMode
+from foundry.config.schemas.root import Config
 from foundry.parallel.wrap import resolve_strategy
 from foundry.training import memory_error
 from foundry.training.memory_error import (

@@ -11,16 +11,16 @@ from sequence_parts import TRAP, Killed, Watcher
 
 from foundry.checkpoint import retention, saver
 from foundry.checkpoint.folder import find, list_checkpoints, problems, read_manifest
-from foundry.config.checkpoint import Checkpoint
-from foundry.config.evaluation import EarlyStopping, Evaluation, PatienceUnit
-from foundry.config.guard import Guard, SpikeAction
-from foundry.config.hparams import BatchRamp, HParams
-from foundry.config.optimizer import AdamW
-from foundry.config.precision import Precision, PrecisionMode
-from foundry.config.root import Config
-from foundry.config.scheduler import Cosine
+from foundry.config.schemas.checkpoint import Checkpoint
+from foundry.config.schemas.evaluation import EarlyStopping, Evaluation, PatienceUnit
+from foundry.config.schemas.guard import Guard, SpikeAction
+from foundry.config.schemas.hparams import BatchRamp, HParams
+from foundry.config.schemas.optimizer import AdamW
+from foundry.config.schemas.precision import Precision, PrecisionMode
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.scheduler import Cosine
+from foundry.config.schemas.tracking import Tracking
 from foundry.config.stopped import Stopped
-from foundry.config.tracking import Tracking
 from foundry.run import build_observers, run
 from foundry.tracking.metrics_file import read_metrics
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.config.guard import Guard
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.guard import Guard
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.optim.optimizers import adamw
 from foundry.parallel.gradient_sync import LocalSync
 from foundry.parallel.precision import PrecisionPolicy

@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from foundry.config.precision import PrecisionMode
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.training.throughput import Throughput, peak_flops, peak_memory_bytes
 
 BF16, FP16, FP32 = PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16, PrecisionMode.fp32

@@ -1,0 +1,1 @@
+"""The schemas of the configuration, one file a group."""

@@ -1,0 +1,89 @@
+"""`checkpoint=`: what is kept of a run, and how it goes on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from foundry.config.duration import Budget, Duration, Interval
+from foundry.config.errors import Violation
+from foundry.config.schemas.evaluation import Mode
+from foundry.config.setting import setting
+
+
+class SchedulerOnResume(Enum):
+    """Whose learning-rate and weight-decay schedule a resumed run follows."""
+
+    match = "match"
+    config = "config"
+    checkpoint = "checkpoint"
+
+
+class OnChangedConfig(Enum):
+    """What to do when a run is resumed with settings that change what it computes."""
+
+    error = "error"
+    warn = "warn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepBest:
+    """The checkpoint of the best evaluation, beside the newest ones."""
+
+    metric: str | None = setting("val_loss", "metric of an evaluation that decides; null: none is kept as the best")
+    mode: Mode = setting(Mode.min, "min: smaller is better; max: larger")
+    min_delta: float = setting(0.0, "an evaluation is better only by more than this", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Sharded checkpoints in safetensors, readable from any number of processes."""
+
+    resume: str = setting(
+        "auto",
+        "auto: go on from the newest whole checkpoint of the run directory; never; or the path of a run or checkpoint",
+        aliases="resume_from_checkpoint, ckpt_path, load, load_checkpoint",
+    )
+    interval: str | None = setting(
+        None,
+        "duration between checkpoints; null: by time only",
+        parse=Duration.parse_positive,
+        aliases="save_interval, save_steps, checkpoint_interval, save_every",
+    )
+    every_minutes: float | None = setting(10.0, "minutes between checkpoints; null: by interval only", gt=0, le=10**9)
+    keep_last: int = setting(
+        2, "newest checkpoints that are kept", ge=1, aliases="save_total_limit, save_top_k, keep_latest_k"
+    )
+    keep_every: int | None = setting(None, "optimizer steps whose multiples are kept for good; null: none", ge=1)
+    keep_best: KeepBest = field(default_factory=KeepBest)
+    save_final: bool = setting(True, "save at the end of the run")
+    asynchronous: bool = setting(
+        True, "write in the background; training waits only for a copy in host memory", aliases="async_save, async_mode"
+    )
+    strict_saves: bool = setting(False, "a checkpoint that cannot be written ends the run; otherwise it is tried again")
+    scheduler_on_resume: SchedulerOnResume = setting(
+        SchedulerOnResume.match,
+        "schedule of a resumed run: match: the configuration's, which must equal the checkpoint's; config; checkpoint",
+        source="override_opt_param_scheduler, use_checkpoint_opt_param_scheduler",
+    )
+    on_changed_config: OnChangedConfig = setting(
+        OnChangedConfig.error, "what to do when a resumed run has settings that change what it computes: error, warn"
+    )
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is ever saved, not even when a signal stops the run."""
+        asked = (self.interval, self.every_minutes, self.keep_best.metric)
+        return not self.save_final and all(value is None for value in asked)
+
+    def interval_in(self, budget: Budget) -> Interval | None:
+        """The interval in a run of this budget; None: by time only.
+
+        Raises:
+            ValueError: it is longer than the run.
+        """
+        return None if self.interval is None else Interval.parse(self.interval, budget)
+
+    def check(self) -> Iterator[Violation]:
+        """Say which way to resume is none."""
+        if not self.resume:
+            yield Violation("checkpoint.resume", "is empty; give auto, never, or the path of a run or checkpoint")

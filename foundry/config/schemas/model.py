@@ -1,0 +1,221 @@
+"""`model=`: what is trained."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from foundry.config.errors import Violation
+from foundry.config.init_std import parse_std
+from foundry.config.setting import setting
+from foundry.run_dir.files import read_text
+
+_STD_RULES = (
+    "a number, small: sqrt(2 / (5 hidden_size)), or wang: sqrt(1 / (3 hidden_size)); outputs of a block / "
+    "sqrt(2 layers)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What every model has."""
+
+    _target_: str
+    init_from: str | None = setting(
+        None,
+        "weights to start from, all else afresh: a run, a checkpoint, a .safetensors file or transformers' folder",
+        path=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer(Model):
+    """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
+
+    kind: ClassVar[str] = "tokens"
+
+    _target_: str = "foundry.models.transformer.Transformer"
+    vocab_size: int = setting("${data.vocab_size}", "entries of the token embedding", ge=1, le=10**8)
+    hidden_size: int = setting(
+        256, "width of the residual stream", ge=1, le=10**6, aliases="n_embd, d_model, dim, embed_dim"
+    )
+    intermediate_size: int = setting(
+        704, "width of the SwiGLU feed-forward", ge=1, le=10**7, aliases="ffn_hidden_size, d_ff, n_inner"
+    )
+    num_layers: int = setting(4, "blocks", ge=1, le=1000, aliases="num_hidden_layers, n_layer, n_layers, depth")
+    num_heads: int = setting(
+        4, "query heads; must divide hidden_size", ge=1, le=10**5, aliases="num_attention_heads, n_head, n_heads"
+    )
+    num_kv_heads: int = setting(
+        4,
+        "key and value heads; must divide num_heads",
+        ge=1,
+        le=10**5,
+        aliases="num_key_value_heads, num_query_groups, n_kv_heads",
+    )
+    max_seq_len: int = setting(
+        "${data.seq_len}", "longest sequence in tokens", ge=1, le=10**8, aliases="max_position_embeddings, n_positions"
+    )
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0, aliases="rotary_base")
+    norm_eps: float = setting(
+        1e-5, "added to the mean square in RMSNorm", gt=0, aliases="rms_norm_eps, layernorm_epsilon"
+    )
+    tie_embeddings: bool = setting(False, "the head shares the embedding's matrix", aliases="tie_word_embeddings")
+    init_std: int | float | str = setting(
+        0.02,
+        f"standard deviation of initial weights: {_STD_RULES}",
+        parse=parse_std,
+        source="STD init, init_method_std",
+    )
+    embedding_init_std: int | float | str | None = setting(
+        None,
+        "that of the token embedding, and of the head where tied to it; null: init_std",
+        parse=parse_std,
+        source="embedding_init_method_std",
+    )
+    logprob_tile_tokens: int = setting(
+        0,
+        "tokens per tile of the head's projection, recomputed in backward to save memory; 0: all at once",
+        ge=0,
+        le=10**12,
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Say which heads do not divide as they must."""
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
+            yield Violation(
+                "model.num_heads",
+                f"is {self.num_heads} but must divide model.hidden_size={self.hidden_size} into even head sizes",
+            )
+        if self.num_heads % self.num_kv_heads:
+            yield Violation(
+                "model.num_kv_heads", f"is {self.num_kv_heads} but must divide model.num_heads={self.num_heads}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(Model):
+    """Any causal language model of transformers, built from its config or read from a local folder."""
+
+    kind: ClassVar[str] = "tokens"
+
+    _target_: str = "foundry.models.huggingface.HuggingFaceCausalLM"
+    path: str | None = setting(
+        None,
+        "folder with config.json and weights; null: build `architecture` with fresh weights",
+        path=True,
+        aliases="model_name_or_path, pretrained_model_name_or_path",
+    )
+    architecture: str = setting("llama", "transformers model type to build when there is no path")
+    config: dict[str, Any] = setting(
+        dict, "fields of the transformers config, as a mapping, over its defaults or the folder's"
+    )
+    vocab_size: int = setting(
+        "${data.vocab_size}", "tokens of the data: a fresh model's entries, a loaded one's least", ge=1, le=10**8
+    )
+    max_seq_len: int = setting(
+        "${data.seq_len}", "longest sequence in tokens, within the model's positions", ge=1, le=10**8
+    )
+    init_std: int | float | str | None = setting(
+        None,
+        f"standard deviation of fresh weights: {_STD_RULES}; null: the architecture's own initialisation",
+        parse=parse_std,
+        source="STD init, init_method_std",
+    )
+    embedding_init_std: int | float | str | None = setting(
+        None,
+        "that of embeddings of tokens and positions, and of the head where tied; null: init_std",
+        parse=parse_std,
+        source="embedding_init_method_std",
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Refuse a model of transformers' default size, which is billions of parameters, and an idle init_std."""
+        if self.path is None and not self.config:
+            message = (
+                f"is empty and model.path is null; give a folder, or the size of a new {self.architecture}: "
+                "'+model.config={hidden_size: 256, num_hidden_layers: 4, num_attention_heads: 4}'"
+            )
+            yield Violation("model.config", message)
+        yield from self._check_init_std()
+        yield from self._check_folder()
+
+    def _check_folder(self) -> Iterator[Violation]:
+        """What the folder says of itself allows what the data are to have."""
+        if self.path is None:
+            return
+        known = folder_settings(self.path) | self.config
+        entries, positions = known.get("vocab_size"), known.get("max_position_embeddings", known.get("n_positions"))
+        if isinstance(entries, int) and entries < self.vocab_size:
+            message = (
+                f"is {self.vocab_size} but the model in {self.path} knows {entries} tokens; set it to {entries}, for "
+                "which the tokenizer must have no more entries, or give the model more with transformers' "
+                "resize_token_embeddings"
+            )
+            yield Violation("data.vocab_size", message)
+        if isinstance(positions, int) and positions < self.max_seq_len:
+            message = f"is {self.max_seq_len} but the model has {positions} positions; set data.seq_len={positions}"
+            yield Violation("data.seq_len", message)
+
+    def _check_init_std(self) -> Iterator[Violation]:
+        given = {
+            f"model.{name}": value
+            for name, value in (("init_std", self.init_std), ("embedding_init_std", self.embedding_init_std))
+            if value is not None
+        }
+        if self.path is not None:
+            for key, value in given.items():
+                yield Violation(key, f"is {value} but the weights are those of model.path={self.path}; set it to null")
+        elif self.init_std is None and given:
+            message = f"is {self.embedding_init_std} but model.init_std is null; set both or neither"
+            yield Violation("model.embedding_init_std", message)
+        elif self.init_std is not None:
+            for name in (name for name in ("initializer_range", "init_std") if name in self.config):
+                message = f"is {self.config[name]} but model.init_std={self.init_std}; remove one"
+                yield Violation(f"model.config.{name}", message)
+
+
+def folder_settings(path: str) -> dict[str, Any]:
+    """What config.json in a folder of transformers says of its text model; nothing where that cannot be read.
+
+    What is wrong with the folder is said when the model is built.
+    """
+    try:
+        content = json.loads(read_text(Path(path).expanduser() / "config.json"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    inner = content.get("text_config") if isinstance(content, dict) else None
+    return inner if isinstance(inner, dict) else content if isinstance(content, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiT(Model):
+    """A class-conditional diffusion transformer with adaptive layer norm (Peebles and Xie, 2023)."""
+
+    kind: ClassVar[str] = "images"
+
+    _target_: str = "foundry.models.dit.DiT"
+    image_size: int = setting("${data.image_size}", "height and width in pixels", ge=1, le=10**5)
+    num_channels: int = setting("${data.num_channels}", "colour channels", ge=1, le=10**5)
+    num_classes: int = setting("${data.num_classes}", "classes to condition on", ge=1, le=10**8)
+    patch_size: int = setting(2, "height and width of a patch in pixels; must divide image_size", ge=1, le=10**5)
+    hidden_size: int = setting(128, "width of the residual stream; a multiple of 4", ge=1, le=10**6)
+    num_layers: int = setting(4, "blocks", ge=1, le=1000, aliases="num_hidden_layers, n_layer, n_layers, depth")
+    num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
+    mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
+
+    def check(self) -> Iterator[Violation]:
+        """Say which sizes do not divide as they must."""
+        if self.image_size % self.patch_size:
+            yield Violation(
+                "model.patch_size", f"is {self.patch_size} but must divide model.image_size={self.image_size}"
+            )
+        if self.hidden_size % self.num_heads:
+            yield Violation(
+                "model.num_heads", f"is {self.num_heads} but must divide model.hidden_size={self.hidden_size}"
+            )
+        if self.hidden_size % 4:
+            yield Violation(
+                "model.hidden_size", f"is {self.hidden_size} but must be a multiple of 4: sines and cosines of two axes"
+            )

@@ -1,0 +1,138 @@
+"""`optimizer=`: PyTorch's own optimizers, with the decay exclusions every run wants."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from foundry.config.errors import Violation, nearest
+from foundry.config.schemas.precision import PrecisionMode
+from foundry.config.setting import check_fields, setting
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multipliers:
+    """A learning rate and weight decay of some parameters' own, as factors on everybody's."""
+
+    lr_mult: float = setting(1.0, "factor on the learning rate, from warm-up to floor", ge=0)
+    wd_mult: float | None = setting(
+        None, "factor on the weight decay; null: 1 for matrices, 0 for biases, norms and other vectors", ge=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched(Multipliers):
+    """Parameters chosen by their names."""
+
+    match: str = setting("", "regular expression found in parameter names", parse=_pattern)
+
+
+def _is_factor(word: str, mapping: dict[str, Any]) -> bool:
+    """Whether a mapping has no such factor or a number; null is one for the weight decay, by the kind of parameter."""
+    value = mapping.get(word, 1.0)
+    return (value is None and word == "wd_mult") or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroups:
+    """Parameters that learn at another rate than the rest."""
+
+    embeddings: Multipliers = field(default_factory=Multipliers)
+    head: Multipliers = field(default_factory=Multipliers)
+    patterns: dict[str, Any] = setting(
+        dict, "more groups: name to a mapping of match (a regular expression), lr_mult and wd_mult"
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Say which patterns cannot be read."""
+        for name, mapping in self.patterns.items():
+            key, names = f"optimizer.groups.patterns.{name}", [item.name for item in fields(Matched)]
+            if not isinstance(mapping, dict) or "match" not in mapping:
+                yield Violation(key, f"is {mapping} but must be a mapping such as {{match: norm, lr_mult: 0.5}}")
+            elif unknown := [word for word in mapping if word not in names]:
+                yield Violation(f"{key}.{unknown[0]}", f"is no key of a group{nearest(str(unknown[0]), names)}")
+            elif not isinstance(mapping["match"], str) or not mapping["match"]:
+                yield Violation(f"{key}.match", f"is {mapping['match']!r} but must be a text found in parameter names")
+            elif wrong := [word for word in ("lr_mult", "wd_mult") if not _is_factor(word, mapping)]:
+                yield Violation(f"{key}.{wrong[0]}", f"is {mapping[wrong[0]]} but must be a number")
+            else:
+                yield from check_fields(Matched(**mapping), key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What every optimizer has. The learning rate is `hparams.lr` shaped by `scheduler`."""
+
+    _target_: str
+    weight_decay: float = setting(
+        0.01, "weight decay of matrices; biases, norms and other vectors are exempt", ge=0, source="wd"
+    )
+    groups: ParamGroups = field(default_factory=ParamGroups)
+
+    def check(self) -> Iterator[Violation]:
+        """Say which groups of parameters cannot be read."""
+        yield from self.groups.check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam; its weight decay is an L2 term added to the gradient."""
+
+    _target_: str = "foundry.optim.optimizers.adam"
+    beta1: float = setting(0.9, "decay of the first moment", ge=0, lt=1, source="adam_beta1", aliases="betas")
+    beta2: float = setting(0.95, "decay of the second moment", ge=0, lt=1, source="adam_beta2")
+    eps: float = setting(
+        1e-8, "added to the root of the second moment", gt=0, source="adam_eps", aliases="adam_epsilon, epsilon"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """AdamW; its weight decay is decoupled from the gradient."""
+
+    _target_: str = "foundry.optim.optimizers.adamw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum."""
+
+    _target_: str = "foundry.optim.optimizers.sgd"
+    momentum: float = setting(0.9, "decay of the velocity", ge=0, lt=1, source="sgd_momentum")
+    nesterov: bool = setting(False, "look ahead by one step of momentum")
+
+
+class NsDtype(Enum):
+    """What Muon's Newton-Schulz iteration is computed in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+    @classmethod
+    def following(cls, precision: PrecisionMode) -> "NsDtype":
+        """bf16 where the model is computed in it, else fp32: a device that needs fp16 has no bf16 of its own."""
+        return cls.bf16 if precision in (PrecisionMode.amp_bfloat16, PrecisionMode.pure_bf16) else cls.fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Optimizer):
+    """Muon for the matrices inside blocks; AdamW for embeddings, the head and vectors."""
+
+    _target_: str = "foundry.optim.optimizers.muon"
+    momentum: float = setting(0.95, "decay of Muon's velocity", ge=0, lt=1)
+    nesterov: bool = setting(True, "look ahead by one step of momentum")
+    ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalisation", ge=1, le=1000)
+    ns_dtype: NsDtype | None = setting(
+        None, "arithmetic of these iterations; null: bf16 under amp_bfloat16 and pure_bf16, else fp32"
+    )
+    beta1: float = setting(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
+    beta2: float = setting(0.95, "AdamW's decay of the second moment", ge=0, lt=1)
+    eps: float = setting(1e-8, "AdamW's addition to the root of the second moment", gt=0)

@@ -1,0 +1,88 @@
+"""What a process that fails leaves for the one that started it, and for those who read `status.json`."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from foundry.run_dir.files import open_regular, write_atomically
+from foundry.run_dir.lock import is_held
+from foundry.run_dir.redact import one_line, printable
+from foundry.run_dir.status import read_status, write_status
+
+LOG = "foundry.log"
+"""The log of a run directory."""
+
+_PATIENCE_SECONDS = 3.0
+
+NOTES = "FOUNDRY_NOTES"
+"""The variable that names the folder for them, which is this user's alone; unset where nobody reads them."""
+
+
+def leave_note(
+    *,
+    kind: str,
+    reason: str,
+    trace: str = "",
+    rank: int | None = None,
+    exit_code: int = 1,
+    violations: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Say why this process fails, where somebody asked for that.
+
+    Args:
+        kind: the class of the error.
+        reason: one line.
+        trace: its traceback.
+        rank: whose fault it is; this process's own by default.
+        exit_code: what the whole run should end with.
+        violations: key and message of each, where the configuration is refused.
+    """
+    if (folder := os.environ.get(NOTES)) is None:
+        return
+    own = int(os.environ["RANK"])
+    note = {
+        "rank": own if rank is None else rank,
+        "time": time.time(),
+        "kind": kind,
+        "reason": reason,
+        "trace": trace,
+        "exit_code": exit_code,
+        "violations": list(violations),
+    }
+    write_atomically(Path(folder) / f"rank{own}.json", json.dumps(note))
+
+
+def record_end(run_dir: Path, reason: str, details: str = "") -> None:
+    """Write down that a run has failed, for a process of it that sees that and may be the last to.
+
+    Args:
+        run_dir: of the run.
+        reason: one line, for `status.json`.
+        details: for `foundry.log`.
+    """
+    write_status(run_dir, state="failed", reason=one_line(reason))
+    with open_regular(run_dir / LOG, "a") as file:
+        file.write(printable(f"{reason}\n{details}"))
+
+
+def record_if_dead(run_dir: Path, reason: str, *, seconds: float = _PATIENCE_SECONDS) -> None:
+    """Write down why a run has failed if the process that should is gone, as when it was killed.
+
+    That process holds the lock of the run directory until it has written itself, so whoever finds the lock free and the
+    run said to be running may write. Where the lock cannot be seen, as on another machine, nothing is done.
+
+    Args:
+        run_dir: of the run.
+        reason: one line.
+        seconds: how long to wait for that process, which may be about to write.
+    """
+    deadline = time.monotonic() + seconds
+    while read_status(run_dir).get("state") == "running":
+        if is_held(run_dir) is False:
+            record_end(run_dir, reason)
+        elif time.monotonic() < deadline:
+            time.sleep(0.1)
+        else:
+            return

@@ -1,0 +1,73 @@
+"""What is logged: `foundry.log` in a run directory, and lines on the terminal."""
+
+import logging
+import os
+import sys
+from io import TextIOWrapper
+from pathlib import Path
+
+from foundry.run_dir.files import open_regular
+from foundry.run_dir.redact import printable
+
+log = logging.getLogger(__name__)
+
+
+def log_to_file(text: str) -> None:
+    """Write into the files that this process logs to what the terminal is told by other means."""
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
+class RunLog(logging.FileHandler):
+    """Appends to a file; that it cannot be written, as on a full disk, is one line on the terminal.
+
+    The answer of `logging` itself is a traceback there for each record.
+    """
+
+    _is_said = False
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without secrets and escape sequences."""
+        return printable(super().format(record))
+
+    def _open(self) -> TextIOWrapper:
+        """Open a regular file, or nothing: a run does not end because its log is something else."""
+        try:
+            return open_regular(Path(self.baseFilename), "a")  # type: ignore[return-value]
+        except OSError as error:
+            log.warning("nothing is written to foundry.log: %s (the run goes on)", error)
+            return Path(os.devnull).open("a")
+
+    def move(self, folder: Path) -> None:
+        """Go on in another folder, or in one that was made anew, with the next line."""
+        self.baseFilename = str(folder.absolute() / Path(self.baseFilename).name)
+        self.close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once what keeps the file from being written; any other error is a mistake in the call, and shown whole.
+
+        What a few kilobytes hold of the unwritten records follows when there is room.
+        """
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_said:
+            self._is_said = True  # first: this line comes here as well
+            log.warning("%s: %s (the run goes on; said once)", self.baseFilename, error)
+
+
+def move_logs(folder: Path) -> None:
+    """Have what is logged written into another folder from now on."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, RunLog):
+            handler.move(folder)
+
+
+class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # of whatever stderr is
+    """Lines on the terminal, without secrets and escape sequences."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        return printable(super().format(record))

@@ -1,0 +1,108 @@
+"""JSON that every reader accepts: numbers JSON does not know are written as strings."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foundry.run_dir.files import UnsafeFileError, read_text
+
+Types = type | tuple[type, ...]
+
+_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class DamagedFileError(ValueError):
+    """A JSON file is not what foundry writes: its text names the file and says what is wrong with it."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path} {why}")
+        self.why = why
+
+
+def read_object(
+    path: Path, *, needed: Mapping[str, Types] | None = None, optional: Mapping[str, Types] | None = None
+) -> dict[str, Any]:
+    """The JSON object in a file of a run directory, which a power cut or another person may have written.
+
+    Args:
+        path: the file.
+        needed: the types of values that must be there.
+        optional: the types of values that may be missing.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedFileError: it cannot be read, is no JSON object, or lacks a value or has one of another type.
+    """
+    try:
+        value = decode(read_text(path))
+    except FileNotFoundError:
+        raise
+    except UnsafeFileError as error:
+        raise DamagedFileError(path, str(error.strerror)) from None
+    except OSError as error:
+        raise DamagedFileError(path, f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise DamagedFileError(path, "is empty, or no JSON") from None
+    if not isinstance(value, dict):
+        raise DamagedFileError(path, "holds no JSON object")
+    check_types(path, value, needed=needed, optional=optional)
+    return value
+
+
+def check_types(
+    path: Path,
+    value: Mapping[str, Any],
+    *,
+    needed: Mapping[str, Types] | None = None,
+    optional: Mapping[str, Types] | None = None,
+) -> None:
+    """Refuse an object of a file for a value that is missing or of another type than foundry writes.
+
+    Raises:
+        DamagedFileError: with the first of them.
+    """
+    for name, types in {**(optional or {}), **(needed or {})}.items():
+        if name not in value:
+            if needed and name in needed:
+                raise DamagedFileError(path, f"has no {name}")
+        elif not isinstance(value[name], types):
+            raise DamagedFileError(path, f"has a {name} that is {type(value[name]).__name__}")
+
+
+def encode(value: Any) -> str:
+    """One line of strict JSON; NaN and the infinities become "NaN", "Infinity" and "-Infinity"."""
+    try:
+        return json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        return json.dumps(_spelled(value), allow_nan=False, default=str)
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, Mapping):
+        return {str(key): _spelled(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled(item) for item in value]
+    return value
+
+
+def decode(line: str) -> Any:
+    """The value `encode` was given, floats again where they had been spelled.
+
+    Raises:
+        ValueError: the line is not JSON.
+    """
+    return _floats(json.loads(line))
+
+
+def _floats(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SPELLED.get(value, value)
+    if isinstance(value, dict):
+        return {key: _floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_floats(item) for item in value]
+    return value

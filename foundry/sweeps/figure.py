@@ -1,0 +1,185 @@
+"""report.png of a sweep: what the swept parameters do to the metric, and the learning curves of all jobs."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from foundry.sweeps.panels import PRUNED, Frame, Palette, Parameter, draw_grid, draw_parameter, is_grid
+from foundry.sweeps.reading import evaluations
+from foundry.sweeps.results import Job, Sweep
+from foundry.sweeps.table import metric_text, why_no_best
+from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, blank, dress
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+_MOST_PARAMETERS = 8
+_MOST_POINTS = 300  # of a curve
+_INCHES = (5.2, 3.9)  # of a panel with its labels
+_HEADER_INCHES = 0.85
+
+Panel = Callable[["Axes"], None]
+Curve = tuple[Job, list[tuple[int, float]]]
+
+
+def sweep_figure(sweep: Sweep) -> "Figure":
+    """A panel for each parameter, or a map of a grid of two, and one for the learning curves."""
+    palette = Palette(sweep)
+    panels: list[Panel] = [*_parameter_panels(sweep, palette), partial(_draw_curves, sweep=sweep, palette=palette)]
+    across = len(panels) if len(panels) <= 3 else (2 if len(panels) == 4 else 3)
+    down = math.ceil(len(panels) / across)
+    scale = 1.5 if len(panels) == 1 else (1.22 if across == 2 else 1.0)
+    width, height = across * _INCHES[0] * scale, down * _INCHES[1] * min(scale, 1.15) + _HEADER_INCHES
+    figure = blank((width, height), bottom=0.7 / height, top=1 - _HEADER_INCHES / height)
+    figure.subplots_adjust(left=_left_inches(sweep) / width, right=1 - 0.3 / width, wspace=0.22, hspace=0.28)
+    for number, draw in enumerate(panels, start=1):
+        draw(figure.add_subplot(down, across, number))
+    _head(figure, sweep, width, height)
+    return figure
+
+
+def _parameter_panels(sweep: Sweep, palette: Palette) -> Iterator[Panel]:
+    measured = [job for job in sweep.jobs if job.has_metric and not job.has_failed]
+    if not measured:
+        return
+    parameters = Parameter.read_all(sweep)
+    if is_grid(parameters, len(sweep.jobs)):
+        across, up = _as_axes(parameters)
+        yield partial(draw_grid, sweep=sweep, across=across, up=up, palette=palette)
+        return
+    whole = [job for job in measured if job.is_complete] or measured
+    frame = Frame.around(job.metric for job in whole if job.metric is not None)
+    for parameter in parameters[:_MOST_PARAMETERS]:
+        yield partial(draw_parameter, sweep=sweep, parameter=parameter, frame=frame, palette=palette)
+
+
+def _as_axes(parameters: Sequence[Parameter]) -> tuple[Parameter, Parameter]:
+    """The one with shorter names goes up."""
+    up, across = sorted(parameters, key=Parameter.widest_label)
+    return across, up
+
+
+def _left_inches(sweep: Sweep) -> float:
+    """Room for the names at the left of a map."""
+    parameters = Parameter.read_all(sweep)
+    if not is_grid(parameters, len(sweep.jobs)):
+        return 0.85
+    return 0.6 + 0.085 * _as_axes(parameters)[1].widest_label()
+
+
+def _draw_curves(axes: "Axes", sweep: Sweep, palette: Palette) -> None:
+    """The metric of every job over its steps; the training loss while nothing has been evaluated twice."""
+    dress(axes)
+    name, curves = _curves(sweep)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(name)
+    if not curves:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no learning curves", transform=axes.transAxes, ha="center", color=GREY)
+        return
+    Frame.around(value for _, points in curves for _, value in points).apply(axes)
+    alpha = 0.9 if len(curves) <= 40 else 0.45
+    for job, points in reversed(curves):
+        steps, values = zip(*points, strict=True)
+        is_best = job is palette.best
+        axes.plot(
+            steps,
+            values,
+            color=palette.colour(job),
+            linewidth=2.6 if is_best else 1.2,
+            alpha=1.0 if is_best else alpha,
+            linestyle="--" if job.has_failed else "-",
+            marker="o" if len(points) == 1 else None,
+            zorder=5 if is_best else 2,
+        )
+        if job.has_failed:
+            axes.plot(steps[-1:], values[-1:], "x", color=RED, markersize=7, markeredgewidth=1.8, zorder=4)
+        if is_best:
+            axes.annotate(
+                f"job {job.index}",
+                (steps[-1], values[-1]),
+                xytext=(-2, -7 if sweep.minimize else 7),
+                textcoords="offset points",
+                ha="right",
+                va="top" if sweep.minimize else "bottom",
+                color=ORANGE,
+                fontweight="bold",
+            )
+
+
+def _curves(sweep: Sweep) -> tuple[str, list[Curve]]:
+    measured = _finite_curves(sweep, sweep.metric)
+    if any(len(points) > 1 for _, points in measured):
+        return sweep.metric, measured
+    return "training loss", _finite_curves(sweep, "loss")
+
+
+def _finite_curves(sweep: Sweep, metric: str) -> list[Curve]:
+    """What was measured of each job, if a number was among it."""
+    curves = [(job, evaluations(job, metric)) for job in sweep.jobs]
+    return [(job, _thinned(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """So many that no more can be told apart, the last one among them."""
+    stride = max(1, math.ceil(len(points) / _MOST_POINTS))
+    return [*points[:-1:stride], points[-1]]
+
+
+def _head(figure: "Figure", sweep: Sweep, width: float, height: float) -> None:
+    """Title and best job at the left, what the marks mean at the right."""
+    best, number = sweep.best, len(sweep.jobs)
+    left, line = 0.3 / width, 0.3 / height
+    title = f"{sweep.metric_name} of {number} job{'s' * (number != 1)}"
+    figure.text(left, 1 - line, title, fontsize=14, fontweight="bold", va="center")
+    if best is None:
+        figure.text(left, 1 - 1.85 * line, why_no_best(sweep), color=GREY, va="center")
+    else:
+        settled = "best" if best.is_complete else "best so far"
+        said = [f"{settled}: job {best.index}", metric_text(best.metric), sweep.settings(best)]
+        text = "   ".join(part for part in said if part)
+        longest = int(11.5 * width)
+        text = text if len(text) <= longest else f"{text[: longest - 1]}…"
+        figure.text(left, 1 - 1.85 * line, text, color=ORANGE, va="center")
+    handles = list(_handles(sweep))
+    figure.legend(
+        handles=handles,
+        loc="center right",
+        bbox_to_anchor=(1 - 0.2 / width, 1 - line),
+        ncols=len(handles),
+        frameon=False,
+        handletextpad=0.2,
+        columnspacing=1.2,
+    )
+
+
+def _handles(sweep: Sweep) -> Iterator["Line2D"]:
+    from matplotlib.lines import Line2D
+
+    def handle(label: str, marker: str, colour: str, size: float, *, is_filled: bool = True) -> Line2D:
+        face = colour if is_filled else "white"
+        return Line2D(
+            [], [], linestyle="", marker=marker, color=colour, markerfacecolor=face, markersize=size, label=label
+        )
+
+    counts = sweep.counts
+    if sweep.best is not None:
+        yield handle("best", "*", ORANGE, 13)
+    if number := sum(job.is_complete and not job.has_diverged for job in sweep.jobs):
+        are_shaded = sum(job.is_complete and job.has_metric for job in sweep.jobs) > 2
+        yield handle(f"{number} finished" + (", the darker the better" if are_shaded else ""), "o", BLUE, 7.5)
+    if number := sum(job.has_diverged for job in sweep.jobs):
+        yield handle(f"{number} diverged", "x", GREY, 7.5)
+    if number := sum(job.is_pruned for job in sweep.jobs):
+        yield handle(f"{number} pruned", "o", PRUNED, 7.5, is_filled=False)
+    if number := counts.get("running", 0):
+        yield handle(f"{number} running", "o", GREEN, 7.5, is_filled=False)
+    if number := counts.get("queued", 0) + counts.get("requeued", 0):
+        yield handle(f"{number} queued", "o", "#d1d5db", 7.5, is_filled=False)
+    if number := counts.get("stopped", 0):
+        yield handle(f"{number} stopped", "o", GREY, 7.5, is_filled=False)
+    if number := counts.get("failed", 0) + counts.get("lost", 0):
+        yield handle(f"{number} failed", "x", RED, 7.5)

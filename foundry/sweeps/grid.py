@@ -1,0 +1,176 @@
+"""From words that sweep to the words of each job."""
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal, localcontext
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
+from hydra.errors import HydraException
+
+from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.schemas.sweeper import Sweep
+
+_ZIP, _EXCLUDE = "hydra.sweeper.zip", "hydra.sweeper.exclude"
+_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
+"""What spaces separate, those within quotes excepted."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One point of a sweep.
+
+    Attributes:
+        words: everything to compose it from.
+        swept: those of the words that other jobs of the sweep have otherwise.
+    """
+
+    words: tuple[str, ...]
+    swept: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        """The same for the same point, whatever else the sweep has and in whatever order it was typed."""
+        return hashlib.sha256(json.dumps(sorted(self.swept)).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return ", ".join(self.swept)
+
+
+def expand(overrides: Sequence[Override], options: Sweep) -> list[Job]:
+    """Every job of a sweep, the last key varying fastest.
+
+    Args:
+        overrides: the sweep's words, parsed; of several for one key the last one counts.
+        options: which keys go together, which combinations are left out, and how many jobs there may be.
+
+    Raises:
+        ConfigError: with everything that is wrong with them.
+    """
+    by_key = {override.get_key_element(): override for override in overrides}
+    if continuous := [o for o in by_key.values() if o.is_sweep_override() and not o.is_discrete_sweep()]:
+        message = "cannot be enumerated; give the values, or let hparams_search=optuna_tpe choose among them"
+        raise ConfigError(
+            [Violation(o.key_or_group, f"is {o.get_value_string()}, which {message}") for o in continuous]
+        )
+    zipped = options.zip
+    swept = {key: override for key, override in by_key.items() if override.is_sweep_override()}
+    # Counted before anything is enumerated: range(1000000) is typed quickly.
+    if too_many := list(_check_size(swept, zipped, options.max_jobs)):
+        raise ConfigError(too_many)
+    values = {key: [f"{key}={value}" for value in o.sweep_string_iterator()] for key, o in swept.items()}
+    violations = [*_check_empty(values, by_key), *_check_twice(values), *_check_zip(zipped, values)]
+    if violations:
+        raise ConfigError(violations)
+    jobs = list(_product(by_key, values, zipped))
+    return _without(jobs, options.exclude)
+
+
+def count_values(override: Override) -> int:
+    """How many values a swept key has, without enumerating those of a range.
+
+    Raises:
+        ValueError: it is a range without an end.
+    """
+    value = override.value()
+    if not isinstance(value, RangeSweep):
+        return len(value.list) if isinstance(value, ChoiceSweep) else sum(1 for _ in override.sweep_iterator())
+    numbers = [Decimal(0 if number is None else number) for number in (value.start, value.stop, value.step)]
+    if not all(number.is_finite() for number in numbers):
+        raise ValueError("has no end; give finite numbers")
+    start, stop, step = numbers
+    if step == 0:
+        raise ValueError("has a step of 0; give another")
+    with localcontext(Context(prec=500)):
+        return max(0, int(((stop - start) / step).to_integral_value(ROUND_CEILING)))
+
+
+def _check_size(swept: dict[str, Override], zipped: Sequence[Sequence[str]], most: int) -> Iterator[Violation]:
+    lengths = dict[str, int]()
+    for key, override in swept.items():
+        try:
+            lengths[key] = count_values(override)
+        except ValueError as error:
+            yield Violation(key, f"is {override.get_value_string()}, which {error}")
+    group_of = {key: tuple(group) for group in zipped for key in group}
+    axes = dict.fromkeys(group_of.get(key, (key,)) for key in lengths)
+    total = math.prod(max(lengths.get(key, 1) for key in axis) for axis in axes)
+    if total > most:
+        said = ", ".join(f"{key} has {_written(length)} values" for key, length in lengths.items() if length > 1)
+        message = f"is {most} but the sweep has {_written(total)} jobs ({said}); sweep over less, or raise it"
+        yield Violation("hydra.sweeper.max_jobs", message)
+
+
+def _written(number: int) -> str:
+    return str(number) if number < 10**12 else f"about 10^{math.log10(number):.0f}"
+
+
+def _check_empty(values: dict[str, list[str]], by_key: dict[str, Override]) -> Iterator[Violation]:
+    for key, words in values.items():
+        if not words:
+            yield Violation(key, f"is {by_key[key].get_value_string()}, which gives no value; give at least one")
+
+
+def _check_twice(values: dict[str, list[str]]) -> Iterator[Violation]:
+    for key, words in values.items():
+        for word in [word for word, count in Counter(words).items() if count > 1]:
+            yield Violation(key, f"sweeps over {word.removeprefix(f'{key}=')} twice")
+
+
+def _check_zip(zipped: Sequence[Sequence[str]], values: dict[str, list[str]]) -> Iterator[Violation]:
+    keys = [key for group in zipped for key in group]
+    for key in dict.fromkeys(keys):
+        if key not in values:
+            swept = f"; swept are {', '.join(values)}" if values else ""
+            yield Violation(_ZIP, f"names {key}, which is not swept{nearest(key, values) or swept}")
+        elif keys.count(key) > 1:
+            yield Violation(_ZIP, f"names {key} more than once")
+    for group in zipped:
+        lengths = {key: len(values[key]) for key in group if key in values}
+        if len(set(lengths.values())) > 1:
+            said = " and ".join(f"{key} has {length}" for key, length in lengths.items())
+            yield Violation(_ZIP, f"pairs lists of different lengths: {said}; give each the same number of values")
+
+
+def _product(
+    by_key: dict[str, Override], values: dict[str, list[str]], zipped: Sequence[Sequence[str]]
+) -> Iterator[Job]:
+    """The grid; each axis is one swept key, or several zipped ones at the place of the first."""
+    group_of = {key: tuple(group) for group in zipped for key in group}
+    axes = dict.fromkeys(group_of.get(key, (key,)) for key in values)
+    choices = [list(zip(*(values[key] for key in axis), strict=True)) for axis in axes]
+    names = [key for axis in axes for key in axis]
+    for chosen in itertools.product(*choices):
+        swept = dict(zip(names, itertools.chain.from_iterable(chosen), strict=True))
+        words = tuple(swept[key] if key in swept else word_of(override) for key, override in by_key.items())
+        yield Job(words, tuple(swept[key] for key in values))
+
+
+def word_of(override: Override) -> str:
+    """The word that an override was given as, its number written as Hydra does."""
+    return f"{override.get_key_element()}={override.get_value_element_as_str()}"
+
+
+def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
+    """The jobs that no exclusion names; one that names none is a mistake, most likely of spelling."""
+    violations, left = [], jobs
+    for text in map(str, excluded):
+        try:
+            words = {word_of(override) for override in OverridesParser.create().parse_overrides(_WORD.findall(text))}
+        except HydraException:
+            violations.append(Violation(_EXCLUDE, f"has {text!r}, which is not of the form key=value key=value"))
+            continue
+        if not words or not any(words <= set(job.words) for job in jobs):
+            violations.append(Violation(_EXCLUDE, f"has {text!r}, which no job of the sweep is"))
+        left = [job for job in left if not words <= set(job.words)]
+    if not left and not violations:
+        violations.append(Violation(_EXCLUDE, f"leaves none of the {len(jobs)} jobs"))
+    if violations:
+        raise ConfigError(violations)
+    return left

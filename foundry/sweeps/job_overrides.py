@@ -1,0 +1,67 @@
+"""The words that a job was given: keys, values, and the short names they are shown by."""
+
+import itertools
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from foundry.config.strict_yaml import read_yaml
+from foundry.run_dir.redact import one_line
+
+_LONGEST_NUMBER = 8  # characters
+_MOST_BYTES = 2**16  # of a job's overrides: reading more takes seconds
+
+
+def key_and_value(word: str) -> tuple[str, str]:
+    """`+group.key=value` as `group.key` and `value`."""
+    key, _, value = word.partition("=")
+    return key.lstrip("+"), value
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The last part of each key, or all of it where two end in the same."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    counted = Counter(last.values())
+    return {key: name if counted[name] == 1 else key for key, name in last.items()}
+
+
+def brief(value: str) -> str:
+    """A value as it is shown: of a number with many digits, as a search proposes it, the first four that count."""
+    try:
+        return f"{float(value):.4g}" if len(value) > _LONGEST_NUMBER else value
+    except ValueError:
+        return value
+
+
+def command_of(words: Sequence[str], sweep_command: Sequence[str]) -> str:
+    """The command that runs a job by itself, for a shell.
+
+    Args:
+        words: the job's.
+        sweep_command: those that its sweep was started with; empty where they are not known.
+    """
+    is_sweep_by_words = not sweep_command or {"-m", "--multirun"} & set(sweep_command)
+    # An option makes it a sweep, too.
+    is_sweep_by_option = not is_sweep_by_words or any(word.startswith("hparams_search=") for word in words)
+    mode = ("hydra.mode=RUN",) if is_sweep_by_option else ()
+    return shlex.join(["python", "-m", "foundry", *_config_folder(sweep_command), *words, *mode])
+
+
+def _config_folder(command: Sequence[str]) -> list[str]:
+    """The flag that says where the user's own options are, if one does."""
+    for flag, folder in itertools.pairwise([*command, ""]):
+        if flag in ("--config-dir", "-cd"):
+            return [flag, folder]
+        if flag.startswith("--config-dir="):
+            return [flag]
+    return []
+
+
+def recorded_words(run_dir: Path) -> tuple[str, ...]:
+    """All words of a job, as Hydra wrote them into its run directory; none where it did not."""
+    try:
+        words = read_yaml(run_dir / ".hydra" / "overrides.yaml", max_bytes=_MOST_BYTES)
+    except (OSError, ValueError):
+        return ()
+    return tuple(one_line(word) for word in words if isinstance(word, str)) if isinstance(words, list) else ()

@@ -1,0 +1,167 @@
+"""Composing the jobs of a sweep: each once, fast, and kept, so that what was checked is what runs."""
+
+import inspect
+import pickle
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.override_errors import Known, choice_line, find_mistakes
+from foundry.config.rules import check
+from foundry.config.start_dir import anchor_paths
+
+Words = tuple[str, ...]
+
+_composed: WeakKeyDictionary[ConfigLoader, dict[tuple[Words, Words], DictConfig]] = WeakKeyDictionary()
+"""What `compose_jobs` has made and no launcher has taken yet, by Hydra's own words and the job's."""
+
+
+def compose_jobs(
+    loader: ConfigLoader, master: DictConfig, jobs: Sequence[Sequence[str]]
+) -> list[DictConfig | ConfigError]:
+    """Compose and check jobs; what is composed here is what `configs_to_launch` hands out.
+
+    The result is that of `loader.load_sweep_config`, at a tenth of the time. Most of its time goes into reading and
+    merging the chosen options, which is done once for all jobs that choose the same ones.
+
+    Args:
+        loader: Hydra's.
+        master: the configuration of the sweep.
+        jobs: the words of each.
+
+    Returns:
+        For each job its configuration, or everything that is wrong with it.
+    """
+    composer = _Composer(loader, master)
+    kept = _composed.setdefault(loader, {})
+    results: list[DictConfig | ConfigError] = []
+    for words in map(tuple, jobs):
+        key = (composer.hydra_words, words)
+        try:
+            kept[key] = kept[key] if key in kept else composer.compose(words)
+            results.append(kept[key])
+        except ConfigError as error:
+            results.append(error)
+    return results
+
+
+def configs_to_launch(
+    loader: ConfigLoader, master: DictConfig, jobs: Sequence[Sequence[str]], first_number: int
+) -> list[DictConfig]:
+    """The configurations that a launcher runs, each with its number in `hydra.job.num`.
+
+    A sweep that goes on launches jobs whose numbers have gaps: foundry's sweeper has set them. Those of a sweeper that
+    has not are counted from `first_number`.
+
+    Args:
+        loader: Hydra's.
+        master: the configuration of the sweep.
+        jobs: the words of each.
+        first_number: of the first job, where no sweeper has numbered them.
+
+    Raises:
+        ConfigError: a job is wrong, which foundry's own sweeper would have said before.
+    """
+    composer = _Composer(loader, master)
+    kept = _composed.setdefault(loader, {})
+    configs = []
+    for number, words in enumerate(map(tuple, jobs), first_number):
+        # Taken out: a sweeper that proposes the same point again gets a configuration of its own.
+        config = kept.pop((composer.hydra_words, words), None)
+        if config is None:
+            config = composer.compose(words)
+        if OmegaConf.is_missing(config.hydra.job, "num"):
+            set_number(config, number)
+        configs.append(config)
+    return configs
+
+
+def set_number(config: DictConfig, number: int) -> None:
+    """Say which job of its sweep a configuration is; `hydra.sweep.subdir` follows from it."""
+    with open_dict(config):
+        config.hydra.job.num = number
+        config.hydra.job.id = str(number)
+
+
+class _Composer:
+    """Composes jobs of one sweep; those that choose the same options share the work of reading and merging them."""
+
+    def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
+        assert isinstance(loader, ConfigLoaderImpl)
+        self._loader, self._master = loader, master
+        # Iterating would resolve interpolations in them.
+        self.hydra_words: Words = tuple(map(str, master.hydra.overrides.hydra._iter_ex(resolve=False)))
+        # Knows the folders of hydra.searchpath too.
+        _, self._repository = loader._parse_overrides_and_create_caching_repo(
+            master.hydra.job.config_name, list(self.hydra_words)
+        )
+        self._known = Known(self._repository)
+        self._bases: dict[Words, bytes] = {}
+        self._overrides: dict[str, Override] = {}
+
+    def compose(self, words: Words) -> DictConfig:
+        """One job.
+
+        Raises:
+            ConfigError: with everything that is wrong with it.
+        """
+        try:
+            config = self._compose(words)
+        except Exception as error:  # whatever Hydra or OmegaConf did not expect, too
+            raise ConfigError(self._mistakes(words, error)) from error
+        if violations := check(config):
+            raise ConfigError(violations)
+        anchor_paths(config)
+        return config
+
+    def _mistakes(self, words: Words, error: Exception) -> list[Violation]:
+        """Everything wrong with a job that does not compose, found with the options that are read already."""
+
+        def compose(lines: list[str]) -> DictConfig:
+            return self._base(tuple(line for line in lines if line not in self.hydra_words))
+
+        name, lines = self._master.hydra.job.config_name, [*self.hydra_words, *words]
+        return find_mistakes(self._loader, name, compose, lines, error, whole=True, known=self._known)
+
+    def _compose(self, words: Words) -> DictConfig:
+        overrides = [self._parse(word) for word in words]
+        own = [override for override in overrides if not override.is_hydra_override()]
+        values = [override for override in own if not self._is_choice(override)]
+        config = self._base(tuple(choice_line(self._repository, o) for o in overrides if o not in values))
+        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        with open_dict(config.hydra):
+            config.hydra.overrides.task = [override.input_line for override in own]
+            dirname = config.hydra.job.config.override_dirname
+            config.hydra.job.override_dirname = get_overrides_dirname(
+                overrides=own, kv_sep=dirname.kv_sep, item_sep=dirname.item_sep, exclude_keys=dirname.exclude_keys
+            )
+        # What was resolved once for the sweep, such as the time in its directory's name, stays.
+        OmegaConf.copy_cache(from_config=self._master, to_config=config)
+        return config
+
+    def _base(self, choices: Words) -> DictConfig:
+        """What the choices of options compose to, unchecked: the values that make it right come after."""
+        if choices not in self._bases:
+            load = inspect.unwrap(ConfigLoaderImpl._load_configuration_impl)
+            name = self._master.hydra.job.config_name
+            self._bases[choices] = pickle.dumps(load(self._loader, name, [*self.hydra_words, *choices], RunMode.RUN))
+        # A fifth of the time of deepcopy.
+        config = pickle.loads(self._bases[choices])
+        assert isinstance(config, DictConfig)
+        return config
+
+    def _parse(self, word: str) -> Override:
+        if word not in self._overrides:
+            (self._overrides[word],) = OverridesParser.create(config_loader=self._loader).parse_overrides([word])
+        return self._overrides[word]
+
+    def _is_choice(self, override: Override) -> bool:
+        """Whether it chooses an option of a group: Hydra's own rule."""
+        return not isinstance(override.value(), dict) and self._repository.group_exists(override.key_or_group)

@@ -1,0 +1,64 @@
+"""What is wrong with the jobs of a sweep, said once for all jobs of which it is true."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.sweeps.grid import Job
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+_ALIKE_IN_FULL = 3
+"""Messages that differ in nothing but a job's own values are all printed, up to so many; of more, the first."""
+_NUMBERS_SHOWN = 3
+
+Found = tuple[int, Job, Violation]
+"""A violation, and the job that it was found in, with its number."""
+
+
+def refusals(jobs: Sequence[Job], results: Sequence[object]) -> list[Violation]:
+    """A line for each mistake, with the jobs that make it.
+
+    Args:
+        jobs: of a sweep.
+        results: what each composes to; a ConfigError for one that is wrong.
+    """
+    equal: dict[Violation, list[Found]] = {}
+    for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
+        for violation in dict.fromkeys(result.violations) if isinstance(result, ConfigError) else ():
+            equal.setdefault(violation, []).append((number, job, violation))
+    alike: dict[tuple[str, str], list[list[Found]]] = {}
+    for violation, found in equal.items():
+        alike.setdefault((violation.key, _shape(violation.message, found[0][1])), []).append(found)
+    return [violation for _, violation in sorted(_lines(alike.values(), len(jobs)), key=lambda line: line[0])]
+
+
+def _lines(alike: Iterable[list[list[Found]]], total: int) -> Iterator[tuple[int, Violation]]:
+    """The lines, each with the number of the first job that it is about."""
+    for groups in alike:
+        if len(groups) <= _ALIKE_IN_FULL:
+            yield from ((found[0][0], _line(found, total, "")) for found in groups)
+        else:
+            together = sorted((each for found in groups for each in found), key=lambda each: each[0])
+            yield together[0][0], _line(together, total, ", each with a value of its own")
+
+
+def _line(found: list[Found], total: int, how: str) -> Violation:
+    number, job, violation = found[0]
+    if len(found) == 1:
+        return Violation(f"job {number} ({job})" if job.swept else f"job {number}", str(violation))
+    if len(found) == total and not how:
+        return Violation(violation.key, f"{violation.message} (all {total} jobs)")
+    numbers = ", ".join(str(number) for number, _, _ in found[:_NUMBERS_SHOWN])
+    more = ", …" if len(found) > _NUMBERS_SHOWN else ""
+    jobs = f"{len(found)} of {total} jobs{how}: {numbers}{more}; the first, job {number}: {job}"
+    return Violation(violation.key, f"{violation.message} ({jobs})")
+
+
+def _shape(message: str, job: Job) -> str:
+    """A message without numbers, and without the texts that the job has as values and others have not."""
+    shape = _NUMBER.sub("#", message)
+    for word in job.swept:
+        value = _NUMBER.sub("#", word.partition("=")[2])
+        if value not in ("", "#"):
+            shape = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", "#", shape)
+    return shape

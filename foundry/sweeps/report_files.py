@@ -1,0 +1,101 @@
+"""What a report leaves in a sweep's directory: report.csv, report.json and report.png."""
+
+import csv
+import io
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.strict_json import encode
+from foundry.sweeps.results import Job, Sweep
+
+CSV, JSON, PICTURE = "report.csv", "report.json", "report.png"
+"""The files in a sweep's directory."""
+
+_FACTS = ("job", "state", "step", "total_steps", "seconds", "note", "run_dir")
+
+
+def write_files(sweep: Sweep, *, picture: bool = True) -> list[Path]:
+    """Write all of them, or all but the picture, which takes longest.
+
+    Raises:
+        OSError: the directory cannot be written to.
+    """
+    files = [write_csv(sweep), write_json(sweep)]
+    return [*files, write_picture(sweep)] if picture else files
+
+
+def write_csv(sweep: Sweep) -> Path:
+    """A row per job: what was swept, how it stands, and every number of its result; an empty cell where none is."""
+    results = [dict(_numbers(job.result)) for job in sweep.jobs]
+    measured = list(dict.fromkeys(name for result in results for name in result if name not in (*_FACTS, "metric")))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["job", *sweep.names, *_FACTS[1:], "metric", *measured])
+    for job, result in zip(sweep.jobs, results, strict=True):
+        facts = _facts(sweep, job)
+        values = [job.values.get(key) for key in sweep.names]
+        numbers = [result.get(name) for name in measured]
+        writer.writerow([job.index, *values, *(facts[name] for name in _FACTS[1:]), job.metric, *numbers])
+    path = sweep.folder / CSV
+    write_atomically(path, text.getvalue())
+    return path
+
+
+def write_json(sweep: Sweep) -> Path:
+    """The same for scripts, with the best job and the words of each."""
+    best = sweep.best
+    content = {
+        "metric": sweep.metric,
+        "direction": "minimize" if sweep.minimize else "maximize",
+        "which": sweep.which.value,
+        "counts": sweep.counts,
+        "is_going": sweep.is_going,
+        "best": None if best is None else best.index,
+        "repeat": None if best is None else sweep.repeat(best),
+        "jobs": [
+            _facts(sweep, job)
+            | {
+                "metric": job.metric,
+                "swept": {key: job.values.get(key) for key in sweep.names},
+                "overrides": job.overrides,
+                "result": job.result,
+            }
+            for job in sweep.jobs
+        ],
+    }
+    path = sweep.folder / JSON
+    write_atomically(path, encode(content) + "\n")
+    return path
+
+
+def write_picture(sweep: Sweep) -> Path:
+    """What `sweep_figure` draws."""
+    from foundry.sweeps.figure import sweep_figure
+    from foundry.tracking.plot_style import save_figure
+
+    path = sweep.folder / PICTURE
+    save_figure(sweep_figure(sweep), path)
+    return path
+
+
+def _facts(sweep: Sweep, job: Job) -> dict[str, Any]:
+    return {
+        "job": job.index,
+        "state": job.state,
+        "step": job.step,
+        "total_steps": job.total_steps,
+        "seconds": job.seconds,
+        "note": job.note,
+        "run_dir": os.path.relpath(job.run_dir, sweep.folder),
+    }
+
+
+def _numbers(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in result.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", value

@@ -1,0 +1,128 @@
+"""From words that sweep to a space that Optuna proposes values from, and back."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.sweeps.grid import Job, count_values, word_of
+
+_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A key that is searched, and its values."""
+
+    key: str
+    distribution: BaseDistribution
+
+    def word(self, value: Any) -> str:
+        """The word that gives the key a value; of a real number as many digits as a person would write."""
+        if isinstance(self.distribution, FloatDistribution):
+            low, high = self.distribution.low, self.distribution.high
+            if self.distribution.log:
+                value = float(f"{value:.{_DIGITS}g}")
+            elif self.distribution.step is None and high > low:
+                value = round(value, _DIGITS - math.floor(math.log10(high - low)))
+            value = min(max(value, low), high)
+        return f"{self.key}={value}"
+
+    @property
+    def extremes(self) -> list[Any]:
+        """Every choice, or both ends."""
+        if isinstance(self.distribution, CategoricalDistribution):
+            return list(self.distribution.choices)
+        assert isinstance(self.distribution, (FloatDistribution, IntDistribution))
+        return [self.distribution.low, self.distribution.high]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched, and the words that all jobs share."""
+
+    fixed: tuple[str, ...]
+    dimensions: tuple[Dimension, ...]
+
+    @classmethod
+    def parse(cls, overrides: Sequence[Override]) -> "Space":
+        """Take the words of a search; of several for one key the last one counts.
+
+        Raises:
+            ConfigError: with everything that is wrong with them.
+        """
+        by_key = {override.get_key_element(): override for override in overrides}
+        fixed = tuple(word_of(override) for override in by_key.values() if not override.is_sweep_override())
+        dimensions, violations = list[Dimension](), list[Violation]()
+        for key, override in by_key.items():
+            if override.is_sweep_override():
+                try:
+                    dimensions.append(Dimension(key, _distribution(override)))
+                except ValueError as error:
+                    violations.append(Violation(key, f"is {override.get_value_string()}: {error}"))
+        if not dimensions and not violations:
+            message = "has nothing to search for; give values, such as hparams.lr='tag(log,interval(1e-4,1e-2))'"
+            violations.append(Violation("hydra.sweeper.params", message))
+        if violations:
+            raise ConfigError(violations)
+        return cls(fixed, tuple(dimensions))
+
+    @property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """For Optuna."""
+        return {dimension.key: dimension.distribution for dimension in self.dimensions}
+
+    def job(self, values: dict[str, Any]) -> Job:
+        """The job at a point."""
+        swept = tuple(dimension.word(values[dimension.key]) for dimension in self.dimensions)
+        return Job(words=(*self.fixed, *swept), swept=swept)
+
+    def corners(self, values: dict[str, Any]) -> Iterator[Job]:
+        """The point, and those that differ from it in one key, which is at an end of its values."""
+        yield self.job(values)
+        for dimension in self.dimensions:
+            yield from (self.job({**values, dimension.key: extreme}) for extreme in dimension.extremes)
+
+
+def _distribution(override: Override) -> BaseDistribution:
+    """What Optuna draws a key's values from.
+
+    Raises:
+        ValueError: Optuna knows none such.
+    """
+    value = override.value()
+    tags: set[str] = getattr(value, "tags", set())
+    is_number = isinstance(value, (IntervalSweep, RangeSweep))
+    if unknown := tags - ({"log"} if is_number else set()):
+        raise ValueError(f"the tag {min(unknown)} means nothing here{'; there is log' if is_number else ''}")
+    if isinstance(value, IntervalSweep):
+        assert value.start is not None
+        assert value.end is not None
+        if isinstance(value.start, int) and isinstance(value.end, int):
+            return IntDistribution(value.start, value.end, log="log" in tags)
+        return FloatDistribution(value.start, value.end, log="log" in tags)
+    if isinstance(value, RangeSweep):
+        return _range_distribution(override, value, is_log="log" in tags)
+    return CategoricalDistribution(list(override.sweep_string_iterator()))
+
+
+def _range_distribution(override: Override, value: RangeSweep, *, is_log: bool) -> BaseDistribution:
+    """The numbers of a range, which are not enumerated.
+
+    Raises:
+        ValueError: there is none in it, or no end to them.
+    """
+    count, start, step = count_values(override), value.start, value.step
+    if count == 0:
+        raise ValueError("there is no number in it")
+    assert start is not None
+    if isinstance(start, int) and isinstance(step, int) and isinstance(value.stop, int):
+        last = start + (count - 1) * step
+        return IntDistribution(min(start, last), max(start, last), log=is_log, step=abs(step))
+    end = float(Decimal(start) + (count - 1) * Decimal(step))
+    return FloatDistribution(min(start, end), max(start, end), log=is_log, step=None if is_log else abs(step))

@@ -1,0 +1,309 @@
+"""A sweep: all jobs are checked before anything is written or started, and one that was begun goes on."""
+
+import logging
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, read_write
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.frozen import save_yaml
+from foundry.config.schemas.root import Config, to_config
+from foundry.config.schemas.sweeper import Direction, Sweep
+from foundry.config.schemas.sweeper import Sweeper as Options
+from foundry.config.setting import check_fields
+from foundry.launch.claim import check_free, claim
+from foundry.launch.launchers import FrozenLauncher
+from foundry.launch.status import queue
+from foundry.run_dir.lock import hold
+from foundry.run_dir.status import read_status
+from foundry.sweeps.grid import Job, expand
+from foundry.sweeps.jobs import compose_jobs, set_number
+from foundry.sweeps.manifest import Manifest, SweepJob, sweep_job
+from foundry.sweeps.refusals import refusals
+
+_log = logging.getLogger(__name__)
+_KEY = "hydra.sweep.dir"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that is known to be right: its place in the sweep, its words, and what they compose to."""
+
+    entry: SweepJob
+    words: tuple[str, ...]
+    config: Config
+
+
+class CheckedSweeper(Sweeper):
+    """What foundry's sweepers share: jobs that are checked, written down, run and reported.
+
+    Attributes:
+        hydra_context: what Hydra reads options with.
+        config: of the sweep, with Hydra's part.
+        launcher: runs the jobs.
+        options: the sweeper's own.
+        sweep_dir: where the run directories of the jobs are.
+    """
+
+    hydra_context: HydraContext
+    config: DictConfig
+    launcher: Launcher
+    options: Options
+    sweep_dir: Path
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take what Hydra knows."""
+        self.hydra_context, self.config = hydra_context, config
+        self.sweep_dir = Path(str(config.hydra.sweep.dir))
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
+        """Check, then run the jobs that have not finished.
+
+        Args:
+            arguments: the command line's words, without Hydra's own.
+
+        Returns:
+            For each batch what the launcher says of its jobs.
+
+        Raises:
+            ConfigError: with every mistake; nothing has been written.
+            SystemExit: 1, a job has failed; there is a line for each.
+            Stopped: a signal ended the job that was running.
+        """
+        if violations := list(check_fields(self.options, "hydra.sweeper")) or list(self.options.check()):
+            raise ConfigError(violations)
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        given, violations = list[Override](), list[Violation]()
+        for key, value in self.options.params.items():
+            try:
+                given += parser.parse_overrides([f"{key}={value}"])
+            except HydraException:
+                message = f"is {value!r}, which is no value of an override, such as '1,2', 'range(3)' or \"'a b'\""
+                violations.append(Violation(f"hydra.sweeper.params.{key}", message))
+        if violations:
+            raise ConfigError(violations)
+        return self.run([*given, *parser.parse_overrides(arguments)])
+
+    @abstractmethod
+    def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
+        """Check and run the jobs that these words make."""
+
+    def begin(self) -> Manifest:
+        """The sweep about to start, or to go on; nothing is written yet."""
+        launcher = str(self.config.hydra.runtime.choices["hydra/launcher"])
+        metric, direction = self.options.metric, self.options.direction.value
+        return Manifest.begin(self.sweep_dir, sys.argv[1:], launcher=launcher, metric=metric, direction=direction)
+
+    def prepare(self, jobs: Sequence[Job], manifest: Manifest) -> list[Prepared]:
+        """Compose and check jobs, and give each its place in the sweep.
+
+        Raises:
+            ConfigError: with every mistake of every job; or the directory holds another sweep, or the machine or
+                cluster cannot run such jobs.
+        """
+        composed = self._compose(jobs)
+        prepared = self._numbered(composed, manifest)
+        self._check_folders(prepared)
+        manifest.check(self.sweep_dir, [job.entry for job in prepared], [job.config for job in prepared])
+        self._check_launcher(manifest, [config for _, config in composed])
+        return prepared
+
+    def record(self, manifest: Manifest, jobs: Sequence[Prepared]) -> Manifest:
+        """Write the jobs down, with the run directories that a launcher finds; returns the sweep that has them."""
+        from foundry.sweeps.mlflow_parent import ParentLink
+
+        manifest = manifest.with_jobs([job.entry for job in jobs])
+        manifest.save(self.sweep_dir)
+        save_yaml(self.config, self.sweep_dir / "multirun.yaml")
+        for job in jobs:
+            if self.state(job) != "finished":
+                run_dir = self.run_dir(job)
+                queue(run_dir, job.config)
+                ParentLink.write(run_dir, self.sweep_dir, job.entry.index, job.entry.overrides)
+        return manifest
+
+    def launch(self, jobs: Sequence[Prepared]) -> Sequence[JobReturn]:
+        """Run jobs, and return what became of each."""
+        return self.launcher.launch([job.words for job in jobs], initial_job_idx=jobs[0].entry.index)
+
+    def run_dir(self, job: Prepared) -> Path:
+        """Where a job runs."""
+        return self.sweep_dir / job.entry.dir
+
+    def state(self, job: Prepared) -> str | None:
+        """How a job is, as its status.json says; None before there is one."""
+        return read_status(self.run_dir(job)).get("state")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Hold the directory while jobs run, and end the sweep's run in MLflow, if it has one, whatever happens.
+
+        Raises:
+            ConfigError: another process runs a sweep there.
+        """
+        from foundry.sweeps.mlflow_parent import try_to_close_parent
+
+        claim(str(self.config.hydra.sweep.dir), _KEY)
+        with _held(self.sweep_dir):
+            stopped = True
+            try:
+                yield
+                stopped = False
+            finally:
+                are_left = isinstance(self.launcher, FrozenLauncher) and self.launcher.detached
+                uri = self.config.tracking.uri
+                try_to_close_parent(self.sweep_dir, uri=uri, stopped=stopped and not are_left)
+
+    def report(self, jobs: Sequence[Prepared]) -> None:
+        """The table and picture of the sweep, and a line for each job that has failed.
+
+        Raises:
+            SystemExit: 1, one has failed, or was stopped.
+        """
+        from rich.console import Console
+
+        from foundry.report import report
+
+        report(self.sweep_dir, Console())
+        failed = [job for job in jobs if self.state(job) in ("failed", "lost", "stopped")]
+        for job in failed:
+            run_dir = self.run_dir(job)
+            sys.stderr.write(f"{job.entry}: {read_status(run_dir).get('reason', '')}; see {run_dir / 'foundry.log'}\n")
+        if failed:
+            raise SystemExit(1)
+
+    def _compose(self, jobs: Sequence[Job]) -> list[tuple[Job, DictConfig]]:
+        """Every job with what it composes to.
+
+        Raises:
+            ConfigError: with every mistake of every job.
+        """
+        results = compose_jobs(self.hydra_context.config_loader, self.config, [job.words for job in jobs])
+        if violations := refusals(jobs, results):
+            raise ConfigError(violations)
+        return [(job, result) for job, result in zip(jobs, results, strict=True) if isinstance(result, DictConfig)]
+
+    def _numbered(self, composed: Sequence[tuple[Job, DictConfig]], manifest: Manifest) -> list[Prepared]:
+        """The jobs with their numbers and directories, which are written into their configurations too."""
+        known = {job.id: job.dir for job in manifest.jobs}
+        taken = {folder: id for id, folder in known.items()}
+        jobs = []
+        for (job, config), index in zip(composed, manifest.number([job for job, _ in composed]), strict=True):
+            set_number(config, index)
+            folder = known.get(job.id) or _subdir(config)
+            if taken.setdefault(folder, job.id) != job.id:
+                message = f"gives job {index} ({job}) the directory {folder}, which another has; use ${{hydra.job.num}}"
+                raise ConfigError(Violation("hydra.sweep.subdir", message))
+            with read_write(config.hydra.sweep):
+                config.hydra.sweep.subdir = folder
+            own = to_config(config)
+            jobs.append(Prepared(sweep_job(index, folder, job, own), job.words, own))
+        return jobs
+
+    def _check_folders(self, jobs: Sequence[Prepared]) -> None:
+        """Refuse to write where files are that are no sweep's and no run's.
+
+        Raises:
+            ConfigError: with each such directory.
+        """
+        folders = [(str(self.config.hydra.sweep.dir), _KEY)]
+        folders += [(str(self.run_dir(job)), "hydra.sweep.subdir") for job in jobs]
+        violations = list[Violation]()
+        for folder, key in folders:
+            try:
+                check_free(folder, key)
+            except ConfigError as error:
+                violations += error.violations
+        if violations:
+            raise ConfigError(violations)
+
+    def _check_launcher(self, manifest: Manifest, configs: Sequence[DictConfig]) -> None:
+        """Refuse what the machine or cluster cannot run, and to go on through a launcher that counts jobs afresh."""
+        if isinstance(self.launcher, FrozenLauncher):
+            self.launcher.check(configs)
+        elif manifest.jobs:
+            chosen = self.config.hydra.runtime.choices["hydra/launcher"]
+            message = f"is {chosen}, which cannot go on with a sweep; choose sequential, local or slurm"
+            raise ConfigError(Violation("hydra/launcher", message))
+
+
+class GridSweeper(CheckedSweeper):
+    """Runs every combination of what is swept; the options are those of `Sweep`."""
+
+    def __init__(
+        self,
+        *,
+        params: Mapping[str, str],
+        metric: str,
+        direction: Direction,
+        max_jobs: int,
+        max_batch_size: int | None,
+        zip: Sequence[Any],
+        exclude: Sequence[str],
+    ) -> None:
+        self.options = self._grid = Sweep(
+            params=dict(params),
+            metric=metric,
+            direction=direction,
+            max_jobs=max_jobs,
+            max_batch_size=max_batch_size,
+            zip=[list(group) if isinstance(group, Sequence) and not isinstance(group, str) else group for group in zip],
+            exclude=list(exclude),
+        )
+
+    def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
+        """Check every job, then run those that have not finished."""
+        manifest = self.begin()
+        jobs = self.prepare(expand(overrides, self._grid), manifest)
+        with self.running():
+            self.record(manifest, jobs)
+            waiting = [job for job in jobs if self.state(job) != "finished"]
+            if finished := len(jobs) - len(waiting):
+                _log.info("%d of %d jobs have finished before", finished, len(jobs))
+            size = self._grid.max_batch_size or max(len(waiting), 1)
+            results = [self.launch(waiting[start : start + size]) for start in range(0, len(waiting), size)]
+        self.report(jobs)
+        return results
+
+
+def _subdir(config: DictConfig) -> str:
+    """The job's directory, relative to the sweep's."""
+    state = HydraConfig.instance()
+    before = state.cfg
+    state.cfg = cast(Any, config)  # for ${hydra:...}; set_config would copy the configuration
+    try:
+        return str(config.hydra.sweep.subdir)
+    finally:
+        state.cfg = before
+
+
+@contextmanager
+def _held(sweep_dir: Path) -> Iterator[None]:
+    """Keep other processes from running the same sweep at the same time.
+
+    Raises:
+        ConfigError: one is.
+    """
+    with ExitStack() as held:
+        if not hold(sweep_dir, held):
+            message = f"is {sweep_dir}, where another process runs a sweep; wait for it, or choose another"
+            raise ConfigError(Violation(_KEY, message))
+        yield

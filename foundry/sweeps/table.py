@@ -1,0 +1,194 @@
+"""A sweep on the terminal: a row for each job, what there is to say of some, and the summary."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from foundry.run_dir.redact import one_line
+from foundry.sweeps.job_overrides import brief
+from foundry.sweeps.results import Job, Sweep
+from foundry.tracking.humanize import duration
+
+_STYLES = {
+    "finished": "green",
+    "running": "cyan",
+    "requeued": "cyan",
+    "queued": "dim",
+    "stopped": "yellow",
+    "failed": "red",
+    "lost": "red",
+}
+_MOST_NUMBERS = 8  # of jobs with the same note
+_ANY_WIDTH = 10_000
+_ROWS_BESIDES = 6  # title, head and lines around the jobs of a table
+
+
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    is_number: bool = False
+
+
+def show(sweep: Sweep, console: Console) -> None:
+    """Print the table and the summary; without colours, boxes and line breaks where nobody watches."""
+    if console.is_terminal:
+        console.print(screen(sweep, console))
+        return
+    for line in _plain(sweep):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    for text in summary(sweep):
+        console.print(text, soft_wrap=True)
+
+
+def screen(sweep: Sweep, console: Console, *, scrolls: bool = True) -> Group:
+    """The jobs, the best first; below them what there is to say of some, and the summary.
+
+    Args:
+        sweep: as it stands.
+        console: where it is shown; without the logs' names where it is narrow.
+        scrolls: False: leave out jobs where the console is too low for all.
+    """
+    below = [*_notes(sweep), *summary(sweep)]
+    jobs: Sequence[Job] = sweep.jobs
+    if not scrolls:
+        used = _ROWS_BESIDES + len(console.render_lines(Group(*below)))
+        jobs = _most_telling(jobs, max(console.height - used, 3))
+    left_out = len(sweep.jobs) - len(jobs)
+    said = [Text(f"and {left_out} more jobs", style="dim")] if left_out else []
+    table = _table(sweep, jobs)
+    if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum > console.width:
+        table = _table(sweep, jobs, with_log=False)
+    title = Text(one_line(str(sweep.folder)), style="bold", no_wrap=True, overflow="ellipsis")
+    return Group(title, table, *said, *below)
+
+
+def summary(sweep: Sweep) -> Iterator[Text]:
+    """How many jobs are in which state, which is the best, and how to repeat it."""
+    states = [Text(f"{number} {state}", style=_STYLES.get(state, "")) for state, number in sweep.counts.items()]
+    number = len(sweep.jobs)
+    pruned = sum(job.is_pruned for job in sweep.jobs)
+    also = f"; {pruned} of them pruned" if pruned else ""
+    yield Text(f"{number} job{'s' * (number != 1)}: ") + Text(", ").join(states) + Text(also)
+    arrays = dict.fromkeys(job.slurm_id.partition("_")[0] for job in sweep.jobs if job.slurm_id)
+    if arrays:
+        yield Text(f"in Slurm: squeue --jobs={','.join(arrays)}")
+    best = sweep.best
+    if best is None:
+        yield Text(why_no_best(sweep))
+        return
+    settled = "best" if best.is_complete else "best so far"
+    said = [f"job {best.index}", f"{sweep.metric_name} {metric_text(best.metric)}", sweep.settings(best)]
+    yield Text(f"{settled}: ", style="bold") + Text(", ".join(part for part in said if part))
+    yield Text("repeat: ", style="bold") + Text(one_line(sweep.repeat(best)))
+
+
+def why_no_best(sweep: Sweep) -> str:
+    """What is said in place of the best job where there is none."""
+    if sweep.is_going:
+        return f"no job has a {sweep.metric} yet"
+    have_finished = any(job.state == "finished" for job in sweep.jobs)
+    return f"no job has a finite {sweep.metric}" if have_finished else "no job has finished"
+
+
+def metric_text(value: float | None) -> str:
+    """Four decimals, or four digits where these would say little."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.4g}"
+
+
+def _table(sweep: Sweep, jobs: Sequence[Job], *, with_log: bool = True) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = _columns(sweep) if with_log else _columns(sweep)[:-1]
+    for column in columns:
+        is_cut_first = column.name in sweep.names.values()  # on a narrow screen
+        side: Literal["left", "right"] = "right" if column.is_number else "left"
+        table.add_column(column.name, justify=side, no_wrap=not is_cut_first, overflow="ellipsis")
+    for job in jobs:
+        cells = [Text(cell) for cell in _cells(sweep, job)]
+        cells[len(sweep.names) + 1].stylize(_STYLES.get(job.state, ""))
+        if job.log.is_file() and str(job.log.resolve()).isprintable():
+            link = f"link file://{job.log.resolve()}"
+            cells[0].stylize(link)
+            cells[-1] = Text(os.path.relpath(job.log, sweep.folder), style=f"dim {link}")
+        table.add_row(*cells[: len(columns)], style="bold" if job is sweep.best else "")
+    return table
+
+
+def _most_telling(jobs: Sequence[Job], number: int) -> Sequence[Job]:
+    """So many of the jobs, in their order: those that run, then from the top."""
+    chosen = {job.index for job in sorted(jobs, key=lambda job: job.state != "running")[:number]}
+    return [job for job in jobs if job.index in chosen]
+
+
+def _notes(sweep: Sweep) -> Iterator[Text]:
+    """What there is to say of jobs, once for those of which it is the same."""
+    by_note: dict[str, list[Job]] = {}
+    for job in sweep.jobs:
+        if job.note:
+            by_note.setdefault(job.note, []).append(job)
+    for note, jobs in by_note.items():
+        numbers = ", ".join(str(job.index) for job in jobs[:_MOST_NUMBERS])
+        more = f" and {len(jobs) - _MOST_NUMBERS} more" if len(jobs) > _MOST_NUMBERS else ""
+        said = Text(f"job{'s' * (len(jobs) > 1)} {numbers}{more}: ", style=_STYLES.get(jobs[0].state, ""))
+        log = next((f"; {one_line(os.path.relpath(job.log))}" for job in jobs if job.log.is_file()), "")
+        yield said + Text(f"{note}{log}")
+
+
+def _columns(sweep: Sweep) -> list[_Column]:
+    swept = [
+        _Column(name, all(_is_number(job.values.get(key, "0")) for job in sweep.jobs))
+        for key, name in sweep.names.items()
+    ]
+    return [
+        _Column("job", True),
+        *swept,
+        _Column("state"),
+        _Column("step", True),
+        _Column(sweep.metric_name, True),
+        _Column("time", True),
+        _Column("log"),
+    ]
+
+
+def _cells(sweep: Sweep, job: Job) -> list[str]:
+    done = "-" if job.step is None else str(job.step)
+    measured = metric_text(job.metric)
+    if job.metric is not None and not job.is_complete:
+        measured += "*"  # not of the whole run
+    return [
+        str(job.index),
+        *(brief(job.values.get(key, "-")) for key in sweep.names),
+        job.state,
+        done if job.total_steps is None else f"{done}/{job.total_steps}",
+        measured,
+        "-" if job.seconds is None else duration(job.seconds),
+        one_line(str(job.log)) if job.log.is_file() else "-",
+    ]
+
+
+def _plain(sweep: Sweep) -> Iterator[str]:
+    columns = _columns(sweep)
+    columns.append(_Column("note"))
+    rows = [[column.name for column in columns], *([*_cells(sweep, job), job.note] for job in sweep.jobs)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column.is_number else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return not math.isnan(float(text))
+    except ValueError:
+        return False

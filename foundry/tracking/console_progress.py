@@ -1,0 +1,208 @@
+"""Progress on the terminal: a bar where there is one, plain lines where there is none."""
+
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from foundry.run_dir.redact import masked_text, one_line, printable
+from foundry.tracking.humanize import count, duration, number
+from foundry.tracking.mlflow.destination import sqlite_file, tracking_uri
+from foundry.tracking.safe_observer import tolerant
+from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
+
+_BAR_WIDTH = 16
+
+
+class Progress:
+    """Tells a person how the run goes.
+
+    Args:
+        console: None: standard output.
+    """
+
+    def __init__(self, *, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._on_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._started: RunStarted | None = None
+        self._since = time.monotonic()
+        self._total: int | None = None
+        self._last: StepLogged | None = None
+        self._val_loss: float | None = None
+
+    @tolerant
+    def on_start(self, event: RunStarted) -> None:
+        """Say what is about to run."""
+        self._started, self._since = event, time.monotonic()
+        self._total = event.plan.get("total_steps")
+        self._say(header(event))
+        if self._on_terminal:
+            self._bar = Bar(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=_BAR_WIDTH),
+                TextColumn("{task.fields[numbers]}"),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task("", total=self._total, completed=event.step, numbers="")
+            self._bar.start()
+
+    @tolerant
+    def on_step(self, event: StepLogged) -> None:
+        """Show the step's numbers."""
+        self._last = event
+        numbers = step_numbers(event, self._total, self._val_loss if self._bar else None)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=event.step, numbers=self._fitting(numbers))
+            return
+        total = "" if self._total is None else f"/{self._total}"
+        width = len(str(self._total or "")) or 6
+        self._line("  ".join([f"step {event.step:>{width}}{total}", *numbers]))
+
+    @tolerant
+    def on_evaluation(self, event: Evaluated) -> None:
+        """Show the held-out loss, and where the samples are."""
+        self._val_loss = event.val_loss
+        parts = [f"step {event.step}", f"held-out loss {number(event.val_loss)}"]
+        parts += [f"{name} {number(float(value))}" for name, value in event.metrics.items()]
+        if event.samples_file is not None:
+            parts.append(f"samples {event.samples_file}")
+        self._line("  ".join(parts))
+
+    @tolerant
+    def on_end(self, event: RunEnded) -> None:
+        """Stop the bar, and say what came of the run and where to look."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._say(self._summary(event))
+
+    def _fitting(self, numbers: list[str]) -> str:
+        """As many numbers as the terminal's line has room for beside the bar."""
+        room = self._console.width - _BAR_WIDTH - len("step ") - 2 * len(str(self._total)) - 4
+        while len(numbers) > 1 and len("  ".join(numbers)) > room:
+            numbers = numbers[:-1]
+        return "  ".join(numbers)
+
+    def _summary(self, event: RunEnded) -> dict[str, str]:
+        rows = {event.state: event.reason or f"after {duration(time.monotonic() - self._since)}"}
+        loss = event.result.get("loss", self._last.loss if self._last else None)
+        val_loss = event.result.get("val_loss", self._val_loss)
+        if loss is not None:
+            rows["final loss"] = number(loss)
+        if val_loss is not None:
+            rows["held-out loss"] = number(val_loss)
+        if self._started is not None:
+            if (entropy := unigram_entropy(self._started.plan)) is not None:
+                rows["unigram entropy"] = f"{entropy:.4f}  what guessing by frequency alone would reach"
+            rows["run directory"] = str(self._started.run_dir)
+            rows |= where_to_look(self._started)
+        return rows
+
+    def _say(self, rows: Mapping[str, str]) -> None:
+        """A block of names and values."""
+        rows = {name: one_line(value) for name, value in rows.items()}
+        if not self._on_terminal:
+            width = max(map(len, rows), default=0)
+            for name, value in rows.items():
+                self._line(f"{name:<{width}}  {value}")
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold cyan", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows.items():
+            table.add_row(name, value)
+        self._console.print(table, markup=False)
+
+    def _line(self, text: str) -> None:
+        text = text if text.isprintable() and "=" not in text else printable(text)
+        if self._on_terminal:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        self._console.file.write(f"{text}\n")  # rich would take 0.3 ms to find that there is nothing to style
+        self._console.file.flush()
+
+
+def header(event: RunStarted) -> dict[str, str]:
+    """What is about to run, by name; what the plan does not say is left out."""
+    plan, hparams = event.plan, event.config.get("hparams") or {}
+    rows: dict[str, str] = {}
+    if (parameters := plan.get("parameters")) is not None:
+        trainable = plan.get("trainable_parameters", parameters)
+        rows["parameters"] = count(parameters) + ("" if trainable == parameters else f", {count(trainable)} trainable")
+    factors = (plan.get("world_size"), hparams.get("per_gpu_batch_size"), plan.get("accum_freq"))
+    if all(isinstance(factor, int) for factor in factors):
+        world_size, batch, accumulated = (int(factor) for factor in factors if factor is not None)
+        samples = plan.get("global_batch_size", hparams.get("global_batch_size", world_size * batch * accumulated))
+        ranks = f"{world_size} rank{'' if world_size == 1 else 's'}"
+        rows["batch"] = f"{ranks} x {batch} per rank x {accumulated} accumulated = {samples} samples per step"
+        if tokens := plan.get("tokens_per_sample"):
+            rows["batch"] += f", {count(samples * tokens)} tokens"
+    if (steps := plan.get("total_steps")) is not None:
+        total = plan.get("total_samples")
+        rows["length"] = f"{steps} steps" + ("" if total is None else f", {count(total)} samples")
+    precision = plan.get("precision") or (event.config.get("precision") or {}).get("mode")
+    place = [str(part) for part in (plan.get("device"), getattr(precision, "value", precision)) if part]
+    if place:
+        rows["device"] = ", ".join(place)
+    if event.step > 0:
+        rows["goes on"] = f"after step {event.step}"
+    return rows | {"run directory": str(event.run_dir)}
+
+
+def step_numbers(event: StepLogged, total: int | None, val_loss: float | None) -> list[str]:
+    """A logged step as a person reads it."""
+    if event.tokens_per_second is not None:
+        speed = f"{count(event.tokens_per_second)} tokens/s"
+    else:
+        speed = f"{count(event.samples_per_second)} samples/s"
+    numbers = [f"loss {number(event.loss)}"]
+    if total is not None:
+        numbers.insert(0, f"ETA {duration((total - event.step) * event.step_seconds)}")
+    if val_loss is not None:
+        numbers.append(f"held-out {number(val_loss)}")
+    numbers += [f"lr {event.lr:.2e}", speed]
+    if event.mfu is not None:
+        numbers.append(f"MFU {event.mfu:.1%}")
+    return numbers
+
+
+def unigram_entropy(plan: Mapping[str, Any]) -> float | None:
+    """The loss of a model that knows only how frequent each token is, in nats; None where the plan has none."""
+    notes = plan.get("notes")
+    value = notes.get("unigram_entropy") if isinstance(notes, Mapping) else None
+    return float(value) if value is not None else None
+
+
+def where_to_look(event: RunStarted) -> dict[str, str]:
+    """The pictures and samples there are, and the command that shows the run in MLflow."""
+    rows: dict[str, str] = {}
+    plots = event.run_dir / "plots"
+    for name, label in (("loss.png", "loss"), ("schedule.png", "schedule"), ("samples.*", "samples")):
+        for path in sorted(plots.glob(name)):
+            rows[label] = str(path)
+    tracking = event.config.get("tracking") or {}
+    if tracking.get("mlflow"):
+        uri = tracking_uri(tracking.get("uri"))
+        database = sqlite_file(uri)
+        rows["MLflow"] = (
+            masked_text(uri) if database is None else f"mlflow ui --backend-store-uri {shlex.quote(_short(uri))}"
+        )
+    return rows
+
+
+def _short(uri: str) -> str:
+    """A database's URI as it can be typed in the current directory."""
+    database = sqlite_file(uri)
+    if database is None or database.parent != Path.cwd():
+        return uri
+    return f"sqlite:///{database.name}"

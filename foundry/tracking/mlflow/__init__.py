@@ -1,0 +1,1 @@
+"""MLflow: what is sent, from which thread, and what waits where no server answers."""

@@ -1,0 +1,132 @@
+"""Where in MLflow a run is kept, and the file in the run directory that remembers it."""
+
+import json
+import os
+import shlex
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import NoneType
+
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.redact import MASK, masked_text
+from foundry.run_dir.strict_json import DamagedFileError, Types, read_object
+
+DEFAULT_URI = "sqlite:///mlflow.db"
+DEFAULT_EXPERIMENT = "foundry"
+FILE_NAME = "mlflow.json"
+PENDING_FILE_NAME = "mlflow_pending.jsonl"
+_TYPES: dict[str, Types] = {"uri": str, "experiment_name": str, "run_name": str, "key": str, "started_ms": int}
+_SQLITE = "sqlite:///"
+
+# MLflow's own defaults wait 120 s and retry for minutes, greet on standard output and report usage over the network.
+_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
+
+@contextmanager
+def short_waits() -> Iterator[None]:
+    """Let MLflow give up soon and be quiet, where the user has not said otherwise; undone on leaving.
+
+    To be entered in the main thread: changing the environment while another thread reads it is not safe.
+    """
+    added = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def tracking_uri(uri: str | None = None) -> str:
+    """The tracking URI: the given one, else MLFLOW_TRACKING_URI, else a database in the current directory.
+
+    A database's path becomes absolute, so that it stays the same whatever the current directory.
+    """
+    chosen = uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+    if database := sqlite_file(chosen):
+        _, mark, query = chosen.partition("?")
+        return f"{_SQLITE}{database}{mark}{query}"
+    return chosen
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The absolute path of a sqlite database; None for any other URI."""
+    path = uri.removeprefix(_SQLITE).partition("?")[0]
+    return Path(path).absolute() if uri.startswith(_SQLITE) and path else None
+
+
+def experiment(name: str) -> str:
+    """The experiment's name: MLFLOW_EXPERIMENT_NAME stands in for the default, not for a chosen one."""
+    return (os.environ.get("MLFLOW_EXPERIMENT_NAME") or name) if name == DEFAULT_EXPERIMENT else name
+
+
+def sync_command(run_dir: Path, uri: str) -> str:
+    """The command that sends to a store what it missed; a store that the environment does not name is named in it."""
+    command = ["python", "-m", "foundry.tracking.sync", f"dir={run_dir}"]
+    if uri == tracking_uri():
+        return shlex.join(command)
+    if (shown := masked_text(uri)) != uri:  # its credentials should not be in a shell's history
+        return f"MLFLOW_TRACKING_URI={shown} {shlex.join(command)}"
+    return shlex.join([*command, f"uri={uri}"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """One run in one tracking store.
+
+    Attributes:
+        uri: the store; credentials in it are used and never written.
+        run_id: None until the store has made the run.
+        key: tells this run from others in the store when a request was carried out and its answer was lost.
+        started_ms: when the run began, in milliseconds since 1970.
+    """
+
+    uri: str
+    experiment_name: str
+    run_name: str
+    run_id: str | None = None
+    key: str
+    started_ms: int
+
+    @classmethod
+    def of(cls, run_dir: Path, *, uri: str, experiment_name: str, run_name: str) -> "Destination":
+        """The destination of an earlier start of this run in the same store, else a new one."""
+        earlier = cls.load(run_dir)
+        if earlier is not None and earlier.uri == masked_text(uri):
+            return replace(earlier, uri=uri)
+        return cls(
+            uri=uri,
+            experiment_name=experiment_name,
+            run_name=run_name,
+            key=uuid.uuid4().hex,
+            started_ms=time.time_ns() // 1_000_000,
+        )
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "Destination | None":
+        """What the run directory remembers; None where that is nothing."""
+        try:
+            content = read_object(run_dir / FILE_NAME, needed=_TYPES, optional={"run_id": (str, NoneType)})
+        except (FileNotFoundError, DamagedFileError):
+            return None
+        return cls(**{name: content[name] for name in _TYPES}, run_id=content.get("run_id"))
+
+    def save(self, run_dir: Path) -> None:
+        """Remember it in the run directory, without credentials."""
+        public = asdict(self) | {"uri": masked_text(self.uri)}
+        write_atomically(run_dir / FILE_NAME, json.dumps(public, indent=2) + "\n")
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the URI had credentials that were not written."""
+        return MASK in self.uri

@@ -1,0 +1,232 @@
+"""Handing operations to a store that may be slow or away, without the caller ever waiting."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from foundry.run_dir import redact
+from foundry.run_dir.files import open_regular
+from foundry.run_dir.strict_json import decode, encode
+from foundry.tracking.mlflow.store import METRICS_PER_REQUEST, OPERATIONS, MlflowStore, Operation, is_refusal
+
+_log = logging.getLogger(__name__)
+_SECONDS_BETWEEN_BATCHES = 1.0
+_LONGEST_BACK_OFF_SECONDS = 30.0
+_LONGEST_LINE = 2**24  # bytes
+_KEPT_IN_MEMORY = 10_000  # operations; with more the oldest move to the pending file
+_MOST_IN_MEMORY = 4 * _KEPT_IN_MEMORY  # while the thread waits for an answer nothing can be moved
+
+
+class Delivery:
+    """One thread that sends what it is given, in order, and keeps on disk what it cannot send.
+
+    Args:
+        store: where operations go.
+        pending_file: what could not be delivered, one operation a line; sent first when the store answers.
+        prepare: called in the thread: operations that go first and are costly to make.
+        finish_seconds: `close()` waits no longer.
+        how_to_send: said when something stays behind.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: MlflowStore,
+        pending_file: Path,
+        prepare: Callable[[], Iterable[Operation]],
+        finish_seconds: float,
+        how_to_send: str,
+    ) -> None:
+        self._store = store
+        self._pending_file = pending_file
+        self._prepare = prepare
+        self._finish_seconds = finish_seconds
+        self._how_to_send = how_to_send
+        self._backlog: deque[Operation] = deque()
+        self._lock = threading.Lock()  # of the backlog's head; never held while the store is asked
+        self._closing = threading.Event()
+        self._abandoned = False
+        self._failures = 0
+        self._lost = 0
+        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+
+    def start(self) -> None:
+        """Begin to deliver."""
+        self._thread.start()
+
+    def put(self, operation: Operation) -> None:
+        """Take an operation; microseconds, whatever the store does."""
+        self._backlog.append(operation)
+        if len(self._backlog) > _MOST_IN_MEMORY:
+            with self._lock:
+                self._backlog.popleft()
+                self._lost += 1
+
+    def close(self) -> None:
+        """Deliver the rest within `finish_seconds`, write to the pending file what is left and say so."""
+        self._closing.set()
+        self._thread.join(self._finish_seconds)
+        with self._lock:
+            self._abandoned = True
+            self._move_to_disk()
+        if self._lost:
+            _log.warning("MLflow: %d records were lost: the server was too slow for too long", self._lost)
+        if self._pending_file.exists():
+            count = sum(1 for _ in read_pending(self._pending_file))
+            _log.warning(
+                "MLflow: %d records were not delivered and are kept in %s; %s",
+                count,
+                self._pending_file,
+                self._how_to_send,
+            )
+
+    def _run(self) -> None:
+        first = list(self._prepare())
+        with self._lock:
+            self._backlog.extendleft(reversed(first))
+            if self._abandoned:
+                self._move_to_disk()
+        while not self._abandoned:
+            closing = self._closing.is_set()
+            try:
+                while self._deliver_some():
+                    self._answered()
+                if closing:
+                    return
+            except Exception as error:
+                self._failed(error)
+                if closing and self._failures > 1:
+                    return
+                time.sleep(0.1)
+            self._closing.wait(min(2.0**self._failures, _LONGEST_BACK_OFF_SECONDS) * _SECONDS_BETWEEN_BATCHES)
+
+    def _deliver_some(self) -> bool:
+        """Send the pending file, or one batch; False when there is nothing to send."""
+        if self._pending_file.exists():
+            send_file(self._store, self._pending_file)
+            with self._lock:
+                if not self._abandoned:  # else `close()` has added to it
+                    self._pending_file.unlink()
+            return not self._abandoned
+        with self._lock:
+            batch = self._head()
+        if not batch:
+            return False
+        self._store.connect()
+        _apply(self._store, batch)
+        with self._lock:
+            for operation in batch:
+                if self._backlog and self._backlog[0] is operation:
+                    self._backlog.popleft()
+        return not self._abandoned
+
+    def _head(self) -> list[Operation]:
+        """The next operation; of metrics, as many as fit into one request."""
+        if self._abandoned or not self._backlog:
+            return []
+        batch = [self._backlog[0]]
+        if batch[0]["op"] == "metrics":
+            room = METRICS_PER_REQUEST - len(batch[0]["values"])
+            for operation in list(self._backlog)[1:METRICS_PER_REQUEST]:
+                room -= len(operation.get("values", ()))
+                if operation["op"] != "metrics" or room < 0:
+                    break
+                batch.append(operation)
+        return batch
+
+    def _answered(self) -> None:
+        if self._failures:
+            _log.info("MLflow answers again; what it missed is being sent")
+        self._failures = 0
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures == 1:
+            _log.warning("MLflow cannot be reached, the run goes on and will try again: %s", one_line(error))
+        with self._lock:
+            if len(self._backlog) > _KEPT_IN_MEMORY and not self._abandoned:
+                self._move_to_disk()
+
+    def _move_to_disk(self) -> None:
+        """Append the backlog to the pending file; the lock is held."""
+        if self._backlog:
+            write_pending(self._pending_file, self._backlog)
+            self._backlog.clear()
+
+
+def send_file(store: MlflowStore, pending_file: Path) -> int:
+    """Send every operation of a pending file, which stays; returns their number and raises what the store raises."""
+    store.connect()
+    sent = 0
+    batch: list[Operation] = []
+    for operation in read_pending(pending_file):
+        if batch and (operation["op"] != "metrics" or batch[0]["op"] != "metrics" or len(batch) >= METRICS_PER_REQUEST):
+            _apply(store, batch)
+            batch = []
+        batch.append(operation)
+        sent += 1
+    if batch:
+        _apply(store, batch)
+    return sent
+
+
+def _apply(store: MlflowStore, batch: list[Operation]) -> None:
+    """Carry out operations; one that the store refuses is said and left out."""
+    try:
+        store.apply(batch)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        if len(batch) > 1:  # the others are good
+            for operation in batch:
+                _apply(store, [operation])
+        else:
+            _log.warning("MLflow refuses %s: %s", batch[0]["op"], one_line(error))
+
+
+def write_pending(path: Path, operations: Iterable[Operation]) -> None:
+    """Append operations, one a line."""
+    with open_regular(path, "a") as file:
+        file.writelines(encode(operation) + "\n" for operation in operations)
+
+
+def read_pending(path: Path) -> Iterator[Operation]:
+    """The operations of a pending file; a line that was not completed is left out.
+
+    Raises:
+        ValueError: a line is no operation.
+        OSError: it is no regular file, or cannot be read.
+    """
+    with open_regular(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+            if line.endswith(b"\n"):
+                yield _operation(line, f"{path}:{number}")
+            elif len(line) == _LONGEST_LINE:
+                raise ValueError(f"{path}:{number} is longer than any record")
+
+
+def _operation(line: bytes, place: str) -> Operation:
+    """What a line says, if it is what foundry writes.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        operation = decode(line.decode())
+        types = OPERATIONS[operation["op"]]
+        is_right = all(isinstance(operation[name], kind) for name, kind in types.items())
+        values = operation.get("values", {}).values()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{place} is no record of foundry's: {line[:80]!r}") from None
+    wanted = (int, float) if operation["op"] == "metrics" else str
+    if not is_right or not all(isinstance(value, wanted) for value in values):
+        raise ValueError(f"{place} is no record of foundry's: {line[:80]!r}")
+    return dict(operation)
+
+
+def one_line(error: Exception) -> str:
+    """An error as one line without credentials."""
+    return f"{type(error).__name__}: {redact.one_line(str(error))[:300]}"

@@ -1,0 +1,317 @@
+"""Carrying out operations on one run in MLflow. Every operation may be repeated: doing it twice is doing it once."""
+
+import fcntl
+import glob
+import itertools
+import logging
+import os
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foundry.run_dir.files import inside, open_regular
+from foundry.run_dir.lock import is_held
+from foundry.sweeps.mlflow_parent import ParentLink, close_parent
+from foundry.tracking.mlflow.destination import DEFAULT_EXPERIMENT, Destination, experiment, sqlite_file
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_log = logging.getLogger(__name__)
+
+Operation = dict[str, Any]
+"""`op` says what: start, params, tags, metrics, text, artifact or end; plain JSON values."""
+
+OPERATIONS: dict[str, dict[str, type]] = {
+    "start": {},
+    "params": {"values": dict},
+    "tags": {"values": dict},
+    "metrics": {"values": dict, "time_ms": int, "step": int},
+    "text": {"file": str, "text": str},
+    "artifact": {"file": str, "to": str},
+    "end": {"status": str, "time_ms": int},
+}
+"""What each operation says, with its types."""
+
+METRICS_PER_REQUEST = 1000
+_PARAMS_PER_REQUEST = 100
+_PARAM_LENGTH, _TAG_LENGTH, _KEY_LENGTH = 6000, 8000, 250
+_TRUNCATED = " … [truncated]"
+_KEY_TAG, _RUN_DIR_TAG, _PARENT_TAG = "foundry_key", "run_dir", "mlflow.parentRunId"
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # shown as training, not as "GenAI"
+_REFUSALS = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", "INVALID_STATE"})
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the store answered that the request itself is wrong, so that repeating it is in vain."""
+    return getattr(error, "error_code", None) in _REFUSALS
+
+
+def file_of(run_dir: Path, operation: Operation) -> Path:
+    """The file that an artifact is made of, which must be the run's own.
+
+    Raises:
+        FileNotFoundError: it is not there any more.
+        UnsafeFileError: it is no regular file.
+        ValueError: its path, or the one it is to have in MLflow, leads out of the run directory.
+    """
+    inside(run_dir, operation["to"])
+    path = inside(run_dir, operation["file"])
+    with open_regular(path, "rb"):
+        return path
+
+
+class MlflowStore:
+    """One run in an MLflow store; connects at the first operation.
+
+    Args:
+        run_dir: where artifacts lie and `mlflow.json` is kept.
+        destination: the run, made when it does not exist yet.
+    """
+
+    def __init__(self, run_dir: Path, destination: Destination) -> None:
+        self._run_dir = run_dir
+        self._destination = destination
+        self._link = ParentLink.load(run_dir)
+        self._client: MlflowClient | None = None
+
+    def connect(self) -> "tuple[MlflowClient, str]":
+        """The client and the run's id; finds or makes the run at the first call that succeeds."""
+        if self._client is None:
+            client = _quiet_client(self._destination.uri)
+            tags = self._tags_of_a_job()
+            if not _exists(client, self._destination.run_id):
+                run_id = _found_or_created(client, self._destination, self._run_dir, tags)
+                self._destination = replace(self._destination, run_id=run_id)
+                self._destination.save(self._run_dir)
+            self._client = client
+        assert self._destination.run_id is not None
+        return self._client, self._destination.run_id
+
+    def apply(self, operations: Sequence[Operation]) -> None:
+        """Carry out one operation, or several of metrics together."""
+        client, run_id = self.connect()
+        first = operations[0]
+        match first["op"]:
+            case "metrics":
+                _log_metrics(client, run_id, operations)
+            case "params":
+                _log_params(client, run_id, first["values"])
+            case "tags":
+                _set_tags(client, run_id, first["values"])
+            case "text":
+                client.log_text(run_id, first["text"], first["file"])
+            case "artifact":
+                self._log_artifact(client, run_id, first)
+            case "start":
+                client.update_run(run_id, status="RUNNING")
+            case "end":
+                client.set_terminated(run_id, status=first["status"], end_time=first["time_ms"])
+                if self._link is not None and not is_held(sweep_dir := self._run_dir / self._link.sweep):
+                    close_parent(sweep_dir, uri=self._destination.uri)  # else the sweep's process does
+
+    def _log_artifact(self, client: "MlflowClient", run_id: str, operation: Operation) -> None:
+        try:
+            path = file_of(self._run_dir, operation)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            _log.warning("MLflow: not sent: %s", error)
+            return
+        client.log_artifact(run_id, str(path), operation["to"] or None)
+
+    def _tags_of_a_job(self) -> dict[str, str]:
+        """What says that the run is a job of a sweep, whose own run is there and running after this."""
+        if self._link is None:
+            return {}
+        parent = self._link.parent_id(self._run_dir, self._destination)
+        return self._link.tags(self._run_dir) | ({} if parent is None else {_PARENT_TAG: parent})
+
+
+def _quiet_client(uri: str) -> "MlflowClient":
+    from mlflow import MlflowClient
+
+    if os.environ.get("MLFLOW_LOGGING_LEVEL", "WARNING") == "WARNING":
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+    database = sqlite_file(uri)
+    with _alone_with(database):
+        if database is None:
+            return MlflowClient(tracking_uri=uri)
+        if not database.exists() or not database.stat().st_size:
+            _make(database)
+        try:
+            return MlflowClient(tracking_uri=uri)
+        except Exception as error:
+            if _holds_runs(database):
+                raise
+            raise HalfMadeDatabaseError(database) from error
+
+
+class HalfMadeDatabaseError(RuntimeError):
+    """The process that made a database was killed before all tables were there; MLflow does not get over it."""
+
+    def __init__(self, database: Path) -> None:
+        super().__init__(f"{database} was left half made by a process that was killed, and holds no run; delete it")
+
+
+def _make(database: Path) -> None:
+    """Make a database with all of MLflow's tables under another name, so that it is there whole or not at all."""
+    from mlflow import MlflowClient
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    for left in database.parent.glob(f".{glob.escape(database.name)}.*.partial*"):  # by a process that was killed
+        left.unlink(missing_ok=True)
+    partial = database.with_name(f".{database.name}.{os.getpid()}.partial")
+    uri = f"sqlite:///{partial}"
+    MlflowClient(tracking_uri=uri)
+    # With its last connection SQLite's journal goes.
+    SqlAlchemyStore._engine_map.pop(uri).dispose()
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    if database.exists() and not database.stat().st_size:
+        database.unlink()
+    with suppress(FileExistsError):  # made by another machine, where locks do not reach
+        os.link(partial, database)
+    partial.unlink()
+
+
+def _holds_runs(database: Path) -> bool:
+    """Whether a run has been written to a database, which then was whole once."""
+    with closing(sqlite3.connect(database)) as connection:
+        try:
+            return connection.execute("SELECT 1 FROM runs LIMIT 1").fetchone() is not None
+        except sqlite3.OperationalError:  # there is not even the table
+            return False
+
+
+@contextmanager
+def _alone_with(database: Path | None) -> Iterator[None]:
+    """Keep other processes from opening a database at the same time: the first one makes its tables.
+
+    MLflow itself does not: of two that do so at once, one fails.
+    """
+    with ExitStack() as held:
+        if database is not None:
+            with suppress(OSError):  # a file system without locks, or a folder that is not there, as will be said
+                folder = os.open(database.parent, os.O_RDONLY)
+                held.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+
+
+def _exists(client: "MlflowClient", run_id: str | None) -> bool:
+    """Whether a remembered run is still there; a database may have been replaced since."""
+    from mlflow.exceptions import MlflowException
+
+    if run_id is None:
+        return False
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+    _log.warning("MLflow has no run %s any more; a new one is made", run_id)
+    return False
+
+
+def _found_or_created(
+    client: "MlflowClient", destination: Destination, run_dir: Path, more_tags: Mapping[str, str]
+) -> str:
+    """The run's id.
+
+    MLFLOW_RUN_ID names the run to write to. If another run directory already writes there, as when it is set for a
+    whole sweep, this run becomes its child.
+    """
+    tags = {_KEY_TAG: destination.key, _RUN_DIR_TAG: str(run_dir.absolute()), **more_tags}
+    experiment_id = None
+    if given := os.environ.get("MLFLOW_RUN_ID"):
+        run = client.get_run(given)
+        if run.data.tags.get(_RUN_DIR_TAG, tags[_RUN_DIR_TAG]) == tags[_RUN_DIR_TAG]:
+            _set_tags(client, given, tags)
+            return given
+        tags[_PARENT_TAG] = given
+        experiment_id = run.info.experiment_id
+    experiment_id = experiment_id or _experiment_id(client, destination)
+    found = client.search_runs([experiment_id], f"tags.{_KEY_TAG} = '{destination.key}'", max_results=1)
+    if found:
+        return str(found[0].info.run_id)
+    run = client.create_run(experiment_id, start_time=destination.started_ms, tags=tags, run_name=destination.run_name)
+    return str(run.info.run_id)
+
+
+def _experiment_id(client: "MlflowClient", destination: Destination) -> str:
+    from mlflow.exceptions import MlflowException
+
+    chosen = experiment(destination.experiment_name)
+    given = os.environ.get("MLFLOW_EXPERIMENT_ID")
+    if given and chosen == DEFAULT_EXPERIMENT:
+        return given
+    known = client.get_experiment_by_name(chosen)
+    if known is None:
+        try:
+            location = _artifact_location(destination.uri, chosen)
+            return str(client.create_experiment(chosen, artifact_location=location, tags=_EXPERIMENT_TAGS))
+        except MlflowException as error:  # another job of a sweep was faster
+            known = client.get_experiment_by_name(chosen)
+            if known is None:
+                raise error
+    return str(known.experiment_id)
+
+
+def _artifact_location(uri: str, experiment_name: str) -> str | None:
+    """Beside a database, wherever the program was started; None leaves it to a server."""
+    database = sqlite_file(uri)
+    if database is None:
+        return None
+    return (database.parent / "mlruns" / re.sub(r"[^\w.-]", "_", experiment_name)).as_uri()
+
+
+def _log_metrics(client: "MlflowClient", run_id: str, operations: Iterable[Operation]) -> None:
+    from mlflow.entities import Metric
+
+    points = [
+        Metric(_key(name), float(value), operation["time_ms"], operation["step"])
+        for operation in operations
+        for name, value in operation["values"].items()
+    ]
+    for batch in _batches(points, METRICS_PER_REQUEST):
+        client.log_batch(run_id, metrics=batch)
+
+
+def _log_params(client: "MlflowClient", run_id: str, values: dict[str, str]) -> None:
+    """MLflow's parameters cannot change: what a resumed run changed becomes a tag."""
+    from mlflow.entities import Param
+
+    known = client.get_run(run_id).data.params
+    wanted = {_key(name): _cut(value, _PARAM_LENGTH) for name, value in values.items()}
+    params = [Param(name, value) for name, value in wanted.items() if name not in known]
+    for batch in _batches(params, _PARAMS_PER_REQUEST):
+        client.log_batch(run_id, params=batch)
+    _set_tags(client, run_id, {f"changed.{n}": v for n, v in wanted.items() if n in known and known[n] != v})
+
+
+def _set_tags(client: "MlflowClient", run_id: str, values: dict[str, str]) -> None:
+    from mlflow.entities import RunTag
+
+    tags = [RunTag(_key(name), _cut(value, _TAG_LENGTH)) for name, value in values.items()]
+    for batch in _batches(tags, _PARAMS_PER_REQUEST):
+        client.log_batch(run_id, tags=batch)
+
+
+def _batches(items: Sequence[Any], size: int) -> Iterable[list[Any]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
+
+
+def _cut(value: str, length: int) -> str:
+    return value if len(value) <= length else value[: length - len(_TRUNCATED)] + _TRUNCATED
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^\w\-. /:]", "_", name)[:_KEY_LENGTH]

@@ -1,0 +1,176 @@
+"""MLflow, off the training thread."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from foundry.run_dir.redact import masked
+from foundry.sweeps.mlflow_parent import ParentLink
+from foundry.tracking.metrics_file import evaluation_record, step_record
+from foundry.tracking.mlflow.destination import PENDING_FILE_NAME, Destination, short_waits, sync_command, tracking_uri
+from foundry.tracking.mlflow.queue import Delivery
+from foundry.tracking.mlflow.store import MlflowStore, Operation
+from foundry.tracking.provenance import provenance
+from foundry.tracking.safe_observer import tolerant
+from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
+
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "requeued": "KILLED"}
+_NO_METRICS = ("step", "samples")
+_COMPARED = ("loss", "val_loss")  # come first: MLflow's comparison of runs opens with the metric it was given first
+
+
+class MLflowTracker:
+    """Keeps a run in MLflow: parameters, tags, metrics, pictures, configuration and result.
+
+    Nothing here waits for the server. What it does not take is kept in `mlflow_pending.jsonl` in the run directory, and
+    sent by the next start of the run or by `python -m foundry.tracking.sync dir=RUN_DIR`. It uploads what other
+    observers wrote, so it comes last among them.
+
+    Args:
+        run_dir: the run directory; a run it already belongs to is continued.
+        uri: None: MLFLOW_TRACKING_URI, else a database in the current directory.
+        experiment_name: MLFLOW_EXPERIMENT_NAME stands in for the default.
+        run_name: None: the run directory's name, or of a sweep's job what tells it from the others.
+        tags: further tags; they win over foundry's own.
+        finish_seconds: at the end of the run, how long to wait at most until everything is delivered.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        uri: str | None = None,
+        experiment_name: str = "foundry",
+        run_name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        finish_seconds: float = 20.0,
+    ) -> None:
+        self._run_dir = Path(run_dir)
+        self._uri = tracking_uri(uri)
+        self._experiment_name = experiment_name
+        self._run_name = run_name
+        self._tags = dict(tags or {})
+        self._finish_seconds = finish_seconds
+        self._delivery: Delivery | None = None
+        self._open = ExitStack()
+
+    @tolerant
+    def on_start(self, event: RunStarted) -> None:
+        """Begin to deliver; connecting happens in the background."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        link = ParentLink.load(self._run_dir)
+        name = self._run_name or (self._run_dir.absolute().name if link is None else link.run_name)
+        destination = Destination.of(self._run_dir, uri=self._uri, experiment_name=self._experiment_name, run_name=name)
+        destination.save(self._run_dir)
+        self._open.enter_context(short_waits())
+        self._delivery = Delivery(
+            store=MlflowStore(self._run_dir, destination),
+            pending_file=self._run_dir / PENDING_FILE_NAME,
+            prepare=lambda: self._first(event, link, Path.cwd()),
+            finish_seconds=self._finish_seconds,
+            how_to_send=f"send them with: {sync_command(self._run_dir, self._uri)}",
+        )
+        self._delivery.start()
+
+    @tolerant
+    def on_step(self, event: StepLogged) -> None:
+        """Hand over the step's metrics."""
+        self._put_metrics(step_record(event))
+
+    @tolerant
+    def on_evaluation(self, event: Evaluated) -> None:
+        """Hand over the held-out metrics and the pictures drawn so far."""
+        self._put_metrics(evaluation_record(event))
+        self._put_files("plots")
+        if event.samples_file is not None and event.samples_file.parent != self._run_dir / "plots":
+            file = os.path.relpath(event.samples_file, self._run_dir)
+            self._put({"op": "artifact", "file": file, "to": "plots"})
+
+    @tolerant
+    def on_end(self, event: RunEnded) -> None:
+        """Hand over what is left, wait a bounded time, and keep what could not be delivered."""
+        if self._delivery is None:
+            return
+        with self._open:
+            self._put_best(event.result.get("best"))
+            self._put_files("plots")
+            self._put_files("")
+            tags = {"state": event.state} | ({"reason": event.reason} if event.reason else {})
+            self._put({"op": "tags", "values": masked(tags)})
+            self._put({"op": "end", "status": _STATUS.get(event.state, "FAILED"), "time_ms": _now_ms()})
+            self._delivery.close()
+            self._delivery = None
+
+    def _first(self, event: RunStarted, link: ParentLink | None, directory: Path) -> Iterator[Operation]:
+        """What describes the run; made in the background, for git and YAML take their time.
+
+        A swept choice of a group, such as `optimizer`, is no field of the configuration but a parameter to compare by.
+        """
+        import yaml
+
+        config = masked(event.config)
+        plan = {name: value for name, value in masked(event.plan).items() if isinstance(value, (str, int, float))}
+        tags = provenance(directory) | {"config_hash": event.config_hash, "run_dir": str(self._run_dir.absolute())}
+        tags |= {} if link is None else link.tags(self._run_dir)
+        swept = {} if link is None else link.swept
+        yield {"op": "start"}
+        yield {"op": "tags", "values": tags | {str(key): str(value) for key, value in masked(self._tags).items()}}
+        yield {"op": "params", "values": {**swept, **flattened(config), **flattened(plan, "plan.")}}
+        yield {"op": "text", "file": "config.yaml", "text": yaml.safe_dump(_plain(config), sort_keys=False)}
+
+    def _put_metrics(self, record: dict[str, Any]) -> None:
+        values = {name: record[name] for name in _COMPARED if name in record}
+        values |= {name: value for name, value in record.items() if name not in _NO_METRICS}
+        values["samples"] = record["samples"]
+        self._put({"op": "metrics", "time_ms": _now_ms(), "step": record["step"], "values": values})
+
+    def _put_best(self, best: Mapping[str, Any] | None) -> None:
+        """The best evaluation under a name of its own; MLflow's tables and plots show the last value of a metric."""
+        if best is not None:
+            values = {f"best_{name}": value for name, value in best.items() if name != "step"}
+            self._put({"op": "metrics", "time_ms": _now_ms(), "step": best["step"], "values": values})
+
+    def _put_files(self, folder: str) -> None:
+        """The files of `plots/`, or the run directory's own records."""
+        names = ("result.json", "plan.json")
+        place = self._run_dir / folder
+        for path in sorted(place.iterdir() if place.is_dir() else ()):
+            if (
+                path.is_file()
+                and not path.is_symlink()
+                and not path.name.startswith(".")
+                and (folder or path.name in names)
+            ):
+                self._put({"op": "artifact", "file": str(path.relative_to(self._run_dir)), "to": folder})
+
+    def _put(self, operation: Operation) -> None:
+        if self._delivery is not None:
+            self._delivery.put(operation)
+
+
+def _plain(value: Any) -> Any:
+    """Containers and values YAML knows; anything else as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A configuration as `group.field` → text; a list is one value, null is `None`."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{name}.")
+        else:
+            flat[name] = str(value)
+    return flat
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

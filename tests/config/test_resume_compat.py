@@ -1,0 +1,99 @@
+"""What differs between the configuration of a checkpoint and of the run that resumes it."""
+
+import copy
+import json
+from dataclasses import MISSING, fields, is_dataclass, replace
+
+import pytest
+from composition import configure
+
+from foundry.config.frozen import plain
+from foundry.config.resume_compat import differences
+from foundry.run_dir.strict_json import encode
+
+
+def recorded(config):
+    return json.loads(encode(plain(config)))
+
+
+def schema_fields(node, prefix=()):
+    """The keys of all typed settings of a configuration."""
+    for item in fields(node):
+        value = getattr(node, item.name)
+        if is_dataclass(value):
+            yield from schema_fields(value, (*prefix, item.name))
+        else:
+            yield (*prefix, item.name)
+
+
+CONFIG = configure()
+KEYS = [key for key in schema_fields(CONFIG) if key[-1] != "_target_"]
+
+
+def without(config, key):
+    config = copy.deepcopy(config)
+    node = config
+    for part in key[:-1]:
+        node = node[part]
+    del node[key[-1]]
+    return config
+
+
+@pytest.mark.parametrize("key", KEYS, ids=".".join)
+def test_a_setting_that_the_checkpoint_did_not_know_had_its_default(key):
+    now = recorded(CONFIG)
+    was = without(now, key)
+    item = {item.name: item for item in fields(_owner(key))}[key[-1]]
+    value = plain(item.default if item.default is not MISSING else item.default_factory())
+    expected = [] if value == _at(now, key) or str(value).startswith("${") else [".".join(key)]
+    assert [difference.key for difference in differences(was, now, CONFIG)] == expected
+
+
+def _owner(key):
+    node = CONFIG
+    for part in key[:-1]:
+        node = getattr(node, part)
+    return node
+
+
+def _at(config, key):
+    for part in key:
+        config = config[part]
+    return config
+
+
+@pytest.mark.parametrize("group", ["guard", "evaluation", "checkpoint", "tracking", "distributed"])
+def test_a_whole_group_may_be_new(group):
+    now = recorded(configure())
+    was = {key: value for key, value in now.items() if key != group}
+    assert list(differences(was, now, CONFIG)) == []
+
+
+@pytest.mark.parametrize("path", [(), ("hparams",), ("model",), ("optimizer",), ("evaluation", "early_stopping")])
+def test_a_setting_that_is_gone_is_told_and_not_refused(path):
+    was = recorded(CONFIG)
+    _at(was, path)["forgotten"] = 3
+    (difference,) = differences(was, recorded(CONFIG), CONFIG)
+    assert difference.is_allowed
+    assert str(difference) == ".".join((*path, "forgotten")) + ": 3 -> no longer a setting"
+
+
+def test_a_value_that_is_not_the_default_is_refused():
+    config = configure("hparams.ema_decay=0.9")
+    was = without(recorded(config), ("hparams", "ema_decay"))
+    (difference,) = differences(was, recorded(config), config)
+    assert (difference.key, difference.was, difference.now, difference.is_allowed) == (
+        "hparams.ema_decay",
+        None,
+        0.9,
+        False,
+    )
+
+
+def test_settings_of_a_users_own_part_have_no_defaults():
+    config = replace(CONFIG, model={"_target_": "mine.Model", "own": 1})
+    was = without(recorded(config), ("model", "own"))
+    (difference,) = differences(was, recorded(config), config)
+    assert (difference.key, difference.is_allowed) == ("model.own", False)
+    (difference,) = differences(recorded(config), was, config)
+    assert (difference.key, difference.is_gone, difference.is_allowed) == ("model.own", False, False)

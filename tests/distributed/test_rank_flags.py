@@ -1,0 +1,82 @@
+import os
+import signal
+
+import pytest
+import torch
+from harness import spawn
+
+from foundry.parallel.process_group import World
+from foundry.parallel.rank_flags import Agreement
+from foundry.training.signals import Boundary, Interruption
+
+ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+
+
+def test_one_process_agrees_with_itself_at_once():
+    agreement = Agreement(ALONE)
+    assert [agreement.exchange(flags) for flags in (0, 5, 0)] == [0, 5, 0]
+    assert agreement.settle(9) == 9
+    agreement.close()
+
+
+def interrupted_at_step_three(world, interrupted_rank):
+    agreement = Agreement(world)
+    with Interruption() as interruption:
+        seen = []
+        for step in range(6):
+            if step == 3 and world.rank == interrupted_rank:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            seen.append(agreement.exchange(interruption.flags))
+        requested = interruption.requested
+    agreement.close()
+    return seen, requested
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "interrupted_rank"), [(2, 1), (3, 0)])
+def test_a_signal_to_one_rank_is_seen_by_all_one_call_later(world_size, interrupted_rank):
+    stop = int(Boundary.STOP_USR1)
+    answers = spawn(interrupted_at_step_three, world_size, interrupted_rank)
+    assert [seen for seen, _ in answers] == [[0, 0, 0, 0, stop, stop]] * world_size
+    assert [rank for rank, (_, requested) in enumerate(answers) if requested] == [interrupted_rank]
+
+
+def different_flags(world):
+    agreement = Agreement(world)
+    seen = [agreement.exchange(1 << world.rank)]
+    seen.append(agreement.exchange(8 if world.rank == 1 else 0))
+    seen.append(agreement.settle(16 if world.rank == 0 else 0))
+    seen.append(agreement.settle(0))
+    seen.append(agreement.exchange(1 << 62 if world.rank == 0 else 0))
+    seen.append(agreement.settle(0))
+    # The group of training is another one, and is still there.
+    total = int(world.all_reduce_sum(torch.tensor(world.rank)))
+    agreement.close()
+    return seen, total
+
+
+@pytest.mark.distributed
+def test_flags_are_combined_and_settling_leaves_nothing_behind():
+    for seen, total in spawn(different_flags, 2):
+        assert seen == [0, 1 | 2, 8 | 16, 0, 0, 1 << 62]
+        assert total == 1
+
+
+def one_rank_leaves(world):
+    agreement = Agreement(world)
+    if world.rank == 0:
+        agreement.exchange(0)
+    world.barrier()
+    if world.rank == 1:
+        agreement.close()
+        return None
+    try:
+        agreement.settle(0)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_left_is_an_error_not_a_wait():
+    message, _ = spawn(one_rank_leaves, 2, timeout_seconds=20)
+    assert "Connection closed by peer" in message

@@ -1,0 +1,105 @@
+import os
+import stat
+
+import pytest
+
+from foundry.run_dir import files
+from foundry.run_dir.files import UnsafeFileError, inside, make_folder, open_regular, read_text, write_atomically
+
+
+def make_link(path):
+    target = path.with_name("target")
+    target.write_text("precious")
+    path.symlink_to(target)
+
+
+def make_dangling_link(path):
+    path.symlink_to(path.with_name("nowhere"))
+
+
+SPECIAL = {
+    "a symbolic link": make_link,
+    "a symbolic link to nothing": make_dangling_link,
+    "a named pipe": os.mkfifo,
+    "a folder": lambda path: path.mkdir(),
+    "a device": lambda path: os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5)),  # /dev/zero
+}
+
+
+@pytest.fixture(params=SPECIAL)
+def special(request, tmp_path):
+    path = tmp_path / "file"
+    try:
+        SPECIAL[request.param](path)
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    return path
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("mode", ["r", "rb", "w", "a"])
+def test_what_is_no_regular_file_is_refused_at_once(special, mode):
+    with pytest.raises(UnsafeFileError, match=f"{special} is .*, not a regular file"):
+        open_regular(special, mode)
+    assert not special.with_name("nowhere").exists()
+    target = special.with_name("target")
+    assert not target.exists() or target.read_text() == "precious"
+
+
+@pytest.mark.timeout(20)
+def test_an_atomic_write_replaces_a_link_and_not_what_it_points_to(tmp_path):
+    make_link(tmp_path / "file")
+    write_atomically(tmp_path / "file", "new")
+    assert (tmp_path / "target").read_text() == "precious"
+    assert not (tmp_path / "file").is_symlink()
+    assert read_text(tmp_path / "file") == "new"
+
+
+def test_an_atomic_write_is_not_led_astray_by_a_link_with_its_temporary_name(tmp_path):
+    make_link(tmp_path / f".file.{os.getpid()}.partial")
+    write_atomically(tmp_path / "file", "new")
+    assert (tmp_path / "target").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "target"]
+
+
+def test_permissions_are_those_asked_for(tmp_path):
+    write_atomically(tmp_path / "secret", "x", permissions=0o600)
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    write_atomically(tmp_path / "file", "old")
+
+    def fail():
+        with files.replaced_atomically(tmp_path / "file") as file:
+            file.write(b"half")
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert read_text(tmp_path / "file") == "old"
+
+
+def test_a_file_larger_than_any_of_ours_is_not_read(tmp_path):
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UnsafeFileError, match="larger than"):
+        read_text(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "link/x", "nul\0"])
+def test_names_that_lead_out_are_refused(tmp_path, name):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="leads out of"):
+        inside(folder, name)
+    assert inside(folder, "plots/loss.png") == folder / "plots/loss.png"
+
+
+def test_a_link_is_no_folder(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "plots").symlink_to("elsewhere")
+    with pytest.raises(UnsafeFileError, match="is a symbolic link, not a folder"):
+        make_folder(tmp_path / "plots")

@@ -1,0 +1,56 @@
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+
+from foundry.run_dir.lock import LOCK, hold, is_held
+
+LOOK = "import sys, pathlib, foundry.run_dir.lock as it; print(it.is_held(pathlib.Path(sys.argv[1])))"
+
+HOLD = """
+import contextlib, pathlib, sys, foundry.run_dir.lock as it
+with contextlib.ExitStack() as stack:
+    print(it.hold(pathlib.Path(sys.argv[1]), stack), flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_by_another_process(run_dir):
+    command = [sys.executable, "-c", HOLD, str(run_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "True\n"
+        yield
+
+
+def seen_by_another_process(run_dir):
+    done = subprocess.run([sys.executable, "-c", LOOK, str(run_dir)], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_run_is_seen_to_hold_its_directory_and_to_let_go(tmp_path):
+    run_dir = tmp_path / "run"
+    assert seen_by_another_process(run_dir) == "None"
+    with ExitStack() as stack:
+        assert hold(run_dir, stack)
+        assert is_held(run_dir) is True
+        assert not hold(run_dir, stack)
+        assert seen_by_another_process(run_dir) == "True"
+        assert seen_by_another_process(run_dir) == "True"  # looking takes nothing away
+    assert seen_by_another_process(run_dir) == "False"
+
+
+def test_a_held_directory_is_not_taken(tmp_path):
+    with held_by_another_process(tmp_path):
+        assert is_held(tmp_path) is True
+        with ExitStack() as stack:
+            assert not hold(tmp_path, stack)
+        assert is_held(tmp_path) is True
+    with ExitStack() as stack:
+        assert hold(tmp_path, stack)
+
+
+def test_a_free_lock_of_another_machine_says_nothing(tmp_path):
+    with held_by_another_process(tmp_path):
+        (tmp_path / LOCK).write_text("elsewhere")
+        assert is_held(tmp_path) is True
+    assert is_held(tmp_path) is None

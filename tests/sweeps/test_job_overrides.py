@@ -1,0 +1,52 @@
+import pytest
+
+from foundry.sweeps.job_overrides import brief, command_of, key_and_value, recorded_words, short_names
+
+
+@pytest.mark.parametrize(
+    ("word", "pair"),
+    [("a.b=1", ("a.b", "1")), ("++a=x=y", ("a", "x=y")), ("a=", ("a", ""))],
+)
+def test_a_word_is_a_key_and_a_value(word, pair):
+    assert key_and_value(word) == pair
+
+
+def test_names_are_short_where_they_are_unambiguous():
+    assert short_names(["hparams.lr", "a.size", "b.size", "optimizer"]) == {
+        "hparams.lr": "lr",
+        "a.size": "a.size",
+        "b.size": "b.size",
+        "optimizer": "optimizer",
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0.0012345678901234", "0.001235"),
+        ("1.2345678901e-05", "1.235e-05"),
+        ("0.00025", "0.00025"),
+        ("a_rather_long_word", "a_rather_long_word"),
+        ("[0.9,0.95]", "[0.9,0.95]"),
+    ],
+)
+def test_numbers_with_many_digits_are_shown_with_few(value, text):
+    assert brief(value) == text
+
+
+def test_the_command_of_a_job():
+    assert command_of(["a=1", "b='x y'"], ["-m", "a=1,2"]) == """python -m foundry a=1 'b='"'"'x y'"'"''"""
+    assert command_of(["a=1"], []) == "python -m foundry a=1"
+    for flag in (["--config-dir", "own"], ["--config-dir=own"], ["-cd", "own"]):
+        assert command_of(["a=1"], ["-m", *flag, "a=1,2"]) == f"python -m foundry {' '.join(flag)} a=1"
+    both = command_of(["a=1", "hparams_search=lr_range"], ["-m", "a=1,2", "hparams_search=lr_range"])
+    assert both == "python -m foundry a=1 hparams_search=lr_range hydra.mode=RUN"
+    assert command_of(["a=1"], ["hparams_search=lr_range"]) == "python -m foundry a=1 hydra.mode=RUN"
+
+
+@pytest.mark.parametrize(("text", "words"), [("- a=1\n- b=2\n", ("a=1", "b=2")), ("{", ()), ("a: 1", ()), (None, ())])
+def test_words_are_read_where_hydra_left_them(tmp_path, text, words):
+    (tmp_path / ".hydra").mkdir()
+    if text is not None:
+        (tmp_path / ".hydra" / "overrides.yaml").write_text(text)
+    assert recorded_words(tmp_path) == words

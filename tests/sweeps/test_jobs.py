@@ -1,0 +1,116 @@
+"""Jobs composed fast are those that Hydra composes, and each is handed out as it was checked."""
+
+import time
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.root import to_config
+from foundry.sweeps.jobs import compose_jobs, configs_to_launch, set_number
+
+
+@pytest.fixture
+def sweep():
+    """Hydra's loader, and a function that composes a sweep's own configuration."""
+    install()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        yield loader, lambda *words: loader.load_configuration(CONFIG_NAME, list(words), RunMode.MULTIRUN)
+
+
+JOBS = [
+    (),
+    ("hparams.lr=0.001", "hparams.max_steps=7"),
+    ("optimizer=sgd", "hparams.lr=0.01", "optimizer.momentum=0.5"),
+    ("optimizer.weight_decay=0.3", "optimizer=adamw"),
+    ("hparams=diffusion", "scheduler=wsd", "scheduler.decay=0.2", "experiment=digits_epsilon"),
+    ("experiment=digits_epsilon", "model.num_layers=1"),
+    ("debug=fast", "hparams.max_steps=9", "data.seq_len=64"),
+    ("model=hf", "+model.config={hidden_size:32}", "+model.config.extra=[1,2]"),
+    ("hparams.lr=1e-3", "hparams.lr=2e-3"),
+    ("scheduler.warmup='0.1'", "tracking.run_name='a, b'"),
+]
+
+
+@pytest.mark.parametrize("words", JOBS, ids=" ".join)
+def test_the_same_as_hydra_composes(sweep, words):
+    loader, master_of = sweep
+    master = master_of("hydra.mode=MULTIRUN", "hydra.sweep.dir=${now:%f}", "+hydra.job.env_set.A=b")
+    time_of_the_sweep = master.hydra.sweep.dir
+    (config,) = compose_jobs(loader, master, [words])
+    expected = loader.load_sweep_config(master, list(words))
+    assert OmegaConf.to_yaml(config) == OmegaConf.to_yaml(expected)
+    assert config.hydra.sweep.dir == expected.hydra.sweep.dir == time_of_the_sweep
+    assert to_config(config) == to_config(expected)
+    assert OmegaConf.is_struct(config.hparams) == OmegaConf.is_struct(expected.hparams)
+
+
+def test_options_of_a_searchpath_are_choices_too(sweep, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.yaml").write_text("# @package hparams\nlr: 0.125\n")
+    loader, master_of = sweep
+    master = master_of(f"hydra.searchpath=[{tmp_path}]", "hydra.mode=MULTIRUN")
+    (config,) = compose_jobs(loader, master, [("+mine=a", "hparams.seed=3")])
+    assert (config.hparams.lr, config.hparams.seed) == (0.125, 3)
+    assert config.hydra.runtime.choices.mine == "a"
+
+
+def test_a_fixed_setting_may_be_known_to_the_swept_options_only(sweep):
+    """AdamW, the default of this task, has no momentum."""
+    loader, master_of = sweep
+    fixed = ("hparams=diffusion", "optimizer.momentum=0.85", "hparams.seed=7")
+    master = master_of("optimizer=sgd,muon,adamw", *fixed)
+    assert list(master.hydra.overrides.task) == ["optimizer=sgd,muon,adamw", *fixed]
+    assert master.hparams.seed == 7
+    jobs = [(f"optimizer={option}", *fixed) for option in ("sgd", "muon", "adamw")]
+    *good, bad = compose_jobs(loader, master, jobs)
+    assert [config.optimizer.momentum for config in good] == [0.85, 0.85]
+    assert [violation.key for violation in bad.violations] == ["optimizer.momentum"]
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum: is not a setting of the chosen optimizer"):
+        master_of("hparams.lr=1e-3,2e-3", *fixed)
+
+
+def test_a_wrong_job_is_an_answer_with_every_mistake(sweep):
+    loader, master_of = sweep
+    good, bad = compose_jobs(loader, master_of(), [("hparams.seed=1",), ("hparams.leer=1", "scheduler=wds")])
+    assert good.hparams.seed == 1
+    assert isinstance(bad, ConfigError)
+    assert {violation.key for violation in bad.violations} == {"hparams.leer", "scheduler"}
+
+
+def test_jobs_do_not_share_what_they_are_made_of(sweep):
+    loader, master_of = sweep
+    words = [(f"hparams.seed={seed}", f"scheduler.warmup='{seed}'") for seed in (1, 2, 3)]
+    configs = compose_jobs(loader, master_of(), words)
+    assert [(config.hparams.seed, config.scheduler.warmup) for config in configs] == [(1, "1"), (2, "2"), (3, "3")]
+
+
+def test_what_was_checked_is_handed_out_once(sweep, tmp_path):
+    loader, master_of = sweep
+    mine = tmp_path / "optimizer"
+    mine.mkdir()
+    (mine / "mine.yaml").write_text("defaults: [adamw, _self_]\nweight_decay: 0.5\n")
+    master, words = master_of(f"hydra.searchpath=[{tmp_path}]"), [("optimizer=mine",), ("hparams.seed=4",)]
+    checked = compose_jobs(loader, master, words)
+    set_number(checked[0], 17)
+    (mine / "mine.yaml").write_text("defaults: [adamw, _self_]\nweight_decay: 0.9\n")
+    first = configs_to_launch(loader, master, words, 5)
+    assert first[0] is checked[0]
+    assert first[0].optimizer.weight_decay == 0.5
+    assert [config.hydra.job.num for config in first] == [17, 6]
+    # A sweeper that proposes the point again gets another, numbered as it counts.
+    (again,) = configs_to_launch(loader, master, words[:1], 8)
+    assert (again.optimizer.weight_decay, again.hydra.job.num) == (0.9, 8)
+
+
+def test_hundreds_of_jobs_in_seconds(sweep):
+    loader, master_of = sweep
+    jobs = [("hparams.max_steps=9", f"hparams.seed={seed}") for seed in range(100)]
+    start = time.process_time()
+    assert len(compose_jobs(loader, master_of(), jobs)) == 100
+    assert time.process_time() - start < 4.0

@@ -1,0 +1,67 @@
+"""What a run reports to the search that proposed it, and what it is told."""
+
+import math
+
+import optuna
+import pytest
+import torch
+
+from foundry.parallel.process_group import World
+from foundry.run_dir.trial import TrialLink, open_storage
+from foundry.sweeps.pruning import Pruning
+
+ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+MEDIAN = {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 1, "n_warmup_steps": 250}
+
+
+@pytest.fixture
+def trial(tmp_path):
+    """A study of one finished trial, and a running one with its run directory."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(study_name="s", storage=open_storage(tmp_path / "optuna.jsonl"), direction="minimize")
+    finished = study.ask()
+    for step, value in ((250, 0.9), (500, 0.8)):
+        finished.report(value, step)
+    study.tell(finished, 0.7)
+    number = study.ask().number
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    TrialLink(journal="../optuna.jsonl", study="s", number=number, metric="val_loss", pruner=MEDIAN).save(run_dir)
+    return run_dir, lambda: study.trials[number].intermediate_values
+
+
+def test_a_run_of_no_search_is_not_pruned(tmp_path):
+    assert Pruning.of(tmp_path, ALONE) is None
+
+
+def test_a_worse_trial_is_ended_with_the_reason(trial):
+    run_dir, reported = trial
+    pruning = Pruning.of(run_dir, ALONE)
+    assert pruning.update({"val_loss": 0.95, "val_other": 0.0}, 0.2) is None  # within the warm-up
+    assert pruning.update({"val_loss": 0.85}, 0.25) is None
+    assert pruning.reason is None
+    said = "pruned: val_loss 0.85 at 50% of the run promises less than other trials"
+    assert pruning.update({"val_loss": 0.85}, 0.5) == pruning.reason == said
+    assert reported() == {200: 0.95, 250: 0.85, 500: 0.85}
+
+
+def test_an_evaluation_that_is_done_again_is_reported_once(trial):
+    run_dir, reported = trial
+    assert Pruning.of(run_dir, ALONE).update({"val_loss": 0.85}, 0.25) is None
+    assert Pruning.of(run_dir, ALONE).update({"val_loss": 0.86}, 0.25) is None
+    assert reported() == {250: 0.85}
+
+
+def test_what_is_not_finite_is_ended(trial):
+    run_dir, _ = trial
+    assert "val_loss nan at 50%" in Pruning.of(run_dir, ALONE).update({"val_loss": math.nan}, 0.5)
+
+
+def test_a_study_that_cannot_be_read_ends_nothing(trial, caplog):
+    run_dir, _ = trial
+    pruning = Pruning.of(run_dir, ALONE)
+    journal = run_dir.parent / "optuna.jsonl"
+    journal.unlink()
+    journal.mkdir()
+    assert pruning.update({"val_loss": 9.0}, 0.5) is None
+    assert "the search cannot be asked whether to go on" in caplog.text

@@ -1,0 +1,88 @@
+"""What Optuna is given for the words of a search, and the words of what it proposes."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+from foundry.config.errors import ConfigError
+from foundry.sweeps.search_space import Dimension, Space
+
+
+def space(*words):
+    return Space.parse(OverridesParser.create().parse_overrides(list(words)))
+
+
+@pytest.mark.parametrize(
+    ("values", "distribution"),
+    [
+        ("interval(0,0.5)", FloatDistribution(0.0, 0.5)),
+        ("tag(log,interval(1e-5,1e-1))", FloatDistribution(1e-5, 1e-1, log=True)),
+        ("int(interval(1,8))", IntDistribution(1, 8)),
+        ("tag(log,int(interval(1,64)))", IntDistribution(1, 64, log=True)),
+        ("range(4)", IntDistribution(0, 3)),
+        ("range(2,9,3)", IntDistribution(2, 8, step=3)),
+        ("range(9,1,-3)", IntDistribution(3, 9, step=3)),
+        ("range(0,1,0.25)", FloatDistribution(0.0, 0.75, step=0.25)),
+        ("1,2", CategoricalDistribution(["1", "2"])),
+        ("choice(adamw,sgd)", CategoricalDistribution(["adamw", "sgd"])),
+        ("choice('0.02','a b')", CategoricalDistribution(["0.02", r"a\ b"])),
+    ],
+)
+def test_distributions(values, distribution):
+    (dimension,) = space(f"key={values}", "other=3").dimensions
+    assert dimension == Dimension("key", distribution)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "value", "word"),
+    [
+        (FloatDistribution(1e-5, 1e-1, log=True), 0.00123456, "k=0.001235"),
+        (FloatDistribution(1e-5, 1e-1, log=True), 1.00001e-5, "k=1e-05"),
+        (FloatDistribution(0.12341, 1.0, log=True), 0.12342, "k=0.12341"),  # never below the lowest
+        (FloatDistribution(0.9, 0.99999), 0.987654321, "k=0.987654"),
+        (FloatDistribution(0.9999, 0.99999), 0.9999876543, "k=0.999987654"),
+        (FloatDistribution(-300.0, 300.0), 12.3456789, "k=12.35"),
+        (FloatDistribution(0.0, 0.75, step=0.25), 0.25, "k=0.25"),
+        (FloatDistribution(0.5, 0.5), 0.5, "k=0.5"),
+        (IntDistribution(1, 10**6), 123456, "k=123456"),
+        (CategoricalDistribution(["'a b'"]), "'a b'", "k='a b'"),
+    ],
+)
+def test_words_are_as_short_as_a_person_would_write_them(distribution, value, word):
+    assert Dimension("k", distribution).word(value) == word
+
+
+def test_a_job_has_the_shared_words_and_its_own():
+    searched = space("lr=interval(0,1)", "steps=5", "optimizer=adamw,sgd", "steps=7")
+    job = searched.job({"lr": 0.25, "optimizer": "sgd"})
+    assert job.words == ("steps=7", "lr=0.25", "optimizer=sgd")
+    assert job.swept == ("lr=0.25", "optimizer=sgd")
+
+
+def test_every_choice_and_both_ends_are_among_the_corners():
+    corners = space("lr=interval(0,1)", "optimizer=adamw,sgd").corners({"lr": 0.5, "optimizer": "sgd"})
+    assert [str(job) for job in corners] == [
+        "lr=0.5, optimizer=sgd",
+        "lr=0.0, optimizer=sgd",
+        "lr=1.0, optimizer=sgd",
+        "lr=0.5, optimizer=adamw",
+        "lr=0.5, optimizer=sgd",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lr=1e-3"], "hydra.sweeper.params: has nothing to search for"),
+        (["lr=interval(2,1)"], r"lr: is interval\(2,1\): `low <= high`"),
+        (["lr=tag(log,interval(0,1))"], "lr: is .*: `low > 0`"),
+        (["lr=tag(lgo,interval(1,2))"], "the tag lgo means nothing here; there is log"),
+        (["lr=tag(log,choice(1,2))"], "the tag log means nothing here"),
+        (["lr=range(3,3)"], "there is no number in it"),
+        (["lr=tag(log,range(1,9,2))"], "lr: is .*: "),
+    ],
+)
+def test_what_is_no_space_is_a_line(words, said):
+    with pytest.raises(ConfigError, match=said) as refused:
+        space(*words)
+    assert len(refused.value.violations) == 1

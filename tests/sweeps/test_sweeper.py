@@ -1,0 +1,160 @@
+"""How many jobs a sweep may have, what refusing one costs, and how its mistakes are said."""
+
+import time
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.sweeper import Sweep
+from foundry.sweeps.grid import Job, count_values, expand
+from foundry.sweeps.jobs import compose_jobs
+from foundry.sweeps.refusals import refusals
+from foundry.sweeps.search_space import Space
+
+
+def parse(*words):
+    return OverridesParser.create().parse_overrides(list(words))
+
+
+def refused(*words, **options):
+    start = time.process_time()
+    with pytest.raises(ConfigError) as error:
+        expand(parse(*words), Sweep(**options))
+    assert time.process_time() - start < 0.5
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        (["a=range(1000000)"], "1000000"),
+        (["a=shuffle(range(1000000))"], "1000000"),
+        (["a=sort(range(0,1,1e-9), reverse=true)"], "1000000000"),
+        (["a=range(0,-1000000,-1)"], "1000000"),
+        (["a=range(1000)", "b=range(1000)"], "1000000"),
+        (["a=range(3000)", "b=1,2"], "6000"),
+        (["a=range(0,1e300,1e-300)"], "about 10^600"),
+        ([f"a{key}=range(0,1e300,1e-300)" for key in range(9)], "about 10^5400"),
+    ],
+)
+def test_too_many_jobs_are_counted_not_made(words, number):
+    line = refused(*words)
+    assert line.startswith(f"hydra.sweeper.max_jobs: is 5000 but the sweep has {number} jobs (")
+    assert "\n" not in line
+    assert len(line) < 600
+
+
+def test_zipped_keys_count_once():
+    words = parse("a=range(3000)", "b=range(3000)")
+    assert len(expand(words, Sweep(zip=[["a", "b"]]))) == 3000
+    assert "has 3000 jobs" in refused("a=range(3000)", "b=range(3000)", zip=[["a", "b"]], max_jobs=2999)
+
+
+def test_the_limit_is_a_setting():
+    assert len(expand(parse("a=range(5001)"), Sweep(max_jobs=5001))) == 5001
+    assert "is 2 but the sweep has 3 jobs (a has 3 values)" in refused("a=1,2,3", max_jobs=2)
+
+
+@pytest.mark.parametrize("values", ["range(0,1,0)", "range(0,1,0.0)", "range(1,0,0)", "shuffle(range(0,5,0))"])
+def test_a_range_needs_a_step(values):
+    assert refused(f"a={values}", "b=range(0,inf)").splitlines() == [
+        f"a: is {values}, which has a step of 0; give another",
+        "b: is range(0,inf), which has no end; give finite numbers",
+    ]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    start=st.integers(-50, 50) | st.floats(-5, 5).map(lambda x: round(x, 3)),
+    stop=st.integers(-50, 50) | st.floats(-5, 5).map(lambda x: round(x, 3)),
+    step=st.sampled_from([1, 3, -2, 0.5, 0.1, -0.25, 7.5]),
+)
+def test_values_are_counted_as_they_are_enumerated(start, stop, step):
+    (override,) = parse(f"a=range({start},{stop},{step})")
+    assert count_values(override) == len(list(override.sweep_iterator()))
+
+
+def test_a_search_counts_a_range_too():
+    space = Space.parse(parse(f"a=range({10**12})", "b=range(5,0,-2)", "c=range(0,1,0.25)"))
+    bounds = [(d.distribution.low, d.distribution.high) for d in space.dimensions]
+    assert bounds == [(0, 10**12 - 1), (1, 5), (0.0, 0.75)]
+    with pytest.raises(ConfigError, match=r"a: is range\(0,9,0\): has a step of 0"):
+        Space.parse(parse("a=range(0,9,0)"))
+
+
+@pytest.fixture
+def sweep():
+    install()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        yield loader, lambda *words: loader.load_configuration(CONFIG_NAME, list(words), RunMode.MULTIRUN)
+
+
+def said(sweep, *words):
+    loader, master = sweep
+    jobs = expand(parse(*words), Sweep())
+    results = compose_jobs(loader, master(*words), [job.words for job in jobs])
+    return [str(violation) for violation in refusals(jobs, results)]
+
+
+def test_hundreds_of_wrong_jobs_are_a_line_in_seconds(sweep):
+    start = time.process_time()
+    (line,) = said(sweep, "optimizer=adamw,sgd", "optimizer.momentum=range(0,0.0995,0.001)", "hparams.max_steps=9")
+    assert time.process_time() - start < 8.0
+    assert line.startswith("optimizer.momentum: is not a setting of ")
+    assert line.endswith("(100 of 200 jobs: 0, 1, 2, …; the first, job 0: optimizer=adamw, optimizer.momentum=0.0)")
+
+
+def test_explained_once_or_alone_a_job_says_the_same(sweep):
+    words = [
+        ("optimizer=adamw", "optimizer.momentum=0.5", "hparams.lr=-1"),
+        ("optimizer=sgd", "optimizer.momentum=0.5", "hparams.lr=-1"),
+        ("optimizer=sdg", "optimizer.momentum=0.5", "hparams.lr=-1"),
+        ("scheduler=wds", "hparams.lr=x"),
+        ("data.seq_len=x", "nonsense=1", "hparams.lr=-1"),
+    ]
+    loader, master_of = sweep
+    master = master_of()
+    for job, result in zip(words, compose_jobs(loader, master, words), strict=True):
+        with pytest.raises(ConfigError) as alone:
+            loader.load_sweep_config(master, list(job))
+        assert [str(v) for v in result.violations] == [str(v) for v in alone.value.violations]
+
+
+def test_one_wrong_job_is_named_with_its_values(sweep):
+    (line,) = said(sweep, "hparams.lr=1e-3,-1", "hparams.max_steps=9")
+    assert line == "job 1 (hparams.lr=-1): hparams.lr: is -1 but must be above 0"
+
+
+def test_a_line_for_each_mistake_in_the_order_of_jobs(sweep):
+    lines = said(sweep, "hparams.lr=-1,-2,1e-3", "hparams.seed=1,-1", "hparams.max_steps=9")
+    assert [line.partition(" but")[0] for line in lines] == [
+        "hparams.lr: is -1",
+        "hparams.seed: is -1",
+        "hparams.lr: is -2",
+    ]
+    assert "(2 of 6 jobs: 0, 1; the first, job 0: hparams.lr=-1, hparams.seed=1)" in lines[0]
+
+
+def test_values_that_are_wrong_alike_are_one_line(sweep):
+    words = [f"hparams.lr={','.join(str(-number) for number in range(1, 40))}", "hparams.max_steps=9"]
+    (line,) = said(sweep, *words)
+    assert line == (
+        "hparams.lr: is -1 but must be above 0 (39 of 39 jobs, each with a value of its own: 0, 1, 2, …; "
+        "the first, job 0: hparams.lr=-1)"
+    )
+
+
+def test_texts_that_are_wrong_alike_are_one_line():
+    jobs = [Job((f"data.path=file_{name}.txt",), (f"data.path=file_{name}.txt",)) for name in "abcdef"]
+    wrong = [ConfigError(Violation("data.path", f"is {job.swept[0][10:]} but there is no such file")) for job in jobs]
+    (line,) = refusals(jobs, wrong)
+    assert "6 of 6 jobs, each with a value of its own" in str(line)
+    assert len(refusals(jobs[:3], wrong[:3])) == 3

@@ -1,0 +1,204 @@
+import csv
+import io
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+from sweep_dirs import SweepDir, held
+
+from foundry.sweeps.reading import read_sweep
+from foundry.sweeps.report_files import write_csv, write_json
+from foundry.sweeps.results import Which
+from foundry.sweeps.table import metric_text, screen, show
+
+
+@pytest.fixture
+def sweep_dir(tmp_path, events):
+    return SweepDir(tmp_path / "sweep", type(events))
+
+
+def shown(sweep, **options):
+    console = Console(file=io.StringIO(), **options)
+    show(sweep, console)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.fixture
+def mixed(sweep_dir):
+    """Jobs in several states."""
+    sweep_dir.job("hparams.lr=1e-3", "optimizer=sgd", losses=(3.0, 2.5), shared=["debug=fast"])
+    sweep_dir.job("hparams.lr=2e-3", "optimizer=sgd", losses=(1.25, 1.5), shared=["debug=fast"])
+    sweep_dir.job("hparams.lr=3e-3", "optimizer=muon", state="failed", reason="ValueError: " + "long [word] " * 20)
+    sweep_dir.job("hparams.lr=4e-3", "optimizer=muon", state="queued")
+    return sweep_dir.folder
+
+
+def test_plain_lines_for_files_and_pipes(mixed):
+    lines = shown(read_sweep(mixed))
+    assert lines[0].split() == ["job", "lr", "optimizer", "state", "step", "val_loss", "time", "log", "note"]
+    assert lines[1].split() == [
+        "1",
+        "2e-3",
+        "sgd",
+        "finished",
+        "200/200",
+        "1.5000",
+        "0:00:00",
+        f"{mixed}/1/foundry.log",
+    ]
+    assert lines[2].split()[0] == "0"
+    assert lines[3].split() == ["3", "4e-3", "muon", "queued", "-", "-", "-", "-"]
+    failed = lines[4].split()
+    assert failed[:6] == ["2", "3e-3", "muon", "failed", "200/200", "2.0000*"]
+    assert lines[4].endswith("long [word] long [word]")
+    assert len({line.index("finished") for line in lines[1:3]} | {lines[4].index("failed")}) == 1
+    assert lines[5:] == [
+        "4 jobs: 2 finished, 1 queued, 1 failed",
+        "best: job 1, val_loss 1.5000, lr=2e-3 optimizer=sgd",
+        "repeat: python -m foundry debug=fast hparams.lr=2e-3 optimizer=sgd",
+    ]
+
+
+def test_a_narrow_terminal_still_shows_values_states_and_errors(mixed):
+    lines = shown(read_sweep(mixed), force_terminal=True, width=80, color_system=None)
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    for said in ("lr", "2e-3", "finished", "queued", "1.5000", "2.0000*", "job 2: ValueError: long [word]", "repeat:"):
+        assert said in text
+
+
+def test_on_a_narrow_terminal_the_logs_go_first_and_then_long_values(sweep_dir):
+    for number in range(2):
+        sweep_dir.job(*(f"group.a_long_name_{key}={'value_' * 5}{number}" for key in range(2)))
+    wide, narrow = (
+        shown(read_sweep(sweep_dir.folder), force_terminal=True, width=width, color_system=None) for width in (160, 80)
+    )
+    assert [column in wide[2] for column in ("log", "a_long_name_0")] == [True, True]
+    assert [column in narrow[2] for column in ("job", "log", "a_long_na", "state", "val_loss", "time")] == [
+        True, False, True, True, True, True,
+    ]  # fmt: skip
+    assert "finished  200/200    2.0000" in narrow[4]
+
+
+def test_what_is_the_same_of_several_jobs_is_said_once(sweep_dir):
+    for number in range(10):
+        sweep_dir.job(f"a={number}", state="failed", reason="ValueError: as ever")
+    sweep_dir.job("a=10", state="failed", reason="KeyError: another")
+    lines = shown(read_sweep(sweep_dir.folder), force_terminal=True, width=300, color_system=None)
+    said = [line for line in lines if "Error" in line]
+    assert said[0].startswith("jobs 0, 1, 2, 3, 4, 5, 6, 7 and 2 more: ValueError: as ever; ")
+    assert said[0].endswith("sweep/0/foundry.log")
+    assert said[1].startswith("job 10: KeyError: another; ")
+
+
+def test_a_screen_that_does_not_scroll_shows_what_runs_and_the_best(sweep_dir):
+    for number in range(60):
+        sweep_dir.job(f"a={number}", losses=(2.0, 1.0 + number))
+    sweep_dir.job("a=60", state="running", losses=(3.0,))
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, color_system=None)
+    with held(sweep_dir.folder / "60"):
+        console.print(screen(read_sweep(sweep_dir.folder), console, scrolls=False))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 24
+    rows = [line.split() for line in lines if "finished " in line or "running " in line]
+    assert [row[0] for row in rows[:-1]] == [str(number) for number in range(len(rows) - 1)]
+    assert rows[-1][0] == "60"
+    assert f"and {61 - len(rows)} more jobs" in lines
+    assert "61 jobs: 60 finished, 1 running" in lines
+
+
+def test_jobs_of_a_search(sweep_dir):
+    sweep_dir.job("hparams.lr=0.0012345678901234", "model.num_layers=12")
+    sweep_dir.prune(sweep_dir.job("hparams.lr=0.09876543210987654", "model.num_layers=1234567890"))
+    lines = shown(read_sweep(sweep_dir.folder))
+    assert lines[1].split()[:3] == ["0", "0.001235", "12"]
+    assert lines[2].split()[5] == "2.0000*"
+    assert lines[2].endswith("pruned: val_loss 9 at 25% of the run")
+    assert lines[3:5] == [
+        "2 jobs: 2 finished; 1 of them pruned",
+        "best: job 0, val_loss 2.0000, lr=0.001235 num_layers=12",
+    ]
+    assert "hparams.lr=0.0012345678901234" in lines[5]
+
+
+def test_slurm_is_named_where_it_has_jobs(tmp_path, events):
+    sweep_dir = SweepDir(tmp_path / "sweep", type(events), launcher="slurm")
+    for number, name in enumerate(("31_0", "31_1", "40")):
+        run_dir = sweep_dir.job(f"a={number}", state="queued")
+        run_dir.mkdir()
+        (run_dir / "slurm.json").write_text(json.dumps({"job_id": name}))
+    assert "in Slurm: squeue --jobs=31,40" in shown(read_sweep(sweep_dir.folder))
+
+
+def test_the_best_evaluation_is_named_as_such(mixed):
+    lines = shown(read_sweep(mixed, Which.best))
+    assert "best val_loss" in lines[0]
+    assert "best: job 1, best val_loss 1.2500, lr=2e-3 optimizer=sgd" in lines
+
+
+def test_without_a_result_there_is_nothing_to_repeat(sweep_dir):
+    sweep_dir.job("a=1", state="queued")
+    assert shown(read_sweep(sweep_dir.folder))[-2:] == ["1 job: 1 queued", "no job has a val_loss yet"]
+    sweep_dir.facts["jobs"].clear()
+    sweep_dir.job("a=1", state="failed", losses=())
+    assert shown(read_sweep(sweep_dir.folder))[-2:] == ["1 job: 1 failed", "no job has finished"]
+    sweep_dir.facts["jobs"].clear()
+    shutil.rmtree(sweep_dir.folder / "0")
+    sweep_dir.job("a=1", losses=(math.nan,))
+    assert shown(read_sweep(sweep_dir.folder))[-1] == "no job has a finite val_loss"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (1.23456, "1.2346"), (0.00123456, "0.001235"), (123456.0, "1.235e+05"), (math.nan, "nan")],
+)
+def test_numbers_keep_four_digits_that_say_something(value, text):
+    assert metric_text(value) == text
+
+
+def test_the_csv_has_every_override_and_every_number(mixed):
+    with write_csv(read_sweep(mixed)).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["job"] for row in rows] == ["1", "0", "3", "2"]
+    assert (rows[0]["hparams.lr"], rows[0]["optimizer"], rows[0]["run_dir"]) == ("2e-3", "sgd", "1")
+    assert [float(rows[0][name]) for name in ("metric", "val_loss", "loss", "best.val_loss")] == [1.5, 1.5, 2.0, 1.25]
+    assert (rows[2]["state"], rows[2]["metric"], rows[2]["loss"]) == ("queued", "", "")
+    assert rows[3]["note"].startswith("ValueError: long [word]")
+
+
+def test_the_json_is_strict_and_complete(sweep_dir):
+    sweep_dir.job("a=1", losses=(2.0, math.nan))
+    sweep_dir.job("a=2")
+    content = json.loads(write_json(read_sweep(sweep_dir.folder)).read_text(), parse_constant=pytest.fail)
+    assert (content["best"], content["repeat"]) == (1, "python -m foundry a=2")
+    assert (content["metric"], content["direction"], content["counts"]) == ("val_loss", "minimize", {"finished": 2})
+    assert [job["swept"] for job in content["jobs"]] == [{"a": "2"}, {"a": "1"}]
+    assert content["jobs"][0]["result"]["best"] == {"step": 200, "val_loss": 2.0}
+    assert content["jobs"][1]["metric"] == "NaN"
+
+
+def test_five_hundred_jobs_take_less_than_a_second(sweep_dir):
+    first = sweep_dir.job("hparams.lr=0")
+    entries = [sweep_dir.facts["jobs"][0]]
+    for number in range(1, 500):
+        shutil.copytree(first, sweep_dir.folder / str(number))
+        entries.append(entries[0] | {"index": number, "dir": str(number), "overrides": [f"hparams.lr={number}"]})
+    (sweep_dir.folder / "sweep.json").write_text(json.dumps(sweep_dir.facts | {"jobs": entries}))
+    begin = time.process_time()
+    sweep = read_sweep(sweep_dir.folder)
+    lines = shown(sweep)
+    write_csv(sweep)
+    write_json(sweep)
+    assert time.process_time() - begin < 1.0
+    assert len(lines) == 504
+
+
+def test_a_report_imports_neither_torch_nor_matplotlib():
+    code = "import sys, foundry.report; print({'torch', 'matplotlib', 'transformers', 'mlflow'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,140 @@
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from sweep_dirs import SweepDir, held
+
+from foundry import report as module
+from foundry.report import report, watch
+from foundry.sweeps.results import Which
+
+
+@pytest.fixture
+def sweep_dir(tmp_path, events):
+    return SweepDir(tmp_path / "sweep", type(events))
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Has something happen at each look but the first."""
+
+    def schedule(*happenings):
+        left = list(happenings)
+        monkeypatch.setattr(module.time, "sleep", lambda _: left.pop(0)())
+        return left
+
+    return schedule
+
+
+def becomes(run_dir, state, **changes):
+    path = run_dir / "status.json"
+
+    def happen():
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"state": state, **changes}))
+
+    return happen
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_line_for_each_change_of_state(sweep_dir, meanwhile):
+    sweep_dir.job("hparams.lr=1", losses=(3.0, 1.5))
+    second = sweep_dir.job("hparams.lr=2", state="stopped", losses=(2.0,))
+    becomes(second, "requeued")()
+    left = meanwhile(lambda: None, becomes(second, "queued"), becomes(second, "failed", reason="ValueError: no"))
+    console = Console(file=io.StringIO())
+    assert watch(sweep_dir.folder, console, which=Which.last, seconds=2.0)
+    assert left == []
+    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in console.file.getvalue().splitlines()]
+    assert lines == [
+        "job 0 finished, lr=1, step 200, val_loss 1.5000",
+        "job 1 requeued, lr=2, step 200, val_loss 2.0000",
+        "job 1 queued, lr=2, step 200, val_loss 2.0000",
+        "job 1 failed, lr=2, step 200, val_loss 2.0000, ValueError: no",
+    ]
+
+
+def test_a_terminal_shows_the_table_until_all_is_over(sweep_dir, meanwhile):
+    run_dir = sweep_dir.job("hparams.lr=1", state="stopped")
+    becomes(run_dir, "queued")()
+    left = meanwhile(becomes(run_dir, "requeued"), becomes(run_dir, "finished"))
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    assert watch(sweep_dir.folder, console, which=Which.last, seconds=2.0)
+    assert left == []
+    said = console.file.getvalue()
+    assert said.index("queued") < said.index("requeued") < said.index("1 finished")
+
+
+def test_a_sweep_whose_process_has_died_is_not_waited_for(sweep_dir):
+    sweep_dir.job("hparams.lr=1")
+    sweep_dir.job("hparams.lr=2", state="queued")
+    with held(sweep_dir.folder):
+        pass
+    command = [sys.executable, "-m", "foundry.report", f"dir={sweep_dir.folder}", "watch=true", "picture=false"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert "job 0 finished" in done.stdout.splitlines()[0]
+    assert "the sweep is not running; the same command goes on with it" in done.stdout
+    assert json.loads((sweep_dir.folder / "report.json").read_text())["is_going"] is False
+
+
+def test_an_interrupt_is_no_error(sweep_dir, meanwhile):
+    sweep_dir.job("hparams.lr=1", state="queued")
+    meanwhile(interrupt)
+    assert not watch(sweep_dir.folder, Console(file=io.StringIO()), which=Which.last, seconds=2.0)
+
+
+def test_ctrl_c_leaves_with_the_state_so_far(sweep_dir):
+    with held(sweep_dir.job("hparams.lr=1", state="running", losses=(1.5,), step=80)):
+        command = [sys.executable, "-m", "foundry.report", f"dir={sweep_dir.folder}", "watch=true", "seconds=60"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes) as process:
+            assert "job 0 running" in process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr) == (3, "")
+    assert "running" in stdout
+    assert "best so far: job 0, val_loss 1.5000" in stdout
+
+
+def test_a_report_leaves_its_files_and_says_so(sweep_dir):
+    sweep_dir.job("hparams.lr=1")
+    console = Console(file=io.StringIO())
+    assert report(sweep_dir.folder, console) == 0
+    assert console.file.getvalue().endswith(f"in {sweep_dir.folder}: report.csv, report.json, report.png\n")
+    files = [sweep_dir.folder / name for name in ("report.csv", "report.json", "report.png")]
+    assert all(file.stat().st_size > 50 for file in files)
+
+
+def test_a_directory_that_cannot_be_written_is_reported_on(sweep_dir):
+    sweep_dir.job("hparams.lr=1")
+    (sweep_dir.folder / "report.csv").mkdir()
+    console = Console(file=io.StringIO())
+    assert report(sweep_dir.folder, console) == 0
+    assert "1 job: 1 finished" in console.file.getvalue()
+    assert "no files written: " in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "dir: has no value; give it as dir=..."),
+        (["dir=nowhere"], "dir: is nowhere, which is no folder; give the directory of a sweep"),
+        (["dir=.", "wich=best"], "wich: is no option; did you mean which?"),
+        (["dir=.", "which=first"], "which: "),
+        (["dir=.", "seconds=0"], "seconds: is 0 but must be above 0"),
+    ],
+)
+def test_mistakes(tmp_path, words, said):
+    command = [sys.executable, "-m", "foundry.report", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(said)
+    assert len(done.stderr.splitlines()) == 1

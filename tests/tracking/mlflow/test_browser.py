@@ -1,0 +1,100 @@
+import json
+import re
+import shutil
+import subprocess
+from urllib.parse import quote
+
+import pytest
+from sweep_dirs import SweepDir
+
+from foundry.sweeps.mlflow_parent import ParentLink
+from foundry.tracking.mlflow.tracker import MLflowTracker
+from foundry.tracking.plots import Plots
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
+]
+SWITCHES = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1500,1100",
+    "--virtual-time-budget=30000",
+]
+
+
+def browse(profile, url, *switches):
+    """The page as a person sees it, once its scripts have run."""
+    command = [CHROMIUM, *SWITCHES, f"--user-data-dir={profile}", *switches, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def words_of(page):
+    """What can be read on a page."""
+    return " ".join(re.sub(r"<[^>]*>|&nbsp;", " ", page).split())
+
+
+def test_the_run_is_shown_in_the_browser(events, mlflow_server, tmp_path):
+    observers = [
+        Plots(run_dir=events.run_dir),
+        MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, run_name="a run to look at", finish_seconds=60),
+    ]
+    for observer in observers:
+        observer.on_start(events.start())
+    for step in range(1, 201):
+        for observer in observers:
+            observer.on_step(events.step(step))
+    for observer in observers:
+        observer.on_evaluation(events.evaluation(200))
+        observer.on_end(events.end())
+    destination = json.loads((events.run_dir / "mlflow.json").read_text())
+    from mlflow import MlflowClient
+
+    experiment_id = MlflowClient(mlflow_server.uri).get_run(destination["run_id"]).info.experiment_id
+    page = f"{mlflow_server.uri}/#/experiments/{experiment_id}/runs/{destination['run_id']}"
+    seen = browse(tmp_path / "profile", page, "--dump-dom")
+    assert "a run to look at" in seen
+    assert "hparams.lr" in seen
+    assert "val_loss" in seen
+    for number, tab in enumerate(("", "/model-metrics", "/artifacts")):
+        picture = tmp_path / f"{number}.png"
+        browse(tmp_path / "profile", page + tab, f"--screenshot={picture}")
+        assert picture.stat().st_size > 10_000
+
+
+def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_server, tmp_path):
+    sweep_dir = SweepDir(tmp_path / "a grid", type(events), command=["-m", "optimizer=adamw,muon"])
+    run_ids = []
+    for number, optimizer in enumerate(("adamw", "muon")):
+        run_dir = sweep_dir.job(f"optimizer={optimizer}", losses=(3.0, 2.0 - number / 2))
+        ParentLink.write(run_dir, sweep_dir.folder, number, [f"optimizer={optimizer}"])
+        tracker = MLflowTracker(run_dir=run_dir, uri=mlflow_server.uri, finish_seconds=60)
+        tracker.on_start(events.start())
+        tracker.on_step(events.step(1, loss=3.0 - number))
+        tracker.on_end(events.end())
+        run_ids.append(json.loads((run_dir / "mlflow.json").read_text())["run_id"])
+    from mlflow import MlflowClient
+
+    child = MlflowClient(mlflow_server.uri).get_run(run_ids[1])
+    experiment_id, parent_id = child.info.experiment_id, child.data.tags["mlflow.parentRunId"]
+    page = browse(
+        tmp_path / "profile", f"{mlflow_server.uri}/#/experiments/{experiment_id}/runs/{parent_id}", "--dump-dom"
+    )
+    read = words_of(page)
+    for said in ("a grid", "0: optimizer=adamw", "1: optimizer=muon", "best: job 1, val_loss 1.5000, optimizer=muon"):
+        assert said in read
+    chosen = f"runs={quote(json.dumps(run_ids))}&experiments={quote(json.dumps([experiment_id]))}"
+    page = browse(tmp_path / "profile", f"{mlflow_server.uri}/#/compare-runs?{chosen}", "--dump-dom")
+    read = words_of(page)
+    assert "Comparing 2 Runs from 1 Experiment" in read
+    assert "Parameters: optimizer Metrics: loss" in read  # what the plot shows before anything is chosen

@@ -1,0 +1,90 @@
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from foundry.tracking.console_progress import Progress, header
+from foundry.tracking.humanize import count, duration
+
+
+def tell(events, *, terminal, width=100):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=width)
+    observer = Progress(console=console)
+    observer.on_start(events.start())
+    observer.on_step(events.step(10, loss=2.5, mfu=0.412))
+    observer.on_evaluation(events.evaluation(10, val_loss=2.75))
+    observer.on_step(events.step(200, loss=math.nan, tokens_per_second=None))
+    observer.on_end(events.end())
+    return stream.getvalue()
+
+
+def test_plain_lines_without_a_terminal(events):
+    text = tell(events, terminal=False, width=40)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    assert "batch          2 ranks x 4 per rank x 4 accumulated = 32 samples per step, 4.1k tokens\n" in text
+    assert "step  10/200  ETA 0:00:19  loss 2.5000  lr 1.00e-03  41k tokens/s  MFU 41.2%\n" in text
+    assert "step 10  held-out loss 2.7500  val_accuracy 0.2000\n" in text
+    assert "step 200/200  ETA 0:00:00  loss nan  lr 1.00e-03  320 samples/s\n" in text
+    assert "unigram entropy  3.2500" in text
+    assert re.search(r"held-out loss +1\.7500\n", text)
+    assert f"run directory    {events.run_dir}\n" in text
+    assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in text
+
+
+def test_a_bar_on_a_terminal(events):
+    text = tell(events, terminal=True, width=140)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert "200/200" in plain
+    assert "loss nan  held-out 2.7500" in plain
+    assert "finished" in plain
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
+def test_a_narrow_terminal_keeps_one_line(events):
+    text = tell(events, terminal=True, width=60)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    bars = [line for line in re.split(r"[\r\n]", plain) if "━" in line and "ETA" in line]
+    assert bars
+    assert all(len(line) <= 60 and "loss" in line for line in bars)
+
+
+def test_credentials_of_a_server_are_not_shown(events):
+    event = events.start()
+    event.config["tracking"]["uri"] = "https://ann:hunter2@mlflow.example"
+    stream = io.StringIO()
+    observer = Progress(console=Console(file=stream))
+    observer.on_start(event)
+    observer.on_end(events.end())
+    assert "hunter2" not in stream.getvalue()
+    assert "https://***@mlflow.example" in stream.getvalue()
+
+
+def test_a_plan_that_says_nothing_is_no_error(events):
+    assert header(events.start(plan={}, config={})) == {"run directory": str(events.run_dir)}
+
+
+def test_a_failed_run_says_why(events):
+    stream = io.StringIO()
+    observer = Progress(console=Console(file=stream))
+    observer.on_start(events.start(plan={}))
+    observer.on_end(events.end(state="failed", reason="out of memory [on rank 3]", result={}))
+    assert re.search(r"failed +out of memory \[on rank 3\]\n", stream.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (1234, "1.23k"), (999_999, "1M"), (1.5e9, "1.5B"), (0.25, "0.25"), (math.inf, "inf")],
+)
+def test_count(value, text):
+    assert count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00:00"), (3661.4, "1:01:01"), (90000, "1d 1:00:00"), (math.nan, "-:--:--"), (-1, "-:--:--")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
