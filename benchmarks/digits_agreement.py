@@ -25,7 +25,7 @@ def agreement(classifier, images, labels):
 def main(run_dir):
     restored = restore(run_dir, "last", ema=True)
     objective = build(restored.config.objective)
-    drawn = objective.draw(restored.model, restored.data, restored.device, samples_per_class=50, seed=1)
+    drawn = objective.generate(restored.model, restored.data, restored.device, samples_per_class=50, seed=1)
     pixels, labels = load_digits(return_X_y=True)
     classifier = KNeighborsClassifier(5).fit(pixels, labels)
     odd = KNeighborsClassifier(5).fit(pixels[::2], labels[::2])

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from foundry.checkpoint.folder import find, list_checkpoints, problems, read_manifest, step_of
+from foundry.checkpoint.folder import find, list_checkpoints, parse_step, problems, read_manifest
 from foundry.tracking.metrics_file import FILE_NAME, read_metrics
 
 COMMON = [
@@ -161,7 +161,7 @@ def check_checkpoints(run_dir, newest_before):
     for folder in folders:
         assert problems(folder) == [], f"{folder}: {problems(folder)}"
     assert not list((run_dir / "checkpoints").glob("*.corrupt"))
-    newest = step_of(folders[0]) if folders else -1
+    newest = parse_step(folders[0]) if folders else -1
     assert newest >= newest_before, f"the newest checkpoint was of step {newest_before}, now of {newest}"
     if folders:
         assert find(run_dir, "last").is_dir()

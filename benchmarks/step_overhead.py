@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from foundry.checkpoint.manager import NoKeeper
+from foundry.checkpoint.manager import NoCheckpoints
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
 from foundry.config.schemas.checkpoint import KeepBest
@@ -32,13 +32,13 @@ from foundry.optim.schedules import Constant
 from foundry.parallel.gradient_sync import LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
-from foundry.parallel.rank_flags import Agreement
+from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog
 from foundry.training.best import Best
 from foundry.training.early_stopping import EarlyStopping
 from foundry.training.progress import Progress
 from foundry.training.protocols import LossSum, Microbatch, Window
-from foundry.training.signals import Interruption
+from foundry.training.signals import SignalHandler
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
 from foundry.training.trainer import Trainer
@@ -67,7 +67,7 @@ class Points:
 
 
 class SquaredError:
-    def count(self, microbatch: Microbatch) -> int:
+    def num_valid(self, microbatch: Microbatch) -> int:
         return len(microbatch["x"])
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
@@ -161,9 +161,9 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         evaluator=cast(Any, None),  # the budget is never spent, so it is never asked
         early_stopping=EarlyStopping(EarlyStoppingSettings()),
         best=Best(KeepBest()),
-        keeper=NoKeeper(),
-        agreement=Agreement(world),
-        interruption=Interruption(),
+        keeper=NoCheckpoints(),
+        agreement=RankFlags(world),
+        interruption=SignalHandler(),
         ema=None,
         max_rollbacks=0,
         save_final=False,

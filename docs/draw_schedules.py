@@ -9,7 +9,7 @@ from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear, Schedule, WeightDecay
-from foundry.planning.derive import phases_of, updates_of
+from foundry.planning.derive import planned_updates, resolve_phases
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, blank, dress, save_figure
 from foundry.tracking.schedule_figure import schedule_figure
 
@@ -128,7 +128,7 @@ def plan() -> "Figure":
         max_lr=1e-3,
         decay_style=DecayStyle.minus_sqrt,
     )
-    return schedule_figure(list(updates_of(schedule, budget, 0.1)), phases_of(schedule, budget))
+    return schedule_figure(list(planned_updates(schedule, budget, 0.1)), resolve_phases(schedule, budget))
 
 
 def _wsd(horizon: float, decay: float, style: DecayStyle, warmup: float = _WARMUP) -> WSD:

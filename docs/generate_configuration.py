@@ -206,7 +206,7 @@ def _flat(content: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
 
 
 def _documentation(group: str) -> str:
-    module = __import__(f"foundry.config.{group}", fromlist=["__doc__"])
+    module = __import__(f"foundry.config.schemas.{group}", fromlist=["__doc__"])
     text = _first_line(module.__doc__).partition(": ")[2]
     return text[:1].upper() + text[1:]
 

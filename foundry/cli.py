@@ -29,7 +29,7 @@ from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.claim import Refused, run_job
 from foundry.launch.launchers import register
-from foundry.launch.local import WorkerFailed, trace_of
+from foundry.launch.local import WorkerFailed, format_trace
 from foundry.launch.start import start
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.log import log_to_file
@@ -60,7 +60,7 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
                 sys.stderr.write(f"{stopped}{_how_it_goes_on(stopped)}\n")
         raise  # its exit code is in it; a sweep ends too
     except Exception as error:
-        log_to_file(f"failed:\n{trace_of(error)}")
+        log_to_file(f"failed:\n{format_trace(error)}")
         raise
 
 
@@ -131,5 +131,5 @@ def enter(task: Callable[[], object]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        sys.stderr.write(printable(trace_of(error)))
+        sys.stderr.write(printable(format_trace(error)))
         sys.exit(error.exit_code if isinstance(error, WorkerFailed) else 1)

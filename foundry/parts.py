@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from foundry.config.build import build
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.lengths import budget_of, check_lengths
+from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.metrics import check_metrics, declared
 from foundry.config.schemas.hparams import ScheduleUnit
 from foundry.config.schemas.root import Config
@@ -39,7 +39,7 @@ def build_model(config: Config) -> nn.Module:
     return model
 
 
-def init_from_of(config: Config) -> Path | None:
+def resolve_init_from(config: Config) -> Path | None:
     """Where initial weights come from, if from anywhere; a user's own model may say it too."""
     path = _field(config.model, "init_from", None)
     return None if path is None else Path(path)
@@ -75,7 +75,9 @@ def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:
         message = "is tokens but a sample of this data has none; set samples"
         raise ConfigError(Violation("hparams.batch_schedule_unit", message))
     try:
-        budget = budget_of(hparams, samples_per_epoch=len(data.train), world_size=world_size, tokens_per_sample=tokens)
+        budget = resolve_budget(
+            hparams, samples_per_epoch=len(data.train), world_size=world_size, tokens_per_sample=tokens
+        )
     except ValueError as error:
         # Thresholds in tokens of data that says only now how many a sample has.
         raise ConfigError(Violation("hparams.batch_schedule", str(error))) from None

@@ -49,7 +49,7 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
 
     from foundry.parts import build_budget, build_data, build_schedule
     from foundry.planning import report
-    from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, selection_of, updates_of
+    from foundry.planning.derive import PLAN, constant_weight_decay, planned_updates, resolve_phases, select_steps
 
     if (run_dir / "status.json").exists():
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
@@ -63,9 +63,9 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
         content["step_seconds"] = step_seconds
         content["run_seconds"] = step_seconds * budget.total_samples / budget.batch_sizes.final
     write_atomically(run_dir / PLAN, json.dumps(content, indent=2) + "\n")
-    files = [run_dir / PLAN, report.write_csv(updates_of(schedule, budget, decay, steps), run_dir)]
-    shown = list(updates_of(schedule, budget, decay, selection_of(schedule, budget)))
-    files.append(report.write_picture(shown, phases_of(schedule, budget), run_dir))
+    files = [run_dir / PLAN, report.write_csv(planned_updates(schedule, budget, decay, steps), run_dir)]
+    shown = list(planned_updates(schedule, budget, decay, select_steps(schedule, budget)))
+    files.append(report.write_picture(shown, resolve_phases(schedule, budget), run_dir))
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
     report.show(content, console)
     console.print(*(str(file) for file in files), sep="\n")
@@ -96,9 +96,9 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
     from foundry.config.build import build
     from foundry.data.loader import read_batch
     from foundry.parallel.wrap import resolve_strategy
-    from foundry.planning.derive import plan_of
+    from foundry.planning.derive import build_plan
     from foundry.planning.fake import build_fake
-    from foundry.planning.memory import checkpoint_bytes, memory_of
+    from foundry.planning.memory import checkpoint_bytes, estimate_memory
 
     on_gpu = torch.cuda.is_available()
     fake = build_fake(partial(build, config.model))
@@ -106,9 +106,11 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
     # One sample stands for all, which are not read: there may be more than fit into this machine.
     sample = {name: t.expand(samples, *t.shape[1:]) for name, t in read_batch(data.train, [0]).items()}
     microbatch = {**sample, "position": torch.zeros(samples, dtype=torch.int64)}
-    memory = memory_of(config, fake, world_size=ranks, microbatch=microbatch, device_type="cuda" if on_gpu else "cpu")
+    memory = estimate_memory(
+        config, fake, world_size=ranks, microbatch=microbatch, device_type="cuda" if on_gpu else "cpu"
+    )
     return {
-        **plan_of(
+        **build_plan(
             config,
             budget,
             data,

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from foundry.checkpoint.finished import check_finished, result_of
+from foundry.checkpoint.finished import check_finished, read_result
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.init_from import init_from
-from foundry.checkpoint.manager import NoKeeper, RunKeeper
+from foundry.checkpoint.manager import NoCheckpoints, ShardedCheckpointManager
 from foundry.checkpoint.resume_point import (
-    Origin,
+    ResumePoint,
     check_config,
     check_data,
-    find_origin,
+    find_resume_point,
     is_longer,
     past_its_end,
     restore_rng,
@@ -41,7 +41,7 @@ from foundry.parallel.gathering import gather
 from foundry.parallel.malloc import keep_freed_memory
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, process_group, roll_call
-from foundry.parallel.rank_flags import Agreement
+from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import EXIT_STALLED, CollectiveError, Watchdog
 from foundry.parallel.wrap import Parallel, parallelize
 from foundry.parts import (
@@ -54,13 +54,20 @@ from foundry.parts import (
     build_optimizers,
     build_schedule,
     build_throughput,
-    init_from_of,
+    resolve_init_from,
 )
-from foundry.planning.derive import PLAN, constant_weight_decay, phases_of, plan_of, selection_of, updates_of
+from foundry.planning.derive import (
+    PLAN,
+    build_plan,
+    constant_weight_decay,
+    planned_updates,
+    resolve_phases,
+    select_steps,
+)
 from foundry.run_dir.ends import leave_note, record_end, record_if_dead
 from foundry.run_dir.files import UnsafeFileError, make_folder, write_atomically
 from foundry.run_dir.folder import RunFolder
-from foundry.run_dir.lock import hold, hold_again
+from foundry.run_dir.lock import lock, relock
 from foundry.run_dir.log import move_logs
 from foundry.run_dir.status import read_status
 from foundry.run_dir.strict_json import encode
@@ -73,8 +80,8 @@ from foundry.training.ema import WeightAverage
 from foundry.training.events import Observer, RunEnded, RunStarted
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory, memory_explained
 from foundry.training.progress import Progress
-from foundry.training.protocols import Keeper, Objective, Schedule
-from foundry.training.signals import Interruption
+from foundry.training.protocols import CheckpointManager, Objective, Schedule
+from foundry.training.signals import SignalHandler
 from foundry.training.step import TrainStep
 from foundry.training.trainer import Trainer
 
@@ -118,17 +125,23 @@ def run(config: Config, run_dir: Path) -> RunResult:
         if world.device.type == "cpu":
             keep_freed_memory()
         run_dir, state = _agree(world, run_dir, config_hash, held)
-        origin = find_origin(config.checkpoint.resume, run_dir, world)
-        result = result_of(run_dir) if state == "finished" else None
-        if result is not None and not is_longer(origin, _recorded(config)):
+        resume_point = find_resume_point(config.checkpoint.resume, run_dir, world)
+        result = read_result(run_dir) if state == "finished" else None
+        if result is not None and not is_longer(resume_point, _recorded(config)):
             check_finished(
-                config, _recorded(config), config_hash, run_dir, origin, result, lambda: build_data(config).identity()
+                config,
+                _recorded(config),
+                config_hash,
+                run_dir,
+                resume_point,
+                result,
+                lambda: build_data(config).identity(),
             )
             return RunResult(run_dir, result)
-        if origin is not None:
-            check_config(origin, config, _recorded(config), config.checkpoint.on_changed_config)
+        if resume_point is not None:
+            check_config(resume_point, config, _recorded(config), config.checkpoint.on_changed_config)
             if state == "finished":
-                origin = past_its_end(origin)
+                resume_point = past_its_end(resume_point)
         observers = build_observers(config.tracking, run_dir) if world.is_main else []
         with (
             _told(observers),
@@ -136,9 +149,9 @@ def run(config: Config, run_dir: Path) -> RunResult:
             worker_deaths_explained(),
             memory_explained(world.device, world.rank),
         ):
-            data = _data(config, origin)
+            data = _data(config, resume_point)
             folder = RunFolder(run_dir, marker=CONFIG_FILE) if world.is_main else None
-            trainer, plan = _assemble(config, config_hash, data, run_dir, world, origin, folder)
+            trainer, plan = _assemble(config, config_hash, data, run_dir, world, resume_point, folder)
             if folder is not None:
                 _write_facts(config, plan, data, run_dir)
                 held.callback(folder.close)
@@ -146,31 +159,31 @@ def run(config: Config, run_dir: Path) -> RunResult:
                 observers.insert(0, FolderWatch(folder, observers, trainer.evaluator.move))
             trainer.observers = observers
             started = _started(config, config_hash, trainer, plan, run_dir)
-            with trainer.watchdog, trainer.interruption:
+            with trainer.watchdog, trainer.signals:
                 result = trainer.fit(started)
             return RunResult(run_dir if folder is None else folder.path, result)
 
 
-def _data(config: Config, origin: Origin | None) -> DataSplits:
+def _data(config: Config, resume_point: ResumePoint | None) -> DataSplits:
     """The data, in the order in which a run that is resumed has begun to read it."""
     data = build_data(config)
-    if origin is None:
+    if resume_point is None:
         return data
     identity = data.identity()
-    order = check_data(origin, identity, plain(config.data), config.checkpoint.on_changed_config)
+    order = check_data(resume_point, identity, plain(config.data), config.checkpoint.on_changed_config)
     return replace(data, content=identity["content"], fingerprint=order)
 
 
 def _started(config: Config, config_hash: str, trainer: Trainer, plan: dict[str, Any], run_dir: Path) -> RunStarted:
     schedule, budget = trainer.schedule, trainer.budget
-    shown = selection_of(schedule, budget)
+    shown = select_steps(schedule, budget)
     return RunStarted(
         run_dir=run_dir,
         config=plain(config),
         config_hash=config_hash,
         plan=plan,
-        updates=list(updates_of(schedule, budget, trainer.constant_weight_decay, shown)),
-        phases=phases_of(schedule, budget),
+        updates=list(planned_updates(schedule, budget, trainer.constant_weight_decay, shown)),
+        phases=resolve_phases(schedule, budget),
         step=trainer.progress.steps,
     )
 
@@ -201,7 +214,7 @@ def _write_architecture(config: Config, model: Any, run_dir: Path) -> None:
 
 def _refill(config: Config, plan: dict[str, Any], data: DataSplits, held: ExitStack, run_dir: Path) -> None:
     """Make a new folder the run's, whose own was lost."""
-    if not hold_again(run_dir, held):
+    if not relock(run_dir, held):
         raise BlockingIOError(f"another process trains in {run_dir}")
     move_logs(run_dir)
     _write_facts(config, plan, data, run_dir)
@@ -219,7 +232,7 @@ def _assemble(
     data: DataSplits,
     run_dir: Path,
     world: World,
-    origin: Origin | None,
+    resume_point: ResumePoint | None,
     folder: RunFolder | None,
 ) -> tuple[Trainer, dict[str, Any]]:
     """Build the parts, bring them to where they go on from, and hand them to a trainer; also the plan of the run."""
@@ -227,7 +240,7 @@ def _assemble(
     budget = build_budget(config, data, world.world_size)
     policy = PrecisionPolicy.from_config(config.precision, world.device)
     model = build_model(config)
-    if origin is None and (weights := init_from_of(config)) is not None:
+    if resume_point is None and (weights := resolve_init_from(config)) is not None:
         init_from(model, weights, world)
     parallel = parallelize(
         policy.prepare(model),
@@ -241,12 +254,12 @@ def _assemble(
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
     objective = build_objective(config)
     schedule = build_schedule(config, budget)
-    if origin is not None:
+    if resume_point is not None:
         try:
-            restore_into(origin.folder, parallel.model, ema, optimizers)
+            restore_into(resume_point.folder, parallel.model, ema, optimizers)
         except CheckpointError as error:
             raise ConfigError(Violation("checkpoint.resume", str(error))) from error
-        schedule = reconcile(schedule, origin.state["schedule"], config.checkpoint.scheduler_on_resume)
+        schedule = reconcile(schedule, resume_point.state["schedule"], config.checkpoint.scheduler_on_resume)
     trainer = Trainer(
         step=_step(config, parallel, objective, optimizers, policy, world),
         source=build_loader(config, budget, data, world),
@@ -268,19 +281,21 @@ def _assemble(
         early_stopping=EarlyStopping(config.evaluation.early_stopping),
         pruning=Pruning.of(run_dir, world),
         best=Best(config.checkpoint.keep_best),
-        keeper=_keeper(config, config_hash, data, parallel, ema, optimizers, budget, run_dir, world, folder),
-        agreement=Agreement(world),
-        interruption=Interruption(),
+        checkpoints=_checkpoint_manager(
+            config, config_hash, data, parallel, ema, optimizers, budget, run_dir, world, folder
+        ),
+        rank_flags=RankFlags(world),
+        signals=SignalHandler(),
         ema=ema,
         max_rollbacks=config.guard.max_skips,
         save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, config, parallel, ema, optimizers, world),
     )
-    if origin is None:
+    if resume_point is None:
         seed_rng(hparams.seed + 1 + world.rank)
     else:
-        trainer.load_state_dict(origin.state)
-        restore_rng(origin, world, hparams.seed)
+        trainer.load_state_dict(resume_point.state)
+        restore_rng(resume_point, world, hparams.seed)
     plan = _plan(config, budget, data, schedule, parallel, world)
     if world.is_main:
         _write_architecture(config, model, run_dir)
@@ -328,7 +343,7 @@ def _explain_out_of_memory(
     )
 
 
-def _keeper(
+def _checkpoint_manager(
     config: Config,
     config_hash: str,
     data: DataSplits,
@@ -339,12 +354,12 @@ def _keeper(
     run_dir: Path,
     world: World,
     folder: RunFolder | None,
-) -> Keeper:
+) -> CheckpointManager:
     """What writes checkpoints, where any are wanted."""
     wanted = config.checkpoint
     if wanted.is_off:
-        return NoKeeper()
-    return RunKeeper(
+        return NoCheckpoints()
+    return ShardedCheckpointManager(
         checkpointer=Checkpointer(
             run_dir,
             world,
@@ -373,7 +388,7 @@ def _plan(
     config: Config, budget: Budget, data: DataSplits, schedule: Schedule, parallel: Parallel, world: World
 ) -> dict[str, Any]:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-    return plan_of(
+    return build_plan(
         config,
         budget,
         data,
@@ -393,7 +408,7 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
     """
     state, is_free = None, True
     if world.is_main:
-        is_free = hold(run_dir, held)
+        is_free = lock(run_dir, held)
         state = read_status(run_dir).get("state")
     said = gather((str(run_dir), config_hash, state, is_free), world)
     different = [rank for rank, (_, other, _, _) in enumerate(said) if other != said[0][1]]

@@ -36,7 +36,7 @@ def sample(options: SampleOptions) -> Path:
         ConfigError: there is no such run or checkpoint, or an option is not of this run's objective.
     """
     from foundry.restore import build_part, explained, restore
-    from foundry.training.protocols import Drawing
+    from foundry.training.protocols import GenerativeObjective
 
     run_dir = folder_option("run", options.run)
     stem = folder_option("out", options.out) if options.out else run_dir / "plots" / "samples"
@@ -49,16 +49,16 @@ def sample(options: SampleOptions) -> Path:
         if (value := getattr(options, name)) is not None
     }
     kind = type(objective).__name__
-    if not isinstance(objective, Drawing):
+    if not isinstance(objective, GenerativeObjective):
         raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} draws nothing"))
-    takes = inspect.signature(objective.draw).parameters
+    takes = inspect.signature(objective.generate).parameters
     if unknown := [name for name in asked if name not in takes]:
         raise ConfigError([Violation(name, f"is no option of objective {kind}") for name in unknown])
     if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
         message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
         raise ConfigError(Violation("which", message))
     with explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"):
-        drawn = objective.draw(restored.model, restored.data, restored.device, seed=options.seed, **asked)
+        drawn = objective.generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
     stem.parent.mkdir(parents=True, exist_ok=True)
     file = drawn.save(stem)
     if hasattr(drawn, "text"):

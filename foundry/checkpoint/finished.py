@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry.checkpoint.resume_point import Origin, changed_data
+from foundry.checkpoint.resume_point import ResumePoint, changed_data
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import read_recorded
 from foundry.config.resume_compat import differences
@@ -17,7 +17,7 @@ from foundry.run_dir.strict_json import decode, encode
 log = logging.getLogger(__name__)
 
 
-def result_of(run_dir: Path) -> dict[str, Any] | None:
+def read_result(run_dir: Path) -> dict[str, Any] | None:
     """What result.json of a finished run says; None where it was lost, so that the run has to end once more."""
     try:
         result = decode(read_text(run_dir / "result.json"))
@@ -31,7 +31,7 @@ def check_finished(
     recorded: Mapping[str, Any],
     config_hash: str,
     run_dir: Path,
-    origin: Origin | None,
+    resume_point: ResumePoint | None,
     result: Mapping[str, Any],
     identity: Callable[[], Mapping[str, Any]],
 ) -> None:
@@ -42,7 +42,7 @@ def check_finished(
         recorded: the same as a manifest holds it.
         config_hash: of the same.
         run_dir: holds the finished run.
-        origin: its newest checkpoint, if it kept any.
+        resume_point: its newest checkpoint, if it kept any.
         result: what its result.json says.
         identity: of this run's data; asked only where nothing but the place of the data has changed.
 
@@ -51,15 +51,19 @@ def check_finished(
     """
     if result.get("config_hash") != config_hash:
         # A launcher writes the settings of this run into config.yaml; a checkpoint may be of an earlier start.
-        is_origins = origin is not None and origin.manifest.config_hash == result.get("config_hash")
-        was = origin.manifest.config if origin is not None and is_origins else read_recorded(run_dir)
+        is_resume_points = resume_point is not None and resume_point.manifest.config_hash == result.get("config_hash")
+        was = resume_point.manifest.config if resume_point is not None and is_resume_points else read_recorded(run_dir)
         if was is None:
             message = f"is {run_dir}, which holds a finished run of other settings; choose another hydra.run.dir"
             raise ConfigError(Violation("hydra.run.dir", message))
         found = differences(json.loads(encode(was)), recorded, config)
         changed = [difference for difference in found if difference.changes_result]
-        if origin is not None and origin.manifest.data and all(difference.locates_data for difference in changed):
-            changed = changed if changed and changed_data(origin.manifest, identity()) else []
+        if (
+            resume_point is not None
+            and resume_point.manifest.data
+            and all(difference.locates_data for difference in changed)
+        ):
+            changed = changed if changed and changed_data(resume_point.manifest, identity()) else []
         if changed:
             raise ConfigError(difference.of_finished(run_dir) for difference in changed)
     log.warning("%s holds a finished run; choose another hydra.run.dir to train again", run_dir)

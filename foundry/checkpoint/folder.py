@@ -119,14 +119,14 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def step_of(folder: Path) -> int:
+def parse_step(folder: Path) -> int:
     """The step of a checkpoint, by its name."""
     match = _NAME.fullmatch(folder.name)
     assert match is not None, folder
     return int(match[1])
 
 
-def partial_of(run_dir: Path, step: int) -> Path:
+def partial_path(run_dir: Path, step: int) -> Path:
     """Where a step's checkpoint is written before it is published."""
     return run_dir / "checkpoints" / f".{step_name(step)}.partial"
 
@@ -171,13 +171,13 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     _sync_folder(partial)
     folder = partial.with_name(step_name(manifest.step))
     if folder.exists():
-        folder.rename(removed_of(folder))
+        folder.rename(removed_path(folder))
     partial.rename(folder)
     _sync_folder(folder.parent)
     return folder
 
 
-def removed_of(folder: Path) -> Path:
+def removed_path(folder: Path) -> Path:
     """The name under which a folder is deleted."""
     return folder.with_name(f".{folder.name}.removed")
 
@@ -199,7 +199,7 @@ def linked_step(run_dir: Path, name: str) -> int | None:
     except OSError:
         return None
     folder = path.with_name(target) if _NAME.fullmatch(target) else None
-    return step_of(folder) if folder is not None and folder.is_dir() else None
+    return parse_step(folder) if folder is not None and folder.is_dir() else None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -231,7 +231,7 @@ def read_manifest(folder: Path) -> Manifest:
     if wrong := [name for name, kind in _TYPES.items() if name in known and not isinstance(known[name], kind)]:
         raise CheckpointError(f"{MANIFEST} has no {wrong[0]} that foundry has written")
     try:
-        known["files"] = {name: _facts_of(name, facts) for name, facts in known.get("files", {}).items()}
+        known["files"] = {name: _parse_facts(name, facts) for name, facts in known.get("files", {}).items()}
         return Manifest(**known)
     except TypeError:
         raise CheckpointError(f"{MANIFEST} names no step") from None
@@ -247,7 +247,7 @@ def _check_format(content: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{MANIFEST} is of format {written}, this foundry reads up to {FORMAT}: use {version}")
 
 
-def _facts_of(name: str, facts: Any) -> FileFacts:
+def _parse_facts(name: str, facts: Any) -> FileFacts:
     """Size and checksum of a file, whose name stays within the folder."""
     if not name or name.startswith(".") or {"/", "\\", "\0"} & set(name) or name == MANIFEST:
         raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
@@ -264,7 +264,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
         OSError: the folder is there but cannot be listed: that is not a run without checkpoints.
     """
     folders = [run_dir / "checkpoints" / name for name in _names_in(run_dir / "checkpoints") if _NAME.fullmatch(name)]
-    return sorted(folders, key=step_of, reverse=True)
+    return sorted(folders, key=parse_step, reverse=True)
 
 
 def list_put_aside(run_dir: Path) -> list[Path]:
@@ -294,9 +294,9 @@ def find(run_dir: Path, which: str = "last") -> Path:
     if which in ("last", "best"):
         step = linked_step(run_dir, LATEST if which == "last" else BEST)
         # Killed between publishing its first checkpoint and pointing to it, a run has one that no link names.
-        found = there[:1] if which == "last" and step is None else [f for f in there if step_of(f) == step]
+        found = there[:1] if which == "last" and step is None else [f for f in there if parse_step(f) == step]
     else:
-        found = [folder for folder in there if which.isdecimal() and step_of(folder) == int(which)]
+        found = [folder for folder in there if which.isdecimal() and parse_step(folder) == int(which)]
     if not found:
         names = ", ".join(folder.name for folder in reversed(there)) or "none"
         raise FileNotFoundError(f"{run_dir} has no checkpoint {which!r}; there are: {names}")

@@ -24,7 +24,7 @@ from foundry.training.progress import Progress
 
 
 @dataclass(kw_only=True)
-class RunKeeper:
+class ShardedCheckpointManager:
     """A run's checkpoints, as the trainer asks for them.
 
     Attributes:
@@ -125,7 +125,7 @@ class RunKeeper:
         return dict(read_manifest(folder).state)
 
 
-class NoKeeper:
+class NoCheckpoints:
     """Keeps nothing."""
 
     def is_time(self) -> bool:

@@ -16,8 +16,8 @@ from foundry.checkpoint.folder import (
     Manifest,
     list_checkpoints,
     list_put_aside,
+    parse_step,
     read_manifest,
-    step_of,
 )
 from foundry.checkpoint.rng import seed_rng, set_rng_state
 from foundry.checkpoint.verification import damage_together, together, verify_newest
@@ -36,7 +36,7 @@ _DIGEST_SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResumePoint:
     """A whole checkpoint that a run goes on from.
 
     Attributes:
@@ -53,7 +53,7 @@ class Origin:
         return _Told({key: _told(value) for key, value in self.manifest.state.items()})
 
 
-def find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
+def find_resume_point(resume: str, run_dir: Path, world: World) -> ResumePoint | None:
     """The checkpoint to go on from; all ranks together, and with the same answer.
 
     A run directory that has checkpoints of its own goes on from them, wherever it once started. Those that are damaged
@@ -76,8 +76,8 @@ def find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
         raise ConfigError(Violation(_KEY, f"{message} (nothing was changed)")) from error
 
 
-def _find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
-    were_there = together(partial(_checkpoints_of, run_dir), world)[0]
+def _find_origin(resume: str, run_dir: Path, world: World) -> ResumePoint | None:
+    were_there = together(partial(_list_checkpoints, run_dir), world)[0]
     if resume == "never":
         if were_there:
             raise ConfigError(Violation(_KEY, f"is never but {run_dir} has checkpoints; choose another hydra.run.dir"))
@@ -85,7 +85,7 @@ def _find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
     own = verify_newest(run_dir, world)
     if own is not None:
         together(partial(_put_aside_newer, run_dir, own if world.is_main else None), world)
-        return Origin(own, read_manifest(own))
+        return ResumePoint(own, read_manifest(own))
     if were_there:
         message = (
             f"is {resume}, but of {', '.join(were_there)} in {run_dir / 'checkpoints'} none is whole; to start from "
@@ -95,18 +95,20 @@ def _find_origin(resume: str, run_dir: Path, world: World) -> Origin | None:
     return None if resume == "auto" else _elsewhere(Path(resume), world)
 
 
-def _checkpoints_of(run_dir: Path) -> list[str]:
+def _list_checkpoints(run_dir: Path) -> list[str]:
     """The names of those there are, or were; the folder must be the run's own, since checkpoints are deleted in it."""
     if (run_dir / "checkpoints").is_symlink():
         raise UnsafeFileError(run_dir / "checkpoints", "a symbolic link", "a folder of the run directory")
     return [folder.name for folder in (*list_checkpoints(run_dir), *list_put_aside(run_dir))]
 
 
-def check_config(origin: Origin, config: Config, recorded: Mapping[str, Any], on_changed: OnChangedConfig) -> None:
+def check_config(
+    resume_point: ResumePoint, config: Config, recorded: Mapping[str, Any], on_changed: OnChangedConfig
+) -> None:
     """Say in which settings a resumed run differs from the one that was saved, and refuse what makes it another.
 
     Args:
-        origin: the checkpoint.
+        resume_point: the checkpoint.
         config: of this run.
         recorded: the same as a manifest holds it.
         on_changed: whether to refuse, or only to warn.
@@ -117,10 +119,10 @@ def check_config(origin: Origin, config: Config, recorded: Mapping[str, Any], on
         ConfigError: with a line for every setting that changes what the run computes.
     """
     refused: list[Difference] = []
-    for difference in differences(origin.manifest.config, recorded, config):
+    for difference in differences(resume_point.manifest.config, recorded, config):
         if difference.is_gone:
             log.warning("the checkpoint was trained with another version of foundry: %s", difference)
-        elif difference.is_allowed or (difference.locates_data and origin.manifest.data):
+        elif difference.is_allowed or (difference.locates_data and resume_point.manifest.data):
             log.info("resumed with %s", difference)
         else:
             refused.append(difference)
@@ -130,11 +132,13 @@ def check_config(origin: Origin, config: Config, recorded: Mapping[str, Any], on
         log.warning("resumed with another %s: the run is no longer the one that was saved", difference)
 
 
-def check_data(origin: Origin, now: Mapping[str, Any], settings: Mapping[str, Any], on_changed: OnChangedConfig) -> str:
+def check_data(
+    resume_point: ResumePoint, now: Mapping[str, Any], settings: Mapping[str, Any], on_changed: OnChangedConfig
+) -> str:
     """Refuse other data than the checkpoint was trained on, wherever either lies.
 
     Args:
-        origin: the checkpoint.
+        resume_point: the checkpoint.
         now: the identity of this run's data.
         settings: of the data, to be named.
         on_changed: whether to refuse, or only to warn.
@@ -145,14 +149,14 @@ def check_data(origin: Origin, now: Mapping[str, Any], settings: Mapping[str, An
     Raises:
         ConfigError: the content, the tokenizer or the number of samples is another.
     """
-    changed = changed_data(origin.manifest, now)
+    changed = changed_data(resume_point.manifest, now)
     wrong: list[Violation] = []
     for name in changed:
         # The rest follows from what comes first, but for a tokenizer that was chosen.
         if name != changed[0] and (name != "tokenizer" or settings.get("tokenizer") is None):
             continue
         key = next((f"data.{key}" for key in _DATA_KEYS[name] if key in settings), "data")
-        was, is_now = (str(said[name])[:_DIGEST_SHOWN] for said in (origin.manifest.data, now))
+        was, is_now = (str(said[name])[:_DIGEST_SHOWN] for said in (resume_point.manifest.data, now))
         message = (
             f"gives other data than the checkpoint was trained on ({name} {was} -> {is_now}); give that, start from "
             "scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn"
@@ -162,7 +166,7 @@ def check_data(origin: Origin, now: Mapping[str, Any], settings: Mapping[str, An
         raise ConfigError(wrong)
     for violation in wrong:
         log.warning("resumed although %s", violation)
-    return str(now["order"] if "content" in changed else origin.manifest.data.get("order", now["order"]))
+    return str(now["order"] if "content" in changed else resume_point.manifest.data.get("order", now["order"]))
 
 
 def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:
@@ -182,29 +186,32 @@ def _told(value: Any) -> Any:
     return _Told({key: _told(item) for key, item in value.items()}) if isinstance(value, dict) else value
 
 
-def past_its_end(origin: Origin) -> Origin:
+def past_its_end(resume_point: ResumePoint) -> ResumePoint:
     """The same checkpoint for a run that is to go on although early stopping had ended it."""
-    return replace(origin, manifest=replace(origin.manifest, state={**origin.manifest.state, "stop_reason": None}))
+    return replace(
+        resume_point,
+        manifest=replace(resume_point.manifest, state={**resume_point.manifest.state, "stop_reason": None}),
+    )
 
 
-def is_longer(origin: Origin | None, config: Mapping[str, Any]) -> bool:
+def is_longer(resume_point: ResumePoint | None, config: Mapping[str, Any]) -> bool:
     """Whether a finished run is asked to go on: a budget has grown, or is gone."""
-    if origin is None:
+    if resume_point is None:
         return False
-    budgets = [d for d in differences(origin.manifest.config, config) if d.is_budget and d.was is not None]
+    budgets = [d for d in differences(resume_point.manifest.config, config) if d.is_budget and d.was is not None]
     return any(d.now is None or d.now > d.was for d in budgets)
 
 
-def restore_rng(origin: Origin, world: World, seed: int) -> None:
+def restore_rng(resume_point: ResumePoint, world: World, seed: int) -> None:
     """Continue this rank's random numbers, or on another number of ranks start new ones that no rank has used."""
-    file = origin.folder / f"rank-{world.rank:05d}.json"
-    if origin.manifest.world_size == world.world_size and file.name in origin.manifest.files:
+    file = resume_point.folder / f"rank-{world.rank:05d}.json"
+    if resume_point.manifest.world_size == world.world_size and file.name in resume_point.manifest.files:
         set_rng_state(json.loads(read_text(file)), world.device)
     else:
-        seed_rng(seed + 1 + world.rank + 1_000_003 * origin.manifest.step)
+        seed_rng(seed + 1 + world.rank + 1_000_003 * resume_point.manifest.step)
 
 
-def _elsewhere(path: Path, world: World) -> Origin:
+def _elsewhere(path: Path, world: World) -> ResumePoint:
     """Another run's checkpoint: this run does not end where that one did, and its directory lacks that one's best."""
     folder: Path | None = path.expanduser().resolve()  # of `latest`, the checkpoint that it leads to
     assert folder is not None
@@ -216,13 +223,13 @@ def _elsewhere(path: Path, world: World) -> Origin:
         raise ConfigError(Violation(_KEY, f"is {path}, where there is no whole checkpoint"))
     manifest = read_manifest(folder)
     state = {**manifest.state, "stop_reason": None, "best": {"step": None, "value": None}}
-    return Origin(folder, replace(manifest, state=state))
+    return ResumePoint(folder, replace(manifest, state=state))
 
 
 def _put_aside_newer(run_dir: Path, whole: Path | None) -> None:
     """Rename what is newer than the newest whole checkpoint; nothing if there is none."""
     for folder in list_checkpoints(run_dir) if whole is not None else ():
-        if whole is not None and step_of(folder) > step_of(whole):
+        if whole is not None and parse_step(folder) > parse_step(whole):
             folder.rename(_unused(folder.with_name(f"{folder.name}.corrupt")))
 
 

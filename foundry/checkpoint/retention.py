@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from foundry.checkpoint.folder import removed_of
+from foundry.checkpoint.folder import removed_path
 
 
 def to_remove(
@@ -28,7 +28,7 @@ def to_remove(
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint: first its name, so that what a kill leaves behind looks like no checkpoint."""
-    removed = removed_of(folder)
+    removed = removed_path(folder)
     if removed.exists():
         shutil.rmtree(removed)
     folder.rename(removed)

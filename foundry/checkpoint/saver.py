@@ -24,10 +24,10 @@ from foundry.checkpoint.folder import (
     link,
     linked_step,
     list_checkpoints,
-    partial_of,
+    parse_step,
+    partial_path,
     publish,
     step_name,
-    step_of,
     write_json,
 )
 from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
@@ -186,7 +186,7 @@ class Checkpointer:
             folder = self.run_dir / "checkpoints" / step_name(step)
             self._error = SaveError(f"no checkpoint of step {step} at {folder}: {error}")
             if self._world.is_main:
-                shutil.rmtree(partial_of(self.run_dir, step), ignore_errors=True)
+                shutil.rmtree(partial_path(self.run_dir, step), ignore_errors=True)
                 log.error("%s; earlier checkpoints stay", self._error)
         self.seconds = time.perf_counter() - job.begin
 
@@ -208,13 +208,13 @@ class Checkpointer:
         """Make room for a checkpoint; where the run directory is, and whether it has one of this step."""
         run_dir = self.run_dir if self._locate is None else self._locate()
         remove_leftovers(run_dir)
-        partial = partial_of(run_dir, step)
+        partial = partial_path(run_dir, step)
         make_folder(partial.parent)
         partial.mkdir()
         return run_dir, (partial.parent / step_name(step)).exists()
 
     def _write_files(self, job: _Save) -> dict[str, FileFacts]:
-        folder, rank = partial_of(self.run_dir, job.manifest.step), f"{self._world.rank:05d}"
+        folder, rank = partial_path(self.run_dir, job.manifest.step), f"{self._world.rank:05d}"
         return {
             f"shard-{rank}.safetensors": write_shard(folder / f"shard-{rank}.safetensors", job.chunks),
             f"rank-{rank}.json": write_json(folder / f"rank-{rank}.json", job.rank_state),
@@ -222,7 +222,7 @@ class Checkpointer:
 
     def _publish(self, job: _Save, files: Mapping[str, FileFacts]) -> None:
         about = Manifest(**{**vars(job.manifest), "files": files})
-        self._point_to(publish(partial_of(self.run_dir, about.step), about), job.is_best)
+        self._point_to(publish(partial_path(self.run_dir, about.step), about), job.is_best)
 
     def _point_to(self, folder: Path, is_best: bool) -> None:
         """Set the links, then delete what is no longer wanted."""
@@ -230,8 +230,8 @@ class Checkpointer:
         if is_best:
             link(folder, BEST)
         # Of later steps are only those that a run which went back has left.
-        earlier = {step_of(other): other for other in list_checkpoints(self.run_dir)}
-        steps = [step for step in earlier if step <= step_of(folder)]
+        earlier = {parse_step(other): other for other in list_checkpoints(self.run_dir)}
+        steps = [step for step in earlier if step <= parse_step(folder)]
         unwanted = to_remove(
             steps,
             keep_last=self._keep_last,

@@ -108,7 +108,7 @@ def _typed(path: Path, group: str, node: Any) -> Any:
     """
     if not isinstance(node, dict):
         raise _refused(path, f"has {group}={shown(node)}, which must be a mapping")
-    schemas = [schema for schema in group_schemas(group).values() if _is_of(group, schema, node)]
+    schemas = [schema for schema in group_schemas(group).values() if _matches_schema(group, schema, node)]
     if own_targets(group) and node.get("_target_") not in (None, *own_targets(group)):
         return node  # a part of the user's own, which has been trusted
     if not schemas:
@@ -121,7 +121,7 @@ def _typed(path: Path, group: str, node: Any) -> Any:
         raise _refused(path, f"has a wrong {key}: {_one_line(error)}") from None
 
 
-def _is_of(group: str, schema: type[Any], node: dict[str, Any]) -> bool:
+def _matches_schema(group: str, schema: type[Any], node: dict[str, Any]) -> bool:
     """Whether a schema of a group has all the fields of a node, and is of the same part."""
     declared = {item.name: item.type for item in fields(Config)}[group]
     default = {item.name: item.default for item in fields(schema)}

@@ -11,7 +11,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 
 
-def batch_sizes_of(hparams: HParams, *, world_size: int, tokens_per_sample: int | None) -> BatchSizes:
+def resolve_batch_sizes(hparams: HParams, *, world_size: int, tokens_per_sample: int | None) -> BatchSizes:
     """The global batch size along the run: as `given_sizes`, and rounded where that is allowed.
 
     Raises:
@@ -37,7 +37,7 @@ def given_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSize
     return BatchSizes.constant(final)
 
 
-def budget_of(
+def resolve_budget(
     hparams: HParams, *, samples_per_epoch: int, world_size: int, tokens_per_sample: int | None = None
 ) -> Budget:
     """The size of the run: the shortest of the budgets given, in whole optimizer steps.
@@ -45,7 +45,7 @@ def budget_of(
     Raises:
         ConfigError: it is shorter than one optimizer step, or longer than can be counted.
     """
-    sizes = batch_sizes_of(hparams, world_size=world_size, tokens_per_sample=tokens_per_sample)
+    sizes = resolve_batch_sizes(hparams, world_size=world_size, tokens_per_sample=tokens_per_sample)
     given = [
         None if hparams.max_steps is None else int(sizes.samples_after(hparams.max_steps)),
         hparams.train_samples,

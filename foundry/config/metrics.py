@@ -11,14 +11,14 @@ from foundry.config.schemas.root import Config
 LOSS = "val_loss"
 
 
-def name_of(metric: str) -> str:
+def val_metric_name(metric: str) -> str:
     """What an objective's own metric is called where it is measured on held-out data."""
     return f"val_{metric}"
 
 
-def names_of(metrics: Iterable[str]) -> tuple[str, ...]:
+def val_metric_names(metrics: Iterable[str]) -> tuple[str, ...]:
     """What an evaluation measures by the name of each, given the names that the objective has for its own metrics."""
-    return tuple(dict.fromkeys((LOSS, *map(name_of, metrics))))
+    return tuple(dict.fromkeys((LOSS, *map(val_metric_name, metrics))))
 
 
 def declared(objective: object) -> tuple[str, ...] | None:
@@ -35,7 +35,7 @@ def declared(objective: object) -> tuple[str, ...] | None:
         return None
     metrics = getattr(objective, "metrics", None)
     is_said = isinstance(metrics, (tuple, list)) and all(isinstance(name, str) for name in metrics)
-    return names_of(metrics) if metrics is not None and is_said else None
+    return val_metric_names(metrics) if metrics is not None and is_said else None
 
 
 def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Violation]:

@@ -22,7 +22,7 @@ from foundry.config.rules import check
 from foundry.config.schemas.root import Config
 from foundry.config.store import GROUPS, group_schemas
 from foundry.config.targets import FOR_THOSE_THAT_TAKE_THEM
-from foundry.config.wanted import options_of, wanted
+from foundry.config.wanted import accepted_options, wanted
 
 _SEARCHPATH = "hydra.searchpath"
 _NO_OVERRIDE = "is not of the form key=value; put a value with spaces, commas, = or special characters into quotes"
@@ -316,7 +316,7 @@ def explain_value(override: Override, error: Exception) -> Violation:
             key, f"is {value} but must be {'a list' if isinstance(override.value(), dict) else 'a mapping'}"
         )
     if (kind := wanted(error)) is not None:
-        return Violation(key, f"is {value} but must be {kind}{nearest(value, options_of(error))}")
+        return Violation(key, f"is {value} but must be {kind}{nearest(value, accepted_options(error))}")
     return Violation(key, f"cannot be {value}: {first_line(message)}")
 
 

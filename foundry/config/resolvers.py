@@ -5,7 +5,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
-from foundry.config.schemas.launcher import tasks_of
+from foundry.config.schemas.launcher import resolve_num_tasks
 from foundry.config.schemas.model import HuggingFace, folder_settings
 
 
@@ -39,5 +39,5 @@ def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
 
 def _accum_freq(global_batch_size: int, per_gpu_batch_size: int, nproc_per_node: int, *, _root_: DictConfig) -> int:
     """Microbatches per rank and optimizer step; OmegaConf passes the whole configuration by the name it has here."""
-    ranks = world_size(max(nproc_per_node, tasks_of(_root_)))
+    ranks = world_size(max(nproc_per_node, resolve_num_tasks(_root_)))
     return global_batch_size // max(1, per_gpu_batch_size * ranks)

@@ -17,12 +17,12 @@ from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation, first_line, shown
 from foundry.config.holes import check_hydra, holes
-from foundry.config.lengths import budget_of, check_lengths, given_sizes
+from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
 from foundry.config.metrics import check_metrics, check_sweeper, declared
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
 from foundry.config.schemas.guard import SpikeAction
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
-from foundry.config.schemas.launcher import check_launcher, tasks_of
+from foundry.config.schemas.launcher import check_launcher, resolve_num_tasks
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.schemas.scheduler import Scheduler
@@ -78,7 +78,7 @@ def check(composed: DictConfig) -> list[Violation]:
     own = [v for part in parts if hasattr(part, "check") for v in _until_out_of_bounds(part.check)]
     outside = [*check_launcher(composed), *_until_out_of_bounds(partial(check_sweeper, composed, sound))]
     single = [*check_secrets(composed), *out, *own, *outside]
-    launch = Launch(environment, tasks_of(composed), sound.distributed)
+    launch = Launch(environment, resolve_num_tasks(composed), sound.distributed)
     across = [v for rule in RULES for v in _until_out_of_bounds(partial(rule, sound, launch))]
     wrong_keys = {violation.key for violation in single}
     # A rule that looked at a value already known to be wrong has nothing to add.
@@ -221,7 +221,7 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     if units & unknown:
         return
     try:
-        budget = budget_of(hparams, samples_per_epoch=1, world_size=launch.world_size, tokens_per_sample=tokens)
+        budget = resolve_budget(hparams, samples_per_epoch=1, world_size=launch.world_size, tokens_per_sample=tokens)
         yield from check_lengths(config, budget)
     except ValueError:
         return  # said of the batch sizes already

@@ -68,7 +68,7 @@ class Source:
         return stars or any(word in self.text for word in _DYNAMIC)
 
 
-def parameters_of(path: str) -> Parameters | None:
+def resolve_parameters(path: str) -> Parameters | None:
     """What the class or function at a dotted path takes; None where its source does not say for certain.
 
     Raises:

@@ -29,7 +29,7 @@ GROUPS = (
 
 def group_schemas(group: str) -> dict[str, type[Any]]:
     """The schemas of a group by class name: every dataclass that its module defines."""
-    module = import_module(f"foundry.config.{group}")
+    module = import_module(f"foundry.config.schemas.{group}")
     return {
         name: value
         for name, value in vars(module).items()

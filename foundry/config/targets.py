@@ -6,7 +6,7 @@ from typing import Any
 
 from foundry.config.errors import Violation, nearest
 from foundry.config.schemas.root import Config
-from foundry.config.static_source import NotThere, Parameters, parameters_of
+from foundry.config.static_source import NotThere, Parameters, resolve_parameters
 
 GIVEN_BY_THE_RUN: Mapping[str, tuple[str, ...]] = {
     "model": (),
@@ -48,7 +48,7 @@ def _check(node: Mapping[str, Any], key: str, given: tuple[str, ...], optional: 
         yield Violation(f"{key}._target_", f"is {target} but must be the dotted path of a class or function")
         return
     try:
-        takes = parameters_of(target)
+        takes = resolve_parameters(target)
     except NotThere as error:
         hint = nearest(error.word, error.among)
         yield Violation(f"{key}._target_", f"is {target} but {error}{hint}")

@@ -29,7 +29,7 @@ _MESSAGES = (
 
 def wanted(error: Exception) -> str | None:
     """The kind of value in words; None where the error is about something else."""
-    if names := options_of(error):
+    if names := accepted_options(error):
         return f"one of {', '.join(names)}"
     if isinstance(error, OverflowError):
         return "a number that a float holds"
@@ -42,7 +42,7 @@ def wanted(error: Exception) -> str | None:
     return None
 
 
-def options_of(error: Exception) -> list[str]:
+def accepted_options(error: Exception) -> list[str]:
     """The names of the enumeration, where it takes one."""
     if found := re.search(r"expected one of \[(.*)\]", str(error)):
         return [name.strip() for name in found[1].split(",")]

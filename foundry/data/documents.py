@@ -95,7 +95,7 @@ def _json_rows(file: Path, *, text_field: str) -> Iterator[str]:
         stream.seek(0)
         if is_list:
             for number, row in enumerate(json.loads(stream.read().decode("utf-8-sig")), 1):
-                yield _text_of(row, text_field, f"{file}, item {number},")
+                yield _read_text(row, text_field, f"{file}, item {number},")
             return
         for number, line in enumerate(stream, 1):
             if not line.strip():
@@ -107,10 +107,10 @@ def _json_rows(file: Path, *, text_field: str) -> Iterator[str]:
                 raise ValueError(f"line {number} is not UTF-8") from None
             except ValueError as error:
                 raise ValueError(f"line {number} is not JSON ({error})") from None
-            yield _text_of(row, text_field, where)
+            yield _read_text(row, text_field, where)
 
 
-def _text_of(row: object, text_field: str, where: str) -> str:
+def _read_text(row: object, text_field: str, where: str) -> str:
     """The text of a row; null is an empty document.
 
     Raises:

@@ -58,7 +58,7 @@ def worker_deaths_explained(ahead: Any = None) -> Iterator[None]:
         if not ends and said is None:
             raise
         if not ends and said is not None:
-            ends = {int(said["pid"]): _code_of(said)}
+            ends = {int(said["pid"]): _parse_exit_code(said)}
         raise DataWorkerError(_how_it_died(*next(iter(ends.items())))) from error
 
 
@@ -79,7 +79,7 @@ def _ends_of(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
     return {cast(int, worker.pid): worker.exitcode for worker in workers if worker.exitcode not in (None, 0)}
 
 
-def _code_of(said: "re.Match[str]") -> int | None:
+def _parse_exit_code(said: "re.Match[str]") -> int | None:
     """The exit code, negative for a signal, in torch's words."""
     if said["code"]:
         return int(said["code"])

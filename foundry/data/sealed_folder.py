@@ -33,7 +33,7 @@ def seal(folder: Path, names: tuple[str, ...]) -> None:
         _sync(path)
 
 
-def damage_of(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """What is wrong with a sealed folder: None where nothing is, "" where there is no folder.
 
     Sizes are always compared, and for up to 256 MiB checksums too. For more these are computed, at about the speed of
@@ -68,7 +68,7 @@ def temporary_for(folder: Path) -> Path:
 
 def publish(temporary: Path, folder: Path) -> None:
     """Give a sealed folder its name, in place of a damaged one that may have it; whoever reads that one keeps it."""
-    if folder.is_dir() and damage_of(folder):
+    if folder.is_dir() and find_damage(folder):
         damaged = temporary.with_name(f"{temporary.name}.damaged")
         folder.rename(damaged)
         shutil.rmtree(damaged, ignore_errors=True)

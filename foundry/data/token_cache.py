@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.corpus import Corpus
-from foundry.data.sealed_folder import damage_of, publish, seal, sweep_temporaries, temporary_for
+from foundry.data.sealed_folder import find_damage, publish, seal, sweep_temporaries, temporary_for
 from foundry.data.token_sequences import TokenArray
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer, usual_end
 from foundry.run_dir.files import read_text
-from foundry.run_dir.lock import LOCK, hold
+from foundry.run_dir.lock import LOCK, lock
 
 _FORMAT = 1
 _TOKENIZER, _TRAIN, _VALIDATION, _STATISTICS = "tokenizer.json", "train.npy", "validation.npy", "statistics.json"
@@ -80,10 +80,10 @@ def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_d
     fingerprint = hashlib.sha256(settings.encode()).hexdigest()[:32]
     folder = Path(cache_dir).expanduser().resolve() / fingerprint
     try:
-        if (damage := damage_of(folder)) is not None:
+        if (damage := find_damage(folder)) is not None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_suffix(".lock"), mode=0o666):
-                if (damage := damage_of(folder)) is not None:
+                if (damage := find_damage(folder)) is not None:
                     if damage:
                         log.warning("%s: %s; the tokens are made again", folder, damage)
                     _build(folder, corpus, vocab_size, chosen)
@@ -108,7 +108,7 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, chosen: tuple[Tokenize
     temporary = temporary_for(folder)
     with ExitStack() as held:
         held.callback(shutil.rmtree, temporary, ignore_errors=True)
-        hold(temporary, held)  # says to others that somebody is at work
+        lock(temporary, held)  # says to others that somebody is at work
         tokenizer.save(str(temporary / _TOKENIZER))
         train_documents, train = _encode(train_texts, tokenizer, end, temporary / _TRAIN)
         validation_documents, validation = _encode(validation_texts, tokenizer, end, temporary / _VALIDATION)

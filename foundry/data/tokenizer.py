@@ -69,7 +69,7 @@ def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
         raise ConfigError(Violation(_KEY, message)) from error
     declared = _declared_end(file.parent) if file.name == "tokenizer.json" else None
     if declared is not None:
-        end = _id_of(tokenizer, declared, file.parent)
+        end = _resolve_id(tokenizer, declared, file.parent)
     else:
         if usual_end(tokenizer) is None:
             tokenizer.add_special_tokens([END_OF_DOCUMENT])
@@ -116,7 +116,7 @@ def _config_value(file: Path, key: str) -> Any:
     return content.get(key, inner.get(key) if isinstance(inner, dict) else None)
 
 
-def _id_of(tokenizer: Tokenizer, end: str | int, folder: Path) -> int:
+def _resolve_id(tokenizer: Tokenizer, end: str | int, folder: Path) -> int:
     if isinstance(end, str):
         token = tokenizer.token_to_id(end)
     else:

@@ -144,7 +144,7 @@ def run_job(
     )
     if detect().rank > 0:
         return run()
-    claimed = _claim_of(config, job_dir_key, job_subdir_key)
+    claimed = _resolve_claim(config, job_dir_key, job_subdir_key)
     status = claimed.folder / STATUS
     had_status = status.exists()
     try:
@@ -158,7 +158,7 @@ def run_job(
     return result
 
 
-def _claim_of(config: DictConfig, job_dir_key: str, job_subdir_key: str | None) -> Claim:
+def _resolve_claim(config: DictConfig, job_dir_key: str, job_subdir_key: str | None) -> Claim:
     state = HydraConfig.instance()
     before = state.cfg
     state.cfg = cast(Any, config)  # for ${hydra:...}; set_config would copy the configuration

@@ -22,7 +22,7 @@ from typing import Any
 from foundry.config.environment import STORE
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.stopped import Stopped
-from foundry.launch.status import reason_of
+from foundry.launch.status import format_reason
 from foundry.run_dir.ends import NOTES, leave_note
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -52,7 +52,7 @@ class WorkerFailed(RuntimeError):
         super().__init__(reason if reason.startswith("rank") else f"rank {rank} failed: {reason}")
 
 
-def trace_of(error: BaseException) -> str:
+def format_trace(error: BaseException) -> str:
     """What to show of a failed run: the traceback, of the rank that failed where there are several."""
     if isinstance(error, WorkerFailed):
         return f"{error}\n{error.trace}"
@@ -234,8 +234,8 @@ def _note(error: BaseException) -> None:
     violations = error.violations if isinstance(error, ConfigError) else ()
     leave_note(
         kind=type(error).__name__,
-        reason=reason_of(error),
-        trace=trace_of(error),
+        reason=format_reason(error),
+        trace=format_trace(error),
         violations=[(violation.key, violation.message) for violation in violations],
     )
 

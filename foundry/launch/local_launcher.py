@@ -24,7 +24,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.schemas.launcher import Local, launcher_of
+from foundry.config.schemas.launcher import Local, resolve_launcher
 from foundry.config.store import GROUPS
 from foundry.launch.launchers import FrozenLauncher, Job, Ledger, say
 from foundry.launch.local import ended_by, how_it_ended, noted_signals
@@ -72,7 +72,7 @@ class LocalLauncher(FrozenLauncher):
             KeyboardInterrupt: Ctrl-C came; a second one killed what was still running.
             SystemExit: another signal came; its code is 128 + its number.
         """
-        settings = launcher_of(self._master)
+        settings = resolve_launcher(self._master)
         assert isinstance(settings, Local)
         nproc = max(job.composed.distributed.nproc_per_node for job in jobs)
         shares = divide(settings, nproc, sorted(os.sched_getaffinity(0)), visible_gpus(), len(jobs))
@@ -203,7 +203,7 @@ def _start_server(jobs: Iterable[Job]) -> ForkServerContext:
 def _modules(jobs: Iterable[Job]) -> list[str]:
     """What the server imports: what every run does, and foundry's own parts that some job is made of."""
     # torch's optimizers import its compiler, whether they use it or not.
-    modules = {"foundry.run", "foundry.launch.worker", "torch._dynamo", *(f"foundry.config.{name}" for name in GROUPS)}
+    modules = {"foundry.run", "foundry.launch.worker", "torch._dynamo", *(f"foundry.config.schemas.{name}" for name in GROUPS)}
     for job in jobs:
         targets = (OmegaConf.select(job.composed, f"{group!s}._target_") for group in job.composed)
         modules |= {str(target).rpartition(".")[0] for target in targets if str(target).startswith("foundry.")}

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.schemas.launcher import GROUP, Slurm, launcher_of
+from foundry.config.schemas.launcher import GROUP, Slurm, resolve_launcher
 from foundry.launch.launchers import ENDED, FrozenLauncher, Job, Ledger, say
 from foundry.launch.slurm_end import Submission, settle
 from foundry.launch.slurm_queue import QueuedJob, Unreachable, cancel, cluster_name, partitions, query
@@ -68,7 +68,7 @@ class SlurmLauncher(FrozenLauncher):
         try:
             with _undisturbed():
                 ids |= _submit([job for job in jobs if job.number not in ids], sweep_dir)
-            if _settings_of(self._master).detach:
+            if _resolve_settings(self._master).detach:
                 self._leave(ids, sweep_dir)
                 return
             say(f"{_counted(ids)} in the queue: {_listed(ids.values())}")
@@ -165,8 +165,8 @@ class _Watch:
             self._interval = _FIRST_POLL_SECONDS
 
 
-def _settings_of(config: DictConfig) -> Slurm:
-    settings = launcher_of(config)
+def _resolve_settings(config: DictConfig) -> Slurm:
+    settings = resolve_launcher(config)
     assert isinstance(settings, Slurm)
     return settings
 
@@ -175,7 +175,7 @@ def _grouped(configs: Iterable[DictConfig]) -> list[tuple[Slurm, list[int]]]:
     """Which jobs, by their places, have the same settings and so can be of one array."""
     groups: list[tuple[Slurm, list[int]]] = []
     for place, config in enumerate(configs):
-        settings = _settings_of(config)
+        settings = _resolve_settings(config)
         group = next((group for known, group in groups if known == settings), None)
         if group is None:
             groups.append((settings, [place]))

@@ -28,10 +28,10 @@ def fail(run_dir: Path, error: BaseException) -> None:
     """Record that the job ended with an error; what the run itself has said of it stays."""
     if read_status(run_dir).get("state") != "failed":
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_status(run_dir, state="failed", reason=reason_of(error))
+        write_status(run_dir, state="failed", reason=format_reason(error))
 
 
-def reason_of(error: BaseException) -> str:
+def format_reason(error: BaseException) -> str:
     """An error in one line: its kind and the first line of what it says; of a user's mistake all of them."""
     if isinstance(error, ConfigError):
         return "; ".join(map(str, error.violations))

@@ -29,11 +29,11 @@ from foundry.config.resolvers import register_resolvers
 from foundry.config.stopped import Stopped
 from foundry.config.strict_yaml import read_yaml
 from foundry.launch.launchers import HYDRA_DIR
-from foundry.launch.local import WorkerFailed, is_consequence, trace_of
+from foundry.launch.local import WorkerFailed, format_trace, is_consequence
 from foundry.launch.slurm_end import ErrorOutput
 from foundry.launch.slurm_queue import is_requeued
 from foundry.launch.start import start
-from foundry.launch.status import reason_of
+from foundry.launch.status import format_reason
 from foundry.run_dir.ends import LOG
 from foundry.run_dir.files import make_folder, open_regular, write_atomically
 from foundry.run_dir.lock import is_held
@@ -158,8 +158,8 @@ def _wait_for_last_attempt(run_dir: Path) -> None:
 
 def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutput) -> int:
     """Write down why this rank failed; on rank 0, why the run did. Returns the exit code."""
-    trace = trace_of(error)
-    reason = str(error) if isinstance(error, WorkerFailed) else reason_of(error)
+    trace = format_trace(error)
+    reason = str(error) if isinstance(error, WorkerFailed) else format_reason(error)
     consequence = is_consequence(type(error).__name__, reason)
     if rank > 0:
         with suppress(OSError), open_regular(run_dir / LOG, "a") as file:

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.initialisation import draw_weights, resolve_std
-from foundry.models.token_log_probs import TokenLogProbs, log_probs_of
+from foundry.models.token_log_probs import TokenLogProbs, read_log_probs
 from foundry.models.transformer import to_compute_dtype
 
 _PREFIX = "causal_lm."
@@ -86,7 +86,7 @@ class HuggingFaceCausalLM(nn.Module):
             return_logits: also return the logits, (batch, seq, vocab).
         """
         logits = self.causal_lm(input_ids=tokens, use_cache=False).logits
-        return log_probs_of(logits, targets, return_logits=return_logits)
+        return read_log_probs(logits, targets, return_logits=return_logits)
 
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
         """The types transformers says not to split; failing that, that of the first list of modules."""

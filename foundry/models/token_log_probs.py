@@ -48,7 +48,7 @@ def project_log_probs(
         return_logits: also return the logits.
     """
     if targets is None or return_logits or tile_tokens == 0:
-        return log_probs_of(F.linear(hidden, weight), targets, return_logits=return_logits)
+        return read_log_probs(F.linear(hidden, weight), targets, return_logits=return_logits)
     tiles = (
         checkpoint(_tile_log_probs, hidden_tile, weight, targets_tile, use_reentrant=False)
         for hidden_tile, targets_tile in zip(*_split(hidden, targets, tile_tokens), strict=True)
@@ -57,7 +57,7 @@ def project_log_probs(
     return TokenLogProbs(log_prob, logsumexp)
 
 
-def log_probs_of(logits: Tensor, targets: Tensor | None, *, return_logits: bool = False) -> TokenLogProbs:
+def read_log_probs(logits: Tensor, targets: Tensor | None, *, return_logits: bool = False) -> TokenLogProbs:
     """Read the log-probabilities of the targets off logits.
 
     Args:

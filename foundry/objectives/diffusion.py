@@ -31,7 +31,7 @@ class Diffusion:
         condition_dropout: share of training samples that lose their class, so that guidance has what to compare with.
         guidance_scale: classifier-free guidance when drawing; 1: none.
         sampling_steps: denoising steps when drawing.
-        samples_per_class: images of each class that `draw` makes.
+        samples_per_class: images of each class that `generate` makes.
     """
 
     metrics: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Diffusion:
         self.samples_per_class, self.prediction = samples_per_class, prediction
         self.noise_schedule = make_noise_schedule(prediction, num_train_timesteps, beta_schedule)
 
-    def count(self, microbatch: Microbatch) -> int:
+    def num_valid(self, microbatch: Microbatch) -> int:
         """Number of samples that are not padding."""
         return int((microbatch["position"] >= 0).sum())
 
@@ -76,7 +76,7 @@ class Diffusion:
         return LossSum(torch.where(is_valid, errors.flatten(1).mean(1), 0.0).sum())
 
     @torch.no_grad()
-    def draw(
+    def generate(
         self,
         model: nn.Module,
         data: Any,

@@ -35,7 +35,7 @@ class NextToken:
         """What is measured beside the loss."""
         return ("cross_entropy", "z_loss") if self.z_loss_coefficient else ()
 
-    def count(self, microbatch: Microbatch) -> int:
+    def num_valid(self, microbatch: Microbatch) -> int:
         """Number of targets that are not ignored, in samples that are not padding."""
         return int((_valid_targets(microbatch) != IGNORED_TARGET).sum())
 
@@ -55,7 +55,7 @@ class NextToken:
         return LossSum(cross_entropy + z_loss, metrics)
 
     @torch.no_grad()
-    def draw(
+    def generate(
         self,
         model: nn.Module,
         data: Any,

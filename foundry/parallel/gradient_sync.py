@@ -63,7 +63,7 @@ class DDPSync:
         """DDP reduces everything itself, scalars included."""
 
 
-class LateSync:
+class DeferredDDPSync:
     """The same average as DDP's, in one piece after the backward pass.
 
     Args:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from foundry.parallel.process_group import World
 
 
-class Agreement:
+class RankFlags:
     """Combines flags over the ranks, so that all of them see the same value at the same step boundary.
 
     It has a gloo group of its own and tensors in host memory: no device waits for it, and it cannot come between the

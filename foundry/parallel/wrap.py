@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, Strategy
 from foundry.models.fsdp_block import find_blocks
-from foundry.parallel.gradient_sync import DDPSync, FSDPSync, LateSync, LocalSync
+from foundry.parallel.gradient_sync import DDPSync, DeferredDDPSync, FSDPSync, LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.protocols import Synchroniser
@@ -130,7 +130,7 @@ def _wrap_ddp(model: nn.Module, ddp: DDP, config: Distributed, policy: Precision
         return _wrap_sharded_optimizer(model, ddp, config, policy, world)
     model = model.to(world.device)
     if not ddp.overlap_grad_reduce:
-        return Parallel(model, LateSync(list(model.parameters()), config.gradient_sync), Strategy.ddp)
+        return Parallel(model, DeferredDDPSync(list(model.parameters()), config.gradient_sync), Strategy.ddp)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,

@@ -21,7 +21,7 @@ PLAN = "plan.json"
 _LENGTHS = {"lr_warmup": "warmup", "lr_decay": "horizon", "wsd_decay": "decay"}
 
 
-def plan_of(
+def build_plan(
     config: Config,
     budget: Budget,
     data: DataSplits,
@@ -56,7 +56,7 @@ def plan_of(
         **_schedule_lengths(schedule, budget),
         **_schedule_values(config, schedule, budget),
         "durations": _durations(config, budget),
-        "phases": [vars(phase) for phase in phases_of(schedule, budget)],
+        "phases": [vars(phase) for phase in resolve_phases(schedule, budget)],
         "batch_stages": _batch_stages(budget, config.hparams.per_gpu_batch_size * world_size),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
@@ -71,7 +71,7 @@ def constant_weight_decay(config: Config) -> float:
     return float(value or 0.0)
 
 
-def updates_of(
+def planned_updates(
     schedule: Schedule, budget: Budget, weight_decay: float, steps: Iterable[int] | None = None
 ) -> Iterator[PlannedUpdate]:
     """What the run's updates will use.
@@ -95,17 +95,17 @@ def updates_of(
         )
 
 
-def selection_of(schedule: Schedule, budget: Budget, points: int = 500) -> list[int]:
+def select_steps(schedule: Schedule, budget: Budget, points: int = 500) -> list[int]:
     """Steps enough to draw every curve: an even selection, and both sides of each corner."""
     total = budget.total_steps
     corners = [stage.first_step for stage in budget.batch_sizes.stages]
-    corners += [step for phase in phases_of(schedule, budget) for step in (phase.first_step, phase.last_step)]
+    corners += [step for phase in resolve_phases(schedule, budget) for step in (phase.first_step, phase.last_step)]
     near = {step + beside for step in corners[: 4 * points] for beside in (-1, 0, 1)}
     even = range(1, total + 1, max(1, math.ceil(total / points)))
     return sorted(step for step in {1, *even, *near, total} if 1 <= step <= total)
 
 
-def phases_of(schedule: Schedule, budget: Budget) -> list[Phase]:
+def resolve_phases(schedule: Schedule, budget: Budget) -> list[Phase]:
     """The phases of the learning rate that the run reaches, in order; none for a schedule of the user's own."""
     if not isinstance(schedule, OwnSchedule):
         return []
@@ -160,7 +160,7 @@ def _batch_stages(budget: Budget, microbatch: int) -> list[dict[str, int]]:
 
 
 def _schedule_values(config: Config, schedule: Schedule, budget: Budget) -> dict[str, dict[str, float]]:
-    shown = list(updates_of(schedule, budget, constant_weight_decay(config), selection_of(schedule, budget)))
+    shown = list(planned_updates(schedule, budget, constant_weight_decay(config), select_steps(schedule, budget)))
     first, last = shown[0], shown[-1]
     return {
         "lr": {"first": first.lr, "highest": max(update.lr for update in shown), "last": last.lr},

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.config.build import build
-from foundry.config.lengths import batch_sizes_of
+from foundry.config.lengths import resolve_batch_sizes
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
@@ -68,7 +68,7 @@ class Memory:
         return known + (self.optimizer or 0) + (self.activations_estimated or 0) - self.host
 
 
-def memory_of(
+def estimate_memory(
     config: Config, fake: FakeModel, *, world_size: int, microbatch: Microbatch | None, device_type: str
 ) -> Memory:
     """Say what a run needs on its fullest rank.
@@ -86,7 +86,7 @@ def memory_of(
     policy = PrecisionPolicy(config.precision.mode)
     model = _as_held(fake.model, policy)
     layout = _layout(config.distributed, model, policy, world_size)
-    sizes = batch_sizes_of(config.hparams, world_size=world_size, tokens_per_sample=None).sizes
+    sizes = resolve_batch_sizes(config.hparams, world_size=world_size, tokens_per_sample=None).sizes
     accumulates = max(sizes) > world_size * config.hparams.per_gpu_batch_size
     state, optimizer_note = _optimizer_state(config, model)
     activations, activations_note = _activations(config, model, fake.mode, policy, layout, microbatch)

@@ -19,7 +19,7 @@ _ours = set[Path]()
 log = logging.getLogger(__name__)
 
 
-def hold(folder: Path, held: ExitStack) -> bool:
+def lock(folder: Path, held: ExitStack) -> bool:
     """Make a directory if need be and lock it until `held` is closed or this process ends; whether that could be done.
 
     By a POSIX lock, which no forked process inherits: those that read data outlive this one by seconds if it is killed.
@@ -29,10 +29,10 @@ def hold(folder: Path, held: ExitStack) -> bool:
         UnsafeFileError: `.lock` is no regular file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return folder.resolve() not in _ours and hold_again(folder, held)
+    return folder.resolve() not in _ours and relock(folder, held)
 
 
-def hold_again(folder: Path, held: ExitStack) -> bool:
+def relock(folder: Path, held: ExitStack) -> bool:
     """Lock a directory as `hold` does, also one that this process has held and that was deleted and made anew."""
     file = held.enter_context(open_regular(folder / LOCK, "a"))
     try:

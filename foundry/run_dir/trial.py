@@ -54,7 +54,7 @@ class TrialLink:
             return None
         return cls(**{name: content[name] for name in _TYPES})
 
-    def journal_of(self, run_dir: Path) -> Path:
+    def resolve_journal(self, run_dir: Path) -> Path:
         """The file of the study, which lies in the directory of the sweep, above the run's: Optuna appends to it.
 
         Raises:

@@ -148,11 +148,11 @@ def _product(
     names = [key for axis in axes for key in axis]
     for chosen in itertools.product(*choices):
         swept = dict(zip(names, itertools.chain.from_iterable(chosen), strict=True))
-        words = tuple(swept[key] if key in swept else word_of(override) for key, override in by_key.items())
+        words = tuple(swept[key] if key in swept else format_override(override) for key, override in by_key.items())
         yield Job(words, tuple(swept[key] for key in values))
 
 
-def word_of(override: Override) -> str:
+def format_override(override: Override) -> str:
     """The word that an override was given as, its number written as Hydra does."""
     return f"{override.get_key_element()}={override.get_value_element_as_str()}"
 
@@ -162,7 +162,9 @@ def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
     violations, left = [], jobs
     for text in map(str, excluded):
         try:
-            words = {word_of(override) for override in OverridesParser.create().parse_overrides(_WORD.findall(text))}
+            words = {
+                format_override(override) for override in OverridesParser.create().parse_overrides(_WORD.findall(text))
+            }
         except HydraException:
             violations.append(Violation(_EXCLUDE, f"has {text!r}, which is not of the form key=value key=value"))
             continue

@@ -34,7 +34,7 @@ def brief(value: str) -> str:
         return value
 
 
-def command_of(words: Sequence[str], sweep_command: Sequence[str]) -> str:
+def format_command(words: Sequence[str], sweep_command: Sequence[str]) -> str:
     """The command that runs a job by itself, for a shell.
 
     Args:

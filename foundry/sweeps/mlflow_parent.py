@@ -21,7 +21,7 @@ from foundry.run_dir.files import inside, open_regular, write_atomically
 from foundry.run_dir.redact import masked, masked_text
 from foundry.run_dir.status import read_status
 from foundry.run_dir.strict_json import DamagedFileError, read_object
-from foundry.sweeps.job_overrides import brief, command_of, key_and_value, recorded_words, short_names
+from foundry.sweeps.job_overrides import brief, format_command, key_and_value, recorded_words, short_names
 from foundry.sweeps.reading import SWEEP, read_sweep
 from foundry.sweeps.report_files import write_files
 from foundry.sweeps.results import WAITING, Sweep
@@ -80,7 +80,7 @@ class ParentLink:
     def tags(self, run_dir: Path) -> dict[str, str]:
         """Of the job's run: which job of which sweep it is, and the command that runs it by itself."""
         sweep_dir = os.path.normpath(run_dir.absolute() / self.sweep)
-        command = command_of(recorded_words(run_dir), _facts(Path(sweep_dir)).get("command", ()))
+        command = format_command(recorded_words(run_dir), _facts(Path(sweep_dir)).get("command", ()))
         return {
             "sweep_dir": sweep_dir,
             "sweep_job": str(self.job),

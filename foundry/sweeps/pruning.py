@@ -71,7 +71,7 @@ class _Trial:
         self._metric, self._number = link.metric, link.number
         try:
             self._pruner: optuna.pruners.BasePruner = build_part("pruner", link.pruner)
-            storage = open_storage(link.journal_of(run_dir))
+            storage = open_storage(link.resolve_journal(run_dir))
             self._study = optuna.load_study(study_name=link.study, storage=storage)
         except (TypeError, ValueError, KeyError) as error:
             raise _refused(run_dir, error) from None

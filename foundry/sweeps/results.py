@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foundry.sweeps.job_overrides import brief, command_of, key_and_value, recorded_words
+from foundry.sweeps.job_overrides import brief, format_command, key_and_value, recorded_words
 
 WAITING = ("requeued", "queued")
 """States of a job that somebody is to start."""
@@ -150,7 +150,7 @@ class Sweep:
     def repeat(self, job: Job) -> str:
         """The command that does a job again, for a shell."""
         words = recorded_words(job.run_dir) or job.overrides  # what Hydra wrote has those, too, that all jobs share
-        return command_of(words, self.command)
+        return format_command(words, self.command)
 
     def settings(self, job: Job) -> str:
         """What tells a job from the others: `lr=0.001 seed=2`."""

@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.sweeps.grid import Job, count_values, word_of
+from foundry.sweeps.grid import Job, count_values, format_override
 
 _DIGITS = 4
 
@@ -57,7 +57,7 @@ class Space:
             ConfigError: with everything that is wrong with them.
         """
         by_key = {override.get_key_element(): override for override in overrides}
-        fixed = tuple(word_of(override) for override in by_key.values() if not override.is_sweep_override())
+        fixed = tuple(format_override(override) for override in by_key.values() if not override.is_sweep_override())
         dimensions, violations = list[Dimension](), list[Violation]()
         for key, override in by_key.items():
             if override.is_sweep_override():

@@ -29,7 +29,7 @@ from foundry.config.setting import check_fields
 from foundry.launch.claim import check_free, claim
 from foundry.launch.launchers import FrozenLauncher
 from foundry.launch.status import queue
-from foundry.run_dir.lock import hold
+from foundry.run_dir.lock import lock
 from foundry.run_dir.status import read_status
 from foundry.sweeps.grid import Job, expand
 from foundry.sweeps.jobs import compose_jobs, set_number
@@ -303,7 +303,7 @@ def _held(sweep_dir: Path) -> Iterator[None]:
         ConfigError: one is.
     """
     with ExitStack() as held:
-        if not hold(sweep_dir, held):
+        if not lock(sweep_dir, held):
             message = f"is {sweep_dir}, where another process runs a sweep; wait for it, or choose another"
             raise ConfigError(Violation(_KEY, message))
         yield

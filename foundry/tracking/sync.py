@@ -19,7 +19,7 @@ from foundry.tracking.mlflow.destination import (
     tracking_uri,
 )
 from foundry.tracking.mlflow.queue import read_pending, send_file
-from foundry.tracking.mlflow.store import MlflowStore, file_of
+from foundry.tracking.mlflow.store import MlflowStore, resolve_file
 
 
 def send_pending(run_dir: Path, uri: str | None = None) -> int:
@@ -49,7 +49,7 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
     for operation in read_pending(pending_file):
         if operation["op"] == "artifact":
             with suppress(FileNotFoundError):
-                file_of(run_dir, operation)
+                resolve_file(run_dir, operation)
     store = MlflowStore(run_dir, destination)
     with short_waits():
         if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from foundry.config.metrics import LOSS, name_of
+from foundry.config.metrics import LOSS, val_metric_name
 from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.run_dir.files import make_folder
-from foundry.training.protocols import Drawing, Objective
+from foundry.training.protocols import GenerativeObjective, Objective
 from foundry.training.step import to_device
 
 _log = logging.getLogger(__name__)
@@ -63,10 +63,10 @@ class Evaluator:
         count, sums = 0, dict[str, Tensor]()
         for microbatch in batches:
             beat()
-            count += self.objective.count(microbatch)
+            count += self.objective.num_valid(microbatch)
             with self.precision.autocast(self.world.device):
                 part = self.objective.loss(self.model, to_device(microbatch, self.world.device))
-            own = {name_of(name): value for name, value in part.metrics.items()}
+            own = {val_metric_name(name): value for name, value in part.metrics.items()}
             named = {LOSS: part.loss} | own | {LOSS: part.loss}  # no metric of an objective replaces the loss
             for name, value in named.items():
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
@@ -79,12 +79,12 @@ class Evaluator:
         """Write what is drawn from now on into another run directory."""
         self.samples_dir = None if self.samples_dir is None else run_dir / self.samples_dir.name
 
-    def draw(self, step: int) -> Path | None:
+    def generate(self, step: int) -> Path | None:
         """Draw samples after `step` steps; rank 0 keeps them as samples_<step>, and the newest as samples."""
-        if self.samples_dir is None or not isinstance(self.objective, Drawing):
+        if self.samples_dir is None or not isinstance(self.objective, GenerativeObjective):
             return None
         with self.precision.autocast(self.world.device):
-            samples = self.objective.draw(self.model, self.data, self.world.device)
+            samples = self.objective.generate(self.model, self.data, self.world.device)
         if not self.world.is_main:
             return None
         try:

@@ -128,7 +128,7 @@ class UpdateGuard:
         """Whether a run goes on after an update that was left out without the host's knowledge."""
         return self._on_device and self._config.max_non_finite > 0
 
-    def leaves_out(self, attempt: Attempt) -> Tensor | bool:
+    def should_skip(self, attempt: Attempt) -> Tensor | bool:
         """Whether to leave the update out; as a () bool tensor where the device decides.
 
         Raises:

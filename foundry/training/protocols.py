@@ -44,7 +44,7 @@ class Objective(Protocol):
     One that has `metrics`, the names of those in its `LossSum`, has settings that choose another refused at the start.
     """
 
-    def count(self, microbatch: Microbatch) -> int:
+    def num_valid(self, microbatch: Microbatch) -> int:
         """Number of valid items, known before the forward pass; the microbatch is still in host memory."""
         ...
 
@@ -54,10 +54,10 @@ class Objective(Protocol):
 
 
 @runtime_checkable
-class Drawing(Protocol):
+class GenerativeObjective(Protocol):
     """An objective that can show what the model has learnt."""
 
-    def draw(self, model: nn.Module, data: Any, device: Any, **options: Any) -> Samples:
+    def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> Samples:
         """Draw samples; every rank calls it together, with the same result. Options are the objective's own."""
         ...
 
@@ -115,7 +115,7 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written; on every rank alike."""
 
 
-class Keeper(Protocol):
+class CheckpointManager(Protocol):
     """Keeps checkpoints of a run, and brings one back; all ranks call it together, except `is_time`."""
 
     def is_time(self) -> bool:

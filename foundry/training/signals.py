@@ -52,7 +52,7 @@ _FLAGS = {
 }
 
 
-class Interruption:
+class SignalHandler:
     """Notes the first signal that asks this process to stop, from entering to leaving.
 
     The handlers only set a field: a signal comes between any two bytecodes, where logging or writing could deadlock. A

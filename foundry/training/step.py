@@ -85,7 +85,7 @@ class TrainStep:
             LossSpike: the loss has jumped, and the answer is to go back to the last checkpoint.
             PersistentSpikeError: the loss has jumped more often in a row than `guard` lets pass.
         """
-        count = self._count_valid(window.microbatches)
+        count = self._num_valid(window.microbatches)
         set_schedule(self._optimizers, lr, weight_decay)
         sums = self._accumulate(window.microbatches, count)
         self._sync.finish()
@@ -116,7 +116,7 @@ class TrainStep:
     def _update(self, attempt: Attempt) -> Tensor | bool:
         """Take the optimizers' step unless the guard objects; whether it was left out."""
         try:
-            left_out = self.guard.leaves_out(attempt)
+            left_out = self.guard.should_skip(attempt)
             if isinstance(left_out, Tensor):
                 found_inf = left_out.float()
                 for optimizer in self._optimizers:
@@ -138,9 +138,9 @@ class TrainStep:
             optimizer.step()
         return True
 
-    def _count_valid(self, microbatches: Sequence[Microbatch]) -> Tensor | int:
+    def _num_valid(self, microbatches: Sequence[Microbatch]) -> Tensor | int:
         """Valid items of the whole global batch, at least one."""
-        count = sum(self._objective.count(microbatch) for microbatch in microbatches)
+        count = sum(self._objective.num_valid(microbatch) for microbatch in microbatches)
         if self._world.world_size == 1:
             return max(count, 1)
         # A fill, unlike a copy from the host, does not wait for the device.

@@ -14,7 +14,7 @@ from foundry.config.errors import ConfigError
 from foundry.config.metrics import LOSS
 from foundry.config.stopped import Stopped
 from foundry.parallel.process_group import World
-from foundry.parallel.rank_flags import Agreement
+from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog, translate
 from foundry.sweeps.pruning import Pruning
 from foundry.training.best import Best
@@ -25,8 +25,8 @@ from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, S
 from foundry.training.guards import LossSpike
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
 from foundry.training.progress import Progress
-from foundry.training.protocols import Keeper, SaveError, Schedule, WindowSource
-from foundry.training.signals import Boundary, Interruption
+from foundry.training.protocols import CheckpointManager, SaveError, Schedule, WindowSource
+from foundry.training.signals import Boundary, SignalHandler
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
 
@@ -63,9 +63,9 @@ class Trainer:
         early_stopping: ends the run when evaluations no longer improve.
         pruning: ends the run when the search that proposed it sees no promise in it; None: no search may.
         best: the best evaluation so far.
-        keeper: writes checkpoints, and brings back the last one.
-        agreement: what the ranks tell each other at step boundaries.
-        interruption: signals that came.
+        checkpoints: writes checkpoints, and brings back the last one.
+        rank_flags: what the ranks tell each other at step boundaries.
+        signals: signals that came.
         ema: averaged weights, which are those evaluated, where kept.
         max_rollbacks: how often the run goes back to one checkpoint.
         save_final: whether the end of the run is saved.
@@ -87,9 +87,9 @@ class Trainer:
     early_stopping: EarlyStopping
     pruning: Pruning | None
     best: Best
-    keeper: Keeper
-    agreement: Agreement
-    interruption: Interruption
+    checkpoints: CheckpointManager
+    rank_flags: RankFlags
+    signals: SignalHandler
     ema: WeightAverage | None
     max_rollbacks: int
     save_final: bool
@@ -127,7 +127,7 @@ class Trainer:
                 last = replace(self._measure(self.progress.samples), stop_reason=last.stop_reason)
             if self.save_final or last.is_best:
                 self._save(last, wait=True)
-            self.keeper.finish()
+            self.checkpoints.finish()
         result = {
             "status": "finished",
             "step": self.progress.steps,
@@ -178,7 +178,7 @@ class Trainer:
         before, after = progress.samples, progress.samples + window.num_samples
         lr, weight_decay = self.schedule.lr(before, after), self.schedule.weight_decay(before, after)
         result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
-        self.keeper.check_state()
+        self.checkpoints.check_state()
         progress.advance(window.num_samples)
         if self.ema is not None:
             self.ema.update(result.skipped)
@@ -205,11 +205,11 @@ class Trainer:
 
     def _keep(self, before: int, after: int, measured: "_Measured") -> None:
         """Save what is due, and stop if a signal came; ranks agree on both."""
-        own = self.interruption.flags | (Boundary.SAVE if self.keeper.is_time() else Boundary(0))
-        agreed = Boundary(self.agreement.exchange(own))
+        own = self.signals.flags | (Boundary.SAVE if self.checkpoints.is_time() else Boundary(0))
+        agreed = Boundary(self.rank_flags.exchange(own))
         if agreed.signum is not None:
             self._stop(agreed.signum, measured)
-        if measured.is_best or Boundary.SAVE in agreed or self.keeper.is_due(self.progress.steps, before, after):
+        if measured.is_best or Boundary.SAVE in agreed or self.checkpoints.is_due(self.progress.steps, before, after):
             self._save(measured, wait=False)
 
     def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
@@ -217,7 +217,7 @@ class Trainer:
         self.step.guard.check()
         metric = measured.metrics.get(LOSS)
         with self.throughput.pause():
-            return self.keeper.save(
+            return self.checkpoints.save(
                 self.progress, self.state_dict(), metric=metric, is_best=measured.is_best, wait=wait
             )
 
@@ -226,12 +226,12 @@ class Trainer:
         reason = signum.name
         try:
             checkpoint = self._save(measured, wait=True)
-            self.keeper.finish()
+            self.checkpoints.finish()
         except SaveError as error:  # a run that is queued again resumes from an earlier checkpoint
             checkpoint, reason = None, f"{signum.name}; {error}"
-        state = self.interruption.state_after(signum) if self.world.is_main else "stopped"
+        state = self.signals.state_after(signum) if self.world.is_main else "stopped"
         self._tell("on_end", RunEnded(state=state, reason=reason, result={}))
-        self.interruption.hand_over(signum, is_main=self.world.is_main)
+        self.signals.hand_over(signum, is_main=self.world.is_main)
         raise Stopped(signum, self.progress.steps, checkpoint, state)
 
     def _roll_back(self, spike: LossSpike) -> None:
@@ -241,7 +241,7 @@ class Trainer:
             LossSpike: there is no checkpoint, or going back to this one has not helped.
         """
         self._doing("going back to the last checkpoint")
-        state = self.keeper.roll_back()
+        state = self.checkpoints.roll_back()
         if state is None:
             log.error("%s; there is no checkpoint to go back to", spike)
             raise spike
@@ -301,7 +301,7 @@ class Trainer:
     def _measure_and_draw(self) -> tuple[dict[str, float], Path | None]:
         metrics = self.evaluator.measure(lambda: self._doing("evaluating"))
         self._doing("drawing samples")
-        return metrics, self.evaluator.draw(self.progress.steps)
+        return metrics, self.evaluator.generate(self.progress.steps)
 
     @contextmanager
     def _errors_explained(self) -> Iterator[None]:

@@ -6,9 +6,9 @@ import json
 import pytest
 from composition import configure
 
-from foundry.checkpoint.finished import check_finished, result_of
+from foundry.checkpoint.finished import check_finished, read_result
 from foundry.checkpoint.folder import Manifest
-from foundry.checkpoint.resume_point import Origin
+from foundry.checkpoint.resume_point import ResumePoint
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import hash_config, plain, save_config
 from foundry.run_dir.strict_json import encode
@@ -66,13 +66,13 @@ def ask(run_dir, words, *, kept="config.yaml"):
     if any(word.startswith("hparams.max_steps") for word in words):
         now = configured(*words)
     result = {"config_hash": hash_config(was), "metric": 1.5}
-    origin = None
+    resume_point = None
     if kept == "config.yaml":
         save_config(was, run_dir)
     if kept == "manifest":
         save_config(now, run_dir)  # as a launcher does
-        origin = Origin(run_dir, Manifest(step=40, config=recorded(was), config_hash=hash_config(was)))
-    check_finished(now, recorded(now), hash_config(now), run_dir, origin, result, dict)
+        resume_point = ResumePoint(run_dir, Manifest(step=40, config=recorded(was), config_hash=hash_config(was)))
+    check_finished(now, recorded(now), hash_config(now), run_dir, resume_point, result, dict)
 
 
 @pytest.mark.parametrize("kept", ["config.yaml", "manifest"])
@@ -104,4 +104,4 @@ def test_without_its_settings_it_is_one_line(tmp_path, content):
 def test_a_result_that_was_lost_is_none(tmp_path, content):
     if content is not None:
         (tmp_path / "result.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert result_of(tmp_path) is None
+    assert read_result(tmp_path) is None

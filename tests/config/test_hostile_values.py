@@ -24,7 +24,7 @@ from foundry.config.build import build
 from foundry.config.compose import config_dir, install
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import hash_config
-from foundry.config.lengths import budget_of, check_lengths
+from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.rules import check
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.root import to_config
@@ -174,7 +174,7 @@ def nonsense(config):
     hash_config(own)
     hparams, tokens = own.hparams, getattr(own.data, "seq_len", None)
     try:
-        budget = budget_of(hparams, samples_per_epoch=10**6, world_size=1, tokens_per_sample=tokens)
+        budget = resolve_budget(hparams, samples_per_epoch=10**6, world_size=1, tokens_per_sample=tokens)
         violations = list(check_lengths(own, budget))
     except ConfigError as error:
         violations = list(error.violations)

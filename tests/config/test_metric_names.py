@@ -8,7 +8,7 @@ from composition import compose, configure
 
 from foundry.config.build import build
 from foundry.config.errors import ConfigError
-from foundry.config.metrics import declared, names_of
+from foundry.config.metrics import declared, val_metric_names
 from foundry.config.schemas import objective as schemas
 from foundry.models.token_log_probs import TokenLogProbs
 from foundry.parts import build_objective
@@ -90,7 +90,7 @@ def test_an_objective_measures_what_its_schema_declares(name, words):
     assert type(schema).__name__ == name
     objective = build(schema)
     returned = objective.loss(Model(), microbatch(schema.kind)).metrics
-    assert declared(schema) == declared(objective) == names_of(returned)
+    assert declared(schema) == declared(objective) == val_metric_names(returned)
 
 
 class Own:

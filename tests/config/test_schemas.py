@@ -39,7 +39,7 @@ def test_there_are_parts_in_every_group_that_has_them():
     assert len(PARTS) > 12
 
 
-def parameters_of(part):
+def resolve_parameters(part):
     """By name; what a class's own constructor method passes on as `**shape` are the class's fields."""
     parameters = dict(inspect.signature(part).parameters)
     for name in [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]:
@@ -52,7 +52,9 @@ def parameters_of(part):
 
 @pytest.mark.parametrize("key", PARTS, ids="/".join)
 def test_the_part_takes_the_fields_of_its_schema(key):
-    parameters = parameters_of(get_method(PARTS[key]) if PARTS[key].endswith("_durations") else get_object(PARTS[key]))
+    parameters = resolve_parameters(
+        get_method(PARTS[key]) if PARTS[key].endswith("_durations") else get_object(PARTS[key])
+    )
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
     given = {item.name for item in dataclasses.fields(SCHEMAS[key])} - {"_target_", *FOR_THE_BUILDER} | RUNTIME.get(
         key[0], set()

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from foundry.config.static_source import NotThere, parameters_of
+from foundry.config.static_source import NotThere, resolve_parameters
 from foundry.config.targets import GIVEN_BY_THE_RUN, check_targets
 
 PARTS = '''
@@ -272,21 +272,21 @@ def test_what_is_right_or_unknown_is_let_through(group, node):
     ],
 )
 def test_what_others_have_installed_is_found(path):
-    parameters_of(path)
+    resolve_parameters(path)
 
 
 @pytest.mark.usefixtures("own")
 def test_a_module_made_while_the_program_runs_is_let_through(monkeypatch):
     monkeypatch.setitem(sys.modules, "own_parts.made", ModuleType("own_parts.made"))
     monkeypatch.setitem(sys.modules, "made_here", ModuleType("made_here"))
-    assert parameters_of("made_here.anything") is None
+    assert resolve_parameters("made_here.anything") is None
 
 
 def test_a_file_that_has_changed_is_read_again(own):
     with pytest.raises(NotThere):
-        parameters_of("own_parts.later")
+        resolve_parameters("own_parts.later")
     (own / "own_parts.py").write_text("def later(*, width):\n    return width\n")
-    assert parameters_of("own_parts.later").names == ("width",)
+    assert resolve_parameters("own_parts.later").names == ("width",)
 
 
 def test_composing_says_it_and_imports_nothing(own):

@@ -21,10 +21,10 @@ def of_ranks(world_size, *overrides):
 def plan(config, world_size):
     from foundry.config.build import build
     from foundry.planning.fake import build_fake
-    from foundry.planning.memory import memory_of
+    from foundry.planning.memory import estimate_memory
 
     fake = build_fake(lambda: build(config.model))
-    return memory_of(config, fake, world_size=world_size, microbatch=None, device_type="cuda")
+    return estimate_memory(config, fake, world_size=world_size, microbatch=None, device_type="cuda")
 
 
 def measure(world, configs):

@@ -15,7 +15,7 @@ class Sums:
     def __init__(self, rank):
         self.rank = rank
 
-    def count(self, microbatch):
+    def num_valid(self, microbatch):
         return int(microbatch["valid"].sum())
 
     def loss(self, model, microbatch):
@@ -40,7 +40,7 @@ def window(world, step, bad, positions=False):
     return Window([microbatch], len(tokens))
 
 
-def step_of(parallel, optimizers, world, **options):
+def parse_step(parallel, optimizers, world, **options):
     from foundry.training.step import TrainStep
 
     return TrainStep(
@@ -64,7 +64,7 @@ def stop(world):
     for name, config in WRAPPERS.items():
         parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
         optimizers = adamw(model=parallel.model, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-        step = step_of(parallel, optimizers, world)
+        step = parse_step(parallel, optimizers, world)
         good = step(window(world, 0, False), 1e-2, 1).loss.item()
         before = whole_parameters(parallel)
         try:
@@ -107,7 +107,7 @@ def skip(world, on_device):
     def run(config, numbers, bad):
         parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
         optimizers = muon(model=parallel.model, beta1=0.9, beta2=0.95, eps=1e-8, **options)
-        step = step_of(parallel, optimizers, world, guard=guard)
+        step = parse_step(parallel, optimizers, world, guard=guard)
         step.guard = UpdateGuard(guard, optimizers, world, on_device=on_device)
         average, skipped = WeightAverage(parallel.inner, 0.5), []
         for number in numbers:

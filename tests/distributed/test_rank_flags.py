@@ -6,29 +6,29 @@ import torch
 from harness import spawn
 
 from foundry.parallel.process_group import World
-from foundry.parallel.rank_flags import Agreement
-from foundry.training.signals import Boundary, Interruption
+from foundry.parallel.rank_flags import RankFlags
+from foundry.training.signals import Boundary, SignalHandler
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 
 
 def test_one_process_agrees_with_itself_at_once():
-    agreement = Agreement(ALONE)
-    assert [agreement.exchange(flags) for flags in (0, 5, 0)] == [0, 5, 0]
-    assert agreement.settle(9) == 9
-    agreement.close()
+    rank_flags = RankFlags(ALONE)
+    assert [rank_flags.exchange(flags) for flags in (0, 5, 0)] == [0, 5, 0]
+    assert rank_flags.settle(9) == 9
+    rank_flags.close()
 
 
 def interrupted_at_step_three(world, interrupted_rank):
-    agreement = Agreement(world)
-    with Interruption() as interruption:
+    rank_flags = RankFlags(world)
+    with SignalHandler() as signals:
         seen = []
         for step in range(6):
             if step == 3 and world.rank == interrupted_rank:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            seen.append(agreement.exchange(interruption.flags))
-        requested = interruption.requested
-    agreement.close()
+            seen.append(rank_flags.exchange(signals.flags))
+        requested = signals.requested
+    rank_flags.close()
     return seen, requested
 
 
@@ -42,16 +42,16 @@ def test_a_signal_to_one_rank_is_seen_by_all_one_call_later(world_size, interrup
 
 
 def different_flags(world):
-    agreement = Agreement(world)
-    seen = [agreement.exchange(1 << world.rank)]
-    seen.append(agreement.exchange(8 if world.rank == 1 else 0))
-    seen.append(agreement.settle(16 if world.rank == 0 else 0))
-    seen.append(agreement.settle(0))
-    seen.append(agreement.exchange(1 << 62 if world.rank == 0 else 0))
-    seen.append(agreement.settle(0))
+    rank_flags = RankFlags(world)
+    seen = [rank_flags.exchange(1 << world.rank)]
+    seen.append(rank_flags.exchange(8 if world.rank == 1 else 0))
+    seen.append(rank_flags.settle(16 if world.rank == 0 else 0))
+    seen.append(rank_flags.settle(0))
+    seen.append(rank_flags.exchange(1 << 62 if world.rank == 0 else 0))
+    seen.append(rank_flags.settle(0))
     # The group of training is another one, and is still there.
     total = int(world.all_reduce_sum(torch.tensor(world.rank)))
-    agreement.close()
+    rank_flags.close()
     return seen, total
 
 
@@ -63,15 +63,15 @@ def test_flags_are_combined_and_settling_leaves_nothing_behind():
 
 
 def one_rank_leaves(world):
-    agreement = Agreement(world)
+    rank_flags = RankFlags(world)
     if world.rank == 0:
-        agreement.exchange(0)
+        rank_flags.exchange(0)
     world.barrier()
     if world.rank == 1:
-        agreement.close()
+        rank_flags.close()
         return None
     try:
-        agreement.settle(0)
+        rank_flags.settle(0)
     except RuntimeError as error:
         return str(error)
 

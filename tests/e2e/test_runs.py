@@ -147,7 +147,7 @@ def test_a_part_that_fails_while_training_is_recorded(shell):
     code = "\n".join(
         [
             "class Broken:",
-            "    def count(self, microbatch):",
+            "    def num_valid(self, microbatch):",
             "        return 1",
             "    def loss(self, model, microbatch):",
             "        raise ValueError('first line\\nlast line')",

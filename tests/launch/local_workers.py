@@ -60,18 +60,18 @@ def train(folder):
     """Train until a signal comes; what it was is in the exception, and every rank notes that it saved."""
     from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
-    from foundry.parallel.rank_flags import Agreement
-    from foundry.training.signals import Boundary, Interruption
+    from foundry.parallel.rank_flags import RankFlags
+    from foundry.training.signals import Boundary, SignalHandler
 
-    with process_group(Distributed(), cuda=False) as world, Interruption() as interruption:
-        agreement = Agreement(world)
+    with process_group(Distributed(), cuda=False) as world, SignalHandler() as signals:
+        rank_flags = RankFlags(world)
         (Path(folder) / f"{os.getpid()}.pid").touch()
         step = 0
-        while (signum := Boundary(agreement.exchange(interruption.flags)).signum) is None:
+        while (signum := Boundary(rank_flags.exchange(signals.flags)).signum) is None:
             time.sleep(0.01)
             step += 1
         time.sleep(0.5)  # saving: a signal that came twice would be noticed now
-        agreement.close()
+        rank_flags.close()
         (Path(folder) / f"{os.getpid()}.saved").write_text(str(step))
         raise Stopped(signum, step, Path(folder), "stopped")
 
@@ -83,15 +83,15 @@ def ignore_signals(folder):
 
 def stop_after_signal(signum, checkpoint):
     """Send `signum` to the process that started this one, take it from there, and save; without a place, fail to."""
-    from foundry.training.signals import Interruption
+    from foundry.training.signals import SignalHandler
 
-    with Interruption() as interruption:
+    with SignalHandler() as signals:
         os.kill(os.getppid(), signum)
-        while interruption.requested is None:
+        while signals.requested is None:
             time.sleep(0.01)
         if checkpoint is None:
             raise OSError("no space left on device")
-        raise Stopped(interruption.requested, 7, checkpoint, "requeued")
+        raise Stopped(signals.requested, 7, checkpoint, "requeued")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.models.token_log_probs import log_probs_of, project_log_probs
+from foundry.models.token_log_probs import project_log_probs, read_log_probs
 
 
 def inputs(batch=3, seq=7, width=8, vocab=19, *, seed=0):
@@ -88,7 +88,7 @@ def test_chunks_of_a_large_vocabulary_equal_one_softmax(monkeypatch):
 
 def test_bf16_logits_get_an_fp32_softmax():
     logits = torch.full((1, 1, 4096), 8.0, dtype=torch.bfloat16)
-    output = log_probs_of(logits, torch.zeros(1, 1, dtype=torch.int64))
+    output = read_log_probs(logits, torch.zeros(1, 1, dtype=torch.int64))
     assert output.log_prob.dtype == output.logsumexp.dtype == torch.float32
     assert output.log_prob.item() == pytest.approx(-8.317766, abs=1e-5)  # -log 4096
     assert output.logsumexp.item() == pytest.approx(16.317766, abs=1e-5)

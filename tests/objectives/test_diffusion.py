@@ -84,7 +84,7 @@ def test_padding_counts_for_nothing_whatever_it_holds():
     diffusion, padded, plain = objective(), model(), model()
     batch = {key: torch.cat([value, value[:3]]) for key, value in microbatch(4).items()}
     batch["position"][4:], batch["images"][4:], batch["labels"][4:] = -1, torch.nan, -100
-    assert diffusion.count(batch) == 4
+    assert diffusion.num_valid(batch) == 4
     found, expected = diffusion.loss(padded, batch).loss, diffusion.loss(plain, microbatch(4)).loss
     torch.testing.assert_close(found, expected)
     found.backward()
@@ -98,7 +98,7 @@ def test_a_microbatch_of_padding_alone_is_exactly_zero():
     batch["position"].fill_(-1)
     loss = diffusion.loss(dit, batch).loss
     loss.backward()
-    assert (diffusion.count(batch), loss.item()) == (0, 0.0)
+    assert (diffusion.num_valid(batch), loss.item()) == (0, 0.0)
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in dit.parameters())
 
 
@@ -125,23 +125,23 @@ def splits() -> DataSplits:
 
 def test_drawing_is_deterministic_and_leaves_the_model_as_it_was():
     diffusion, dit = objective(samples_per_class=2), model().train()
-    first = diffusion.draw(dit, splits(), "cpu")
+    first = diffusion.generate(dit, splits(), "cpu")
     torch.randn(3)
-    second = diffusion.draw(dit, splits(), "cpu")
+    second = diffusion.generate(dit, splits(), "cpu")
     assert torch.equal(first.images, second.images)
     assert first.labels.tolist() == [label for label in range(10) for _ in range(2)]
     assert (first.images.shape, first.images.dtype) == ((20, 1, 8, 8), torch.float32)
     assert first.images.abs().max() <= 1
     assert dit.training
     assert all(parameter.grad is None for parameter in dit.parameters())
-    assert not torch.equal(first.images, diffusion.draw(dit, splits(), "cpu", seed=6).images)
+    assert not torch.equal(first.images, diffusion.generate(dit, splits(), "cpu", seed=6).images)
 
 
 def test_classes_and_their_number_can_be_asked_for():
     diffusion, dit = objective(), model()
-    asked = diffusion.draw(dit, splits(), "cpu", labels=[7, 7, 1])
+    asked = diffusion.generate(dit, splits(), "cpu", labels=[7, 7, 1])
     assert asked.labels.tolist() == [7, 7, 1]
-    assert len(diffusion.draw(dit, splits(), "cpu", samples_per_class=1).images) == 10
+    assert len(diffusion.generate(dit, splits(), "cpu", samples_per_class=1).images) == 10
 
 
 class Perfect(nn.Module):
@@ -167,7 +167,7 @@ class Perfect(nn.Module):
 def test_a_perfect_model_draws_the_class_as_far_as_guidance_takes_it(prediction, scale, expected, forward_size):
     diffusion = objective(prediction=prediction, sampling_steps=20)
     perfect = Perfect(diffusion)
-    drawn = diffusion.draw(perfect, splits(), "cpu", labels=[4, 4, 4], guidance_scale=scale)
+    drawn = diffusion.generate(perfect, splits(), "cpu", labels=[4, 4, 4], guidance_scale=scale)
     assert set(perfect.batch_sizes) == {forward_size}
     assert len(perfect.batch_sizes) == 20
     torch.testing.assert_close(drawn.images, torch.full((3, 1, 8, 8), expected), rtol=0, atol=0.02)
@@ -185,7 +185,7 @@ def test_a_perfect_model_draws_the_class_as_far_as_guidance_takes_it(prediction,
 )
 def test_a_drawing_that_cannot_be_is_refused(asked, message):
     with pytest.raises(ConfigError, match=message):
-        objective().draw(model(), splits(), "cpu", **asked)
+        objective().generate(model(), splits(), "cpu", **asked)
 
 
 def test_more_sampling_steps_than_timesteps_are_named():
@@ -195,5 +195,5 @@ def test_more_sampling_steps_than_timesteps_are_named():
 
 @pytest.mark.parametrize("beta_schedule", list(BetaSchedule))
 def test_every_noise_schedule_draws(beta_schedule):
-    drawn = objective(beta_schedule=beta_schedule).draw(model(), splits(), "cpu", labels=[1])
+    drawn = objective(beta_schedule=beta_schedule).generate(model(), splits(), "cpu", labels=[1])
     assert drawn.images.isfinite().all()

@@ -55,7 +55,7 @@ def test_count_leaves_out_ignored_targets_and_padding_samples():
     part = microbatch(ignored=0.0)
     part["targets"][0, :5] = -100
     part["position"][2] = -1
-    count = NextToken().count(part)
+    count = NextToken().num_valid(part)
     assert count == 12 - 5 + 12
     assert type(count) is int
 
@@ -69,7 +69,7 @@ def test_sums_and_counts_add_up_over_any_cut(batch, cut, seed, z):
     torch.testing.assert_close(
         sum(objective.loss(model, part).loss for part in parts), objective.loss(model, whole).loss, rtol=1e-4, atol=1e-4
     )
-    assert sum(map(objective.count, parts)) == objective.count(whole)
+    assert sum(map(objective.num_valid, parts)) == objective.num_valid(whole)
 
 
 @pytest.mark.parametrize("z", [0.0, 0.1])
@@ -78,7 +78,7 @@ def test_padding_changes_nothing(z):
     padded = {name: torch.cat([value, value[:1]]) for name, value in part.items()}
     padded["position"][-1] = -1
     torch.testing.assert_close(objective.loss(model, padded).loss, objective.loss(model, part).loss)
-    assert objective.count(padded) == objective.count(part)
+    assert objective.num_valid(padded) == objective.num_valid(part)
 
 
 @pytest.mark.parametrize("z", [0.0, 0.1])
@@ -87,7 +87,7 @@ def test_a_fully_masked_microbatch_adds_exactly_zero_to_the_gradient(z, tile):
     model, part = make_model(logprob_tile_tokens=tile), microbatch()
     part["position"][:] = -1
     result = NextToken(z_loss_coefficient=z).loss(model, part)
-    assert NextToken().count(part) == 0
+    assert NextToken().num_valid(part) == 0
     assert result.loss.item() == 0.0
     result.loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() == 0 for p in model.parameters())
@@ -103,14 +103,14 @@ def test_drawing_continues_the_prompt_the_same_way_every_time(data, tmp_path):
     model = make_model(vocab_size=300)
     objective = NextToken(sample_tokens=20)
     model.train()
-    first = objective.draw(model, data, "cpu", prompt="def ")
+    first = objective.generate(model, data, "cpu", prompt="def ")
     torch.manual_seed(7)
-    again = objective.draw(model, data, "cpu", prompt="def ")
+    again = objective.generate(model, data, "cpu", prompt="def ")
     assert model.training
     assert first == again
     assert first.text.startswith("def ")
     assert len(first.text) > len("def ")
-    assert objective.draw(model, data, "cpu", prompt="def ", seed=1) != first
+    assert objective.generate(model, data, "cpu", prompt="def ", seed=1) != first
     file = first.save(tmp_path / "plots" / "samples")
     assert file == tmp_path / "plots" / "samples.txt"
     assert file.read_text(encoding="utf-8") == first.text + "\n"
@@ -123,7 +123,7 @@ def test_temperature_zero_takes_the_likeliest_token(data):
         tokens.append(int(model(torch.tensor([tokens[-12:]])).logits[0, -1].argmax()))
     end = data.tokenizer.token_to_id(END_OF_DOCUMENT)
     assert end not in tokens
-    drawn = NextToken().draw(model, data, "cpu", prompt="def add", num_tokens=6, temperature=0.0)
+    drawn = NextToken().generate(model, data, "cpu", prompt="def add", num_tokens=6, temperature=0.0)
     assert drawn.text == data.tokenizer.decode(tokens)
 
 
@@ -140,11 +140,11 @@ def test_a_text_ends_with_its_document_but_every_forward_pass_runs(data):
                 output.logits[..., end] = 1e4
             return output
 
-    drawn = NextToken().draw(Ending(), data, "cpu", prompt="def", num_tokens=9, temperature=0.0)
+    drawn = NextToken().generate(Ending(), data, "cpu", prompt="def", num_tokens=9, temperature=0.0)
     assert len(calls) == 9
     assert END_OF_DOCUMENT not in drawn.text
-    assert drawn.text == NextToken().draw(model, data, "cpu", prompt="def", num_tokens=2, temperature=0.0).text
+    assert drawn.text == NextToken().generate(model, data, "cpu", prompt="def", num_tokens=2, temperature=0.0).text
 
 
 def test_an_empty_prompt_starts_a_document(data):
-    assert NextToken().draw(make_model(vocab_size=300), data, "cpu", prompt="", num_tokens=3).text
+    assert NextToken().generate(make_model(vocab_size=300), data, "cpu", prompt="", num_tokens=3).text

@@ -15,7 +15,7 @@ from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Li
 RAMP = BatchSizes.ramp(start=2, increment=2, over_samples=12, final=8)  # 2 2 2, 4 4, 6, then 8
 
 
-def budget_of(sizes, steps):
+def resolve_budget(sizes, steps):
     return Budget(total_samples=sizes.samples_after(steps), batch_sizes=sizes, samples_per_epoch=100)
 
 
@@ -23,7 +23,7 @@ def build(curve, *, budget=None, **changes):
     arguments = {"max_lr": 1e-3, "warmup": "0.1", "horizon": "1.0", "min_lr": 1e-5}
     if curve is WSD:
         arguments |= {"decay": "0.3", "decay_style": DecayStyle.linear}
-    budget = budget or budget_of(BatchSizes.constant(10), 100)
+    budget = budget or resolve_budget(BatchSizes.constant(10), 100)
     return curve.from_durations(budget=budget, **{**arguments, **changes})
 
 
@@ -70,7 +70,7 @@ def test_wsd_is_stable_until_its_decay_which_ends_at_the_horizon(style, half):
 
 
 def test_a_fractional_decay_still_ends_at_exactly_the_floor():
-    one = build(WSD, budget=budget_of(BatchSizes.constant(1), 7), min_lr=0.0, warmup="0")
+    one = build(WSD, budget=resolve_budget(BatchSizes.constant(1), 7), min_lr=0.0, warmup="0")
     assert one.horizon - (one.horizon - one.decay) != one.decay
     assert one.lr(6, 7) == 0.0
 
@@ -124,7 +124,7 @@ def resolve(budget, **texts):
 
 
 def test_fractions_are_of_the_horizon_and_weight_decay_goes_on_to_the_longer_end():
-    budget = budget_of(BatchSizes.constant(10), 100)
+    budget = resolve_budget(BatchSizes.constant(10), 100)
     shorter = resolve(budget, horizon="0.5", decay="0.2")
     assert (shorter.warmup, shorter.horizon, shorter.decay, shorter.weight_decay_horizon) == (50, 500, 100, 1000)
     longer = resolve(budget, horizon="2 epochs", warmup="20 samples")
@@ -136,7 +136,7 @@ def test_fractions_are_of_the_horizon_and_weight_decay_goes_on_to_the_longer_end
 
 
 def test_lengths_in_steps_count_what_these_steps_consume():
-    budget = budget_of(RAMP, 10)
+    budget = resolve_budget(RAMP, 10)
     assert [RAMP.samples_after(n) for n in range(9)] == [0, 2, 4, 8, 14, 22, 30, 38, 46]
     phases = resolve(budget, warmup="3", decay="6")
     assert (budget.total_samples, phases.warmup, phases.horizon) == (62, 8, 62)

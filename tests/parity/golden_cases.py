@@ -17,7 +17,7 @@ from composition import configure
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.build import build
 from foundry.config.errors import ConfigError
-from foundry.config.lengths import budget_of
+from foundry.config.lengths import resolve_budget
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 from foundry.optim import schedules
 
@@ -72,7 +72,7 @@ def refused(*overrides: str) -> str:
 def resolve(*overrides: str, samples_per_epoch: int = EPOCH) -> tuple[Any, schedules.Schedule]:
     """Budget and schedule of a composition."""
     config = compose(*overrides)
-    budget = budget_of(config.hparams, samples_per_epoch=samples_per_epoch, world_size=1)
+    budget = resolve_budget(config.hparams, samples_per_epoch=samples_per_epoch, world_size=1)
     return budget, build(config.scheduler, max_lr=config.hparams.lr, budget=budget)
 
 

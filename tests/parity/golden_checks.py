@@ -25,7 +25,7 @@ from golden_cases import (
 
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.errors import ConfigError
-from foundry.config.lengths import batch_sizes_of, budget_of
+from foundry.config.lengths import resolve_batch_sizes, resolve_budget
 from foundry.config.schemas.checkpoint import SchedulerOnResume
 from foundry.config.schemas.scheduler import EvaluateAt
 from foundry.models.initialisation import output_std, resolve_std
@@ -132,7 +132,7 @@ def check_ramp(case: Case) -> None:
         assert f" = {microbatch}" in refused(*batch_words(c))
     else:
         composed = compose(*batch_words(c))
-        ours = batch_sizes_of(
+        ours = resolve_batch_sizes(
             composed.hparams, world_size=c["data_parallel_size"], tokens_per_sample=c.get("seq_length")
         )
         assert ours.thresholds == running.thresholds
@@ -164,7 +164,7 @@ def check_batch_error(case: Case) -> None:
 def check_train_iters(case: Case) -> None:
     c = case["config"]
     hparams = compose(*batch_words(c)).hparams
-    budget = budget_of(hparams, samples_per_epoch=1, world_size=c["data_parallel_size"])
+    budget = resolve_budget(hparams, samples_per_epoch=1, world_size=c["data_parallel_size"])
     assert_equal(case, [budget.total_steps], [case["train_iters"]])
 
 

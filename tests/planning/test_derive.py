@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from foundry.config.lengths import budget_of
+from foundry.config.lengths import resolve_budget
 from foundry.data.splits import DataSplits
 from foundry.parts import build_schedule
-from foundry.planning.derive import plan_of
+from foundry.planning.derive import build_plan
 
 RAMPED = [
     "hparams.batch_ramp={start: 8, increment: 8, over_samples: 160}",
@@ -19,10 +19,10 @@ RAMPED = [
 
 
 def planned(config, *, samples_per_epoch=1000, tokens=None):
-    budget = budget_of(config.hparams, samples_per_epoch=samples_per_epoch, world_size=2, tokens_per_sample=tokens)
+    budget = resolve_budget(config.hparams, samples_per_epoch=samples_per_epoch, world_size=2, tokens_per_sample=tokens)
     data = DataSplits(train=[], validation=[], fingerprint="", tokens_per_sample=tokens)
     schedule, model = build_schedule(config, budget), nn.Linear(3, 2)
-    return plan_of(config, budget, data, schedule, model, world_size=2, strategy="ddp", device="cpu")
+    return build_plan(config, budget, data, schedule, model, world_size=2, strategy="ddp", device="cpu")
 
 
 def test_a_ramped_run(configure):

@@ -15,7 +15,7 @@ from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.parallel.wrap import parallelize
 from foundry.planning.fake import build_fake
-from foundry.planning.memory import checkpoint_bytes, memory_of
+from foundry.planning.memory import checkpoint_bytes, estimate_memory
 
 LLAMA_70B = [
     "model.vocab_size=128256",
@@ -45,7 +45,7 @@ def microbatch_of(config, *, seq_len=256):
 
 def plan(config, *, world_size=1, microbatch=None, device_type="cuda"):
     fake = build_fake(lambda: build(config.model))
-    return memory_of(config, fake, world_size=world_size, microbatch=microbatch, device_type=device_type)
+    return estimate_memory(config, fake, world_size=world_size, microbatch=microbatch, device_type=device_type)
 
 
 class Storages:
@@ -153,13 +153,15 @@ def test_what_does_not_run_on_fakes_is_said(configure):
 
     config = configure(*SMALL)
     fake = build_fake(lambda: Reading(4, 4))
-    memory = memory_of(config, fake, world_size=1, microbatch=microbatch_of(config, seq_len=4), device_type="cuda")
+    memory = estimate_memory(
+        config, fake, world_size=1, microbatch=microbatch_of(config, seq_len=4), device_type="cuda"
+    )
     assert memory.activations_estimated is None
     assert memory.note.startswith("the model cannot run on fake tensors (DataDependentOutputException")
     assert memory.total == 16 * (4 * 4 + 4)
 
     config = replace(config, optimizer={"_target_": f"{__name__}.adafactor"})
-    memory = memory_of(config, fake, world_size=1, microbatch=None, device_type="cuda")
+    memory = estimate_memory(config, fake, world_size=1, microbatch=None, device_type="cuda")
     assert memory.optimizer is None
     assert memory.note.startswith("the optimizers cannot step on fake tensors (DataDependentOutputException")
     assert memory.note.endswith("activations need a microbatch's shapes")
@@ -210,10 +212,10 @@ def test_the_model_is_left_as_it_is(configure):
     fake = build_fake(lambda: build(config.model))
     before = {name: (id(p), p.dtype) for name, p in fake.model.named_parameters()}
     microbatch = microbatch_of(config, seq_len=8)
-    first = memory_of(config, fake, world_size=2, microbatch=microbatch, device_type="cuda")
+    first = estimate_memory(config, fake, world_size=2, microbatch=microbatch, device_type="cuda")
     assert {name: (id(p), p.dtype) for name, p in fake.model.named_parameters()} == before
     assert all(parameter.grad is None for parameter in fake.model.parameters())
-    assert first == memory_of(config, fake, world_size=2, microbatch=microbatch, device_type="cuda")
+    assert first == estimate_memory(config, fake, world_size=2, microbatch=microbatch, device_type="cuda")
 
 
 @pytest.mark.parametrize(

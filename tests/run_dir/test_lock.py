@@ -2,14 +2,14 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 
-from foundry.run_dir.lock import LOCK, hold, is_held
+from foundry.run_dir.lock import LOCK, is_held, lock
 
 LOOK = "import sys, pathlib, foundry.run_dir.lock as it; print(it.is_held(pathlib.Path(sys.argv[1])))"
 
 HOLD = """
 import contextlib, pathlib, sys, foundry.run_dir.lock as it
 with contextlib.ExitStack() as stack:
-    print(it.hold(pathlib.Path(sys.argv[1]), stack), flush=True)
+    print(it.lock(pathlib.Path(sys.argv[1]), stack), flush=True)
     sys.stdin.read()
 """
 
@@ -31,9 +31,9 @@ def test_a_run_is_seen_to_hold_its_directory_and_to_let_go(tmp_path):
     run_dir = tmp_path / "run"
     assert seen_by_another_process(run_dir) == "None"
     with ExitStack() as stack:
-        assert hold(run_dir, stack)
+        assert lock(run_dir, stack)
         assert is_held(run_dir) is True
-        assert not hold(run_dir, stack)
+        assert not lock(run_dir, stack)
         assert seen_by_another_process(run_dir) == "True"
         assert seen_by_another_process(run_dir) == "True"  # looking takes nothing away
     assert seen_by_another_process(run_dir) == "False"
@@ -43,10 +43,10 @@ def test_a_held_directory_is_not_taken(tmp_path):
     with held_by_another_process(tmp_path):
         assert is_held(tmp_path) is True
         with ExitStack() as stack:
-            assert not hold(tmp_path, stack)
+            assert not lock(tmp_path, stack)
         assert is_held(tmp_path) is True
     with ExitStack() as stack:
-        assert hold(tmp_path, stack)
+        assert lock(tmp_path, stack)
 
 
 def test_a_free_lock_of_another_machine_says_nothing(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from checkpoint_parts import ALONE, Net, rewrite_manifest, write
 
 from foundry.checkpoint.folder import BEST, LATEST, MANIFEST, find, list_checkpoints, problems, read_manifest
-from foundry.checkpoint.resume_point import find_origin
+from foundry.checkpoint.resume_point import find_resume_point
 from foundry.checkpoint.retention import remove_leftovers
 from foundry.config.errors import ConfigError
 
@@ -39,7 +39,7 @@ def test_names_stay_in_the_folder(tmp_path, name, size):
     (problem,) = problems(folder)
     assert repr(name) in problem
     with pytest.raises(ConfigError, match="no file of a checkpoint"):
-        find_origin("auto", tmp_path, ALONE)
+        find_resume_point("auto", tmp_path, ALONE)
     assert list_checkpoints(tmp_path) == [folder], "nothing is renamed"
 
 
@@ -62,7 +62,7 @@ def test_special_files_are_neither_followed_nor_waited_on(tmp_path, name, kind):
     (problem,) = problems(folder)
     assert name in problem
     with pytest.raises(ConfigError, match=name):
-        find_origin("auto", tmp_path, ALONE)
+        find_resume_point("auto", tmp_path, ALONE)
     assert [found.name for found in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000001"]
 
 
@@ -87,7 +87,7 @@ def test_nonsense_with_a_checksum_that_fits_ends_the_run_and_renames_nothing(tmp
     (problem,) = problems(folder)
     assert MANIFEST in problem
     with pytest.raises(ConfigError, match=MANIFEST):
-        find_origin("auto", tmp_path, ALONE)
+        find_resume_point("auto", tmp_path, ALONE)
     assert list_checkpoints(tmp_path) == [folder]
 
 
@@ -117,8 +117,8 @@ def test_checkpoints_in_another_folder_are_read_but_not_written_or_deleted(tmp_p
     assert read_manifest(find(tmp_path / "ours")).step == 1
     for resume in ("auto", "never"):
         with pytest.raises(ConfigError, match="checkpoints is a symbolic link"):
-            find_origin(resume, tmp_path / "ours", ALONE)
-    assert find_origin(str(tmp_path / "ours"), tmp_path / "new", ALONE).manifest.step == 1
+            find_resume_point(resume, tmp_path / "ours", ALONE)
+    assert find_resume_point(str(tmp_path / "ours"), tmp_path / "new", ALONE).manifest.step == 1
 
 
 def test_leftovers_are_deleted_without_what_they_lead_to(tmp_path):

@@ -14,7 +14,7 @@ from foundry.objectives.text_samples import TextSamples
 from foundry.planning.report import write_csv
 from foundry.report import report
 from foundry.run_dir.files import UnsafeFileError
-from foundry.run_dir.lock import hold, is_held
+from foundry.run_dir.lock import is_held, lock
 from foundry.run_dir.log import RunLog
 from foundry.run_dir.status import read_status, write_status
 from foundry.run_dir.strict_json import DamagedFileError
@@ -221,7 +221,7 @@ def test_a_lock_that_is_no_file_is_refused(kind, target, tmp_path):
 
     put(kind, target / ".lock", tmp_path)
     with seconds(), ExitStack() as held, pytest.raises(UnsafeFileError, match="lock"):
-        hold(target, held)
+        lock(target, held)
     assert is_held(target) is None
 
 

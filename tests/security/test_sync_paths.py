@@ -11,7 +11,7 @@ import pytest
 from foundry.tracking import sync
 from foundry.tracking.mlflow.destination import Destination, sync_command, tracking_uri
 from foundry.tracking.mlflow.queue import write_pending
-from foundry.tracking.mlflow.store import MlflowStore, file_of
+from foundry.tracking.mlflow.store import MlflowStore, resolve_file
 
 RECORDS = [{"op": "start"}, {"op": "metrics", "time_ms": 1, "step": 1, "values": {"loss": 0.5}}]
 
@@ -103,7 +103,7 @@ def test_a_file_that_is_refused_later_is_left_out(run_dir, caplog):
 
 def test_the_runs_own_files_are_its_own(run_dir):
     (run_dir / "plots" / "loss.png").write_bytes(b"x")
-    assert file_of(run_dir, artifact("plots/loss.png", "plots")) == run_dir / "plots/loss.png"
+    assert resolve_file(run_dir, artifact("plots/loss.png", "plots")) == run_dir / "plots/loss.png"
 
 
 SERVERS = ["http://evil.example:5000", "databricks", "postgresql://host/db", "sqlite:////tmp/other.db", "file:///tmp/x"]

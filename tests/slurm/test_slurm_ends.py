@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 SMALL = "hydra.launcher.mem_gb=1"  # so that several jobs fit on a node
 
 
-def tasks_of(job_id):
+def resolve_num_tasks(job_id):
     """Process ids of a job's tasks, by rank."""
     tasks = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -82,7 +82,7 @@ def test_ranks_that_fail_are_named_and_others_go_on(cluster):
     for job in range(3):
         cluster.wait_for_steps(job, 2)
     (cluster.cwd / "raise0").touch()
-    os.kill(tasks_of(cluster.state_in_slurm(1)["JobId"])[1], 9)
+    os.kill(resolve_num_tasks(cluster.state_in_slurm(1)["JobId"])[1], 9)
     cluster.wait(lambda: cluster.said.count(": failed (") == 2)
     (cluster.cwd / "slow").unlink()
     cluster.finish(driver, code=1)

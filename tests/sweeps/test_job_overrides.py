@@ -1,6 +1,6 @@
 import pytest
 
-from foundry.sweeps.job_overrides import brief, command_of, key_and_value, recorded_words, short_names
+from foundry.sweeps.job_overrides import brief, format_command, key_and_value, recorded_words, short_names
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ def test_numbers_with_many_digits_are_shown_with_few(value, text):
 
 
 def test_the_command_of_a_job():
-    assert command_of(["a=1", "b='x y'"], ["-m", "a=1,2"]) == """python -m foundry a=1 'b='"'"'x y'"'"''"""
-    assert command_of(["a=1"], []) == "python -m foundry a=1"
+    assert format_command(["a=1", "b='x y'"], ["-m", "a=1,2"]) == """python -m foundry a=1 'b='"'"'x y'"'"''"""
+    assert format_command(["a=1"], []) == "python -m foundry a=1"
     for flag in (["--config-dir", "own"], ["--config-dir=own"], ["-cd", "own"]):
-        assert command_of(["a=1"], ["-m", *flag, "a=1,2"]) == f"python -m foundry {' '.join(flag)} a=1"
-    both = command_of(["a=1", "hparams_search=lr_range"], ["-m", "a=1,2", "hparams_search=lr_range"])
+        assert format_command(["a=1"], ["-m", *flag, "a=1,2"]) == f"python -m foundry {' '.join(flag)} a=1"
+    both = format_command(["a=1", "hparams_search=lr_range"], ["-m", "a=1,2", "hparams_search=lr_range"])
     assert both == "python -m foundry a=1 hparams_search=lr_range hydra.mode=RUN"
-    assert command_of(["a=1"], ["hparams_search=lr_range"]) == "python -m foundry a=1 hydra.mode=RUN"
+    assert format_command(["a=1"], ["hparams_search=lr_range"]) == "python -m foundry a=1 hydra.mode=RUN"
 
 
 @pytest.mark.parametrize(("text", "words"), [("- a=1\n- b=2\n", ("a=1", "b=2")), ("{", ()), ("a: 1", ()), (None, ())])

@@ -84,7 +84,7 @@ class Sum:
     def __init__(self, *, is_noisy, loss_function="mse", z_loss_coefficient=0.0):
         self.is_noisy = is_noisy
 
-    def count(self, microbatch):
+    def num_valid(self, microbatch):
         return int((microbatch["position"] >= 0).sum())
 
     def loss(self, model, microbatch):

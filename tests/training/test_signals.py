@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import submitit
-from submitit.core.job_environment import SignalHandler
+from submitit.core.job_environment import SignalHandler as SubmititsHandler
 
-from foundry.training.signals import Boundary, Interruption
+from foundry.training.signals import Boundary, SignalHandler
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -47,36 +47,36 @@ def _not_a_slurm_job(monkeypatch):
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_is_noted_and_the_handlers_from_before_come_back(signum):
     before = [signal.getsignal(number) for number in SIGNALS]
-    with Interruption() as interruption:
-        assert interruption.requested is None
-        assert interruption.flags == 0
+    with SignalHandler() as signals:
+        assert signals.requested is None
+        assert signals.flags == 0
         os.kill(os.getpid(), signum)
-        assert interruption.requested is signum
-        assert interruption.flags.signum is signum
-        assert interruption.previous(signum) == before[SIGNALS.index(signum)]
-        assert interruption.state_after(signum) == "stopped"
-        assert interruption.hand_over(signum, is_main=True) is False
+        assert signals.requested is signum
+        assert signals.flags.signum is signum
+        assert signals.previous(signum) == before[SIGNALS.index(signum)]
+        assert signals.state_after(signum) == "stopped"
+        assert signals.hand_over(signum, is_main=True) is False
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_nohup_is_respected(install):
     install({signal.SIGHUP: signal.SIG_IGN})
-    with Interruption() as interruption:
+    with SignalHandler() as signals:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert interruption.requested is None
+        assert signals.requested is None
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_the_first_signal_counts():
-    with Interruption() as interruption:
+    with SignalHandler() as signals:
         for signum in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), signum)
-        assert interruption.requested is signal.SIGUSR2
+        assert signals.requested is signal.SIGUSR2
 
 
 def test_handlers_come_back_after_an_error():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ValueError, match="broken"), Interruption():
+    with pytest.raises(ValueError, match="broken"), SignalHandler():
         raise ValueError("broken")
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -89,9 +89,9 @@ def test_of_several_ranks_signals_the_one_that_may_requeue_counts():
 
 TRAIN = """
 import atexit, sys, time
-from foundry.training.signals import Interruption
+from foundry.training.signals import SignalHandler
 atexit.register(lambda: sys.stdout.write("left in order"))
-with Interruption():
+with SignalHandler():
     sys.stdout.write("ready\\n")
     sys.stdout.flush()
     time.sleep(30)
@@ -114,9 +114,9 @@ def test_outside_the_main_thread_it_says_that_it_can_do_nothing(caplog):
     states = []
 
     def work():
-        with Interruption() as interruption:
-            states.append((interruption.requested, [signal.getsignal(number) for number in SIGNALS]))
-            states.append(interruption.hand_over(signal.SIGUSR2, is_main=True))
+        with SignalHandler() as signals:
+            states.append((signals.requested, [signal.getsignal(number) for number in SIGNALS]))
+            states.append(signals.hand_over(signal.SIGUSR2, is_main=True))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -130,13 +130,13 @@ def test_outside_the_main_thread_it_says_that_it_can_do_nothing(caplog):
 def test_submitits_handler_is_called_once_and_by_rank_zero(install):
     launcher = Submitit()
     install({signal.SIGUSR2: launcher.checkpoint_and_try_requeue, signal.SIGTERM: launcher.bypass})
-    with Interruption() as interruption:
+    with SignalHandler() as signals:
         os.kill(os.getpid(), signal.SIGUSR2)
         assert launcher.calls == []
-        assert interruption.previous(signal.SIGUSR2) == launcher.checkpoint_and_try_requeue
-        assert interruption.state_after(signal.SIGUSR2) == "requeued"
+        assert signals.previous(signal.SIGUSR2) == launcher.checkpoint_and_try_requeue
+        assert signals.state_after(signal.SIGUSR2) == "requeued"
         with pytest.raises(SystemExit) as left:
-            interruption.hand_over(signal.SIGUSR2, is_main=True)
+            signals.hand_over(signal.SIGUSR2, is_main=True)
     assert left.value.code == -1
     assert launcher.calls == [signal.SIGUSR2]
     assert signal.getsignal(signal.SIGUSR2) == launcher.checkpoint_and_try_requeue
@@ -145,28 +145,28 @@ def test_submitits_handler_is_called_once_and_by_rank_zero(install):
 def test_what_submitit_ignores_is_not_handed_over(install):
     launcher = Submitit()
     install({signal.SIGTERM: launcher.bypass})
-    with Interruption() as interruption:
-        assert interruption.state_after(signal.SIGTERM) == "stopped"
-        assert interruption.hand_over(signal.SIGTERM, is_main=True) is False
+    with SignalHandler() as signals:
+        assert signals.state_after(signal.SIGTERM) == "stopped"
+        assert signals.hand_over(signal.SIGTERM, is_main=True) is False
     assert launcher.calls == []
 
 
 def test_submitit_still_has_these_names():
-    assert callable(SignalHandler.checkpoint_and_try_requeue)
-    assert callable(SignalHandler.bypass)
+    assert callable(SubmititsHandler.checkpoint_and_try_requeue)
+    assert callable(SubmititsHandler.bypass)
 
 
 PARK = """
 import signal, sys, time
-from foundry.training.signals import Interruption
+from foundry.training.signals import SignalHandler
 class Submitit:
     def checkpoint_and_try_requeue(self, signum, frame):
         sys.stdout.write("called")
 signal.signal(signal.SIGUSR2, Submitit().checkpoint_and_try_requeue)
-with Interruption() as interruption:
+with SignalHandler() as signals:
     sys.stdout.write("ready\\n")
     sys.stdout.flush()
-    interruption.hand_over(signal.SIGUSR2, is_main=False)
+    signals.hand_over(signal.SIGUSR2, is_main=False)
 """
 
 
@@ -208,21 +208,21 @@ def test_whether_slurm_requeues_after_sigterm(tmp_path, monkeypatch, said, resta
     monkeypatch.setenv("SLURM_JOB_ID", "3")
     if restarts is not None:
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    assert Interruption().state_after(signal.SIGTERM) == state
-    assert Interruption().state_after(signal.SIGINT) == "stopped"
+    assert SignalHandler().state_after(signal.SIGTERM) == state
+    assert SignalHandler().state_after(signal.SIGINT) == "stopped"
 
 
 class Training:
     """A job of submitit that counts to five over two attempts; what it has saved is in a file."""
 
     def __call__(self, path):
-        with Interruption() as interruption:
+        with SignalHandler() as signals:
             while (step := int(path.read_text())) < 5:
                 path.write_text(str(step + 1))
                 if step + 1 == 3:
                     os.kill(os.getpid(), signal.SIGUSR2)
-                if interruption.requested is not None:
-                    interruption.hand_over(interruption.requested, is_main=True)
+                if signals.requested is not None:
+                    signals.hand_over(signals.requested, is_main=True)
                 time.sleep(0.01)
         return os.getpid(), step
 

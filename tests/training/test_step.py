@@ -24,7 +24,7 @@ ADAMW = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0
 class Squares:
     """Half the squared error over the samples whose `valid` is 1."""
 
-    def count(self, microbatch):
+    def num_valid(self, microbatch):
         return int(microbatch["valid"].sum())
 
     def loss(self, model, microbatch):

@@ -128,7 +128,7 @@ class Slurm(Launcher):
 SCHEMAS: tuple[type[Launcher], ...] = (Local, Slurm)
 
 
-def launcher_of(composed: DictConfig) -> Launcher | None:
+def resolve_launcher(composed: DictConfig) -> Launcher | None:
     """The launcher of a composed configuration; None where it is not one of foundry's."""
     node = OmegaConf.select(composed, "hydra.launcher")
     if node is None or OmegaConf.get_type(node) not in SCHEMAS:
@@ -138,7 +138,7 @@ def launcher_of(composed: DictConfig) -> Launcher | None:
     return launcher
 
 
-def tasks_of(composed: DictConfig) -> int:
+def resolve_num_tasks(composed: DictConfig) -> int:
     """The processes that the launcher starts for each job, over all nodes; 1 where it leaves that to the run."""
     node = OmegaConf.select(composed, "hydra.launcher", throw_on_resolution_failure=False)
     if not isinstance(node, DictConfig):
@@ -148,7 +148,7 @@ def tasks_of(composed: DictConfig) -> int:
 
 def check_launcher(composed: DictConfig) -> Iterator[Violation]:
     """What is wrong with the launcher's settings, as far as the configuration itself can tell."""
-    launcher = launcher_of(composed)
+    launcher = resolve_launcher(composed)
     if launcher is None:
         return
     mode = OmegaConf.select(composed, "hydra.mode")

@@ -51,7 +51,7 @@ def is_refusal(error: Exception) -> bool:
     return getattr(error, "error_code", None) in _REFUSALS
 
 
-def file_of(run_dir: Path, operation: Operation) -> Path:
+def resolve_file(run_dir: Path, operation: Operation) -> Path:
     """The file that an artifact is made of, which must be the run's own.
 
     Raises:
@@ -116,7 +116,7 @@ class MlflowStore:
 
     def _log_artifact(self, client: "MlflowClient", run_id: str, operation: Operation) -> None:
         try:
-            path = file_of(self._run_dir, operation)
+            path = resolve_file(self._run_dir, operation)
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:

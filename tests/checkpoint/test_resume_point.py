@@ -8,7 +8,7 @@ import pytest
 from checkpoint_parts import ALONE, Net, rewrite_manifest, write
 
 from foundry.checkpoint.folder import FORMAT, MANIFEST, list_checkpoints, problems, read_manifest
-from foundry.checkpoint.resume_point import find_origin
+from foundry.checkpoint.resume_point import find_resume_point
 from foundry.config.errors import ConfigError
 
 SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"
@@ -49,7 +49,7 @@ def test_what_cannot_be_read_ends_the_run_and_changes_nothing(tmp_path, monkeypa
     failing(name, code)
     run_dir, asked = (tmp_path, "auto") if resume == "auto" else (tmp_path / "other", str(tmp_path))
     with pytest.raises(ConfigError) as refused:
-        find_origin(asked, run_dir, ALONE)
+        find_resume_point(asked, run_dir, ALONE)
     (violation,) = refused.value.violations
     assert violation.key == "checkpoint.resume"
     assert name in violation.message
@@ -73,7 +73,7 @@ def test_a_denied_permission_is_no_run_without_checkpoints(tmp_path):
             os.setgid(65534)
             os.setuid(65534)
             try:
-                said = str(find_origin("auto", tmp_path, ALONE))
+                said = str(find_resume_point("auto", tmp_path, ALONE))
             except ConfigError as error:
                 said = str(error)
             os.write(writing, said.encode())
@@ -91,7 +91,7 @@ def test_a_newer_format_names_the_version_to_use(tmp_path):
     rewrite_manifest(folder, format=FORMAT + 1, versions={"foundry": "99.1"}, shape="new")
     before = tree(tmp_path)
     with pytest.raises(ConfigError, match=rf"format {FORMAT + 1}.*foundry 99\.1 or later"):
-        find_origin("auto", tmp_path, ALONE)
+        find_resume_point("auto", tmp_path, ALONE)
     assert tree(tmp_path) == before
     content = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({**content, "checksum": "of another kind"}))
@@ -110,7 +110,7 @@ def test_unknown_fields_of_the_same_format_are_ignored(tmp_path, name):
     rewrite_manifest(folder, files={file: {**facts, "new": UNKNOWN[name]} for file, facts in files.items()})
     assert problems(folder) == []
     assert read_manifest(folder) == before
-    assert find_origin("auto", tmp_path, ALONE).folder == folder
+    assert find_resume_point("auto", tmp_path, ALONE).folder == folder
 
 
 OPTIONAL = ("format", "samples", "tokens", "config_hash", "config", "strategy", "state", "world_size", "versions")
@@ -128,7 +128,7 @@ def test_a_manifest_without_a_step_is_not_damage(tmp_path):
     folder = write(tmp_path, 1, Net(1))
     rewrite_manifest(folder, step=None)
     with pytest.raises(ConfigError, match="no step"):
-        find_origin("auto", tmp_path, ALONE)
+        find_resume_point("auto", tmp_path, ALONE)
     assert list_checkpoints(tmp_path) == [folder]
 
 
@@ -142,18 +142,18 @@ def test_where_none_is_whole_the_run_does_not_start_from_scratch(tmp_path, put_a
     before = tree(tmp_path)
     for _ in range(2):
         with pytest.raises(ConfigError, match="to start from scratch, move that folder away") as refused:
-            find_origin("auto", tmp_path, ALONE)
+            find_resume_point("auto", tmp_path, ALONE)
         assert "step_00000001" in str(refused.value)
     assert tree(tmp_path) == before
     (tmp_path / "checkpoints").rename(tmp_path / "old")
-    assert find_origin("auto", tmp_path, ALONE) is None
+    assert find_resume_point("auto", tmp_path, ALONE) is None
 
 
 def test_only_what_is_newer_than_a_whole_one_is_put_aside(tmp_path):
     folders = [write(tmp_path, step, Net(step)) for step in (1, 2, 3)]
     for folder in (folders[0], folders[2]):
         (folder / RANK).unlink()
-    assert find_origin("auto", tmp_path, ALONE).folder == folders[1]
+    assert find_resume_point("auto", tmp_path, ALONE).folder == folders[1]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step_00000001", "step_00000002", "step_00000003.corrupt"]
 
@@ -161,13 +161,13 @@ def test_only_what_is_newer_than_a_whole_one_is_put_aside(tmp_path):
 @pytest.mark.parametrize("link", ["latest", "best"])
 def test_a_link_names_a_checkpoint_to_resume(tmp_path, link):
     folder = write(tmp_path / "run", 1, Net(1), is_best=True)
-    origin = find_origin(str(folder.parent / link), tmp_path / "new", ALONE)
-    assert origin.folder == folder.resolve()
+    resume_point = find_resume_point(str(folder.parent / link), tmp_path / "new", ALONE)
+    assert resume_point.folder == folder.resolve()
 
 
 def test_state_that_is_missing_is_a_line(tmp_path):
     write(tmp_path, 1, Net(1), state={"best": {"step": 3}})
-    state = find_origin("auto", tmp_path, ALONE).state
+    state = find_resume_point("auto", tmp_path, ALONE).state
     assert state["best"]["step"] == 3
     for ask in (lambda: state["schedule"], lambda: state["best"]["value"]):
         with pytest.raises(ConfigError, match=r"manifest has no (schedule|value) in its state"):
