@@ -18,16 +18,10 @@ from foundry.config.metrics import check_metrics, declared
 from foundry.config.schemas.hparams import ScheduleUnit
 from foundry.config.schemas.root import Config
 from foundry.config.targets import FOR_THOSE_THAT_TAKE_THEM
-from foundry.data.loader import Loader
-from foundry.data.order import GlobalOrder
 from foundry.data.splits import DataSplits
 from foundry.optim.optimizers import not_covered
-from foundry.parallel.precision import PrecisionPolicy
-from foundry.parallel.process_group import World
 from foundry.planning.derive import constant_weight_decay
-from foundry.training.evaluation import Evaluator
 from foundry.training.protocols import Objective, Schedule
-from foundry.training.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +35,7 @@ def build_model(config: Config) -> nn.Module:
 
 def resolve_init_from(config: Config) -> Path | None:
     """Where initial weights come from, if from anywhere; a user's own model may say it too."""
-    path = _field(config.model, "init_from", None)
+    path = field_of(config.model, "init_from", None)
     return None if path is None else Path(path)
 
 
@@ -105,59 +99,9 @@ def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
     offered = {"precision": config.precision.mode}
     optimizers = build(config.optimizer, offered=offered, model=model, lr=config.hparams.lr)
     if wrong := not_covered(optimizers, model):
-        target = _field(config.optimizer, "_target_", None)
+        target = field_of(config.optimizer, "_target_", None)
         raise ConfigError(Violation("optimizer._target_", f"is {target}, which {wrong}"))
     return list(optimizers)
-
-
-def build_loader(config: Config, budget: Budget, data: DataSplits, world: World) -> Loader:
-    """The training samples of this rank, in the global order."""
-    hparams = config.hparams
-    return Loader(
-        dataset=data.train,
-        order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=hparams.seed),
-        batch_size_at=budget.batch_sizes.at,
-        per_gpu_batch_size=hparams.per_gpu_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
-        num_workers=_field(config.data, "num_workers", 0),
-        pin_memory=world.device.type == "cuda",
-    )
-
-
-def build_evaluator(
-    config: Config,
-    data: DataSplits,
-    model: nn.Module,
-    objective: Objective,
-    precision: PrecisionPolicy,
-    world: World,
-    run_dir: Path,
-) -> Evaluator:
-    """What measures the wrapped model on held-out data."""
-    return Evaluator(
-        model=model,
-        objective=objective,
-        data=data,
-        precision=precision,
-        world=world,
-        per_gpu_batch_size=config.hparams.per_gpu_batch_size,
-        max_samples=config.evaluation.max_samples,
-        samples_dir=run_dir / "plots" if config.evaluation.write_samples else None,
-    )
-
-
-def build_throughput(config: Config, data: DataSplits, model: nn.Module, world: World) -> Throughput:
-    """What measures speed; FLOPs where the model, as it was before wrapping, says them."""
-    count, tokens = getattr(model, "flops_per_sample", None), data.tokens_per_sample
-    flops = None if count is None else float(count() if tokens is None else count(tokens))
-    return Throughput(
-        world_size=world.world_size,
-        device=world.device,
-        precision=config.precision.mode,
-        flops_per_sample=flops,
-        tokens_per_sample=tokens,
-    )
 
 
 def _fitting(node: Any, group: str) -> Any:
@@ -178,6 +122,6 @@ def _fitting(node: Any, group: str) -> Any:
     return {name: value for name, value in node.items() if name not in untaken}
 
 
-def _field(node: Any, name: str, default: Any) -> Any:
+def field_of(node: Any, name: str, default: Any) -> Any:
     """A field of a part's schema, or of a mapping of the user's own."""
     return node.get(name, default) if isinstance(node, dict) else getattr(node, name, default)

@@ -22,9 +22,9 @@ from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
 from foundry.planning.derive import PLAN
-from foundry.run import TOKENIZER, TRANSFORMERS
 from foundry.run_dir.files import read_text
 from foundry.run_dir.strict_json import DamagedFileError, read_object
+from foundry.run_files import TOKENIZER, TRANSFORMERS
 
 _BUILT = ("model", "data", "objective")
 """Groups that sampling and exporting build; of the others nothing is run."""

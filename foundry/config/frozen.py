@@ -19,6 +19,7 @@ from foundry.config.store import group_schemas, writable
 from foundry.config.strict_yaml import read_yaml
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.redact import recorded, remember
+from foundry.run_dir.strict_json import encode
 
 FILE_NAME = "config.yaml"
 _LONGEST = 140  # characters in a line
@@ -35,6 +36,12 @@ def plain(node: Any) -> Any:
     if isinstance(node, str):
         return recorded(node)
     return node.name if isinstance(node, Enum) else node
+
+
+def strict(config: Config) -> dict[str, Any]:
+    """The configuration as a manifest holds it, in strict JSON: no gradient clipping may be a norm of infinity."""
+    content: dict[str, Any] = json.loads(encode(plain(config)))
+    return content
 
 
 def hash_config(config: Config) -> str:

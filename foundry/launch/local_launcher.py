@@ -203,7 +203,12 @@ def _start_server(jobs: Iterable[Job]) -> ForkServerContext:
 def _modules(jobs: Iterable[Job]) -> list[str]:
     """What the server imports: what every run does, and foundry's own parts that some job is made of."""
     # torch's optimizers import its compiler, whether they use it or not.
-    modules = {"foundry.run", "foundry.launch.worker", "torch._dynamo", *(f"foundry.config.schemas.{name}" for name in GROUPS)}
+    modules = {
+        "foundry.run",
+        "foundry.launch.worker",
+        "torch._dynamo",
+        *(f"foundry.config.schemas.{name}" for name in GROUPS),
+    }
     for job in jobs:
         targets = (OmegaConf.select(job.composed, f"{group!s}._target_") for group in job.composed)
         modules |= {str(target).rpartition(".")[0] for target in targets if str(target).startswith("foundry.")}

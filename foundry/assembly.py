@@ -1,0 +1,317 @@
+"""The parts of a run put together: a trainer at the point where the run starts or resumes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from foundry.checkpoint.folder import CheckpointError
+from foundry.checkpoint.init_from import init_from
+from foundry.checkpoint.manager import NoCheckpoints, ShardedCheckpointManager
+from foundry.checkpoint.resume_point import ResumePoint, restore_rng
+from foundry.checkpoint.rng import seed_rng
+from foundry.checkpoint.saver import Checkpointer
+from foundry.checkpoint.tensors import restore_into
+from foundry.config.duration import Budget
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.frozen import plain, strict
+from foundry.config.schemas.root import Config
+from foundry.data.loader import Loader
+from foundry.data.order import GlobalOrder
+from foundry.data.splits import DataSplits
+from foundry.optim.schedule_state import reconcile
+from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.process_group import World, roll_call
+from foundry.parallel.rank_flags import RankFlags
+from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
+from foundry.parallel.wrap import Parallel, parallelize
+from foundry.parts import (
+    build_budget,
+    build_model,
+    build_objective,
+    build_optimizers,
+    build_schedule,
+    field_of,
+    resolve_init_from,
+)
+from foundry.planning.derive import build_plan, constant_weight_decay, planned_updates, resolve_phases, select_steps
+from foundry.run_dir.ends import leave_note, record_end
+from foundry.run_dir.folder import RunFolder
+from foundry.run_files import write_architecture
+from foundry.sweeps.pruning import Pruning
+from foundry.training.best import Best
+from foundry.training.early_stopping import EarlyStopping
+from foundry.training.ema import WeightAverage
+from foundry.training.evaluation import Evaluator
+from foundry.training.events import RunStarted
+from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
+from foundry.training.progress import Progress
+from foundry.training.protocols import CheckpointManager, Objective, Schedule
+from foundry.training.signals import SignalHandler
+from foundry.training.step import TrainStep
+from foundry.training.throughput import Throughput
+from foundry.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is known of a run before any of its parts is built.
+
+    Attributes:
+        config: the composed configuration.
+        config_hash: of the same.
+        data: training and held-out samples.
+        world: this rank and the others.
+        run_dir: where the run writes.
+        folder: the same, watched, on the rank that writes.
+        resume_point: the checkpoint to resume from, if there is one.
+    """
+
+    config: Config
+    config_hash: str
+    data: DataSplits
+    world: World
+    run_dir: Path
+    folder: RunFolder | None
+    resume_point: ResumePoint | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run trains, and with what.
+
+    Attributes:
+        unwrapped: the model as it was built.
+        parallel: the model as it is called.
+        optimizers: they cover its trainable parameters.
+        ema: averaged weights, where kept.
+        objective: what is minimised.
+        schedule: learning rate and weight decay of each update.
+        budget: the size of the run.
+        precision: the arithmetic of the run.
+    """
+
+    unwrapped: nn.Module
+    parallel: Parallel
+    optimizers: Sequence[Optimizer]
+    ema: WeightAverage | None
+    objective: Objective
+    schedule: Schedule
+    budget: Budget
+    precision: PrecisionPolicy
+
+
+def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
+    """Build every part, bring each to where the run resumes, and give them to a trainer; also what the run will be.
+
+    Raises:
+        ConfigError: a part cannot be built from its settings, or the checkpoint is of other parts.
+    """
+    config, world, resume_point = setup.config, setup.world, setup.resume_point
+    trained = _build_trained(setup)
+    trainer = _build_trainer(setup, trained)
+    if resume_point is None:
+        seed_rng(config.hparams.seed + 1 + world.rank)
+    else:
+        trainer.load_state_dict(resume_point.state)
+        restore_rng(resume_point, world, config.hparams.seed)
+    if world.is_main:
+        write_architecture(config, trained.unwrapped, setup.run_dir)
+    return trainer, _describe(setup, trained, step=trainer.progress.steps)
+
+
+def _build_trained(setup: Setup) -> Trained:
+    """The model with its optimizers and averages, at their first or restored values."""
+    config, world, resume_point = setup.config, setup.world, setup.resume_point
+    hparams, budget = config.hparams, build_budget(config, setup.data, world.world_size)
+    precision = PrecisionPolicy.from_config(config.precision, world.device)
+    model = build_model(config)
+    if resume_point is None and (weights := resolve_init_from(config)) is not None:
+        init_from(model, weights, world)
+    parallel = parallelize(
+        precision.prepare(model),
+        config.distributed,
+        precision,
+        world,
+        grad_checkpointing=hparams.grad_checkpointing,
+        torchcompile=hparams.torchcompile,
+    )
+    optimizers = build_optimizers(config, parallel.model)
+    ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
+    objective, schedule = build_objective(config), build_schedule(config, budget)
+    if resume_point is not None:
+        try:
+            restore_into(resume_point.folder, parallel.model, ema, optimizers)
+        except CheckpointError as error:
+            raise ConfigError(Violation("checkpoint.resume", str(error))) from error
+        schedule = reconcile(schedule, resume_point.state["schedule"], config.checkpoint.scheduler_on_resume)
+    return Trained(
+        unwrapped=model,
+        parallel=parallel,
+        optimizers=optimizers,
+        ema=ema,
+        objective=objective,
+        schedule=schedule,
+        budget=budget,
+        precision=precision,
+    )
+
+
+def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
+    config, world, data, budget = setup.config, setup.world, setup.data, trained.budget
+    return Trainer(
+        step=TrainStep(
+            model=trained.parallel.model,
+            objective=trained.objective,
+            optimizers=trained.optimizers,
+            sync=trained.parallel.sync,
+            precision=trained.precision,
+            world=world,
+            max_grad_norm=config.hparams.grad_clip_norm,
+            guard=config.guard,
+        ),
+        source=_build_loader(setup, budget),
+        schedule=trained.schedule,
+        constant_weight_decay=constant_weight_decay(config),
+        progress=Progress(samples_per_epoch=len(data.train), tokens_per_sample=data.tokens_per_sample),
+        budget=budget,
+        world=world,
+        throughput=_build_throughput(setup, trained.unwrapped),
+        watchdog=Watchdog(
+            config.distributed.timeout_seconds,
+            world.rank,
+            roll_call=roll_call(world, config.distributed.timeout_seconds),
+            record=partial(_record_stall, setup.run_dir),
+        ),
+        log_every_n_steps=config.tracking.log_every_n_steps,
+        evaluation_interval=config.evaluation.interval_in(budget),
+        evaluator=Evaluator(
+            model=trained.parallel.model,
+            objective=trained.objective,
+            data=data,
+            precision=trained.precision,
+            world=world,
+            per_gpu_batch_size=config.hparams.per_gpu_batch_size,
+            max_samples=config.evaluation.max_samples,
+            samples_dir=setup.run_dir / "plots" if config.evaluation.write_samples else None,
+        ),
+        early_stopping=EarlyStopping(config.evaluation.early_stopping),
+        pruning=Pruning.of(setup.run_dir, world),
+        best=Best(config.checkpoint.keep_best),
+        checkpoints=_build_checkpoints(setup, trained),
+        rank_flags=RankFlags(world),
+        signals=SignalHandler(),
+        ema=trained.ema,
+        max_rollbacks=config.guard.max_skips,
+        save_final=config.checkpoint.save_final,
+        explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
+    )
+
+
+def _build_loader(setup: Setup, budget: Budget) -> Loader:
+    """The training samples of this rank, in the global order."""
+    config, data, world = setup.config, setup.data, setup.world
+    return Loader(
+        dataset=data.train,
+        order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed),
+        batch_size_at=budget.batch_sizes.at,
+        per_gpu_batch_size=config.hparams.per_gpu_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        num_workers=field_of(config.data, "num_workers", 0),
+        pin_memory=world.device.type == "cuda",
+    )
+
+
+def _build_throughput(setup: Setup, model: nn.Module) -> Throughput:
+    """What measures speed; FLOPs where the model, as it was before wrapping, says them."""
+    count, tokens = getattr(model, "flops_per_sample", None), setup.data.tokens_per_sample
+    flops = None if count is None else float(count() if tokens is None else count(tokens))
+    return Throughput(
+        world_size=setup.world.world_size,
+        device=setup.world.device,
+        precision=setup.config.precision.mode,
+        flops_per_sample=flops,
+        tokens_per_sample=tokens,
+    )
+
+
+def _build_checkpoints(setup: Setup, trained: Trained) -> CheckpointManager:
+    """What writes checkpoints, where any are wanted."""
+    config, world, folder = setup.config, setup.world, setup.folder
+    wanted = config.checkpoint
+    if wanted.is_off:
+        return NoCheckpoints()
+    return ShardedCheckpointManager(
+        checkpointer=Checkpointer(
+            setup.run_dir,
+            world,
+            asynchronous=wanted.asynchronous,
+            keep_last=wanted.keep_last,
+            keep_every_steps=wanted.keep_every,
+            strict=wanted.strict_saves,
+            locate=None if folder is None else folder.ensure,
+        ),
+        model=trained.parallel.model,
+        ema=trained.ema,
+        optimizers=trained.optimizers,
+        world=world,
+        interval=wanted.interval_in(trained.budget),
+        every_minutes=wanted.every_minutes,
+        facts={
+            "config_hash": setup.config_hash,
+            "config": strict(config),
+            "strategy": trained.parallel.strategy.value,
+            "data": setup.data.identity(),
+        },
+    )
+
+
+def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
+    """What observers are told when the run starts."""
+    config, schedule, budget = setup.config, trained.schedule, trained.budget
+    device = setup.world.device
+    plan = build_plan(
+        config,
+        budget,
+        setup.data,
+        schedule,
+        trained.parallel.model,
+        world_size=setup.world.world_size,
+        strategy=trained.parallel.strategy.value,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+    shown = select_steps(schedule, budget)
+    return RunStarted(
+        run_dir=setup.run_dir,
+        config=plain(config),
+        config_hash=setup.config_hash,
+        plan=plan,
+        updates=list(planned_updates(schedule, budget, constant_weight_decay(config), shown)),
+        phases=resolve_phases(schedule, budget),
+        step=step,
+    )
+
+
+def _record_stall(run_dir: Path, rank: int, reason: str, stack: str) -> None:
+    leave_note(kind="Stalled", reason=reason, trace=stack, rank=rank, exit_code=EXIT_STALLED)
+    record_end(run_dir, reason, stack)
+
+
+def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException, step: int) -> str:
+    averages = () if trained.ema is None else trained.ema.average.values()
+    model, strategy = trained.parallel.model, trained.parallel.strategy
+    memory = measure_device_memory(model, trained.optimizers, setup.world.device, averages=averages)
+    return explain_out_of_memory(
+        error,
+        memory,
+        setup.config,
+        strategy=strategy,
+        step=step,
+        rank=setup.world.rank,
+        world_size=setup.world.world_size,
+    )
