@@ -204,7 +204,7 @@ def _modules(jobs: Iterable[Job]) -> list[str]:
     """What the server imports: what every run does, and foundry's own parts that some job is made of."""
     # torch's optimizers import its compiler, whether they use it or not.
     modules = {
-        "foundry.run",
+        "foundry.train",
         "foundry.launch.worker",
         "torch._dynamo",
         *(f"foundry.config.schemas.{name}" for name in GROUPS),

@@ -16,7 +16,7 @@ from foundry.run_dir.redact import known, one_line, remember
 from foundry.run_dir.status import read_status, write_status
 
 if TYPE_CHECKING:
-    from foundry.run import RunResult
+    from foundry.train import RunResult
 
 
 def start(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | None = None) -> float | None:
@@ -35,11 +35,11 @@ def start(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | None =
         Stopped: a signal came, and the run has saved.
     """
     _yield_to_others()
-    from foundry.run import run
+    from foundry.train import train
 
     processes = config.distributed.nproc_per_node
     if processes == 1 or detect().launcher != "single":
-        return run(config, run_dir).metric
+        return train(config, run_dir).metric
     from foundry.launch.local import WorkerFailed, run_local
 
     if job_logging is None and HydraConfig.initialized():
@@ -57,13 +57,13 @@ def _run_as_rank(
     config: Config, run_dir: Path, secrets: Mapping[str, str], job_logging: Mapping[str, Any] | None
 ) -> "RunResult":
     """In a process of its own: what rank 0 logs goes where its parent logs, and secrets stay unsaid."""
-    from foundry.run import run
+    from foundry.train import train
 
     for secret, reference in secrets.items():
         remember(secret, reference)
     if detect().rank == 0 and job_logging:
         logging.config.dictConfig(dict(job_logging))
-    return run(config, run_dir)
+    return train(config, run_dir)
 
 
 def _yield_to_others() -> None:

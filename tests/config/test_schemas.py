@@ -15,7 +15,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.store import GROUPS, group_schemas
 
 SCHEMAS = {(group, name): schema for group in GROUPS for name, schema in group_schemas(group).items()}
-# What run.py adds to a part's own fields.
+# What assembly.py adds to a part's own fields.
 RUNTIME = {"data": {"seed"}, "optimizer": {"model", "lr"}, "scheduler": {"max_lr", "budget"}}
 
 

@@ -113,13 +113,13 @@ def test_every_name_elsewhere_is_in_the_table():
 def plan(tmp_path_factory):
     """The keys of a run's plan.json."""
     from foundry.planning.derive import PLAN
-    from foundry.run import run
+    from foundry.train import train
 
     folder = tmp_path_factory.mktemp("plan")
     words = ["hparams=diffusion", "scheduler=wsd", "tracking=none", "tracking.progress=false", "hparams.max_steps=1"]
     small = ["model.hidden_size=16", "model.num_layers=1", "model.num_heads=1", "evaluation.write_samples=false"]
     batch = ["hparams.global_batch_size=4", "evaluation.max_samples=8", "checkpoint.save_final=false"]
-    run(to_config(composed(*words, *small, *batch)), folder)
+    train(to_config(composed(*words, *small, *batch)), folder)
     return json.loads((folder / PLAN).read_text())
 
 

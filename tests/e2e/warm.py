@@ -9,7 +9,7 @@ import time
 from terminal import NOT_PASSED_ON
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["foundry.cli", "foundry.run", "foundry.export", "foundry.data.text"])
+_CONTEXT.set_forkserver_preload(["foundry.cli", "foundry.train", "foundry.export", "foundry.data.text"])
 
 
 class WarmShell:

@@ -8,7 +8,7 @@ from foundry.checkpoint.tensors import load_weights
 from foundry.data.splits import DataSplits
 from foundry.launch.local import run_local
 from foundry.parts import build_model
-from foundry.run import run
+from foundry.train import train
 
 
 class RaggedTokens(Dataset):
@@ -65,4 +65,4 @@ def run_all(jobs):
 
 def run_each(jobs):
     """Train each (configuration, run directory) in turn, in the processes that call this together."""
-    return [run(config, run_dir).metric for config, run_dir in jobs]
+    return [train(config, run_dir).metric for config, run_dir in jobs]

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from foundry.data.order import GlobalOrder
 from foundry.parts import build_data, build_model
-from foundry.run import run
 from foundry.tracking.metrics_file import read_metrics
+from foundry.train import train
 
 STEPS, WARMUP, LR, FLOOR, BATCH = 50, 5, 3e-3, 1e-4, 16
 
@@ -78,7 +78,7 @@ def test_fifty_steps_agree(configure, tmp_path, task, loss_of, per_gpu_batch_siz
         "checkpoint.save_final=false",
     )
     losses, norms, _ = raw_loop(config, loss_of)
-    run(config, tmp_path)
+    train(config, tmp_path)
     logged = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in logged] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in logged] == pytest.approx(losses, abs=1e-6)

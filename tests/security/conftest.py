@@ -6,7 +6,7 @@ import pytest
 from composition import configure
 from tiny import TINY_DIT, TINY_LM
 
-from foundry.run import run
+from foundry.train import train
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +14,7 @@ def finished(tmp_path_factory):
     """A folder with the finished runs `lm` and `dit`."""
     folder = tmp_path_factory.mktemp("finished")
     for name, words in (("lm", TINY_LM), ("dit", TINY_DIT)):
-        run(
+        train(
             configure(*words, "tracking=none", "evaluation.write_samples=false", "tracking.progress=false"),
             folder / name,
         )

@@ -16,10 +16,10 @@ from foundry.config.errors import ConfigError
 from foundry.config.optuna_parts import build_part, check_part
 from foundry.config.schemas.sweeper import Search
 from foundry.parallel.process_group import World
-from foundry.run import run
 from foundry.run_dir.trial import open_storage
 from foundry.sweeps.job_overrides import recorded_words
 from foundry.sweeps.pruning import Pruning
+from foundry.train import train
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 QUIET = ["tracking=none", "evaluation.write_samples=false", "tracking.progress=false"]
@@ -126,7 +126,7 @@ def test_a_resumed_run_does_not_build_what_its_directory_names(dit, tmp_path):
     (dit / "trial.json").write_text(json.dumps(link_of(pruner=pruner)))
     longer = [*TINY_DIT, "hparams.max_steps=9", "tracking=none", "evaluation.write_samples=false"]
     with pytest.raises(ConfigError, match=r"torch\.utils\.collect_env\.run"):
-        run(configure(*longer, "tracking.progress=false", "checkpoint.scheduler_on_resume=config"), dit)
+        train(configure(*longer, "tracking.progress=false", "checkpoint.scheduler_on_resume=config"), dit)
     assert not canary.exists()
 
 
@@ -137,9 +137,9 @@ def test_weights_of_a_run_are_taken_and_its_parts_are_not_built(lm, tmp_path):
     (lm / "config.yaml").write_text(yaml.safe_dump(settings))
     words = [*TINY_LM, *QUIET, "hparams.max_steps=1"]
     for number, start in enumerate((lm, lm / "checkpoints" / "latest")):
-        run(configure(*words, f"model.init_from={start}"), tmp_path / str(number))
+        train(configure(*words, f"model.init_from={start}"), tmp_path / str(number))
     longer = [f"checkpoint.resume={lm}", "hparams.max_steps=9", "checkpoint.scheduler_on_resume=config"]
-    run(configure(*words, *longer, "checkpoint.on_changed_config=warn"), tmp_path / "resumed")
+    train(configure(*words, *longer, "checkpoint.on_changed_config=warn"), tmp_path / "resumed")
     assert not canary.exists()
 
 
@@ -151,7 +151,7 @@ def test_a_file_to_start_from_that_holds_no_weights_is_named(lm, tmp_path, conte
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     for path in (tmp_path / "weights.safetensors", tmp_path, tmp_path / "damaged"):
         with pytest.raises(ConfigError, match=r"^model\.init_from: ") as refused:
-            run(configure(*TINY_LM, *QUIET, f"model.init_from={path}"), tmp_path / "run")
+            train(configure(*TINY_LM, *QUIET, f"model.init_from={path}"), tmp_path / "run")
         assert str(refused.value).count("\n") == 0
 
 

@@ -18,8 +18,8 @@ from foundry.config.frozen import load_config
 from foundry.config.recorded import own_targets
 from foundry.config.store import GROUPS
 from foundry.export import ExportOptions, export
-from foundry.run import run
 from foundry.sample import SampleOptions, sample
+from foundry.train import train
 
 COMMANDS = {"sample": (SampleOptions, sample), "export": (ExportOptions, export)}
 
@@ -270,7 +270,7 @@ def test_a_run_that_started_from_a_folder_does_not_need_it_again(lm, tmp_path, a
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     shutil.copy(lm / "tokenizer.json", folder)
     words = ["model=hf", f"model.path={folder}", "debug=fast", "data.seq_len=32", "tracking=none"]
-    run(configure(*words, "evaluation.write_samples=false", "tracking.progress=false"), tmp_path / "run")
+    train(configure(*words, "evaluation.write_samples=false", "tracking.progress=false"), tmp_path / "run")
     shutil.rmtree(folder)
     assert ask("export", tmp_path / "run")[0] == 0
     assert load_file(tmp_path / "out" / "model.safetensors").keys() >= {"model.embed_tokens.weight"}

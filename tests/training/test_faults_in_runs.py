@@ -8,8 +8,8 @@ from dataclasses import replace
 import composition
 import pytest
 
-from foundry.run import run
 from foundry.tracking.metrics_file import read_metrics
+from foundry.train import train
 from foundry.training.guards import LossSpike, NonFiniteError
 from foundry.training.throughput import Throughput
 
@@ -54,7 +54,7 @@ GUARDED = ["guard.spike_zscore=20", "guard.spike_window=16"]
 def test_a_spike_takes_the_run_back_and_past_its_data(configure, tmp_path, caplog):
     config = configure(*GUARDED, "guard.spike_action=rollback", bad=[8 * 24 + 3])  # met in step 25
     with caplog.at_level(logging.WARNING):
-        result = run(config, tmp_path / "run").result
+        result = train(config, tmp_path / "run").result
     assert (result["status"], result["step"], result["samples"]) == ("finished", 40, 320)
     assert "step 25: the loss" in caplog.text
     assert "back to step 20, and past its data" in caplog.text
@@ -78,7 +78,7 @@ def rates(run_dir):
 
 def test_after_a_rollback_samples_are_counted_from_the_checkpoint_on(configure, tmp_path, ticks):
     config = configure(*GUARDED, "guard.spike_action=rollback", bad=[8 * 24 + 3])
-    run(config, tmp_path / "run")
+    train(config, tmp_path / "run")
     # A log comes a second or more after the one before, or after going back, and 8 samples.
     assert all(0 < rate <= 8 for rate in rates(tmp_path / "run").values())
 
@@ -86,9 +86,9 @@ def test_after_a_rollback_samples_are_counted_from_the_checkpoint_on(configure, 
 @pytest.mark.parametrize("every", [1, 5])
 def test_after_a_resume_samples_are_counted_from_the_checkpoint_on(configure, tmp_path, ticks, every):
     logged = f"tracking.log_every_n_steps={every}"
-    run(configure("hparams.max_steps=20", "scheduler.horizon='40'", logged), tmp_path / "run")
+    train(configure("hparams.max_steps=20", "scheduler.horizon='40'", logged), tmp_path / "run")
     before = rates(tmp_path / "run")
-    run(configure("scheduler.horizon='40'", logged), tmp_path / "run")
+    train(configure("scheduler.horizon='40'", logged), tmp_path / "run")
     after = {step: rate for step, rate in rates(tmp_path / "run").items() if step > 20}
     assert len(after) == 20 // every
     assert all(0 < rate <= 8 * every for rate in [*before.values(), *after.values()])
@@ -97,7 +97,7 @@ def test_after_a_resume_samples_are_counted_from_the_checkpoint_on(configure, tm
 def test_without_a_checkpoint_a_spike_ends_the_run(configure, tmp_path, caplog):
     config = configure(*GUARDED, "guard.spike_action=rollback", "checkpoint.interval=30", bad=[8 * 24])
     with pytest.raises(LossSpike):
-        run(config, tmp_path / "run")
+        train(config, tmp_path / "run")
     assert "there is no checkpoint to go back to" in caplog.text
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
@@ -105,12 +105,12 @@ def test_without_a_checkpoint_a_spike_ends_the_run(configure, tmp_path, caplog):
 def test_spikes_without_end_end_the_run(configure, tmp_path, caplog):
     config = configure(*GUARDED, "guard.spike_action=rollback", "guard.max_skips=2", bad=range(8 * 24, 8 * 60))
     with pytest.raises(LossSpike):
-        run(config, tmp_path / "run")
+        train(config, tmp_path / "run")
     assert "going back to step 20 2 times has not helped" in caplog.text
 
 
 def test_a_spike_is_skipped(configure, tmp_path, caplog):
-    result = run(configure(*GUARDED, bad=[8 * 24 + 3]), tmp_path / "run").result
+    result = train(configure(*GUARDED, bad=[8 * 24 + 3]), tmp_path / "run").result
     assert (result["status"], result["step"]) == ("finished", 40)
     assert "step 25: the loss" in caplog.text
     assert "its update is left out, 1 in a row of at most 3 (samples 192 to 199 of the global order)" in caplog.text
@@ -118,8 +118,8 @@ def test_a_spike_is_skipped(configure, tmp_path, caplog):
 
 def test_a_number_that_is_none_stops_the_run_or_is_skipped(configure, tmp_path, caplog):
     with pytest.raises(NonFiniteError, match="step 5: the loss on rank 0 is not finite"):
-        run(configure(bad=[35], not_a_number=True), tmp_path / "stopped")
-    result = run(configure("guard.non_finite=skip", bad=[35], not_a_number=True), tmp_path / "skipped").result
+        train(configure(bad=[35], not_a_number=True), tmp_path / "stopped")
+    result = train(configure("guard.non_finite=skip", bad=[35], not_a_number=True), tmp_path / "skipped").result
     assert result["step"] == 40
     assert "samples 32 to 39 of the global order" in caplog.text
 
@@ -128,9 +128,9 @@ def test_a_run_stops_early_and_stays_finished(configure, tmp_path):
     stopping = ["evaluation.interval=2", "evaluation.early_stopping.patience=1", "hparams.lr=1e-9"]
     units = ["evaluation.early_stopping.unit=evaluations", "scheduler.min_lr=0"]
     config = configure(*stopping, *units)
-    result = run(config, tmp_path / "run").result
+    result = train(config, tmp_path / "run").result
     assert result["step"] < 40
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "finished"
     assert "has not improved" in status["reason"]
-    assert run(config, tmp_path / "run").result == result
+    assert train(config, tmp_path / "run").result == result

@@ -21,8 +21,8 @@ from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Cosine
 from foundry.config.schemas.tracking import Tracking
 from foundry.config.stopped import Stopped
-from foundry.run import build_observers, run
 from foundry.tracking.metrics_file import read_metrics
+from foundry.train import build_observers, train
 
 STEPS, INTERVAL = 12, 2
 TIMINGS = {"step_seconds", "samples_per_second", "peak_memory_bytes"}
@@ -81,7 +81,7 @@ lives = st.lists(
 def trapped():
     """Put the places into the run where it can be killed."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("foundry.run.build_observers", lambda *args: [Watcher(), *build_observers(*args)])
+    patch.setattr("foundry.train.build_observers", lambda *args: [Watcher(), *build_observers(*args)])
     for module, name, place in (
         (saver, "write_json", "write"),
         (saver, "publish", "publish"),
@@ -111,7 +111,7 @@ def references(tmp_path_factory):
 
 def outcome(config, run_dir):
     """What the run comes to: numbers that may depend on the microbatch by rounding, and the rest."""
-    result = run(config, run_dir).result
+    result = train(config, run_dir).result
     records = [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
     final = read_manifest(find(run_dir))
     state = {**final.state, "loss": 0.0, "best": {}, "early_stopping": {}, "step": {}}
@@ -139,7 +139,7 @@ def live(config, run_dir, life):
     """Run until the end, or until the drawn moment."""
     TRAP.set(life["place"], math.ceil(life["when"] * (PLACES | STOPS)[life["place"]]))
     try:
-        run(config, run_dir)
+        train(config, run_dir)
     except (Killed, Stopped):
         pass
     finally:

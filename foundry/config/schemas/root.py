@@ -16,7 +16,7 @@ from foundry.config.schemas.tracking import Tracking
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What composition yields and `run()` takes.
+    """What composition yields and `train` takes.
 
     The groups typed `Any` hold parts with a `_target_`: one of foundry's schemas, or a user's own mapping.
     """

@@ -52,7 +52,7 @@ class RunResult:
         return self.result.get("metric")
 
 
-def run(config: Config, run_dir: Path) -> RunResult:
+def train(config: Config, run_dir: Path) -> RunResult:
     """Train, on this process and those started with it; a run directory that holds an unfinished run is resumed.
 
     Args:
