@@ -17,7 +17,7 @@ from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.metrics import check_metrics, declared
 from foundry.config.schemas.hparams import ScheduleUnit
 from foundry.config.schemas.root import Config
-from foundry.config.targets import FOR_THOSE_THAT_TAKE_THEM
+from foundry.config.targets import runtime_settings
 from foundry.data.splits import DataSplits
 from foundry.optim.optimizers import not_covered
 from foundry.planning.derive import constant_weight_decay
@@ -106,7 +106,7 @@ def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
 
 def _fitting(node: Any, group: str) -> Any:
     """A part of the user's own, without the settings that are the run's or the presets' and that it does not take."""
-    optional = [name for name in FOR_THOSE_THAT_TAKE_THEM[group] if isinstance(node, dict) and name in node]
+    optional = [name for name in runtime_settings(group) if isinstance(node, dict) and name in node]
     if not optional:
         return node
     try:

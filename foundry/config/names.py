@@ -1,7 +1,7 @@
 """What an unknown name may mean: a misspelt setting, one of another group, or what another system calls it."""
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
@@ -40,7 +40,7 @@ def did_you_mean(key: str, known: Collection[str], groups: Collection[str] = ())
         return f"; did you mean {min(home, key=lambda path: path.count('.'))}?"
     if paths := [path for path in _elsewhere().get(leaf.lower().replace("-", "_"), []) if path != key]:
         path = next((path for path in paths if path.startswith(f"{group}.")), paths[0])
-        return f"; did you mean {path}?{_brief(settings().get(path, ''))}"
+        return f"; did you mean {path}?{_brief(meanings().get(path, ''))}"
     near = difflib.get_close_matches(key, groups, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else nearest(key, known)
 
@@ -63,7 +63,7 @@ def leaves(config: DictConfig, path: str = "") -> list[str]:
 def _elsewhere() -> dict[str, list[str]]:
     """The settings that other systems call by a name."""
     named = {name: [path] for path, names in _ELSEWHERE.items() for name in names}
-    for path, metadata in _settings():
+    for path, metadata in settings():
         elsewhere = f"{metadata.get('source', '')},{metadata.get('aliases', '')}"
         for name in (path.rpartition(".")[2], *elsewhere.split(",")):
             paths = named.setdefault(name.strip(), [])
@@ -73,20 +73,20 @@ def _elsewhere() -> dict[str, list[str]]:
 
 
 @cache
-def settings() -> dict[str, str]:
+def meanings() -> dict[str, str]:
     """Every setting of every schema by its dotted path, and what it means."""
-    return {path: metadata.get("doc", "") for path, metadata in _settings()}
+    return {path: metadata.get("doc", "") for path, metadata in settings()}
 
 
-def _settings() -> Iterator[tuple[str, Any]]:
-    """Every setting's path, and what its schema says of it."""
+def settings() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every setting's dotted path, with what its schema says of it; several schemas may have the same one."""
     for group, base in get_type_hints(Config).items():
         for schema in group_schemas(group).values():
             if hasattr(schema, "_target_") if base is Any else issubclass(schema, base):
                 yield from _fields(schema, group)
 
 
-def _fields(schema: type[Any], path: str) -> Iterator[tuple[str, Any]]:
+def _fields(schema: type[Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     hints = get_type_hints(schema)
     for item in fields(schema):
         if is_dataclass(hints[item.name]):

@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.errors import Violation, first_line, nearest, shown
-from foundry.config.names import did_you_mean, leaves, settings
+from foundry.config.names import did_you_mean, leaves, meanings
 from foundry.config.rules import check
 from foundry.config.schemas.root import Config
 from foundry.config.store import GROUPS, group_schemas
-from foundry.config.targets import FOR_THOSE_THAT_TAKE_THEM
+from foundry.config.targets import runtime_settings
 from foundry.config.wanted import accepted_options, wanted
 
 _SEARCHPATH = "hydra.searchpath"
@@ -322,7 +322,7 @@ def explain_value(override: Override, error: Exception) -> Violation:
 
 def _unknown_key(repo: IConfigRepository, config: DictConfig, key: str) -> str:
     group, _, leaf = key.rpartition(".")
-    part = OmegaConf.select(config, group) if leaf in FOR_THOSE_THAT_TAKE_THEM.get(group, ()) else None
+    part = OmegaConf.select(config, group) if leaf in runtime_settings(group) else None
     if isinstance(part, DictConfig) and OmegaConf.get_type(part) is dict:
         return f"is not in the {group} of your own; to add it write +{key}=..."
     elsewhere = list(_options_with(repo, group, leaf))
@@ -358,5 +358,5 @@ def _unattributed(error: Exception) -> Violation:
         text = f"{type(error).__name__}: {text}"
     where = re.search(r"In '([^']*)'", str(error))
     key = re.search(r"full_key: (\S+)", str(cause)) or re.search(r"full_key: (\S+)", str(error))
-    hint = did_you_mean(key[1], settings()) if key and re.search("Key '.*' (is )?not in", text) else ""
+    hint = did_you_mean(key[1], meanings()) if key and re.search("Key '.*' (is )?not in", text) else ""
     return Violation(where[1] if where else key[1] if key else "configuration", text + hint)

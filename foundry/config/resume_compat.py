@@ -2,47 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from foundry.config.errors import Violation
 from foundry.config.frozen import plain
-
-_FREE_GROUPS = ("checkpoint", "distributed", "evaluation", "guard", "tracking")
-"""Groups that say where, when and how a run is watched and kept, not what it computes."""
-
-_BUDGETS = ("hparams.epochs", "hparams.max_steps", "hparams.train_samples")
-"""How long the run is: one that goes on longer is the same run, if its schedule allows it."""
-
-_FREE = (
-    *_BUDGETS,
-    "data.cache_dir",
-    "data.num_workers",
-    "hparams.accum_freq",
-    "hparams.grad_checkpointing",
-    "hparams.per_gpu_batch_size",
-    "hparams.torchcompile",
-    "model.init_from",
-    "model.logprob_tile_tokens",
-)
-"""Single settings that leave the global order and every update what they are."""
-
-_DATA = ("data.path", "data.tokenizer", "data.validation_path")
-"""Where data lies; compared by its content where that is known."""
-
-_SAME_RESULT = (
-    *(name for name in _FREE if name not in (*_BUDGETS, "model.init_from")),
-    "checkpoint",
-    "distributed",
-    "evaluation.write_samples",
-    "tracking",
-)
-"""What leaves the result of a finished run what it is, but for the rounding of sums."""
-
-_CHANGES_RESULT = ("checkpoint.keep_best",)
-"""Exceptions from these."""
-
-_SCHEDULE = ("hparams.lr", "scheduler")
-"""Compared as the schedule that they make; see `checkpoint.scheduler_on_resume`."""
+from foundry.config.names import settings
+from foundry.config.schemas.root import Config
+from foundry.config.setting import OnResume
 
 
 @dataclass(frozen=True)
@@ -62,46 +29,52 @@ class Difference:
     is_gone: bool = False
 
     def __str__(self) -> str:
-        now = "no longer a setting" if self.is_gone else _said(self.now)
-        return f"{self.key}: {_said(self.was)} -> {now}"
+        now = "no longer a setting" if self.is_gone else _shown(self.now)
+        return f"{self.key}: {_shown(self.was)} -> {now}"
+
+    @property
+    def on_resume(self) -> OnResume:
+        """What its schema says, or its group."""
+        if self.is_gone:
+            return OnResume.same
+        declared = _declared().get(self.key)
+        return declared or _of_groups().get(self.key.partition(".")[0], OnResume.refused)
 
     @property
     def is_allowed(self) -> bool:
-        """Whether a run may go on with it."""
-        group = self.key.partition(".")[0]
-        return self.is_gone or group in _FREE_GROUPS or any(_within(self.key, name) for name in (*_FREE, *_SCHEDULE))
+        """Whether a run may be resumed with it."""
+        return self.on_resume not in (OnResume.refused, OnResume.data)
 
     @property
     def locates_data(self) -> bool:
         """Whether it says where data lies, so that the data itself tells whether it matters."""
-        return self.key in _DATA
+        return self.on_resume is OnResume.data
 
     @property
     def is_budget(self) -> bool:
         """Whether it changes how long the run is."""
-        return self.key in _BUDGETS
+        return self.on_resume is OnResume.budget
 
     @property
     def changes_result(self) -> bool:
         """Whether a finished run would have had another result with it."""
         if self.key == "checkpoint.resume":
             return bool(self.now != "auto")
-        is_free = self.is_gone or any(_within(self.key, name) for name in _SAME_RESULT)
-        return not is_free or any(_within(self.key, name) for name in _CHANGES_RESULT)
+        return self.on_resume is not OnResume.same
 
     def violation(self) -> Violation:
         """What to tell a user who resumes with it."""
         return Violation(
             self.key,
-            f"is {_said(self.now)} but the checkpoint was trained with {_said(self.was)}; give that, start afresh in "
-            "another hydra.run.dir, or set checkpoint.on_changed_config=warn",
+            f"is {_shown(self.now)} but the checkpoint was trained with {_shown(self.was)}; give that, start from "
+            "scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn",
         )
 
     def of_finished(self, run_dir: object) -> Violation:
         """What to tell a user who asks a finished run for the result with it."""
         return Violation(
             self.key,
-            f"is {_said(self.now)} but {run_dir} holds a finished run with {_said(self.was)}; give that, "
+            f"is {_shown(self.now)} but {run_dir} holds a finished run with {_shown(self.was)}; give that, "
             "or choose another hydra.run.dir",
         )
 
@@ -135,9 +108,16 @@ def _default(item: "Field[Any]", now: Any) -> Any:
     return now if isinstance(value, str) and value.startswith("${") else value
 
 
-def _within(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
+@cache
+def _declared() -> dict[str, OnResume]:
+    """The settings that say more than their group does."""
+    return {path: metadata["on_resume"] for path, metadata in settings() if metadata.get("on_resume")}
 
 
-def _said(value: Any) -> str:
+@cache
+def _of_groups() -> dict[str, OnResume]:
+    return {item.name: item.metadata["on_resume"] for item in fields(Config)}
+
+
+def _shown(value: Any) -> str:
     return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

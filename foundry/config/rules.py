@@ -150,7 +150,7 @@ def _batch_schedule(config: Config) -> Iterator[Violation]:
         return
     if hparams.batch_ramp.start is not None:
         yield Violation("hparams.batch_schedule", "is given beside hparams.batch_ramp; choose one of them")
-    if hparams.batch_schedule_unit is ScheduleUnit.tokens and _kind(config.data) == "images":
+    if hparams.batch_schedule_unit is ScheduleUnit.tokens and _has_no_tokens(config.data):
         yield Violation("hparams.batch_schedule_unit", "is tokens but a sample of this data has none; set samples")
 
 
@@ -191,8 +191,14 @@ def _tokens_per_sample(config: Config) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _kind(part: Any) -> str | None:
-    return getattr(part, "kind", None)
+def _offers(data: Any) -> frozenset[str] | None:
+    """What a sample of the data has, by its schema; None where that does not say."""
+    return getattr(data, "offers", None)
+
+
+def _has_no_tokens(data: Any) -> bool:
+    offers = _offers(data)
+    return offers is not None and "tokens" not in offers
 
 
 def _learning_rates(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -210,14 +216,14 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     given = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
     if hparams.epochs is not None or not given or min(given) < 1:
         return
-    if hparams.batch_schedule is not None and tokens is None and _kind(config.data) != "images":
+    if hparams.batch_schedule is not None and tokens is None and not _has_no_tokens(config.data):
         return  # its thresholds may count tokens
     names = ("warmup", "horizon", "decay", "weight_decay_horizon")
     texts = [getattr(config.scheduler, name, None) for name in names]
     units = {_unit(str(text)) for text in texts if text is not None}
     if config.evaluation.interval is not None:
         units.add(config.evaluation.interval_unit())
-    unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and _kind(config.data) is None else set())
+    unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and _offers(config.data) is None else set())
     if units & unknown:
         return
     try:
@@ -258,16 +264,16 @@ def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
         yield from check_metrics(config, measured)
 
 
-def _kinds(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Model, data and objective speak of the same things, as far as their schemas say of what."""
-    data = getattr(config.data, "kind", None)
+def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
+    """The data has what model and objective want, as far as their schemas say."""
+    offers = _offers(config.data)
     for group in ("model", "objective"):
         part = getattr(config, group)
-        kind = getattr(part, "kind", data)
-        if data is not None and kind != data:
-            yield Violation(
-                group, f"is {type(part).__name__}, made for {kind}, but data is {type(config.data).__name__}: {data}"
-            )
+        wants: frozenset[str] = getattr(part, "wants", frozenset())
+        if offers is not None and not wants <= offers:
+            made_for, has = " and ".join(sorted(wants)), " and ".join(sorted(offers))
+            name, data = type(part).__name__, type(config.data).__name__
+            yield Violation(group, f"is {name}, made for {made_for}, but data is {data}, which has {has}")
 
 
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -356,7 +362,7 @@ RULES: tuple[Rule, ...] = (
     _accumulation,
     _learning_rates,
     _lengths,
-    _kinds,
+    _samples,
     _sizes,
     _targets,
     _loss,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 from foundry.config.errors import Violation, shown
@@ -13,6 +14,26 @@ _LARGEST_FLOAT, _SMALLEST_FLOAT = (2 - 2**-23) * 2.0**127, 2.0**-126
 """What float32 holds with all its digits."""
 _LONGEST_TEXT = 4096
 """A path's, on Linux."""
+
+
+class OnResume(Enum):
+    """What a resumed run may have otherwise than the checkpoint was trained with.
+
+    Attributes:
+        refused: it makes another run.
+        schedule: it may change if the schedule that it makes does not; see `checkpoint.scheduler_on_resume`.
+        data: it says where data lies; the content of the data decides.
+        budget: it says how long the run is; one that is longer is the same run, if its schedule allows it.
+        allowed: it may change, and a finished run would have had another result with it.
+        same: it may change, and leaves every update what it is, but for the rounding of sums.
+    """
+
+    refused = "refused"
+    schedule = "schedule"
+    data = "data"
+    budget = "budget"
+    allowed = "allowed"
+    same = "same"
 
 
 def setting(
@@ -28,6 +49,8 @@ def setting(
     parse: Callable[[str], object] | None = None,
     path: bool = False,
     finite: bool = True,
+    on_resume: OnResume | None = None,
+    runtime: bool = False,
 ) -> Any:
     """Declare a schema field. Whatever its bounds, a number is one that int64 or float32 holds, and a text one line.
 
@@ -43,6 +66,8 @@ def setting(
         parse: called with the value; the message of the ValueError it raises is shown to the user.
         path: the value names a file, folder or glob that must exist.
         finite: a number may not be infinite.
+        on_resume: whether a resumed run may have another value; None: as its group.
+        runtime: the run itself reads it, or a preset sets it for every part; a part of the user's own need not take it.
     """
     bounds = {name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le)) if bound is not None}
     metadata = {
@@ -53,10 +78,33 @@ def setting(
         "parse": parse,
         "path": path,
         "finite": finite,
+        "on_resume": on_resume,
+        "runtime": runtime,
     }
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def group(
+    default: Any,
+    on_resume: OnResume = OnResume.refused,
+    *,
+    given: tuple[str, ...] | None = None,
+    offered: tuple[str, ...] = (),
+) -> Any:
+    """Declare a group of settings.
+
+    Args:
+        default: the schema; MISSING for a part, which is chosen.
+        on_resume: what holds for its settings that say nothing else.
+        given: for a part, what it is called with besides its own settings.
+        offered: what it is called with if it takes it.
+    """
+    metadata = {"on_resume": on_resume, "given": given, "offered": offered}
+    if not isinstance(default, type):
+        return field(default=default, metadata=metadata)
+    return field(default_factory=default, metadata=metadata)
 
 
 _HOLDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {

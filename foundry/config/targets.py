@@ -2,32 +2,30 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from foundry.config.errors import Violation, nearest
+from foundry.config.names import settings
 from foundry.config.schemas.root import Config
 from foundry.config.static_source import NotThere, Parameters, resolve_parameters
 
 GIVEN_BY_THE_RUN: Mapping[str, tuple[str, ...]] = {
-    "model": (),
-    "data": ("seed",),
-    "optimizer": ("model", "lr"),
-    "scheduler": ("max_lr", "budget"),
-    "objective": (),
+    item.name: item.metadata["given"] for item in fields(Config) if item.metadata["given"] is not None
 }
-"""What the parts are called with beside their own settings."""
+"""What the parts are called with besides their own settings."""
 
-_OFFERED = {"optimizer": ("precision",)}
+_OFFERED = {item.name: item.metadata["offered"] for item in fields(Config)}
 """What a part is called with if it takes it."""
 
-FOR_THOSE_THAT_TAKE_THEM: Mapping[str, tuple[str, ...]] = {
-    "model": ("init_from",),
-    "data": ("num_workers",),
-    "scheduler": ("warmup", "min_lr"),
-}
-"""Settings that the run itself reads, or that `hparams` gives to every schedule; a part need not take them."""
-
 _FOR_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
+
+
+@cache
+def runtime_settings(group: str) -> tuple[str, ...]:
+    """Settings of a group that the run itself reads, or a preset sets for every part; a part need not take them."""
+    found = (path for path, metadata in settings() if metadata.get("runtime") and path.startswith(f"{group}."))
+    return tuple(dict.fromkeys(path.removeprefix(f"{group}.") for path in found))
 
 
 def check_targets(config: Config) -> Iterator[Violation]:
@@ -37,9 +35,9 @@ def check_targets(config: Config) -> Iterator[Violation]:
         if is_dataclass(node) and not isinstance(node, type):
             if getattr(node, "_target_", None) != getattr(type(node), "_target_", None):
                 settings = {item.name: getattr(node, item.name) for item in fields(node)}
-                yield from _check(settings, group, given, FOR_THOSE_THAT_TAKE_THEM.get(group, ()))
+                yield from _check(settings, group, given, runtime_settings(group))
         elif isinstance(node, dict) and "_target_" in node:
-            yield from _check(node, group, given, FOR_THOSE_THAT_TAKE_THEM.get(group, ()))
+            yield from _check(node, group, given, runtime_settings(group))
 
 
 def _check(node: Mapping[str, Any], key: str, given: tuple[str, ...], optional: tuple[str, ...]) -> Iterator[Violation]:

@@ -132,6 +132,10 @@ class Schedule(ABC):
     def after_warmup(self, samples: float) -> float:
         """The value of the curve past the warm-up."""
 
+    def phases(self) -> list[tuple[str, float]]:
+        """The phases of the learning rate in order, each with the samples at whose end it ends."""
+        return [("warmup", self.warmup), ("decay", self.horizon), ("floor", math.inf)]
+
     def state_dict(self) -> dict[str, Any]:
         """Every number the schedule is made of, as plain JSON, and its style."""
         return {"style": type(self).__name__, **_plain(asdict(self))}
@@ -146,6 +150,10 @@ class Schedule(ABC):
 
 class Constant(Schedule):
     """The peak rate, forever."""
+
+    def phases(self) -> list[tuple[str, float]]:
+        """No decay, and so no floor."""
+        return [("warmup", self.warmup), ("constant", math.inf)]
 
     def after_warmup(self, samples: float) -> float:
         """The peak."""
@@ -191,6 +199,11 @@ class WSD(Schedule):
 
     decay: float
     decay_style: DecayStyle
+
+    def phases(self) -> list[tuple[str, float]]:
+        """The warm-up, the stable phase and the decay that ends it."""
+        corners = [("stable", self.horizon - self.decay), ("decay", self.horizon)]
+        return [("warmup", self.warmup), *corners, ("floor", math.inf)]
 
     def after_warmup(self, samples: float) -> float:
         """The peak until `horizon - decay`; then by `decay_style`, q being the elapsed share of the decay."""

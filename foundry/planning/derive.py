@@ -10,10 +10,9 @@ from foundry.config.duration import Budget, EpochInterval, Interval, without_rou
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.data.splits import DataSplits
-from foundry.optim.schedules import WSD, Constant
 from foundry.optim.schedules import Schedule as OwnSchedule
 from foundry.training.events import Phase, PlannedUpdate
-from foundry.training.protocols import Schedule
+from foundry.training.protocols import HasPhases, Schedule
 
 PLAN = "plan.json"
 """The file in a run directory."""
@@ -106,19 +105,14 @@ def select_steps(schedule: Schedule, budget: Budget, points: int = 500) -> list[
 
 
 def resolve_phases(schedule: Schedule, budget: Budget) -> list[Phase]:
-    """The phases of the learning rate that the run reaches, in order; none for a schedule of the user's own."""
-    if not isinstance(schedule, OwnSchedule):
+    """The phases of the learning rate that the run reaches, in order; none for a schedule that does not say them."""
+    if not isinstance(schedule, HasPhases):
         return []
-    ends: list[tuple[str, float]] = [("warmup", schedule.warmup)]
-    if isinstance(schedule, WSD):
-        ends += [("stable", schedule.horizon - schedule.decay), ("decay", schedule.horizon)]
-    elif not isinstance(schedule, Constant):
-        ends += [("decay", schedule.horizon)]
-    ends.append(("constant" if isinstance(schedule, Constant) else "floor", math.inf))
     # An update belongs to the phase in which it reads the curve: at its last sample, or at its first.
-    sizes, total, late = budget.batch_sizes, budget.total_steps, schedule.evaluate_at is EvaluateAt.start
+    late = getattr(schedule, "evaluate_at", None) is EvaluateAt.start
+    sizes, total = budget.batch_sizes, budget.total_steps
     phases, done = list[Phase](), 0
-    for name, end in ends:
+    for name, end in schedule.phases():
         # 0.29 of 100 samples is 28.999999999999996, and the warm-up is over with the 29th.
         last = total if end == math.inf else sizes.whole_steps(int(without_rounding_error(end))) + (late and end > 0)
         last = min(total, last)

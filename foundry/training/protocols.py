@@ -111,6 +111,15 @@ class Schedule(Protocol):
         ...
 
 
+@runtime_checkable
+class HasPhases(Protocol):
+    """A schedule that says its phases, which the plan, the terminal and the plots show."""
+
+    def phases(self) -> list[tuple[str, float]]:
+        """The name of each phase of the learning rate, in order, with the samples at whose end it ends."""
+        ...
+
+
 class SaveError(RuntimeError):
     """A checkpoint could not be written; on every rank alike."""
 

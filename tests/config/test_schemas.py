@@ -13,10 +13,9 @@ from foundry.config.build import FOR_THE_BUILDER
 from foundry.config.compose import config_dir
 from foundry.config.schemas.root import Config
 from foundry.config.store import GROUPS, group_schemas
+from foundry.config.targets import GIVEN_BY_THE_RUN
 
 SCHEMAS = {(group, name): schema for group in GROUPS for name, schema in group_schemas(group).items()}
-# What assembly.py adds to a part's own fields.
-RUNTIME = {"data": {"seed"}, "optimizer": {"model", "lr"}, "scheduler": {"max_lr", "budget"}}
 
 
 def target_of(schema):
@@ -56,8 +55,8 @@ def test_the_part_takes_the_fields_of_its_schema(key):
         get_method(PARTS[key]) if PARTS[key].endswith("_durations") else get_object(PARTS[key])
     )
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
-    given = {item.name for item in dataclasses.fields(SCHEMAS[key])} - {"_target_", *FOR_THE_BUILDER} | RUNTIME.get(
-        key[0], set()
+    given = {item.name for item in dataclasses.fields(SCHEMAS[key])} - {"_target_", *FOR_THE_BUILDER} | set(
+        GIVEN_BY_THE_RUN[key[0]]
     )
     assert given <= set(parameters), "fields that the part does not take"
     required = {name for name, p in parameters.items() if p.default is p.empty}

@@ -7,7 +7,7 @@ from enum import Enum
 from foundry.config.duration import Budget, Duration, Interval
 from foundry.config.errors import Violation
 from foundry.config.schemas.evaluation import Mode
-from foundry.config.setting import setting
+from foundry.config.setting import OnResume, setting
 
 
 class SchedulerOnResume(Enum):
@@ -29,9 +29,13 @@ class OnChangedConfig(Enum):
 class KeepBest:
     """The checkpoint of the best evaluation, beside the newest ones."""
 
-    metric: str | None = setting("val_loss", "metric of an evaluation that decides; null: none is kept as the best")
-    mode: Mode = setting(Mode.min, "min: smaller is better; max: larger")
-    min_delta: float = setting(0.0, "an evaluation is better only by more than this", ge=0)
+    metric: str | None = setting(
+        "val_loss",
+        "metric of an evaluation that decides; null: none is kept as the best",
+        on_resume=OnResume.allowed,
+    )
+    mode: Mode = setting(Mode.min, "min: smaller is better; max: larger", on_resume=OnResume.allowed)
+    min_delta: float = setting(0.0, "an evaluation is better only by more than this", ge=0, on_resume=OnResume.allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

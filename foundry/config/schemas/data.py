@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from foundry.config.errors import Violation
-from foundry.config.setting import setting
+from foundry.config.setting import OnResume, setting
 
 _BYTES_AND_END = 257
 
@@ -21,9 +21,14 @@ class Data:
         ge=0,
         le=1024,
         aliases="dataloader_num_workers, workers",
+        on_resume=OnResume.same,
+        runtime=True,
     )
     cache_dir: str = setting(
-        "${oc.env:FOUNDRY_CACHE,.cache/foundry}", "folder for tokenizers and token arrays", aliases="data_cache_path"
+        "${oc.env:FOUNDRY_CACHE,.cache/foundry}",
+        "folder for tokenizers and token arrays",
+        aliases="data_cache_path",
+        on_resume=OnResume.same,
     )
 
 
@@ -31,7 +36,7 @@ class Data:
 class Text(Data):
     """Text of any kind as fixed-length sequences of tokens."""
 
-    kind: ClassVar[str] = "tokens"
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     _target_: str
     seq_len: int = setting(
@@ -52,6 +57,7 @@ class Text(Data):
         "tokenizer.json or folder to use; null: train one on the training text; model.path brings its own",
         path=True,
         aliases="tokenizer_name, tokenizer_path",
+        on_resume=OnResume.data,
     )
     held_out: float = setting(0.05, "share of documents kept for validation", gt=0, lt=1)
 
@@ -82,6 +88,7 @@ class TextFiles(Text):
         "file, folder or glob of .txt, .jsonl or .parquet files",
         path=True,
         aliases="data_path, dataset_path, data_dir, train_file, dataset",
+        on_resume=OnResume.data,
     )
     text_field: str = setting(
         "text", "column or key that holds the text in JSONL and Parquet", aliases="text_column, text_key"
@@ -91,6 +98,7 @@ class TextFiles(Text):
         "files for validation; null: hold out a share of `path`",
         path=True,
         aliases="valid_data_path, validation_file",
+        on_resume=OnResume.data,
     )
 
 
@@ -98,7 +106,7 @@ class TextFiles(Text):
 class Digits(Data):
     """scikit-learn's 1,797 images of handwritten digits, 8 by 8 pixels, ten classes."""
 
-    kind: ClassVar[str] = "images"
+    offers: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
     _target_: str = "foundry.data.digits.digits"
     image_size: int = setting(8, "height and width in pixels: the images' own", ge=8, le=8)

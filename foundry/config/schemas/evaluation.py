@@ -6,7 +6,7 @@ from enum import Enum
 
 from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit
 from foundry.config.errors import Violation, shown
-from foundry.config.setting import setting
+from foundry.config.setting import OnResume, setting
 
 
 class PatienceUnit(Enum):
@@ -59,7 +59,7 @@ class Evaluation:
         le=10**15,
         aliases="max_eval_samples",
     )
-    write_samples: bool = setting(True, "draw or continue samples at each evaluation")
+    write_samples: bool = setting(True, "draw or continue samples at each evaluation", on_resume=OnResume.same)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
     def check(self) -> Iterator[Violation]:

@@ -6,7 +6,7 @@ from enum import Enum
 
 from foundry.config.batch_sizes import BatchSizes, parse_count
 from foundry.config.errors import Violation
-from foundry.config.setting import setting
+from foundry.config.setting import OnResume, setting
 
 
 class ScheduleUnit(Enum):
@@ -54,6 +54,7 @@ class HParams:
         le=10**6,
         source="micro_batch_size",
         aliases="per_device_train_batch_size, train_micro_batch_size_per_gpu, local_batch_size",
+        on_resume=OnResume.same,
     )
     batch_ramp: BatchRamp = field(default_factory=BatchRamp)
     batch_schedule: str | None = setting(
@@ -74,17 +75,26 @@ class HParams:
         "${accum_freq:${.global_batch_size},${.per_gpu_batch_size},${distributed.nproc_per_node}}",
         "computed from the batch sizes, never set: microbatches per rank and optimizer step, after any ramp",
         aliases="gradient_accumulation_steps, accumulate_grad_batches, grad_accum_steps",
+        on_resume=OnResume.same,
     )
     seed: int = setting(
         42, "seed of initial weights, data order and noise", ge=0, aliases="random_seed, manual_seed, data_seed"
     )
-    lr: float = setting(1e-4, "peak learning rate", gt=0, source="learning_rate", aliases="max_lr, peak_lr, base_lr")
+    lr: float = setting(
+        1e-4,
+        "peak learning rate",
+        gt=0,
+        source="learning_rate",
+        aliases="max_lr, peak_lr, base_lr",
+        on_resume=OnResume.schedule,
+    )
     epochs: float | None = setting(
         None,
         "budget in passes over the training data; null: not limited by it",
         gt=0,
         le=10**9,
         aliases="num_train_epochs, max_epochs, num_epochs",
+        on_resume=OnResume.budget,
     )
     max_steps: int | None = setting(
         None,
@@ -93,6 +103,7 @@ class HParams:
         le=10**12,
         source="train_iters",
         aliases="train_steps, total_steps, num_steps, max_iters",
+        on_resume=OnResume.budget,
     )
     train_samples: int | None = setting(
         None,
@@ -100,6 +111,7 @@ class HParams:
         ge=1,
         le=10**15,
         source="total_train_samples",
+        on_resume=OnResume.budget,
     )
     loss_function: str = setting("cross_entropy", "cross_entropy (language models) or mse (diffusion)", aliases="loss")
     z_loss_coefficient: float = setting(
@@ -120,9 +132,13 @@ class HParams:
         False,
         "recompute each block's activations in the backward pass: less memory",
         aliases="gradient_checkpointing, activation_checkpointing, activation_checkpoint, recompute_activations",
+        on_resume=OnResume.same,
     )
     torchcompile: bool = setting(
-        False, "compile each block with torch.compile", aliases="torch_compile, compile, use_compile"
+        False,
+        "compile each block with torch.compile",
+        aliases="torch_compile, compile, use_compile",
+        on_resume=OnResume.same,
     )
     ema_decay: float | None = setting(
         None, "decay of the exponential moving average of the weights; null: none is kept", gt=0, lt=1, aliases="ema"

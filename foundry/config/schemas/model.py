@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from foundry.config.errors import Violation
 from foundry.config.init_std import parse_std
-from foundry.config.setting import setting
+from foundry.config.setting import OnResume, setting
 from foundry.run_dir.files import read_text
 
 _STD_RULES = (
@@ -26,6 +26,8 @@ class Model:
         None,
         "weights to start from, all else afresh: a run, a checkpoint, a .safetensors file or transformers' folder",
         path=True,
+        on_resume=OnResume.allowed,
+        runtime=True,
     )
 
 
@@ -33,7 +35,7 @@ class Model:
 class Transformer(Model):
     """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 
-    kind: ClassVar[str] = "tokens"
+    wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     _target_: str = "foundry.models.transformer.Transformer"
     vocab_size: int = setting("${data.vocab_size}", "entries of the token embedding", ge=1, le=10**8)
@@ -79,6 +81,7 @@ class Transformer(Model):
         "tokens per tile of the head's projection, recomputed in backward to save memory; 0: all at once",
         ge=0,
         le=10**12,
+        on_resume=OnResume.same,
     )
 
     def check(self) -> Iterator[Violation]:
@@ -98,7 +101,7 @@ class Transformer(Model):
 class HuggingFace(Model):
     """Any causal language model of transformers, built from its config or read from a local folder."""
 
-    kind: ClassVar[str] = "tokens"
+    wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     _target_: str = "foundry.models.huggingface.HuggingFaceCausalLM"
     path: str | None = setting(
@@ -193,7 +196,7 @@ def folder_settings(path: str) -> dict[str, Any]:
 class DiT(Model):
     """A class-conditional diffusion transformer with adaptive layer norm (Peebles and Xie, 2023)."""
 
-    kind: ClassVar[str] = "images"
+    wants: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
     _target_: str = "foundry.models.dit.DiT"
     image_size: int = setting("${data.image_size}", "height and width in pixels", ge=1, le=10**5)

@@ -13,7 +13,7 @@ from foundry.config.setting import setting
 class NextToken:
     """Cross-entropy of the next token."""
 
-    kind: ClassVar[str] = "tokens"
+    wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
     @property
@@ -46,7 +46,7 @@ class BetaSchedule(Enum):
 class Diffusion:
     """Mean squared error of the predicted noise or velocity, with classifier-free guidance when drawing."""
 
-    kind: ClassVar[str] = "images"
+    wants: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
     loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
     metrics: ClassVar[tuple[str, ...]] = ()
 

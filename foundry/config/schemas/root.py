@@ -1,6 +1,6 @@
 """The whole configuration of a run."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -12,6 +12,7 @@ from foundry.config.schemas.guard import Guard
 from foundry.config.schemas.hparams import HParams
 from foundry.config.schemas.precision import Precision
 from foundry.config.schemas.tracking import Tracking
+from foundry.config.setting import OnResume, group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +22,18 @@ class Config:
     The groups typed `Any` hold parts with a `_target_`: one of foundry's schemas, or a user's own mapping.
     """
 
-    hparams: HParams = field(default_factory=HParams)
-    optimizer: Any = MISSING
-    scheduler: Any = MISSING
-    precision: Precision = field(default_factory=Precision)
-    distributed: Distributed = field(default_factory=Distributed)
-    model: Any = MISSING
-    data: Any = MISSING
-    objective: Any = MISSING
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    guard: Guard = field(default_factory=Guard)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    tracking: Tracking = field(default_factory=Tracking)
+    hparams: HParams = group(HParams)
+    optimizer: Any = group(MISSING, given=("model", "lr"), offered=("precision",))
+    scheduler: Any = group(MISSING, OnResume.schedule, given=("max_lr", "budget"))
+    precision: Precision = group(Precision)
+    distributed: Distributed = group(Distributed, OnResume.same)
+    model: Any = group(MISSING, given=())
+    data: Any = group(MISSING, given=("seed",))
+    objective: Any = group(MISSING, given=())
+    evaluation: Evaluation = group(Evaluation, OnResume.allowed)
+    guard: Guard = group(Guard, OnResume.allowed)
+    checkpoint: Checkpoint = group(Checkpoint, OnResume.same)
+    tracking: Tracking = group(Tracking, OnResume.same)
 
 
 def to_config(composed: DictConfig) -> Config:

@@ -45,6 +45,7 @@ class Scheduler:
         parse=Duration.parse,
         source="lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction, warmup_steps",
         aliases="warmup_ratio, num_warmup_steps, warmup_iters, warmup_epochs",
+        runtime=True,
     )
     warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", ge=0, source="lr_warmup_init")
     horizon: str = setting(
@@ -55,7 +56,12 @@ class Scheduler:
         aliases="T_max, num_training_steps",
     )
     min_lr: float = setting(
-        0.0, "learning rate at the end of the horizon", ge=0, source="lr_cooldown_end", aliases="eta_min, end_lr"
+        0.0,
+        "learning rate at the end of the horizon",
+        ge=0,
+        source="lr_cooldown_end",
+        aliases="eta_min, end_lr",
+        runtime=True,
     )
     force_min_lr: float = setting(0.0, "after the warm-up the learning rate never falls below this", ge=0)
     evaluate_at: EvaluateAt = setting(
