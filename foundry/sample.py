@@ -2,17 +2,18 @@
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.setting import setting
+from foundry.config.store import group_schemas
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """The command's options; null means what the run's objective says."""
+class _OwnOptions:
+    """What the command takes whatever the run's objective is."""
 
     run: str = setting("???", "run directory")
     which: str = setting("last", "last, best, or the number of a step")
@@ -20,13 +21,16 @@ class SampleOptions:
     ema: bool = setting(True, "use the averaged weights where the run kept them")
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
     seed: int = setting(0, "seed of the drawing", ge=0, le=2**63 - 1)
-    prompt: str | None = setting(None, "text to continue")
-    num_tokens: int | None = setting(None, "tokens to add", ge=1)
-    temperature: float | None = setting(None, "of the sampled tokens; 0 picks the likeliest", ge=0)
-    labels: list[int] | None = setting(None, "classes to draw, one picture each, such as [3,1,4]")
-    samples_per_class: int | None = setting(None, "pictures of each class", ge=1)
-    guidance_scale: float | None = setting(None, "classifier-free guidance; 1: none", ge=0)
-    steps: int | None = setting(None, "denoising steps", ge=1)
+
+
+_SAMPLING = tuple(
+    schema.sampling for schema in group_schemas("objective").values() if is_dataclass(getattr(schema, "sampling", None))
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions(*_SAMPLING, _OwnOptions):  # type: ignore[misc] # as many bases as there are objectives
+    """The command's options, those of every objective among them; null means what the run's objective says."""
 
 
 def sample(options: SampleOptions) -> Path:
@@ -43,11 +47,8 @@ def sample(options: SampleOptions) -> Path:
     check_writable("out", stem.parent)
     restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust)
     objective = build_part(restored.config, "objective")
-    asked = {
-        name: value
-        for name in ("prompt", "num_tokens", "temperature", "labels", "samples_per_class", "guidance_scale", "steps")
-        if (value := getattr(options, name)) is not None
-    }
+    names = [item.name for schema in _SAMPLING for item in fields(schema)]
+    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
     kind = type(objective).__name__
     if not isinstance(objective, GenerativeObjective):
         raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} draws nothing"))

@@ -10,8 +10,29 @@ from foundry.config.setting import setting
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextSampling:
+    """What `foundry.sample` takes for text; null: what the objective says."""
+
+    prompt: str | None = setting(None, "text to continue")
+    num_tokens: int | None = setting(None, "tokens to add", ge=1)
+    temperature: float | None = setting(None, "of the sampled tokens; 0 picks the likeliest", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSampling:
+    """What `foundry.sample` takes for pictures; null: what the objective says."""
+
+    labels: list[int] | None = setting(None, "classes to draw, one picture each, such as [3,1,4]")
+    samples_per_class: int | None = setting(None, "pictures of each class", ge=1)
+    guidance_scale: float | None = setting(None, "classifier-free guidance; 1: none", ge=0)
+    steps: int | None = setting(None, "denoising steps", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NextToken:
     """Cross-entropy of the next token."""
+
+    sampling: ClassVar[type[TextSampling]] = TextSampling
 
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
@@ -45,6 +66,8 @@ class BetaSchedule(Enum):
 @dataclass(frozen=True, kw_only=True)
 class Diffusion:
     """Mean squared error of the predicted noise or velocity, with classifier-free guidance when drawing."""
+
+    sampling: ClassVar[type[ImageSampling]] = ImageSampling
 
     wants: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
     loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
