@@ -49,6 +49,7 @@ from foundry.training.ema import WeightAverage
 from foundry.training.evaluation import Evaluator
 from foundry.training.events import RunStarted
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
+from foundry.training.model_hooks import hook
 from foundry.training.progress import Progress
 from foundry.training.protocols import CheckpointManager, Objective, Schedule
 from foundry.training.signals import SignalHandler
@@ -229,7 +230,7 @@ def _build_loader(setup: Setup, budget: Budget) -> Loader:
 
 def _build_throughput(setup: Setup, model: nn.Module) -> Throughput:
     """What measures speed; FLOPs where the model, as it was before wrapping, says them."""
-    count, tokens = getattr(model, "flops_per_sample", None), setup.data.tokens_per_sample
+    count, tokens = hook(model, "flops_per_sample"), setup.data.tokens_per_sample
     flops = None if count is None else float(count() if tokens is None else count(tokens))
     return Throughput(
         world_size=setup.world.world_size,

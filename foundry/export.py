@@ -34,16 +34,17 @@ def export(options: ExportOptions) -> Path:
 
     from foundry.config.frozen import save_config
     from foundry.restore import restore
+    from foundry.training.model_hooks import hook
 
     restored = restore(folder_option("run", options.run), options.which, ema=options.ema, trust=options.trust)
     model = restored.model
     state = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
-    if (export_state := getattr(model, "export_state", None)) is not None:
+    if (export_state := hook(model, "export_state")) is not None:
         state = export_state(state)
     out.mkdir(parents=True, exist_ok=True)
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     save_config(restored.config, out)
-    if (hf_config := getattr(model, "hf_config", None)) is not None:
+    if (hf_config := hook(model, "hf_config")) is not None:
         hf_config().save_pretrained(out)
         _save_tokenizer(restored.data.tokenizer, out)
     sys.stdout.write(f"{out}\n")

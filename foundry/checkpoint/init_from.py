@@ -14,6 +14,7 @@ from foundry.checkpoint.tensors import load_weights, tied_names
 from foundry.checkpoint.verification import damage_together
 from foundry.config.errors import ConfigError, Violation
 from foundry.parallel.process_group import World
+from foundry.training.model_hooks import hook
 
 _KEY = "model.init_from"
 
@@ -58,7 +59,7 @@ def init_from(model: nn.Module, path: Path, world: World) -> None:
 @torch.no_grad()
 def _copy_from(files: Iterable[Path], model: nn.Module) -> None:
     wanted: dict[str, Tensor] = dict(model.state_dict())
-    own_name = getattr(model, "import_name", lambda name: name)
+    own_name = hook(model, "import_name") or (lambda name: name)
     unknown, misshapen, found = list[str](), list[str](), set[str]()
     for file in files:
         with _opened(file) as opened:

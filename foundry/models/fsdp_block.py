@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from foundry.training.model_hooks import hook
+
 
 class FSDPBlock(nn.Module):
     """Marks a repeating block, such as a transformer layer. A pure marker: it adds no behaviour.
@@ -22,7 +24,7 @@ def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _blocks_below(module: nn.Module, types: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
-    ask = getattr(module, "get_fsdp_block_types", None)
+    ask = hook(module, "get_fsdp_block_types")
     inner = types + tuple(ask()) if ask is not None else types
     for child in module.children():
         yield from _blocks_below(child, inner)

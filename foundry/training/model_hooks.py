@@ -1,0 +1,45 @@
+"""What a model may answer besides its forward pass."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class ModelHooks(Protocol):
+    """The optional methods of a model; each stands by itself, and where one is missing the run does without it.
+
+    This is documentation and a type: nothing has to derive from it.
+    """
+
+    def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
+        """The types of repeating blocks that do not derive from `FSDPBlock`: sharded, checkpointed, compiled alone."""
+        ...
+
+    def flops_per_sample(self, seq_len: int) -> float:
+        """FLOPs of a forward and backward pass over one sample, for FLOP/s and MFU; no argument without tokens."""
+        ...
+
+    def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The state under the names that an export has."""
+        ...
+
+    def hf_config(self) -> "PreTrainedConfig":
+        """The config of transformers that `export_state` fits; with it an export is one that transformers loads."""
+        ...
+
+    def import_name(self, name: str) -> str:
+        """This model's name of a tensor that an export, or transformers, calls `name`; for `model.init_from`."""
+        ...
+
+
+Name = Literal["get_fsdp_block_types", "flops_per_sample", "export_state", "hf_config", "import_name"]
+
+
+def hook(model: nn.Module, name: Name) -> Callable[..., Any] | None:
+    """A model's optional method; None where it has none."""
+    method: Callable[..., Any] | None = getattr(model, name, None)
+    return method
