@@ -1,12 +1,9 @@
 """What a model may answer besides its forward pass."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class ModelHooks(Protocol):
@@ -27,8 +24,8 @@ class ModelHooks(Protocol):
         """The state under the names that an export has."""
         ...
 
-    def hf_config(self) -> "PreTrainedConfig":
-        """The config of transformers that `export_state` fits; with it an export is one that transformers loads."""
+    def hf_config(self) -> Any:
+        """The `PreTrainedConfig` of transformers that `export_state` fits; with it an export is one that transformers loads."""
         ...
 
     def import_name(self, name: str) -> str:
