@@ -15,7 +15,7 @@ from foundry.checkpoint.manager import NoCheckpoints, ShardedCheckpointManager
 from foundry.checkpoint.resume_point import ResumePoint, restore_rng
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer
-from foundry.checkpoint.tensors import restore_into
+from foundry.checkpoint.tensors import read_source_tensors, restore_into
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import plain, strict
@@ -119,6 +119,7 @@ def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
         seed_rng(config.hparams.seed + 1 + world.rank)
     else:
         trainer.load_state_dict(resume_point.state)
+        trainer.source.load_tensors(read_source_tensors(resume_point.folder))
         restore_rng(resume_point, world, config.hparams.seed)
     if world.is_main:
         write_architecture(config, trained.unwrapped, setup.run_dir)
@@ -225,6 +226,7 @@ def _build_loader(setup: Setup, budget: Budget) -> Loader:
         world_size=world.world_size,
         num_workers=field_of(config.data, "num_workers", 0),
         pin_memory=world.device.type == "cuda",
+        tokens_per_sample=data.tokens_per_sample,
     )
 
 

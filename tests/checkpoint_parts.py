@@ -39,12 +39,12 @@ def saver(run_dir, *, asynchronous=False, keep_last=None, keep_every_steps=None,
     )
 
 
-def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, state=None, **options):
+def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, state=None, source=None, **options):
     """Save one checkpoint and wait for it; returns its folder."""
     checkpointer = checkpointer or saver(run_dir)
     checkpointer.save(
         step,
-        tensors=lambda: collect(model, ema, optimizers),
+        tensors=lambda: collect(model, ema, optimizers, source),
         manifest={**KNOWN, "state": state or {"position": step}, "optimizer": describe(model, optimizers)},
         rank_state={"rng": step},
         **{"wait": True, **options},

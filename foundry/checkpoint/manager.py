@@ -2,13 +2,13 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from foundry.checkpoint.folder import CheckpointError, read_manifest, step_name
@@ -59,9 +59,9 @@ class ShardedCheckpointManager:
         self._since = now
         return True
 
-    def is_due(self, step: int, samples_before: int, samples_after: int) -> bool:
-        """Whether the interval asks for one after step `step`, which consumed those samples."""
-        return self.interval is not None and self.interval.due(step, samples_before, samples_after)
+    def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+        """Whether the interval asks for one after step `step`, which consumed those samples and tokens."""
+        return self.interval is not None and self.interval.due(step, samples_before, samples_after, tokens)
 
     def check_state(self) -> None:
         """Find out whether the optimizers' state can be saved as soon as there is some, and not at the first save.
@@ -78,7 +78,14 @@ class ShardedCheckpointManager:
             raise ConfigError(Violation("optimizer", str(error))) from error
 
     def save(
-        self, progress: Progress, state: dict[str, Any], *, metric: float | None, is_best: bool, wait: bool
+        self,
+        progress: Progress,
+        state: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        *,
+        metric: float | None,
+        is_best: bool,
+        wait: bool,
     ) -> Path:
         """Save the run as it is; with `wait`, return only when it is on the disk.
 
@@ -95,7 +102,7 @@ class ShardedCheckpointManager:
         }
         self.checkpointer.save(
             progress.steps,
-            tensors=partial(collect, self.model, self.ema, self.optimizers),
+            tensors=partial(collect, self.model, self.ema, self.optimizers, tensors),
             manifest=manifest,
             rank_state=rng_state(self.world.device),
             metric=metric if metric is not None and math.isfinite(metric) else None,
@@ -132,7 +139,7 @@ class NoCheckpoints:
         """Never."""
         return False
 
-    def is_due(self, step: int, samples_before: int, samples_after: int) -> bool:
+    def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
         """Never."""
         return False
 
@@ -140,7 +147,14 @@ class NoCheckpoints:
         """Nothing is to be saved."""
 
     def save(
-        self, progress: Progress, state: dict[str, Any], *, metric: float | None, is_best: bool, wait: bool
+        self,
+        progress: Progress,
+        state: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        *,
+        metric: float | None,
+        is_best: bool,
+        wait: bool,
     ) -> None:
         """Save nothing."""
 

@@ -1,7 +1,8 @@
 """What a checkpoint holds of a run: weights, their average and the optimizers' state, under names no wrapper changes.
 
-`model.<name>`, `ema.<name>` and `optimizer.<name>.<key>`, where <name> is the parameter's own; and
-`optimizer_groups.<optimizer>.<group>.<key>` where an optimizer keeps something for all parameters of a group.
+`model.<name>`, `ema.<name>` and `optimizer.<name>.<key>`, where <name> is the parameter's own;
+`optimizer_groups.<optimizer>.<group>.<key>` where an optimizer keeps something for all parameters of a group; and
+`source.<name>` for what the source of windows keeps in tensors.
 """
 
 import warnings
@@ -25,22 +26,30 @@ from foundry.checkpoint.optimizer_state import allocate_state, collect_state, de
 from foundry.training.ema import WeightAverage
 
 _NUM_SHOWN = 3
+_SOURCE = "source."
 
 
-def collect(model: nn.Module, ema: WeightAverage | None, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+def collect(
+    model: nn.Module,
+    ema: WeightAverage | None,
+    optimizers: Sequence[Optimizer],
+    source: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """The tensors themselves, no copies; sharded ones stay sharded, a tied one comes once.
 
     Args:
         model: as it was wrapped.
         ema: the averaged weights, where kept.
         optimizers: all of the run.
+        source: tensors of the source of windows, equal on all ranks.
 
     Raises:
         CheckpointError: an optimizer's state that another layout could not read.
     """
     inner = _inner(model)
     weights = {f"model.{name}": tensor for name, tensor in _weights(inner).items()}
-    return weights | _averages(ema) | collect_state(inner, optimizers)
+    others = {f"{_SOURCE}{name}": tensor for name, tensor in (source or {}).items()}
+    return weights | _averages(ema) | collect_state(inner, optimizers) | others
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
@@ -71,13 +80,22 @@ def restore_into(folder: Path, model: nn.Module, ema: WeightAverage | None, opti
     targets = weights | _averages(ema)
     for held in states:
         targets |= held.tensors
-    _check_names(folder, targets, saved)
+    _check_names(folder, targets, [name for name in saved if not name.startswith(_SOURCE)])
     _read(folder, reader, targets, saved)
     _accept(inner, weights)
     for optimizer in optimizers:
         optimizer.state.clear()
     for held in states:
         held.accept()
+
+
+def read_source_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the source of windows, whole and in host memory; none for a source that has none."""
+    reader = HuggingFaceStorageReader(str(folder))
+    found = {name: entry for name, entry in _entries(reader).items() if name.startswith(_SOURCE)}
+    targets = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
+    _read(folder, reader, targets, {name: entry.size for name, entry in found.items()})
+    return {name.removeprefix(_SOURCE): tensor for name, tensor in targets.items()}
 
 
 def load_weights(folder: Path, model: nn.Module, *, ema: bool = False) -> None:
@@ -126,8 +144,12 @@ def _averages(ema: WeightAverage | None) -> dict[str, Tensor]:
 def _open(folder: Path) -> tuple[HuggingFaceStorageReader, dict[str, torch.Size]]:
     """The reader of a checkpoint, and the shapes of its tensors by name."""
     reader = HuggingFaceStorageReader(str(folder))
+    return reader, {name: entry.size for name, entry in _entries(reader).items()}
+
+
+def _entries(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
     entries = reader.read_metadata().state_dict_metadata
-    return reader, {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 @contextmanager

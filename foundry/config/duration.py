@@ -145,15 +145,17 @@ def without_rounding_error(samples: float) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """When something that is done again and again is due: every so many optimizer steps, or so many samples.
+    """When something that is done again and again is due: every so many optimizer steps, samples or tokens.
 
     Attributes:
         steps: optimizer steps between, or None.
         samples: samples between, where `steps` is None; due at the step that reaches a multiple of it.
+        tokens: tokens between, for an interval in tokens and a run that counts those it consumes.
     """
 
     steps: int | None
     samples: float
+    tokens: float | None = None
 
     @classmethod
     def parse(cls, text: str, budget: Budget) -> Self:
@@ -168,12 +170,26 @@ class Interval:
         if samples > budget.total_samples:
             steps = budget.batch_sizes.steps_at(samples)
             raise ValueError(f"is {shown(text)}, {steps:g} steps, but the run has only {budget.total_steps}")
-        return cls(int(duration.value) if duration.unit is Unit.steps else None, samples)
+        return cls(
+            steps=int(duration.value) if duration.unit is Unit.steps else None,
+            samples=samples,
+            tokens=duration.value if duration.unit is Unit.tokens else None,
+        )
 
-    def due(self, step: int, samples_before: int, samples_after: int) -> bool:
-        """Whether it is due after optimizer step `step`, which consumed samples `samples_before` to `samples_after`."""
+    def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+        """Whether it is due after optimizer step `step`, which consumed samples `samples_before` to `samples_after`.
+
+        Args:
+            step: counted from one.
+            samples_before: consumed before it.
+            samples_after: consumed after it.
+            tokens: consumed before and after; None: not counted, and every sample has the same number.
+        """
         if self.steps is not None:
             return step % self.steps == 0
+        if self.tokens is not None and tokens is not None:
+            before, after = tokens
+            return after // self.tokens > before // self.tokens
         return int(samples_after / self.samples) > int(samples_before / self.samples)
 
 
@@ -214,8 +230,8 @@ class EpochInterval:
         wanted = self.every if isinstance(self.every, int) else int(batches * self.every)
         return max(1, min(wanted, batches))
 
-    def due(self, step: int, samples_before: int, samples_after: int) -> bool:
-        """Whether it is due after optimizer step `step`, which consumed samples `samples_before` to `samples_after`."""
+    def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+        """Whether it is due after optimizer step `step`; see `Interval.due`, tokens do not matter."""
         epoch = samples_before // self.samples_per_epoch
         return (step - self._steps_before(epoch)) % self.steps_in(epoch) == 0
 

@@ -22,7 +22,13 @@ def val_metric_names(metrics: Iterable[str]) -> tuple[str, ...]:
 
 
 def declared(objective: object) -> tuple[str, ...] | None:
-    """What evaluations of an objective, or of its schema, measure.
+    """What evaluations of an objective, or of its schema, measure; None where `declared_metrics` says nothing."""
+    metrics = declared_metrics(objective)
+    return None if metrics is None else val_metric_names(metrics)
+
+
+def declared_metrics(objective: object) -> tuple[str, ...] | None:
+    """The names that an objective, or its schema, has for its own metrics.
 
     Returns:
         None where nobody says: a part of the user's own need not have `metrics`, and no schema speaks for it.
@@ -35,7 +41,7 @@ def declared(objective: object) -> tuple[str, ...] | None:
         return None
     metrics = getattr(objective, "metrics", None)
     is_said = isinstance(metrics, (tuple, list)) and all(isinstance(name, str) for name in metrics)
-    return val_metric_names(metrics) if metrics is not None and is_said else None
+    return tuple(metrics) if metrics is not None and is_said else None
 
 
 def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Violation]:

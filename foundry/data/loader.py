@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -123,6 +123,7 @@ class Loader:
         world_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        tokens_per_sample: int | None = None,
     ) -> None:
         """Read `dataset` for one rank.
 
@@ -135,6 +136,7 @@ class Loader:
             world_size: number of ranks.
             num_workers: processes that read ahead; 0 reads in this one.
             pin_memory: put microbatches into page-locked memory, for copies that do not block.
+            tokens_per_sample: the same for all samples; None where they are not sequences of tokens.
         """
         self.samples = 0
         self._skipped = 0
@@ -142,6 +144,7 @@ class Loader:
         self._batch_size_at, self._per_gpu = batch_size_at, per_gpu_batch_size
         self._rank, self._world_size = rank, world_size
         self._num_workers, self._pin_memory = num_workers, pin_memory
+        self._tokens_per_sample = tokens_per_sample
         self._ahead: Iterator[Microbatch] | None = None
 
     def next_window(self) -> Window:
@@ -156,7 +159,8 @@ class Loader:
             with worker_deaths_explained(self._ahead):
                 microbatches = [next(self._ahead) for _ in range(count)]
         self.samples += num_samples
-        return Window(microbatches, num_samples)
+        tokens = None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
+        return Window(microbatches, num_samples, tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """The number of samples consumed, over all ranks, and of those left out."""
@@ -166,6 +170,13 @@ class Loader:
         """Continue after `state["samples"]` samples."""
         self.samples, self._skipped = int(state["samples"]), int(state["skipped"])
         self._ahead = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Nothing: a position in the order is a number."""
+        return {}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing is to be loaded."""
 
     def rewind(self, samples: int) -> None:
         """Count from `samples` samples again, but read on after what was read last."""

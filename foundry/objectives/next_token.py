@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.text_samples import TextSamples, sample_token
-from foundry.training.protocols import LossSum, Microbatch
+from foundry.training.protocols import LossSum, Mean, Microbatch
 
 DEFAULT_PROMPT = "def "
 
@@ -51,7 +51,7 @@ class NextToken:
             return LossSum(cross_entropy)
         squares = output.logsumexp.square().masked_fill(targets == IGNORED_TARGET, 0.0)
         z_loss = self.z_loss_coefficient * squares.sum()
-        metrics = {"cross_entropy": cross_entropy.detach(), "z_loss": z_loss.detach()}
+        metrics = {"cross_entropy": Mean(cross_entropy.detach()), "z_loss": Mean(z_loss.detach())}
         return LossSum(cross_entropy + z_loss, metrics)
 
     @torch.no_grad()

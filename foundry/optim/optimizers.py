@@ -6,7 +6,7 @@ parameters. Groups carry `lr_mult` and `wd_mult`, which scale the schedule's val
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -178,15 +178,6 @@ def _kind(value: object) -> str:
 def _some(names: Sequence[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float | None = None) -> None:
-    """Give every group its learning rate, and its weight decay unless that is None, for the next update."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_mult", 1.0)
-            if weight_decay is not None:
-                group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
 def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Mapping[str, Any]]:

@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from foundry.config.metrics import LOSS, val_metric_name
+from foundry.config.metrics import declared_metrics, val_metric_name
 from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.run_dir.files import make_folder
-from foundry.training.protocols import GenerativeObjective, Objective
+from foundry.training.metric_sums import add_metrics, reduce_sums
+from foundry.training.protocols import GenerativeObjective, LossSum, Mean, Objective
 from foundry.training.step import to_device
 
 _log = logging.getLogger(__name__)
+
+_LOSS = "loss"
 
 
 @dataclass(kw_only=True)
@@ -60,20 +63,23 @@ class Evaluator:
         )
         was_training = self.model.training
         self.model.eval()
-        count, sums = 0, dict[str, Tensor]()
+        device, count = self.world.device, 0
+        loss, metrics = torch.zeros((), dtype=torch.float64, device=device), dict[str, Mean]()
         for microbatch in batches:
             beat()
-            count += self.objective.num_valid(microbatch)
-            with self.precision.autocast(self.world.device):
-                part = self.objective.loss(self.model, to_device(microbatch, self.world.device))
-            own = {val_metric_name(name): value for name, value in part.metrics.items()}
-            named = {LOSS: part.loss} | own | {LOSS: part.loss}  # no metric of an objective replaces the loss
-            for name, value in named.items():
-                sums[name] = sums[name] + value.double() if name in sums else value.double()
+            num_valid = self.objective.num_valid(microbatch)
+            count += num_valid
+            with self.precision.autocast(device):
+                part = self.objective.loss(self.model, to_device(microbatch, device))
+            loss += part.loss
+            add_metrics(metrics, {name: Mean(m.sum.double(), m.count) for name, m in part.metrics.items()}, num_valid)
         self.model.train(was_training)
-        counted = torch.tensor(float(count), dtype=torch.float64, device=self.world.device)
-        total = self.world.all_reduce_sum(torch.stack([counted, *sums.values()])).tolist()
-        return {name: value / max(total[0], 1.0) for name, value in zip(sums, total[1:], strict=True)}
+        # The loss and its count are one metric of several, reduced with the others; none of them replaces it.
+        names = declared_metrics(self.objective)
+        sums = LossSum(loss, {**metrics, _LOSS: Mean(loss, count)})
+        total = reduce_sums(sums, None if names is None else dict.fromkeys((_LOSS, *names)), self.world)
+        means = {val_metric_name(name): mean.item() for name, mean in total.metrics.items()}
+        return {name: value for name, value in means.items() if value is not None}
 
     def move(self, run_dir: Path) -> None:
         """Write what is drawn from now on into another run directory."""

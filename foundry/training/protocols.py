@@ -1,6 +1,6 @@
 """What the trainer asks of the parts it is given."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,16 +18,34 @@ and -1 marks padding, a sample that counts for nothing.
 
 
 @dataclass(frozen=True)
+class Mean:
+    """A metric as a sum with its own count, such as rewards by sequence or a divergence by token.
+
+    Attributes:
+        sum: () float32.
+        count: of the items in it, a whole number, () where it is a tensor; None: the valid items of the loss.
+    """
+
+    sum: Tensor
+    count: Tensor | int | None = None
+
+    def item(self) -> float | None:
+        """The mean of a sum whose count is known; None where nothing was counted. It waits for the device."""
+        assert self.count is not None
+        return float((self.sum / self.count).item()) if self.count > 0 else None
+
+
+@dataclass(frozen=True)
 class LossSum:
     """What an objective makes of one microbatch.
 
     Attributes:
         loss: () float32, summed over the valid items; exactly 0 where there are none, never NaN.
-        metrics: () float32 each, sums over the same items, logged as averages.
+        metrics: logged as sum / count over the whole global batch, or over the held-out data.
     """
 
     loss: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Mean] = field(default_factory=dict)
 
 
 class Samples(Protocol):
@@ -41,7 +59,8 @@ class Samples(Protocol):
 class Objective(Protocol):
     """What is minimised: a sum over valid items, divided by their number over the whole global batch.
 
-    One that has `metrics`, the names of those in its `LossSum`, has settings that choose another refused at the start.
+    One that has `metrics`, the names of those in its `LossSum`, has settings that choose another refused at the start,
+    and may leave any of them out of a microbatch. Without `metrics`, every microbatch of every rank has the same ones.
     """
 
     def num_valid(self, microbatch: Microbatch) -> int:
@@ -69,10 +88,14 @@ class Window:
     Attributes:
         microbatches: in the order in which they are run; the same number on every rank.
         num_samples: samples of the whole global batch, over all ranks.
+        num_tokens: likewise; None where samples are not sequences of tokens.
+        metrics: of the source, the same on all ranks, such as the mean reward of a rollout; logged with the step.
     """
 
     microbatches: Sequence[Microbatch]
     num_samples: int
+    num_tokens: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class WindowSource(Protocol):
@@ -88,6 +111,14 @@ class WindowSource(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the position holds that JSON cannot, equal on all ranks; a checkpoint keeps it as `source.<name>`."""
+        ...
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue from `tensors()`, in host memory; called after `load_state_dict`."""
         ...
 
     def rewind(self, samples: int) -> None:
@@ -131,8 +162,8 @@ class CheckpointManager(Protocol):
         """Whether this rank's clock says that a checkpoint is due; true once each time."""
         ...
 
-    def is_due(self, step: int, samples_before: int, samples_after: int) -> bool:
-        """Whether the interval asks for one after step `step`, which consumed those samples."""
+    def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+        """Whether the interval asks for one after step `step`, which consumed those samples and tokens."""
         ...
 
     def check_state(self) -> None:
@@ -144,13 +175,21 @@ class CheckpointManager(Protocol):
         ...
 
     def save(
-        self, progress: Progress, state: dict[str, Any], *, metric: float | None, is_best: bool, wait: bool
+        self,
+        progress: Progress,
+        state: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        *,
+        metric: float | None,
+        is_best: bool,
+        wait: bool,
     ) -> Path | None:
         """Save the run as it is, with what the trainer's `state_dict` says; None where nothing is to be saved.
 
         Args:
             progress: the clock.
             state: plain JSON, the same on every rank.
+            tensors: of the source of windows, equal on all ranks.
             metric: of an evaluation at this step.
             is_best: no earlier step had a better one.
             wait: return only when it is on the disk.

@@ -1,7 +1,7 @@
 """One optimizer step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from foundry.config.metrics import declared_metrics
 from foundry.config.schemas.guard import Guard
-from foundry.optim.optimizers import set_schedule
 from foundry.parallel.grad_norm import clip_, global_grad_norm
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.guards import Attempt, UpdateGuard
-from foundry.training.protocols import LossSum, Microbatch, Objective, Synchroniser, Window
+from foundry.training.metric_sums import add_metrics, reduce_sums
+from foundry.training.protocols import LossSum, Mean, Microbatch, Objective, Synchroniser, Window
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,22 @@ class StepResult:
     Attributes:
         loss: () float32, the mean over valid items.
         grad_norm: () float32, before clipping.
-        metrics: () float32 each, means over valid items.
+        metrics: sums and counts by name.
         skipped: whether the update was left out, and the run goes on; a () bool tensor where only the device knows.
     """
 
     loss: Tensor
     grad_norm: Tensor
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Mean]
     skipped: Tensor | bool = False
+
+
+ForwardBackward = Callable[[Sequence[Microbatch], Sequence[int], Tensor | float], LossSum]
+"""Forward and backward passes of a window: its microbatches, the valid items of each, and the factor of the loss.
+
+The factor makes a sum over this rank's items a share of the gradient that the synchronisation averages. Gradients are
+left in the parameters, times the loss scaler's scale where there is one; the answer is this rank's sums, unscaled.
+"""
 
 
 class TrainStep:
@@ -49,6 +58,7 @@ class TrainStep:
         world: World,
         max_grad_norm: float | None,
         guard: Guard | None = None,
+        forward_backward: ForwardBackward | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -61,12 +71,14 @@ class TrainStep:
             world: this rank and the others.
             max_grad_norm: largest global norm of the gradient; None: no clipping.
             guard: what to do at a fault; None: what is not finite ends the run.
+            forward_backward: another way through a window, such as a pipeline; None: one microbatch after the other.
         """
         self._model, self._objective, self._optimizers = model, objective, optimizers
         self._sync, self._precision, self._world = sync, precision, world
         self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._scaler = precision.scaler(world.device)
+        self._forward_backward = forward_backward or self._accumulate
         self.guard = UpdateGuard(guard or Guard(), optimizers, world, scaler=self._scaler)
 
     def __call__(self, window: Window, lr: float, step: int, *, weight_decay: float | None = None) -> StepResult:
@@ -85,9 +97,11 @@ class TrainStep:
             LossSpike: the loss has jumped, and the answer is to go back to the last checkpoint.
             PersistentSpikeError: the loss has jumped more often in a row than `guard` lets pass.
         """
-        count = self._num_valid(window.microbatches)
+        num_valid = [self._objective.num_valid(microbatch) for microbatch in window.microbatches]
+        count = self._global_count(sum(num_valid))
         set_schedule(self._optimizers, lr, weight_decay)
-        sums = self._accumulate(window.microbatches, count)
+        # DDP and FSDP2 average gradients over ranks; the loss is a sum over all of them.
+        sums = self._forward_backward(window.microbatches, num_valid, self._world.world_size / count)
         self._sync.finish()
         if self._scaler is not None:
             for optimizer in self._optimizers:
@@ -95,7 +109,8 @@ class TrainStep:
         grad_norm = global_grad_norm(self._parameters)
         if self._max_norm < math.inf:
             clip_(self._parameters, grad_norm, self._max_norm)
-        result = self._reduce(sums, count, grad_norm)
+        total = reduce_sums(sums, declared_metrics(self._objective), self._world)
+        result = StepResult(total.loss / count, grad_norm, total.metrics)
         positions = [microbatch["position"] for microbatch in window.microbatches if "position" in microbatch]
         skipped = self._update(Attempt(step, result.loss, grad_norm, sums.loss, positions))
         return replace(result, skipped=skipped)
@@ -138,21 +153,20 @@ class TrainStep:
             optimizer.step()
         return True
 
-    def _num_valid(self, microbatches: Sequence[Microbatch]) -> Tensor | int:
-        """Valid items of the whole global batch, at least one."""
-        count = sum(self._objective.num_valid(microbatch) for microbatch in microbatches)
+    def _global_count(self, count: int) -> Tensor | int:
+        """Valid items of the whole global batch, at least one, given this rank's."""
         if self._world.world_size == 1:
             return max(count, 1)
         # A fill, unlike a copy from the host, does not wait for the device.
         total = torch.full((), float(count), dtype=torch.float64, device=self._world.device)
         return self._world.all_reduce_sum(total).clamp_(min=1).float()
 
-    def _accumulate(self, microbatches: Sequence[Microbatch], count: Tensor | int) -> LossSum:
-        """Run forward and backward over the window; return this rank's sums."""
-        # DDP and FSDP2 average gradients over ranks; the loss is a sum over all of them.
-        scale = self._world.world_size / count
+    def _accumulate(
+        self, microbatches: Sequence[Microbatch], num_valid: Sequence[int], scale: Tensor | float
+    ) -> LossSum:
+        """Run forward and backward microbatch by microbatch; see `ForwardBackward`."""
         loss: Tensor | None = None
-        metrics: dict[str, Tensor] = {}
+        metrics: dict[str, Mean] = {}
         last = len(microbatches) - 1
         for index, microbatch in enumerate(microbatches):
             on_device = to_device(microbatch, self._world.device)
@@ -163,17 +177,18 @@ class TrainStep:
                 scaled = total if self._scaler is None else self._scaler.scale(total)
                 torch.autograd.backward(scaled)
             loss = part.loss.detach() if loss is None else loss + part.loss.detach()
-            for name, value in part.metrics.items():
-                metrics[name] = metrics[name] + value.detach() if name in metrics else value.detach()
+            add_metrics(metrics, part.metrics, num_valid[index])
         assert loss is not None, "a window holds at least one microbatch"
         return LossSum(loss, metrics)
 
-    def _reduce(self, sums: LossSum, count: Tensor | int, grad_norm: Tensor) -> StepResult:
-        """Add up the sums over ranks and divide by the valid items."""
-        if self._world.world_size == 1:
-            return StepResult(sums.loss / count, grad_norm, {k: v / count for k, v in sums.metrics.items()})
-        total = self._world.all_reduce_sum(torch.stack([sums.loss, *sums.metrics.values()])) / count
-        return StepResult(total[0], grad_norm, dict(zip(sums.metrics, total[1:], strict=True)))
+
+def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float | None = None) -> None:
+    """Give every group its learning rate, and its weight decay unless that is None, for the next update."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+            if weight_decay is not None:
+                group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:

@@ -105,7 +105,7 @@ class Throughput:
         device: this rank's.
         precision: what the matrix products are computed in; decides the peak.
         flops_per_sample: of one sample's forward and backward pass, recomputation not counted; None where not known.
-        tokens_per_sample: None where samples have no tokens.
+        tokens_per_sample: tokens in the sample of `flops_per_sample`; None where samples have none.
         clock: monotonic seconds.
     """
 
@@ -130,16 +130,18 @@ class Throughput:
         self._paused_seconds = 0.0
         self._step = 0
         self._samples = 0
+        self._tokens: int | None = None
 
-    def start(self, step: int, samples: int) -> None:
+    def start(self, step: int, samples: int, tokens: int | None = None) -> None:
         """Measure from now on.
 
         Args:
             step: optimizer steps already taken; a run that was resumed or went back does not start at 0.
             samples: samples already consumed.
+            tokens: likewise; None where none are counted.
         """
         self._since, self._paused_seconds = self._clock(), 0.0
-        self._step, self._samples = step, samples
+        self._step, self._samples, self._tokens = step, samples, tokens
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -152,30 +154,37 @@ class Throughput:
             self._synchronize()
             self._paused_seconds += self._clock() - begin
 
-    def log(self, step: int, samples: int) -> Rates:
+    def log(self, step: int, samples: int, tokens: int | None = None) -> Rates:
         """The rates since the last call, which then start anew.
 
         Args:
             step: optimizer steps taken so far.
             samples: samples consumed so far, over all ranks.
+            tokens: likewise; None where none are counted.
         """
         now = self._clock()
         seconds = max(now - self._since - self._paused_seconds, 1e-9)
         samples_per_second = (samples - self._samples) / seconds
         step_seconds = seconds / max(step - self._step, 1)
+        tokens_per_second = None if tokens is None else (tokens - (self._tokens or 0)) / seconds
+        flops = self._flops_per_second(samples_per_second, tokens_per_second)
         self._since, self._paused_seconds = now, 0.0
-        self._step, self._samples = step, samples
-        flops = (
-            None if self._flops_per_sample is None else samples_per_second * self._flops_per_sample / self._world_size
-        )
+        self._step, self._samples, self._tokens = step, samples, tokens
         return Rates(
             samples_per_second=samples_per_second,
-            tokens_per_second=None if self._tokens_per_sample is None else samples_per_second * self._tokens_per_sample,
+            tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
             tflops=None if flops is None else flops / 1e12,
             mfu=None if flops is None or self._peak is None else flops / self._peak,
             peak_memory_bytes=peak_memory_bytes(self._device),
         )
+
+    def _flops_per_second(self, samples: float, tokens: float | None) -> float | None:
+        """Per rank; samples with other numbers of tokens than usual count by their tokens."""
+        if self._flops_per_sample is None:
+            return None
+        whole = samples if tokens is None or self._tokens_per_sample is None else tokens / self._tokens_per_sample
+        return whole * self._flops_per_sample / self._world_size
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

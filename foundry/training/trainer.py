@@ -25,7 +25,7 @@ from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, S
 from foundry.training.guards import LossSpike
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
 from foundry.training.progress import Progress
-from foundry.training.protocols import CheckpointManager, SaveError, Schedule, WindowSource
+from foundry.training.protocols import CheckpointManager, SaveError, Schedule, Window, WindowSource
 from foundry.training.signals import Boundary, SignalHandler
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
@@ -115,7 +115,7 @@ class Trainer:
             Stopped: a signal came; the run is saved.
         """
         self._tell("on_start", started)
-        self.throughput.start(self.progress.steps, self.progress.samples)
+        self.throughput.start(self.progress.steps, self.progress.samples, self.progress.tokens)
         last = _Measured({}, is_best=False, stop_reason=self._stop_reason)
         with self._errors_explained():
             while self.progress.steps < self.budget.total_steps and last.stop_reason is None:
@@ -176,21 +176,24 @@ class Trainer:
         window = self.source.next_window()
         self._doing("training")
         before, after = progress.samples, progress.samples + window.num_samples
+        tokens = (
+            None if window.num_tokens is None else (progress.tokens or 0, (progress.tokens or 0) + window.num_tokens)
+        )
         lr, weight_decay = self.schedule.lr(before, after), self.schedule.weight_decay(before, after)
         result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
         self.checkpoints.check_state()
-        progress.advance(window.num_samples)
+        progress.advance(window.num_samples, window.num_tokens)
         if self.ema is not None:
             self.ema.update(result.skipped)
         done = progress.steps >= self.budget.total_steps
         if done or progress.steps == 1 or progress.steps % self.log_every_n_steps == 0:
             decay = self.constant_weight_decay if weight_decay is None else weight_decay
-            self._log(result, lr, decay, window.num_samples)
+            self._log(result, lr, decay, window)
         measured, interval = _Measured({}, is_best=False, stop_reason=None), self.evaluation_interval
-        if done or (interval is not None and interval.due(progress.steps, before, after)):
+        if done or (interval is not None and interval.due(progress.steps, before, after, tokens)):
             measured = self._measure(before)
         if not done and measured.stop_reason is None:
-            self._keep(before, after, measured)
+            self._keep(self.checkpoints.is_due(progress.steps, before, after, tokens), measured)
         return measured
 
     def _measure(self, samples_before: int) -> "_Measured":
@@ -203,13 +206,13 @@ class Trainer:
             self._stop_reason = self.pruning.update(metrics, share) or self._stop_reason
         return _Measured(metrics, is_best, self._stop_reason)
 
-    def _keep(self, before: int, after: int, measured: "_Measured") -> None:
+    def _keep(self, is_due: bool, measured: "_Measured") -> None:
         """Save what is due, and stop if a signal came; ranks agree on both."""
         own = self.signals.flags | (Boundary.SAVE if self.checkpoints.is_time() else Boundary(0))
         agreed = Boundary(self.rank_flags.exchange(own))
         if agreed.signum is not None:
             self._stop(agreed.signum, measured)
-        if measured.is_best or Boundary.SAVE in agreed or self.checkpoints.is_due(self.progress.steps, before, after):
+        if is_due or measured.is_best or Boundary.SAVE in agreed:
             self._save(measured, wait=False)
 
     def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
@@ -218,7 +221,12 @@ class Trainer:
         metric = measured.metrics.get(LOSS)
         with self.throughput.pause():
             return self.checkpoints.save(
-                self.progress, self.state_dict(), metric=metric, is_best=measured.is_best, wait=wait
+                self.progress,
+                self.state_dict(),
+                self.source.tensors(),
+                metric=metric,
+                is_best=measured.is_best,
+                wait=wait,
             )
 
     def _stop(self, signum: Signals, measured: "_Measured") -> NoReturn:
@@ -245,23 +253,25 @@ class Trainer:
         if state is None:
             log.error("%s; there is no checkpoint to go back to", spike)
             raise spike
-        position = self.source.state_dict()
+        position, tensors = self.source.state_dict(), self.source.tensors()
         self.load_state_dict(state)
         self.source.load_state_dict(position)
+        self.source.load_tensors(tensors)
         self.source.rewind(self.progress.samples)
         step = self.progress.steps
         self._rollbacks, self._rolled_back_to = self._rollbacks + 1 if step == self._rolled_back_to else 1, step
         if self._rollbacks > self.max_rollbacks:
             log.error("%s; going back to step %d %d times has not helped", spike, step, self.max_rollbacks)
             raise spike
-        self.throughput.start(step, self.progress.samples)
+        self.throughput.start(step, self.progress.samples, self.progress.tokens)
         if self.world.is_main:
             log.warning("%s; back to step %d, and past its data", spike, step)
 
-    def _log(self, result: StepResult, lr: float, weight_decay: float, global_batch_size: int) -> None:
+    def _log(self, result: StepResult, lr: float, weight_decay: float, window: Window) -> None:
         self._loss = loss = result.loss.item()  # the only place where the host waits for the device
         self.step.guard.check()
-        rates = self.throughput.log(self.progress.steps, self.progress.samples)
+        rates = self.throughput.log(self.progress.steps, self.progress.samples, self.progress.tokens)
+        means = {name: mean.item() for name, mean in result.metrics.items()}
         self._tell(
             "on_step",
             StepLogged(
@@ -273,8 +283,8 @@ class Trainer:
                 lr=lr,
                 weight_decay=weight_decay,
                 grad_norm=result.grad_norm.item(),
-                global_batch_size=global_batch_size,
-                metrics={name: value.item() for name, value in result.metrics.items()},
+                global_batch_size=window.num_samples,
+                metrics={name: value for name, value in means.items() if value is not None} | dict(window.metrics),
                 **asdict(rates),
             ),
         )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from foundry.checkpoint.folder import CheckpointError
-from foundry.checkpoint.tensors import collect, load_weights, restore_into
+from foundry.checkpoint.tensors import collect, load_weights, read_source_tensors, restore_into
 from foundry.training.ema import WeightAverage
 
 
@@ -168,3 +168,13 @@ def test_averages_that_the_run_does_not_keep_are_named(tmp_path):
     model = Net(1)
     with pytest.raises(CheckpointError, match=r"does not, ema\.first\.bias, .* and 2 more$"):
         restore_into(write(tmp_path, 1, model, WeightAverage(model, 0.9)), model, None, [])
+
+
+def test_tensors_of_the_source_are_kept_and_are_no_part_of_the_model(tmp_path):
+    model, other = Net(1), Net(2)
+    source = {"log_probs": torch.randn(3, 4), "answers": torch.arange(5), "none": torch.empty(0, 2)}
+    folder = write(tmp_path, 3, model, source=source)
+    restore_into(folder, other, None, [])
+    assert_same(model.state_dict(), other.state_dict())
+    assert_same(read_source_tensors(folder), source)
+    assert read_source_tensors(write(tmp_path, 4, model)) == {}

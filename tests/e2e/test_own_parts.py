@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 
 from foundry.data.splits import DataSplits
 from foundry.objectives.next_token import NextToken
-from foundry.training.protocols import LossSum
+from foundry.training.protocols import LossSum, Mean
 
 
 def counting(*, seed, seq_len, vocab_size):
@@ -40,7 +40,7 @@ class Flat:
 class Judged(NextToken):
     def loss(self, model, microbatch):
         part = super().loss(model, microbatch)
-        return LossSum(part.loss, {"extra": part.loss.detach()})
+        return LossSum(part.loss, {"extra": Mean(part.loss.detach())})
 
 
 def whole(*, model, lr):

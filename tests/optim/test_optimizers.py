@@ -14,8 +14,9 @@ from foundry.config.frozen import plain
 from foundry.config.resume_compat import differences
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.optim.muon import Muon, orthogonalise
-from foundry.optim.optimizers import adam, adamw, muon, param_groups, set_schedule, sgd
+from foundry.optim.optimizers import adam, adamw, muon, param_groups, sgd
 from foundry.parts import build_optimizers
+from foundry.training.step import set_schedule
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

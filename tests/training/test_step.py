@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from foundry.config.errors import ConfigError
 from foundry.config.schemas.guard import Guard
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.optim.optimizers import adamw
@@ -14,7 +15,7 @@ from foundry.parallel.gradient_sync import LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.guards import NonFiniteError, UpdateGuard
-from foundry.training.protocols import LossSum, Window
+from foundry.training.protocols import LossSum, Mean, Window
 from foundry.training.step import TrainStep
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
@@ -29,7 +30,7 @@ class Squares:
 
     def loss(self, model, microbatch):
         error = (model(microbatch["x"]).squeeze(-1) - microbatch["y"]) * microbatch["valid"]
-        return LossSum(0.5 * error.square().sum(), {"absolute_error": error.abs().sum()})
+        return LossSum(0.5 * error.square().sum(), {"absolute_error": Mean(error.abs().sum())})
 
 
 def linear():
@@ -52,7 +53,15 @@ def window(sizes=(8,), valid=None, seed=1):
 
 
 def step_for(
-    model, objective=None, *, max_grad_norm=None, mode=PrecisionMode.fp32, optimizers=None, guard=None, world=ALONE
+    model,
+    objective=None,
+    *,
+    max_grad_norm=None,
+    mode=PrecisionMode.fp32,
+    optimizers=None,
+    guard=None,
+    world=ALONE,
+    forward_backward=None,
 ):
     return TrainStep(
         model=model,
@@ -63,6 +72,7 @@ def step_for(
         world=world,
         max_grad_norm=max_grad_norm,
         guard=guard,
+        forward_backward=forward_backward,
     )
 
 
@@ -115,7 +125,7 @@ def test_a_window_without_valid_items_only_decays():
     model = linear()
     before = weights(model)
     result = step_for(model, max_grad_norm=1.0)(window((4, 4), [0] * 8), 1e-2, 1)
-    assert (result.loss.item(), result.grad_norm.item(), result.metrics["absolute_error"].item()) == (0.0, 0.0, 0.0)
+    assert (result.loss.item(), result.grad_norm.item(), result.metrics["absolute_error"].item()) == (0.0, 0.0, None)
     torch.testing.assert_close(model.weight.detach(), before["weight"] * (1 - 1e-2 * 0.1))
     assert torch.equal(model.bias, before["bias"])
 
@@ -273,3 +283,30 @@ def test_fp16_stops_at_a_loss_that_no_scale_mends():
     with pytest.raises(NonFiniteError, match="step 1"):
         step_for(model, mode=PrecisionMode.amp_float16)(infinite, 1e-2, 1)
     assert same(before, weights(model))
+
+
+def test_an_unnamed_metric_is_refused_where_the_objective_names_its_metrics():
+    class Named(Squares):
+        metrics = ("other",)
+
+        def loss(self, model, microbatch):
+            return super().loss(model, microbatch)
+
+    with pytest.raises(ConfigError, match="absolute_error, which its `metrics` does not name"):
+        step_for(linear(), Named())(window(), 1e-2, 1)
+
+
+def test_another_way_through_a_window_makes_the_same_step():
+    one, other = linear(), linear()
+
+    def at_once(microbatches, num_valid, scale):
+        merged = {name: torch.cat([part[name] for part in microbatches]) for name in microbatches[0]}
+        sums = Squares().loss(other, merged)
+        (sums.loss * scale).backward()
+        return LossSum(sums.loss.detach(), {"absolute_error": Mean(torch.ones(()), sum(num_valid))})
+
+    plain, whole = step_for(one), step_for(other, forward_backward=at_once)
+    first, second = plain(window((4, 4)), 1e-2, 1), whole(window((4, 4)), 1e-2, 1)
+    assert second.loss.item() == pytest.approx(first.loss.item(), rel=1e-6)
+    assert second.metrics["absolute_error"].item() == 0.125
+    torch.testing.assert_close(other.weight, one.weight)

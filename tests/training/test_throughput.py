@@ -92,9 +92,9 @@ def make(clock, **changes):
 def test_rates_are_those_since_the_last_log():
     clock = Clock()
     throughput = make(clock, flops_per_sample=4e12, tokens_per_sample=128)
-    throughput.start(step=10, samples=80)
+    throughput.start(step=10, samples=80, tokens=10_240)
     clock.now += 4.0
-    rates = throughput.log(step=12, samples=96)
+    rates = throughput.log(step=12, samples=96, tokens=12_288)
     assert rates.step_seconds == pytest.approx(2.0)
     assert rates.samples_per_second == pytest.approx(4.0)
     assert rates.tokens_per_second == pytest.approx(512.0)
@@ -158,3 +158,13 @@ def test_on_a_gpu():
     throughput = make(Clock(), device=device, world_size=1, flops_per_sample=1e9)
     torch.zeros(1024, 1024, device=device)
     assert throughput.log(step=1, samples=1).peak_memory_bytes >= 4 * 2**20
+
+
+def test_flops_follow_the_tokens_consumed():
+    clock = Clock()
+    throughput = make(clock, flops_per_sample=4e12, tokens_per_sample=128)
+    throughput.start(step=0, samples=0, tokens=0)
+    clock.now += 4.0
+    half = throughput.log(step=1, samples=16, tokens=16 * 64)
+    clock.now += 4.0
+    assert throughput.log(step=2, samples=32, tokens=16 * 64 + 16 * 128).tflops == pytest.approx(2 * half.tflops)

@@ -1,0 +1,106 @@
+"""Metrics with their own counts are the same on one process and on two, though a rank may lack one."""
+
+import pytest
+from harness import spawn
+from toy import FP32
+
+from foundry.config.schemas.distributed import DDP
+
+pytestmark = pytest.mark.distributed
+
+
+class Counted:
+    """Half the squared error; the error of the marked samples, and a metric that only the first microbatch has."""
+
+    metrics = ("marked_error", "first", "never")
+
+    def num_valid(self, microbatch):
+        return len(microbatch["x"])
+
+    def loss(self, model, microbatch):
+        from foundry.training.protocols import LossSum, Mean
+
+        error = model(microbatch["x"]).squeeze(-1) - microbatch["y"]
+        marked = microbatch["marked"]
+        metrics = {"marked_error": Mean((error.abs() * marked).sum(), marked.sum())}
+        if int(microbatch["position"][0]) == 0:
+            metrics["first"] = Mean(error.sum())
+        return LossSum(0.5 * error.square().sum(), metrics)
+
+
+def measure(world, batch):
+    """What a step and an evaluation have as metrics, and how many collectives the step took for them."""
+    import torch
+    import torch.distributed as dist
+
+    from foundry.data.splits import DataSplits
+    from foundry.optim.optimizers import adamw
+    from foundry.parallel.wrap import parallelize
+    from foundry.training.evaluation import Evaluator
+    from foundry.training.protocols import Window
+    from foundry.training.step import TrainStep
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    parallel = parallelize(model, DDP(), FP32, world, grad_checkpointing=False, torchcompile=False)
+    rows = [{name: tensor[index] for name, tensor in batch.items()} for index in range(8)]
+    evaluator = Evaluator(
+        model=parallel.model,
+        objective=Counted(),
+        data=DataSplits(train=rows, validation=rows, fingerprint=""),
+        precision=FP32,
+        world=world,
+        per_gpu_batch_size=2,
+        max_samples=None,
+        samples_dir=None,
+    )
+    measured = evaluator.measure(lambda: None)
+    step = TrainStep(
+        model=parallel.model,
+        objective=Counted(),
+        optimizers=adamw(model=parallel.model, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
+        sync=parallel.sync,
+        precision=FP32,
+        world=world,
+        max_grad_norm=None,
+    )
+    batch = {**batch, "position": torch.arange(8)}
+    parts = [
+        {name: tensor[start : start + 2] for name, tensor in batch.items()}
+        for start in range(2 * world.rank, 8, 2 * world.world_size)
+    ]
+    reduced, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda tensor, *args, **options: (reduced.append(tensor), all_reduce(tensor, *args, **options))
+    result = step(Window(parts, 8), 1e-2, 1)
+    dist.all_reduce = all_reduce
+    return measured, {name: mean.item() for name, mean in result.metrics.items()}, len(reduced)
+
+
+def test_counts_are_reduced_with_the_sums():
+    import torch
+
+    from foundry.parallel.process_group import World
+
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "x": torch.randn(8, 3, generator=generator),
+        "y": torch.randn(8, generator=generator),
+        "marked": torch.tensor([1.0, 0, 0, 0, 0, 1, 1, 0]),
+    }
+    evaluated, stepped, _ = measure(World(0, 0, 1, 1, torch.device("cpu")), batch)
+    torch.manual_seed(0)
+    error = (torch.nn.Linear(3, 1)(batch["x"]).squeeze(-1) - batch["y"]).detach()
+    wanted = {
+        "marked_error": float((error.abs() * batch["marked"]).sum() / 3),
+        "first": float(error[:2].mean()),
+    }
+    assert stepped == pytest.approx(wanted, rel=1e-5)
+    loss = float(0.5 * error.square().mean())
+    assert evaluated == pytest.approx(
+        {"val_loss": loss, "val_marked_error": wanted["marked_error"], "val_first": wanted["first"]}, rel=1e-5
+    )
+    for measured, metrics, collectives in spawn(measure, 2, batch):
+        assert measured == pytest.approx(evaluated, rel=1e-6)
+        assert metrics.pop("never") is None
+        assert metrics == pytest.approx(stepped, rel=1e-6)
+        assert collectives == 2, "the count before the forward pass, and the sums after it"

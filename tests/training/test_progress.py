@@ -1,0 +1,36 @@
+"""The clock counts what it is told; a manifest from before tokens were in it still resumes."""
+
+from foundry.config.batch_sizes import BatchSizes
+from foundry.config.duration import Budget, Interval
+from foundry.training.progress import Progress
+
+
+def test_tokens_are_those_consumed():
+    progress = Progress(samples_per_epoch=100, tokens_per_sample=8)
+    progress.advance(4, 30)
+    progress.advance(4, 17)
+    assert (progress.steps, progress.samples, progress.tokens) == (2, 8, 47)
+    resumed = Progress(samples_per_epoch=100, tokens_per_sample=8)
+    resumed.load_state_dict(progress.state_dict())
+    assert resumed == progress
+
+
+def test_a_state_without_tokens_has_the_constant_number_of_each_sample():
+    for tokens_per_sample, expected in ((8, 96), (None, None)):
+        progress = Progress(samples_per_epoch=100, tokens_per_sample=tokens_per_sample)
+        progress.load_state_dict({"steps": 3, "samples": 12})
+        assert progress.tokens == expected
+
+
+def test_samples_without_tokens_leave_none():
+    progress = Progress(samples_per_epoch=100, tokens_per_sample=None)
+    progress.advance(4, None)
+    assert progress.tokens is None
+
+
+def test_an_interval_in_tokens_is_due_by_those_consumed():
+    budget = Budget(total_samples=400, batch_sizes=BatchSizes.constant(4), samples_per_epoch=100, tokens_per_sample=8)
+    interval = Interval.parse("100 tokens", budget)
+    assert interval.due(3, 8, 12, (60, 104))
+    assert not interval.due(4, 12, 16, (104, 150)), "32 tokens a step would be due here"
+    assert interval.due(4, 12, 16)
