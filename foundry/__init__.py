@@ -1,3 +1,29 @@
-"""foundry: a Hydra-composed runner for training experiments."""
+"""foundry: a Hydra-composed runner for training experiments.
+
+`from foundry import compose, run` is a run from a script or a notebook. Names are imported when they are
+first used.
+"""
+
+from importlib import import_module
 
 __version__ = "0.1.0"
+
+_PLACES = {
+    "Config": "foundry.config.schemas.root",
+    "ConfigError": "foundry.config.errors",
+    "RunResult": "foundry.train",
+    "Stopped": "foundry.config.stopped",
+    "compose": "foundry.library",
+    "run": "foundry.library",
+}
+__all__ = ["Config", "ConfigError", "RunResult", "Stopped", "compose", "run"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

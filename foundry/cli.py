@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
 def task(composed: DictConfig) -> float | None:
     """Run one composed configuration; returns the metric that sweeps minimise."""
-    return in_run_dir(partial(start, to_config(composed)))
+    return in_run_dir(partial(start, to_config(composed))).metric
 
 
 def in_run_dir(work: Callable[[Path], Result]) -> Result:

@@ -52,12 +52,13 @@ class RunResult:
         return self.result.get("metric")
 
 
-def train(config: Config, run_dir: Path) -> RunResult:
+def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()) -> RunResult:
     """Train, on this process and those started with it; a run directory that holds an unfinished run is resumed.
 
     Args:
         config: the composed configuration; every rank has the same.
         run_dir: where rank 0 writes; the other ranks take rank 0's.
+        more_observers: are told of the run's events after the configuration's own, on rank 0.
 
     Raises:
         ConfigError: the data or the machine shows a setting to be wrong, or the run to be resumed had others; nothing
@@ -81,7 +82,7 @@ def train(config: Config, run_dir: Path) -> RunResult:
             check_config(resume_point, config, now, config.checkpoint.on_changed_config)
             if state == "finished":
                 resume_point = past_its_end(resume_point)
-        observers = build_observers(config.tracking, run_dir) if world.is_main else []
+        observers = [*build_observers(config.tracking, run_dir), *more_observers] if world.is_main else []
         with (
             _failure_reported(observers),
             _rank_zero_missed(run_dir, world),

@@ -1,7 +1,8 @@
 """Taking a directory for a run, a plan or a sweep, and giving it back as it was where the command is refused."""
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, Violation
+from foundry.run_dir.ends import LOG
 from foundry.run_dir.files import UnsafeFileError, open_regular, replaced_atomically
 from foundry.run_dir.lock import LOCK, is_held
 from foundry.run_dir.marker import MARK, is_ours, mark
@@ -92,7 +94,7 @@ def check_free(given: str, key: str) -> Path:
     return folder
 
 
-def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: str = "foundry.log") -> Claim:
+def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Claim:
     """Take a directory: make it where it is missing, and mark it as foundry's.
 
     Args:
@@ -126,6 +128,24 @@ def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: s
     return claimed
 
 
+@contextmanager
+def claimed(given: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Iterator[Claim]:
+    """Take a directory as `claim`, and give it back where the body is refused before a run has begun in it.
+
+    Raises:
+        ConfigError: as `claim`.
+    """
+    taken = claim(given, key, output_subdir=output_subdir, log_name=log_name)
+    status = taken.folder / STATUS
+    had_status = status.exists()
+    try:
+        yield taken
+    except (ConfigError, Refused):
+        if had_status or not status.exists():
+            taken.release()
+        raise
+
+
 def run_job(
     *, config: DictConfig, job_dir_key: str, job_subdir_key: str | None, hydra_context: HydraContext, **more: Any
 ) -> JobReturn:
@@ -144,29 +164,25 @@ def run_job(
     )
     if detect().rank > 0:
         return run()
-    claimed = _resolve_claim(config, job_dir_key, job_subdir_key)
-    status = claimed.folder / STATUS
-    had_status = status.exists()
-    try:
+    given, key = _resolve_directory(config, job_dir_key, job_subdir_key)
+    log_name = f"{config.hydra.job.name}.log"
+    with claimed(given, key, output_subdir=config.hydra.output_subdir, log_name=log_name) as taken:
         result = run()
-    except Refused:
-        if had_status or not status.exists():
-            claimed.release()
-        raise
-    if isinstance(result._return_value, ConfigError) and not status.exists():
-        claimed.release()
+    if isinstance(result._return_value, ConfigError) and not (taken.folder / STATUS).exists():
+        taken.release()
     return result
 
 
-def _resolve_claim(config: DictConfig, job_dir_key: str, job_subdir_key: str | None) -> Claim:
+def _resolve_directory(config: DictConfig, job_dir_key: str, job_subdir_key: str | None) -> tuple[str, str]:
+    """The directory of a run or of a sweep's job, and the setting that says it."""
     state = HydraConfig.instance()
     before = state.cfg
     state.cfg = cast(Any, config)  # for ${hydra:...}; set_config would copy the configuration
     try:
-        given, key = str(OmegaConf.select(config, job_dir_key)), job_dir_key
-        if job_subdir_key is not None:
-            given, key = str(Path(given, str(OmegaConf.select(config, job_subdir_key)))), job_subdir_key
-        return claim(given, key, output_subdir=config.hydra.output_subdir, log_name=f"{config.hydra.job.name}.log")
+        given = str(OmegaConf.select(config, job_dir_key))
+        if job_subdir_key is None:
+            return given, job_dir_key
+        return str(Path(given, str(OmegaConf.select(config, job_subdir_key)))), job_subdir_key
     finally:
         state.cfg = before
 

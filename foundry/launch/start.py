@@ -2,7 +2,7 @@
 
 import logging.config
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +17,22 @@ from foundry.run_dir.status import read_status, write_status
 
 if TYPE_CHECKING:
     from foundry.train import RunResult
+    from foundry.training.events import Observer
 
 
-def start(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | None = None) -> float | None:
+def start(
+    config: Config,
+    run_dir: Path,
+    job_logging: Mapping[str, Any] | None = None,
+    observers: Sequence["Observer"] = (),
+) -> "RunResult":
     """Train in this process, or in `distributed.nproc_per_node` processes where nobody else has started them.
 
     Args:
         config: the composed configuration, which is what every process runs.
         run_dir: the run directory.
         job_logging: how rank 0 of several processes logs, for `logging.config`; None: as Hydra has set it up here.
-
-    Returns:
-        The metric that sweeps minimise: the held-out loss.
+        observers: are told of the run's events after foundry's own; pickled where there are several processes.
 
     Raises:
         ConfigError: a setting turned out to be wrong before training.
@@ -39,22 +43,26 @@ def start(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | None =
 
     processes = config.distributed.nproc_per_node
     if processes == 1 or detect().launcher != "single":
-        return train(config, run_dir).metric
+        return train(config, run_dir, observers)
     from foundry.launch.local import WorkerFailed, run_local
 
     if job_logging is None and HydraConfig.initialized():
         job_logging = OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True)  # type: ignore[assignment]
     try:
-        result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known(), job_logging)
+        result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known(), job_logging, observers)
+        return result
     except WorkerFailed as failed:
         if not is_held(run_dir) and read_status(run_dir).get("state") != "finished":
             write_status(run_dir, state="failed", reason=one_line(str(failed)))
         raise
-    return result.metric
 
 
 def _run_as_rank(
-    config: Config, run_dir: Path, secrets: Mapping[str, str], job_logging: Mapping[str, Any] | None
+    config: Config,
+    run_dir: Path,
+    secrets: Mapping[str, str],
+    job_logging: Mapping[str, Any] | None,
+    observers: Sequence["Observer"],
 ) -> "RunResult":
     """In a process of its own: what rank 0 logs goes where its parent logs, and secrets stay unsaid."""
     from foundry.train import train
@@ -63,7 +71,7 @@ def _run_as_rank(
         remember(secret, reference)
     if detect().rank == 0 and job_logging:
         logging.config.dictConfig(dict(job_logging))
-    return train(config, run_dir)
+    return train(config, run_dir, observers)
 
 
 def _yield_to_others() -> None:

@@ -1,0 +1,182 @@
+"""`from foundry import compose, run`: what a script or a notebook gets, and what it keeps."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import composition
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.version import VersionBase
+from tiny import TINY_DIT
+
+from foundry import ConfigError, Stopped, compose, run
+
+QUIET = [*TINY_DIT, "hparams.max_steps=2", "tracking=none", "checkpoint=none", "evaluation.write_samples=false"]
+
+
+class Recorder:
+    """Notes the events of a run, in a file where it is told which."""
+
+    def __init__(self, path=None, fail_on=None, kill_on=None):
+        self.path, self.fail_on, self.kill_on, self.events = path, fail_on, kill_on, []
+
+    def _note(self, name, event):
+        self.events.append(name)
+        if self.path is not None:
+            self.path.write_text(json.dumps([os.getpid(), self.events]))
+        if name == self.fail_on:
+            raise LookupError(name)
+        if name == self.kill_on:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_start(self, event):
+        self._note("start", event)
+
+    def on_step(self, event):
+        self._note("step", event)
+
+    def on_evaluation(self, event):
+        self._note("evaluation", event)
+
+    def on_end(self, event):
+        self._note(event.state, event)
+
+
+def process_state():
+    """What a caller's process has that a run must not change."""
+    return (
+        os.getcwd(),  # noqa: PTH109
+        list(sys.argv),
+        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)],
+        list(logging.getLogger().handlers),
+        logging.getLogger().level,
+        GlobalHydra.instance().hydra,
+        VersionBase.instance().version_base,
+    )
+
+
+def test_importing_foundry_costs_nothing():
+    code = "import foundry, sys; sys.exit(bool({'torch', 'hydra', 'omegaconf'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_composes_what_the_command_line_composes():
+    assert compose(QUIET) == composition.configure(*QUIET)
+
+
+def test_all_config_errors_come_at_once():
+    with pytest.raises(ConfigError) as refused:
+        compose(
+            [
+                "hparams.lrr=1",
+                "scheduler=wsdd",
+                "hparams.global_batch_size=10",
+                "hydra.run.dir=x",
+                "hydra/launcher=slurm",
+            ]
+        )
+    keys = {violation.key for violation in refused.value.violations}
+    assert keys == {"hparams.lrr", "scheduler", "hparams.global_batch_size", "hydra.run.dir", "hydra/launcher"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [(["hparams_search=lr_range"], "hydra.mode"), (["hparams.lr=1,2"], "hparams.lr"), ("hparams.lr=1", "overrides")],
+)
+def test_a_sweep_or_a_single_text_is_refused(overrides, key):
+    with pytest.raises(ConfigError) as refused:
+        compose(overrides)
+    assert [violation.key for violation in refused.value.violations] == [key]
+
+
+def test_options_of_ones_own(tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer/mine.yaml").write_text("defaults: [adamw]\nweight_decay: 0.25\n")
+    assert compose([*QUIET, "optimizer=mine"], config_dir=tmp_path).optimizer.weight_decay == 0.25
+    with pytest.raises(ConfigError, match=r"config_dir: is .*, which is no folder"):
+        compose(config_dir=tmp_path / "missing")
+    with pytest.raises(ConfigError, match="optimizer: has no option 'mine'"):
+        compose([*QUIET, "optimizer=mine"])
+
+
+def test_two_runs_and_a_refused_one_in_a_process_that_uses_hydra(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/app.yaml").write_text("answer: 42\n")
+    with initialize_config_dir(str(tmp_path / "conf"), version_base="1.2"):
+        before, recorder = process_state(), Recorder()
+        first = run(compose(QUIET), observers=[recorder])
+        with pytest.raises(ConfigError):
+            compose(["hparams.lrr=1"])
+        assert hydra_compose("app").answer == 42
+        second = run(compose([*QUIET, "hparams.max_steps=1"]))
+        assert process_state() == before
+    assert first.run_dir.parent == second.run_dir.parent == tmp_path / "runs"
+    assert first.run_dir != second.run_dir
+    assert [json.loads((each.run_dir / "result.json").read_text())["step"] for each in (first, second)] == [2, 1]
+    assert first.metric == first.result["val_loss"]
+    assert recorder.events == ["start", "step", "evaluation", "step", "evaluation", "finished"]
+
+
+def test_what_an_observer_raises_ends_the_run(tmp_path):
+    before = process_state()
+    with pytest.raises(LookupError, match="step"):
+        run(compose(QUIET), tmp_path / "run", observers=[Recorder(fail_on="step")])
+    assert process_state() == before
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
+    assert "LookupError: step" in (tmp_path / "run/foundry.log").read_text()
+
+
+def test_a_signal_saves_and_the_same_call_resumes(tmp_path):
+    config, before = compose([*QUIET, "checkpoint=default"]), process_state()
+    with pytest.raises(Stopped) as stopped:
+        run(config, tmp_path / "run", observers=[Recorder(kill_on="step")])
+    assert process_state() == before
+    assert (stopped.value.step, stopped.value.code) == (1, 128 + signal.SIGTERM)
+    assert run(config, tmp_path / "run").result["step"] == 2
+
+
+def test_a_directory_of_someone_elses_is_refused_and_kept(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"run_dir: is .*, which holds files of another origin"):
+        run(compose(QUIET), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_nothing_is_left_of_a_run_that_the_machine_refuses(tmp_path):
+    with pytest.raises(ConfigError, match=r"distributed\.backend: is nccl"):
+        run(compose([*QUIET, "distributed.backend=nccl"]), tmp_path / "a/run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_thread_trains_one_process_and_refuses_several(tmp_path):
+    assert threading.current_thread() is threading.main_thread()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, compose(QUIET), tmp_path / "run").result().result["step"] == 2
+        several = compose([*QUIET, "distributed=ddp", "distributed.nproc_per_node=2", "hparams.global_batch_size=32"])
+        with pytest.raises(ConfigError, match=r"distributed\.nproc_per_node: is 2, which only the main thread"):
+            pool.submit(run, several, tmp_path / "several").result()
+    assert not (tmp_path / "several").exists()
+
+
+@pytest.mark.distributed
+def test_several_processes_are_started_as_by_the_command(tmp_path):
+    config, before = (
+        compose([*QUIET, "distributed=ddp", "distributed.nproc_per_node=2", "hparams.global_batch_size=32"]),
+        process_state(),
+    )
+    done = run(config, tmp_path / "run", observers=[Recorder(tmp_path / "events.json")])
+    assert process_state() == before
+    assert json.loads((tmp_path / "run/plan.json").read_text())["world_size"] == 2
+    process, events = json.loads((tmp_path / "events.json").read_text())
+    assert process != os.getpid()
+    assert events[-1] == "finished"
+    assert done.result["step"] == 2
