@@ -25,7 +25,7 @@ class ModelHooks(Protocol):
         ...
 
     def hf_config(self) -> Any:
-        """The `PreTrainedConfig` of transformers that `export_state` fits; with it an export is one that transformers loads."""
+        """The `PreTrainedConfig` that `export_state` fits; with it an export is one that transformers loads."""
         ...
 
     def import_name(self, name: str) -> str:

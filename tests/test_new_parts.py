@@ -1,0 +1,151 @@
+"""A new part is one Python file, one schema, one YAML and one test: here parts are added to a copy of the package."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import TINY_LM
+
+from foundry.config.compose import config_dir
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+SCHEDULE = '''"""A learning rate that is constant and then halved."""
+
+from dataclasses import dataclass
+
+from foundry.optim.schedules import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(Schedule):
+    """Half of the peak from `share` of the horizon on."""
+
+    share: float
+
+    def after_warmup(self, samples):
+        return self.max_lr * (1.0 if samples < self.share * self.horizon else 0.5)
+
+    def phases(self):
+        return [("warmup", self.warmup), ("whole", self.share * self.horizon), ("half", float("inf"))]
+'''
+SCHEDULE_SCHEMA = '''
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(Scheduler):
+    """Constant, then half of it."""
+
+    _target_: str = "foundry.optim.halved.Halved.from_durations"
+    share: float = setting(0.5, "share of the horizon after which the rate is halved", gt=0, lt=1)
+'''
+OBJECTIVE = '''"""Cross-entropy of the next token, times a factor."""
+
+from foundry.objectives.next_token import NextToken
+from foundry.training.protocols import LossSum
+
+
+class Scaled(NextToken):
+    """Next-token loss times `factor`."""
+
+    def __init__(self, *, factor):
+        super().__init__()
+        self.factor = factor
+
+    def loss(self, model, microbatch):
+        return LossSum(super().loss(model, microbatch).loss * self.factor)
+'''
+OBJECTIVE_SCHEMA = '''
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """Next-token loss times a factor."""
+
+    wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
+    loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    metrics: ClassVar[tuple[str, ...]] = ()
+
+    _target_: str = "foundry.objectives.scaled.Scaled"
+    factor: float = setting(2.0, "what the loss is multiplied by", gt=0)
+'''
+DATA = '''"""Sequences that count."""
+
+import torch
+
+from foundry.data.splits import DataSplits
+
+
+def counting(*, seed, num_workers, cache_dir, seq_len, vocab_size, pace):
+    rows = (torch.arange(64)[:, None] + pace * torch.arange(seq_len + 1)) % vocab_size
+    samples = [{"tokens": row[:-1], "targets": row[1:]} for row in rows]
+    return DataSplits(train=samples[8:], validation=samples[:8], fingerprint=f"{pace}", tokens_per_sample=seq_len)
+'''
+DATA_SCHEMA = '''
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(Data):
+    """Sequences that count modulo the vocabulary."""
+
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens"})
+
+    _target_: str = "foundry.data.counting.counting"
+    seq_len: int = setting(32, "tokens per sequence", ge=1)
+    vocab_size: int = setting(64, "entries", ge=2)
+    pace: int = setting(1, "what is added at each position", ge=1)
+'''
+# For each part: group, option, schema's name, Python file and its text, text of the schema.
+PARTS = [
+    ("scheduler", "halved", "Halved", "optim/halved.py", SCHEDULE, SCHEDULE_SCHEMA),
+    ("objective", "scaled", "Scaled", "objectives/scaled.py", OBJECTIVE, OBJECTIVE_SCHEMA),
+    ("data", "counting", "Counting", "data/counting.py", DATA, DATA_SCHEMA),
+]
+WORDS = [*TINY_LM[:-2], "scheduler=halved", "objective=scaled", "data=counting", "evaluation.write_samples=false"]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the package and its options, with a new part in each of three groups."""
+    root = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "foundry", root / "foundry", ignore=ignored)
+    shutil.copytree(config_dir(), root / "conf", ignore=ignored)
+    for group, option, schema, file, text, schema_text in PARTS:
+        (root / "foundry" / file).write_text(text)
+        with (root / "foundry" / "config" / "schemas" / f"{group}.py").open("a") as schemas:
+            schemas.write(schema_text)
+        option_file = root / "conf" / group / f"{option}.yaml"
+        option_file.write_text(f"# A new part.\ndefaults: [/schema/{group}/{schema}@_here_]\n")
+    return root
+
+
+def foundry(checkout, *words, module="foundry"):
+    environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", module, *words]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_they_train_and_resume(checkout):
+    done = foundry(checkout, *WORDS, "hparams.max_steps=4", "hydra.run.dir=run")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (checkout / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["lr"] for line in lines if "lr" in line]
+    assert rates[0] == 2 * rates[-1]
+    assert lines[0]["loss"] > 1.5 * 4.15, "twice ln 64, nearly"
+    plan = json.loads((checkout / "run" / "plan.json").read_text())
+    assert [phase["name"] for phase in plan["phases"]][-2:] == ["whole", "half"]
+    refused = foundry(checkout, *WORDS, "hparams.max_steps=8", "hydra.run.dir=run", "objective.factor=3")
+    assert refused.returncode == 2
+    assert "objective.factor: is 3 but" in refused.stderr
+
+
+def test_they_are_checked_as_all_others_are(checkout):
+    done = foundry(checkout, *WORDS, "scheduler.shar=1", "objective.factor=0", "data.pace=x")
+    assert done.returncode == 2
+    assert [line.partition(": ")[0] for line in sorted(done.stderr.splitlines())] == [
+        "data.pace",
+        "objective.factor",
+        "scheduler.shar",
+    ]
