@@ -21,7 +21,7 @@ from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.root import to_config
 from foundry.optim import muon
 from foundry.parallel.precision import PrecisionPolicy
-from foundry.parallel.process_group import World
+from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize
 from foundry.parts import build_model, build_optimizers
 from foundry.training.protocols import Window
@@ -45,7 +45,11 @@ class Setting:
         world, hparams = World(0, 0, 1, 1, torch.device("cpu")), config.hparams
         policy = PrecisionPolicy.from_config(config.precision, world.device)
         parallel = parallelize(
-            build_model(config), config.distributed, policy, world, grad_checkpointing=False, torchcompile=False
+            build_model(config),
+            policy,
+            arrange(world, config.distributed),
+            grad_checkpointing=False,
+            torchcompile=False,
         )
         step = TrainStep(
             model=parallel.model,

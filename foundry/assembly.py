@@ -129,14 +129,13 @@ def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
 def _build_trained(setup: Setup) -> Trained:
     """The model with its optimizers and averages, at their first or restored values."""
     config, world, resume_point = setup.config, setup.world, setup.resume_point
-    hparams, budget = config.hparams, build_budget(config, setup.data, world.world_size)
+    hparams, budget = config.hparams, build_budget(config, setup.data, world.dp_size)
     precision = PrecisionPolicy.from_config(config.precision, world.device)
     model = build_model(config)
     if resume_point is None and (weights := resolve_init_from(config)) is not None:
         init_from(model, weights, world)
     parallel = parallelize(
         precision.prepare(model),
-        config.distributed,
         precision,
         world,
         grad_checkpointing=hparams.grad_checkpointing,
@@ -222,8 +221,8 @@ def _build_loader(setup: Setup, budget: Budget) -> Loader:
         order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed),
         batch_size_at=budget.batch_sizes.at,
         per_gpu_batch_size=config.hparams.per_gpu_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=world.dp_rank,
+        world_size=world.dp_size,
         num_workers=field_of(config.data, "num_workers", 0),
         pin_memory=world.device.type == "cuda",
         tokens_per_sample=data.tokens_per_sample,
@@ -268,7 +267,7 @@ def _build_checkpoints(setup: Setup, trained: Trained) -> CheckpointManager:
         facts={
             "config_hash": setup.config_hash,
             "config": strict(config),
-            "strategy": trained.parallel.strategy.value,
+            "strategy": world.distributed.strategy,
             "data": setup.data.identity(),
         },
     )
@@ -285,7 +284,7 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
         schedule,
         trained.parallel.model,
         world_size=setup.world.world_size,
-        strategy=trained.parallel.strategy.value,
+        strategy=setup.world.distributed.strategy,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     )
     shown = select_steps(schedule, budget)
@@ -307,13 +306,12 @@ def _record_stall(run_dir: Path, rank: int, reason: str, stack: str) -> None:
 
 def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException, step: int) -> str:
     averages = () if trained.ema is None else trained.ema.average.values()
-    model, strategy = trained.parallel.model, trained.parallel.strategy
-    memory = measure_device_memory(model, trained.optimizers, setup.world.device, averages=averages)
+    memory = measure_device_memory(trained.parallel.model, trained.optimizers, setup.world.device, averages=averages)
     return explain_out_of_memory(
         error,
         memory,
         setup.config,
-        strategy=strategy,
+        distributed=setup.world.distributed,
         step=step,
         rank=setup.world.rank,
         world_size=setup.world.world_size,

@@ -17,6 +17,7 @@ from foundry.config.command import parse_options
 from foundry.config.compose import CONFIG_NAME, config_dir
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.resolvers import world_size
+from foundry.config.schemas.distributed import resolve_distributed
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
@@ -55,7 +56,7 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
     step_seconds = options.step_seconds or (_measured(Path(options.measured)) if options.measured else None)
     data, ranks = build_data(config), world_size(config.distributed.nproc_per_node)
-    budget = build_budget(config, data, ranks)
+    budget = build_budget(config, data, config.distributed.dp_size(ranks))
     steps = _written(options.every, budget.total_steps)
     schedule, decay = build_schedule(config, budget), constant_weight_decay(config)
     content = _content(config, budget, data, schedule, ranks)
@@ -95,7 +96,6 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
 
     from foundry.config.build import build
     from foundry.data.loader import read_batch
-    from foundry.parallel.wrap import resolve_strategy
     from foundry.planning.derive import build_plan
     from foundry.planning.fake import build_fake
     from foundry.planning.memory import checkpoint_bytes, estimate_memory
@@ -117,7 +117,7 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
             schedule,
             fake.model,
             world_size=ranks,
-            strategy=resolve_strategy(config.distributed, ranks).value,
+            strategy=resolve_distributed(config.distributed, ranks).strategy,
             device=torch.cuda.get_device_name() if on_gpu else "cpu",
         ),
         "memory": {**asdict(memory), "total": memory.total},

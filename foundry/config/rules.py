@@ -19,7 +19,7 @@ from foundry.config.errors import ConfigError, Violation, first_line, shown
 from foundry.config.holes import check_hydra, holes
 from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
 from foundry.config.metrics import check_metrics, check_sweeper, declared
-from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
+from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, resolve_distributed
 from foundry.config.schemas.guard import SpikeAction
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
 from foundry.config.schemas.launcher import check_launcher, resolve_num_tasks
@@ -52,6 +52,11 @@ class Launch:
         if self.environment.launcher != "single":
             return self.environment.world_size
         return self.tasks if self.tasks > 1 else self.distributed.nproc_per_node
+
+    @property
+    def dp_size(self) -> int:
+        """Those that train on samples of their own."""
+        return self.distributed.dp_size(self.world_size)
 
 
 Rule = Callable[[Config, Launch], Iterator[Violation]]
@@ -141,7 +146,7 @@ def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
         message = f"is {total} but the last size of hparams.batch_schedule is {sizes.final}; give both the same"
         yield Violation("hparams.global_batch_size", message)
     else:
-        yield from _division(hparams, sizes, launch.world_size)
+        yield from _division(hparams, sizes, launch.dp_size)
 
 
 def _batch_schedule(config: Config) -> Iterator[Violation]:
@@ -227,7 +232,7 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     if units & unknown:
         return
     try:
-        budget = resolve_budget(hparams, samples_per_epoch=1, world_size=launch.world_size, tokens_per_sample=tokens)
+        budget = resolve_budget(hparams, samples_per_epoch=1, world_size=launch.dp_size, tokens_per_sample=tokens)
         yield from check_lengths(config, budget)
     except ValueError:
         return  # said of the batch sizes already
@@ -281,7 +286,7 @@ def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _accumulation(config: Config, launch: Launch) -> Iterator[Violation]:
-    expected = config.hparams.global_batch_size // max(1, config.hparams.per_gpu_batch_size * launch.world_size)
+    expected = config.hparams.global_batch_size // max(1, config.hparams.per_gpu_batch_size * launch.dp_size)
     if config.hparams.accum_freq != expected:
         yield Violation("hparams.accum_freq", f"is computed from the batch sizes ({expected}); do not set it")
 
@@ -294,18 +299,14 @@ def _launcher(config: Config, launch: Launch) -> Iterator[Violation]:
             "distributed.nproc_per_node",
             f"is {distributed.nproc_per_node} but {environment.launcher} started {started} on this node; leave it out",
         )
-    if distributed.strategy is Strategy.none and launch.world_size > 1:
-        yield Violation(
-            "distributed", f"is none but {launch.world_size} processes are to train together; choose ddp, fsdp or hsdp"
-        )
 
 
 def _strategy(config: Config, launch: Launch) -> Iterator[Violation]:
     distributed = config.distributed
-    if isinstance(distributed, HSDP) and launch.world_size % distributed.num_replicas != 0:
-        yield Violation(
-            "distributed.num_replicas", f"is {distributed.num_replicas} but must divide the {launch.world_size} ranks"
-        )
+    try:
+        resolve_distributed(distributed, launch.world_size)
+    except ConfigError as error:
+        yield from error.violations
     keeps = distributed.gradient_sync is GradientSync.last_keep_params
     if isinstance(distributed, DDP) and keeps and not distributed.shard_optimizer:
         yield Violation(

@@ -132,8 +132,8 @@ class Loader:
             order: their global order.
             batch_size_at: the global batch size after a number of consumed samples.
             per_gpu_batch_size: samples per microbatch.
-            rank: this rank.
-            world_size: number of ranks.
+            rank: this rank, among those that divide the data.
+            world_size: their number.
             num_workers: processes that read ahead; 0 reads in this one.
             pin_memory: put microbatches into page-locked memory, for copies that do not block.
             tokens_per_sample: the same for all samples; None where they are not sequences of tokens.

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import GradientSync
+from foundry.parallel.process_group import World
 
 
 class LocalSync:
@@ -69,27 +70,28 @@ class DeferredDDPSync:
     Args:
         parameters: of the unwrapped model; those that need no gradient are left out.
         policy: `every` or `last`.
+        world: this rank and the others.
 
     Raises:
         ConfigError: `last_keep_params`, which has nothing to keep here.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], policy: GradientSync) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], policy: GradientSync, world: World) -> None:
         _refuse_keep_params(policy)
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._policy = policy
+        self._policy, self._world = policy, world
 
     @contextmanager
     def microbatch(self, *, first: bool, last: bool) -> Iterator[None]:
         """Reduce afterwards under `every`; what was averaged before stays what it is."""
         yield
         if self._policy is GradientSync.every:
-            average_gradients(self._parameters)
+            average_gradients(self._parameters, self._world)
 
     def finish(self) -> None:
         """Reduce the window's sum, once."""
         if self._policy is not GradientSync.every:
-            average_gradients(self._parameters)
+            average_gradients(self._parameters, self._world)
 
 
 class FSDPSync:
@@ -101,6 +103,7 @@ class FSDPSync:
     Args:
         model: what `fully_shard` was applied to, or a wrapper around it such as `torch.compile`'s.
         policy: any.
+        world: this rank and the others.
         replicated: parameters that FSDP2 ignores; their gradients are averaged at the end of a window.
         reshard_after_forward: what the blocks do between a forward and a backward pass, unless weights are kept.
         keep_params: keep weights gathered through a window under every policy, as DDP does.
@@ -113,6 +116,7 @@ class FSDPSync:
         self,
         model: nn.Module,
         policy: GradientSync,
+        world: World,
         *,
         replicated: Sequence[nn.Parameter] = (),
         reshard_after_forward: bool = True,
@@ -121,7 +125,7 @@ class FSDPSync:
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if not self._units:
             raise _cannot_act(policy, "the model has no module sharded by FSDP2")
-        self._root, self._policy = self._units[0], policy
+        self._root, self._policy, self._world = self._units[0], policy, world
         self._replicated = [parameter for parameter in replicated if parameter.requires_grad]
         self._reshard_after_forward = reshard_after_forward
         self._keep_params = keep_params or policy is GradientSync.last_keep_params
@@ -142,7 +146,7 @@ class FSDPSync:
 
     def finish(self) -> None:
         """Average what FSDP2 does not shard."""
-        average_gradients(self._replicated)
+        average_gradients(self._replicated, self._world)
 
     def _leave_window(self) -> None:
         """Outside a window nothing stays gathered: it would be stale once the weights are changed in place."""
@@ -150,8 +154,8 @@ class FSDPSync:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Replace each gradient by its mean over all ranks: one all-reduce per device and type.
+def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
+    """Replace each gradient by its mean over the ranks that divide the data: one all-reduce per device and type.
 
     A rank without a gradient contributes zeros, so that every rank takes part and ends with the same.
     """
@@ -163,8 +167,8 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     for members in groups.values():
         grads = [member.grad for member in members if member.grad is not None]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
+        dist.all_reduce(flat, group=world.dp_group)
+        flat /= world.dp_size
         torch._foreach_copy_(grads, _split_like(flat, grads))
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -13,12 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.schemas.distributed import FSDP, Backend, Distributed
+from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
 from foundry.parallel.roll_call import RollCall
 from foundry.parallel.watchdog import TICKS
+
+DATA_DIMS = ("replicate", "shard")
+"""The dimensions of a device mesh along which ranks have samples of their own; along any other they share them."""
 
 _numbers = itertools.count()
 """Of the process groups that this process has joined; a file store serves one."""
@@ -34,6 +39,9 @@ class World:
         world_size: number of ranks.
         local_world_size: ranks on this node.
         device: where this rank computes.
+        distributed: how the ranks train together.
+        mesh: the ranks, arranged for that; None where nothing is wrapped.
+        dp_group: the ranks with whose samples this one's make up the global batch; None: all.
     """
 
     rank: int
@@ -41,6 +49,26 @@ class World:
     world_size: int
     local_world_size: int
     device: torch.device
+    distributed: Resolved = field(default_factory=Single)
+    mesh: DeviceMesh | None = None
+    dp_group: ProcessGroup | None = None
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the `dp_size` shares of a global batch is this rank's; files and messages name `rank` instead."""
+        return self.rank if self.dp_group is None else self.dp_group.rank()
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks divide a global batch among them."""
+        return self.world_size if self.dp_group is None else self.dp_group.size()
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        """The dimensions of the mesh that divide the data, which is what FSDP2 shards over."""
+        assert self.mesh is not None, "there is no mesh where nothing is wrapped"
+        names = _data_dims(self.mesh)
+        return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
 
     @property
     def is_main(self) -> bool:
@@ -48,9 +76,15 @@ class World:
         return self.rank == 0
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks in place and return it; on one process it is the sum already."""
+        """Sum `tensor` over all ranks in place and return it; on one process it is the sum already."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
+        return tensor
+
+    def dp_sum(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the ranks that divide a global batch, in place, and return it."""
+        if self.dp_size > 1:
+            dist.all_reduce(tensor, group=self.dp_group)
         return tensor
 
     def barrier(self) -> None:
@@ -61,7 +95,7 @@ class World:
 
 @contextmanager
 def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[World]:
-    """Join the ranks that were started together, and leave them at the end, whatever happens.
+    """Join the ranks that were started together, arranged as `config` says, and leave them at the end, in any case.
 
     One process joins nothing, except with `cpu_offload`: FSDP2 does the offloading, and needs a group even of one.
 
@@ -70,7 +104,8 @@ def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[
         cuda: compute on GPUs; by default where there are any.
 
     Raises:
-        ConfigError: more ranks than GPUs on this node, nccl without a GPU, or launch variables that contradict.
+        ConfigError: more ranks than GPUs on this node, nccl without a GPU, launch variables that contradict, or a
+            strategy that does not fit the number of ranks.
     """
     environment = detect()
     use_cuda = torch.cuda.is_available() if cuda is None else cuda
@@ -79,15 +114,40 @@ def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[
         environment.rank, environment.local_rank, environment.world_size, environment.local_world_size, device
     )
     backend = _backend(config, use_cuda)
-    if world.world_size == 1 and not (isinstance(config, FSDP) and config.cpu_offload):
-        yield world
+    if isinstance(resolve_distributed(config, world.world_size), Single):
+        yield arrange(world, config)
         return
     _prefer_loopback(environment.num_nodes)
     _initialise(config, environment, backend, device)
     try:
-        yield world
+        yield arrange(world, config)
     finally:
         dist.destroy_process_group()
+
+
+def arrange(world: World, config: Distributed) -> World:
+    """The world with its strategy resolved and the device mesh of that; called by all ranks, within a process group.
+
+    Raises:
+        ConfigError: the strategy does not fit the number of ranks.
+    """
+    distributed = resolve_distributed(config, world.world_size)
+    shape = distributed.mesh_shape(world.world_size)
+    mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)) if shape else None
+    return with_mesh(replace(world, distributed=distributed), mesh)
+
+
+def with_mesh(world: World, mesh: DeviceMesh | None) -> World:
+    """The world on a device mesh, and the group of ranks that divide the data; called by all ranks."""
+    group = None
+    if mesh is not None and (names := _data_dims(mesh)) != mesh.mesh_dim_names:
+        data = mesh[names]
+        group = (data if data.ndim == 1 else data._flatten("data")).get_group()
+    return replace(world, mesh=mesh, dp_group=group)
+
+
+def _data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
+    return tuple(name for name in mesh.mesh_dim_names or () if name in DATA_DIMS)
 
 
 def roll_call(world: World, timeout_seconds: float) -> RollCall | None:

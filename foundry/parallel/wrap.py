@@ -13,13 +13,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, Strategy
+from foundry.config.schemas.distributed import DDP, FSDP, Single
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.gradient_sync import DDPSync, DeferredDDPSync, FSDPSync, LocalSync
 from foundry.parallel.precision import PrecisionPolicy
@@ -34,12 +34,10 @@ class Parallel:
     Attributes:
         model: what to call; its parameters are what the optimizer gets.
         sync: when its gradients are reduced.
-        strategy: what was done; never `auto`.
     """
 
     model: nn.Module
     sync: Synchroniser
-    strategy: Strategy
 
     @property
     def inner(self) -> nn.Module:
@@ -53,7 +51,6 @@ class RanksDifferError(RuntimeError):
 
 def parallelize(
     model: nn.Module,
-    config: Distributed,
     policy: PrecisionPolicy,
     world: World,
     *,
@@ -64,17 +61,16 @@ def parallelize(
 
     Args:
         model: materialised, equal on all ranks, already `policy.prepare`d; changed in place and moved to the device.
-        config: the strategy and its fields; `auto` is none on one process and fsdp with its defaults on several.
         policy: the arithmetic.
-        world: within `process_group`.
+        world: from `process_group`; it knows the strategy, and has the device mesh for it.
         grad_checkpointing: recompute each block's activations in the backward pass.
         torchcompile: compile each block.
 
     Raises:
-        ConfigError: a strategy, policy or field that cannot act on this model or world.
+        ConfigError: a policy or field that cannot act on this model.
         RanksDifferError: parameters or buffers that differ between ranks; the first is named.
     """
-    strategy = resolve_strategy(config, world.world_size)
+    distributed = world.distributed
     blocks = list(find_blocks(model))
     if (grad_checkpointing or torchcompile) and not blocks:
         key = "hparams.grad_checkpointing" if grad_checkpointing else "hparams.torchcompile"
@@ -88,32 +84,11 @@ def parallelize(
             block.forward = partial(_checkpointed, block.forward)
         if torchcompile:
             block.compile()
-    if strategy is Strategy.none:
-        return Parallel(model.to(world.device), LocalSync(), strategy)
-    if strategy is Strategy.ddp:
-        return _wrap_ddp(model, config if isinstance(config, DDP) else DDP(), config, policy, world)
-    return _wrap_fsdp(model, config, policy, world, strategy)
-
-
-def resolve_strategy(config: Distributed, world_size: int) -> Strategy:
-    """What will be done, never `auto`: on one process nothing, unless it offloads.
-
-    Raises:
-        ConfigError: the strategy does not fit the number of processes.
-    """
-    strategy = config.strategy
-    if strategy is Strategy.auto:
-        strategy = Strategy.none if world_size == 1 else Strategy.fsdp
-    if strategy is Strategy.none and world_size > 1:
-        message = f"is none but {world_size} processes were started: use ddp or fsdp, or start one"
-        raise ConfigError(Violation("distributed.strategy", message))
-    if strategy is Strategy.hsdp:
-        replicas = config.num_replicas if isinstance(config, HSDP) else HSDP().num_replicas
-        if world_size % replicas:
-            message = f"is {replicas} but must divide the number of processes, {world_size}"
-            raise ConfigError(Violation("distributed.num_replicas", message))
-    offloads = isinstance(config, FSDP) and config.cpu_offload
-    return Strategy.none if world_size == 1 and not offloads else strategy
+    if isinstance(distributed, Single):
+        return Parallel(model.to(world.device), LocalSync())
+    if isinstance(distributed, DDP):
+        return _wrap_ddp(model, distributed, policy, world)
+    return _wrap_fsdp(model, distributed, policy, world)
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -122,18 +97,18 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _wrap_ddp(model: nn.Module, ddp: DDP, config: Distributed, policy: PrecisionPolicy, world: World) -> Parallel:
-    """`ddp` holds the fields, `config` what every strategy has: they differ where the user gave no DDP schema."""
+def _wrap_ddp(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World) -> Parallel:
     if violations := list(ddp.check()):
         raise ConfigError(violations)
     if ddp.shard_optimizer:
-        return _wrap_sharded_optimizer(model, ddp, config, policy, world)
+        return _wrap_sharded_optimizer(model, ddp, policy, world)
     model = model.to(world.device)
     if not ddp.overlap_grad_reduce:
-        return Parallel(model, DeferredDDPSync(list(model.parameters()), config.gradient_sync), Strategy.ddp)
+        return Parallel(model, DeferredDDPSync(list(model.parameters()), ddp.gradient_sync, world))
     wrapped = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
+        process_group=world.dp_group,
         bucket_cap_mb=cast(int, ddp.bucket_cap_mb),  # torch takes fractions; its annotation says int
         gradient_as_bucket_view=True,
         init_sync=False,
@@ -141,55 +116,43 @@ def _wrap_ddp(model: nn.Module, ddp: DDP, config: Distributed, policy: Precision
     # FSDP2 does not broadcast buffers before each forward pass either: a model means the same under both. Set here
     # because torch 2.13 renamed the argument and warns about the name that 2.11 knows.
     wrapped.broadcast_buffers = False
-    return Parallel(wrapped, DDPSync(wrapped, config.gradient_sync), Strategy.ddp)
+    return Parallel(wrapped, DDPSync(wrapped, ddp.gradient_sync))
 
 
-def _wrap_sharded_optimizer(
-    model: nn.Module, ddp: DDP, config: Distributed, policy: PrecisionPolicy, world: World
-) -> Parallel:
+def _wrap_sharded_optimizer(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World) -> Parallel:
     """Megatron's distributed optimizer: gradients reduce-scattered, weights gathered once a window and kept through it.
 
     Without any overlap the whole model is one unit: gathered before the window, reduced after its last backward pass.
     """
-    mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
     replicated = _shard(
         model,
-        mesh,
+        world.dp_mesh,
         policy,
         blocks=ddp.overlap_grad_reduce,
         reshard_after_forward=False,
         offload=OffloadPolicy(),
         overlap=ddp.overlap_param_gather,
     )
-    sync = FSDPSync(model, config.gradient_sync, replicated=replicated, reshard_after_forward=False, keep_params=True)
-    return Parallel(model, sync, Strategy.ddp)
+    sync = FSDPSync(
+        model, ddp.gradient_sync, world, replicated=replicated, reshard_after_forward=False, keep_params=True
+    )
+    return Parallel(model, sync)
 
 
-def _wrap_fsdp(
-    model: nn.Module, config: Distributed, policy: PrecisionPolicy, world: World, strategy: Strategy
-) -> Parallel:
-    fields = config if isinstance(config, FSDP) else HSDP() if strategy is Strategy.hsdp else FSDP()
+def _wrap_fsdp(model: nn.Module, fsdp: FSDP, policy: PrecisionPolicy, world: World) -> Parallel:
+    reshard = fsdp.reshard_after_forward
     replicated = _shard(
         model,
-        _mesh(fields, world),
+        world.dp_mesh,
         policy,
         blocks=True,
-        reshard_after_forward=fields.reshard_after_forward,
+        reshard_after_forward=reshard,
         # Pinned memory needs a GPU to be pinned for.
-        offload=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if fields.cpu_offload else OffloadPolicy(),
-        overlap=fields.overlap_param_gather,
+        offload=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy(),
+        overlap=fsdp.overlap_param_gather,
     )
-    reshard = fields.reshard_after_forward
-    sync = FSDPSync(model, config.gradient_sync, replicated=replicated, reshard_after_forward=reshard)
-    return Parallel(model, sync, strategy)
-
-
-def _mesh(config: FSDP, world: World) -> DeviceMesh:
-    """(shard,) or (replicate, shard): ranks of one node are neighbours, so that shards stay on it."""
-    if not isinstance(config, HSDP):
-        return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
-    shape = (config.num_replicas, world.world_size // config.num_replicas)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    sync = FSDPSync(model, fsdp.gradient_sync, world, replicated=replicated, reshard_after_forward=reshard)
+    return Parallel(model, sync)
 
 
 def _shard(

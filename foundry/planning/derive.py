@@ -45,18 +45,18 @@ def build_plan(
         strategy: how they train together; never `auto`.
         device: what they run on.
     """
-    parameters = list(model.parameters())
+    parameters, dp_size = list(model.parameters()), config.distributed.dp_size(world_size)
     return {
         "world_size": world_size,
         "device": device,
         "strategy": strategy,
         "precision": config.precision.mode.value,
-        **_sizes(budget, config.hparams.per_gpu_batch_size, world_size),
+        **_sizes(budget, config.hparams.per_gpu_batch_size, dp_size),
         **_schedule_lengths(schedule, budget),
         **_schedule_values(config, schedule, budget),
         "durations": _durations(config, budget),
         "phases": [vars(phase) for phase in resolve_phases(schedule, budget)],
-        "batch_stages": _batch_stages(budget, config.hparams.per_gpu_batch_size * world_size),
+        "batch_stages": _batch_stages(budget, config.hparams.per_gpu_batch_size * dp_size),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "notes": data.notes or {},
@@ -122,13 +122,13 @@ def resolve_phases(schedule: Schedule, budget: Budget) -> list[Phase]:
     return phases
 
 
-def _sizes(budget: Budget, per_gpu_batch_size: int, world_size: int) -> dict[str, Any]:
+def _sizes(budget: Budget, per_gpu_batch_size: int, dp_size: int) -> dict[str, Any]:
     """A step of the last batch size, and the whole run, in every unit."""
     batch, tokens, epoch = budget.batch_sizes.final, budget.tokens_per_sample, budget.samples_per_epoch
     return {
         "global_batch_size": batch,
         "per_gpu_batch_size": per_gpu_batch_size,
-        "accum_freq": batch // (per_gpu_batch_size * world_size),
+        "accum_freq": batch // (per_gpu_batch_size * dp_size),
         "tokens_per_sample": tokens,
         "tokens_per_step": None if tokens is None else tokens * batch,
         "total_steps": budget.total_steps,

@@ -18,12 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.config.build import build
 from foundry.config.lengths import resolve_batch_sizes
-from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
+from foundry.config.schemas.distributed import DDP, Distributed, GradientSync, Single, resolve_distributed
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
-from foundry.parallel.wrap import resolve_strategy
 from foundry.parts import build_optimizers
 from foundry.planning.activations import activation_bytes
 from foundry.planning.fake import FakeModel
@@ -86,8 +85,9 @@ def estimate_memory(
     policy = PrecisionPolicy(config.precision.mode)
     model = _as_held(fake.model, policy)
     layout = _layout(config.distributed, model, policy, world_size)
-    sizes = resolve_batch_sizes(config.hparams, world_size=world_size, tokens_per_sample=None).sizes
-    accumulates = max(sizes) > world_size * config.hparams.per_gpu_batch_size
+    dp_size = config.distributed.dp_size(world_size)
+    sizes = resolve_batch_sizes(config.hparams, world_size=dp_size, tokens_per_sample=None).sizes
+    accumulates = max(sizes) > dp_size * config.hparams.per_gpu_batch_size
     state, optimizer_note = _optimizer_state(config, model)
     activations, activations_note = _activations(config, model, fake.mode, policy, layout, microbatch)
     shards, gradients = layout.parts(_num_bytes), layout.gradients(config.distributed.gradient_sync, accumulates)
@@ -213,24 +213,23 @@ class _Layout:
 
 def _layout(config: Distributed, model: nn.Module, policy: PrecisionPolicy, world_size: int) -> _Layout:
     """What `foundry.parallel.wrap` makes of a model."""
-    strategy = resolve_strategy(config, world_size)
-    if strategy is Strategy.none:
+    resolved = resolve_distributed(config, world_size)
+    if isinstance(resolved, Single):
         return _Layout([], list(model.parameters()))
-    if strategy is Strategy.ddp:
-        ddp = config if isinstance(config, DDP) else DDP()
-        if not ddp.shard_optimizer:
-            return _Layout([], list(model.parameters()), reduces_whole=not ddp.overlap_grad_reduce)
-        units, whole = _units(model, policy, blocks=ddp.overlap_grad_reduce)
-        return _Layout(units, whole, world_size, keeps_gathered=True, reduces_whole=True)
-    fsdp = config if isinstance(config, FSDP) else HSDP() if strategy is Strategy.hsdp else FSDP()
+    num_shards = resolved.mesh_shape(world_size).get("shard", 1)
+    if isinstance(resolved, DDP):
+        if not resolved.shard_optimizer:
+            return _Layout([], list(model.parameters()), reduces_whole=not resolved.overlap_grad_reduce)
+        units, whole = _units(model, policy, blocks=resolved.overlap_grad_reduce)
+        return _Layout(units, whole, num_shards, keeps_gathered=True, reduces_whole=True)
     units, whole = _units(model, policy, blocks=True)
     return _Layout(
         units,
         whole,
-        world_size // fsdp.num_replicas if isinstance(fsdp, HSDP) else world_size,
-        keeps_gathered=not fsdp.reshard_after_forward,
-        prefetches=fsdp.overlap_param_gather,
-        offloads=fsdp.cpu_offload,
+        num_shards,
+        keeps_gathered=not resolved.reshard_after_forward,
+        prefetches=resolved.overlap_param_gather,
+        offloads=resolved.cpu_offload,
         reduces_whole=True,
     )
 

@@ -57,8 +57,8 @@ class Evaluator:
         batches = held_out_batches(
             self.data.validation,
             per_gpu_batch_size=self.per_gpu_batch_size,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
+            rank=self.world.dp_rank,
+            world_size=self.world.dp_size,
             max_samples=self.max_samples,
         )
         was_training = self.model.training

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from foundry.config.schemas.distributed import FSDP, GradientSync, Strategy
+from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolved
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.training.throughput import peak_memory_bytes
@@ -119,7 +119,7 @@ def explain_out_of_memory(
     memory: DeviceMemory,
     config: Config,
     *,
-    strategy: Strategy,
+    distributed: Resolved,
     step: int,
     rank: int,
     world_size: int,
@@ -130,7 +130,7 @@ def explain_out_of_memory(
         error: torch's, which says how much more was wanted.
         memory: of this rank's device.
         config: of the run; what it sets already is not suggested.
-        strategy: how the ranks train together; never `auto`.
+        distributed: how the ranks train together.
         step: the optimizer step that failed.
         rank: this rank.
         world_size: ranks.
@@ -145,7 +145,7 @@ def explain_out_of_memory(
         "cached, in pieces": max(0, memory.reserved - memory.allocated),
     }
     if memory.where == "GPU":
-        remedies = _remedies(config, strategy, world_size, activations_first=memory.rest > memory.allocated / 2)
+        remedies = _remedies(config, distributed, world_size, activations_first=memory.rest > memory.allocated / 2)
     else:  # more ranks or offloading would take it from the same host
         rest = "a smaller model, shorter samples, or a machine with more memory"
         remedies = [*_less_activations(config), ("otherwise", rest)]
@@ -158,9 +158,11 @@ def explain_out_of_memory(
     )
 
 
-def _remedies(config: Config, strategy: Strategy, world_size: int, *, activations_first: bool) -> list[tuple[str, str]]:
+def _remedies(
+    config: Config, distributed: Resolved, world_size: int, *, activations_first: bool
+) -> list[tuple[str, str]]:
     """Settings and what each does, the most promising first."""
-    activations, states = list(_less_activations(config)), list(_less_states(config, strategy, world_size))
+    activations, states = list(_less_activations(config)), list(_less_states(config, distributed, world_size))
     ordered = [*activations, *states] if activations_first else [*states, *activations]
     return ordered or [("every setting that saves memory is on", "take a smaller model, shorter samples or more GPUs")]
 
@@ -189,14 +191,13 @@ def _less_activations(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _less_states(config: Config, strategy: Strategy, world_size: int) -> Iterator[tuple[str, str]]:
-    distributed, hparams = config.distributed, config.hparams
-    is_sharded, is_fsdp = strategy in (Strategy.fsdp, Strategy.hsdp), isinstance(distributed, FSDP)
+def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iterator[tuple[str, str]]:
+    hparams, is_sharded = config.hparams, isinstance(distributed, FSDP)
     if not is_sharded and world_size == 1:
         yield "distributed=fsdp distributed.nproc_per_node=2", "half of weights, gradients and optimizer state per GPU"
-    elif strategy is not Strategy.fsdp:
+    elif not is_sharded or isinstance(distributed, HSDP):
         yield "distributed=fsdp", f"weights, gradients and optimizer state are divided over all {world_size} ranks"
-    accumulates = hparams.global_batch_size > world_size * hparams.per_gpu_batch_size
+    accumulates = hparams.global_batch_size > distributed.dp_size(world_size) * hparams.per_gpu_batch_size
     if is_sharded and world_size > 1 and accumulates and distributed.gradient_sync is not GradientSync.every:
         effect = "gradients are divided after each microbatch instead of kept whole for the window"
         yield "distributed.gradient_sync=every", effect
@@ -204,7 +205,7 @@ def _less_states(config: Config, strategy: Strategy, world_size: int) -> Iterato
         yield "distributed.reshard_after_forward=true", "gathered weights are freed between forward and backward"
     offloads = isinstance(distributed, FSDP) and distributed.cpu_offload
     if not offloads and config.precision.mode is not PrecisionMode.amp_float16:
-        chosen = "" if is_fsdp else "distributed=fsdp "
+        chosen = "" if isinstance(config.distributed, FSDP) else "distributed=fsdp "
         yield f"{chosen}distributed.cpu_offload=true", "weights, gradients and optimizer state in host memory; slower"
 
 

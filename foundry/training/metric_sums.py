@@ -42,13 +42,13 @@ def reduce_sums(sums: LossSum, names: Iterable[str] | None, world: World) -> Los
     if unnamed := [name for name in sums.metrics if name not in known]:
         message = f"returns the metric {unnamed[0]}, which its `metrics` does not name"
         raise ConfigError(Violation("objective", message))
-    if world.world_size == 1:
+    if world.dp_size == 1:
         return sums
     nothing = Mean(torch.zeros_like(sums.loss), 0)
     means = [sums.metrics.get(name, nothing) for name in known]
     # A fill, unlike a copy from the host, does not wait for the device.
     counts = [m.count if isinstance(m.count, Tensor) else torch.full_like(sums.loss, m.count or 0) for m in means]
-    total = world.all_reduce_sum(torch.stack([sums.loss, *(mean.sum for mean in means), *counts]))
+    total = world.dp_sum(torch.stack([sums.loss, *(mean.sum for mean in means), *counts]))
     size = len(known)
     reduced = zip(known, total[1 : 1 + size], total[1 + size :], strict=True)
     return LossSum(total[0], {name: Mean(value, count) for name, value, count in reduced})

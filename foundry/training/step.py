@@ -101,7 +101,7 @@ class TrainStep:
         count = self._global_count(sum(num_valid))
         set_schedule(self._optimizers, lr, weight_decay)
         # DDP and FSDP2 average gradients over ranks; the loss is a sum over all of them.
-        sums = self._forward_backward(window.microbatches, num_valid, self._world.world_size / count)
+        sums = self._forward_backward(window.microbatches, num_valid, self._world.dp_size / count)
         self._sync.finish()
         if self._scaler is not None:
             for optimizer in self._optimizers:
@@ -155,11 +155,11 @@ class TrainStep:
 
     def _global_count(self, count: int) -> Tensor | int:
         """Valid items of the whole global batch, at least one, given this rank's."""
-        if self._world.world_size == 1:
+        if self._world.dp_size == 1:
             return max(count, 1)
         # A fill, unlike a copy from the host, does not wait for the device.
         total = torch.full((), float(count), dtype=torch.float64, device=self._world.device)
-        return self._world.all_reduce_sum(total).clamp_(min=1).float()
+        return self._world.dp_sum(total).clamp_(min=1).float()
 
     def _accumulate(
         self, microbatches: Sequence[Microbatch], num_valid: Sequence[int], scale: Tensor | float

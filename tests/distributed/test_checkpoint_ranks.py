@@ -29,12 +29,13 @@ def save_wrapped(world, root):
     import torch
 
     from foundry.checkpoint.tensors import collect
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
     from foundry.training.ema import WeightAverage
 
     results = {}
     for name, config in WRAPPERS.items():
-        parallel = parallelize(Toy(1), config, FP32, world, grad_checkpointing=False, torchcompile=False)
+        parallel = parallelize(Toy(1), FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
         ema = WeightAverage(parallel.inner, 0.9)
         with torch.no_grad():
             for parameter in parallel.inner.parameters():
@@ -174,9 +175,10 @@ def collect_odd_state(world):
 
     from foundry.checkpoint.folder import CheckpointError
     from foundry.checkpoint.tensors import collect
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
 
-    parallel = parallelize(Toy(1), FSDP(), FP32, world, grad_checkpointing=False, torchcompile=False)
+    parallel = parallelize(Toy(1), FP32, arrange(world, FSDP()), grad_checkpointing=False, torchcompile=False)
     optimizer = torch.optim.SGD(parallel.model.parameters(), lr=0.1)
     optimizer.state[parallel.inner.embedding.weight]["rows"] = torch.zeros(29)
     try:

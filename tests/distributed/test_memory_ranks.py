@@ -38,6 +38,7 @@ def _measure_one(world, config):
 
     from foundry.config.build import build
     from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
     from foundry.training.ema import WeightAverage
 
@@ -45,9 +46,8 @@ def _measure_one(world, config):
     policy = PrecisionPolicy(config.precision.mode)
     parallel = parallelize(
         policy.prepare(build(config.model)),
-        config.distributed,
         policy,
-        world,
+        arrange(world, config.distributed),
         grad_checkpointing=False,
         torchcompile=False,
     )

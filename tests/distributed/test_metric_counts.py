@@ -35,6 +35,7 @@ def measure(world, batch):
 
     from foundry.data.splits import DataSplits
     from foundry.optim.optimizers import adamw
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
     from foundry.training.evaluation import Evaluator
     from foundry.training.protocols import Window
@@ -42,7 +43,7 @@ def measure(world, batch):
 
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
-    parallel = parallelize(model, DDP(), FP32, world, grad_checkpointing=False, torchcompile=False)
+    parallel = parallelize(model, FP32, arrange(world, DDP()), grad_checkpointing=False, torchcompile=False)
     rows = [{name: tensor[index] for name, tensor in batch.items()} for index in range(8)]
     evaluator = Evaluator(
         model=parallel.model,

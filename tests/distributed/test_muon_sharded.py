@@ -18,9 +18,10 @@ STEPS = 4
 def train(config, world, num_microbatches):
     """Whole weights and momentum after a few steps, and how far the matrices inside the blocks moved."""
     from foundry.optim.optimizers import muon
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
 
-    parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
+    parallel = parallelize(Toy(), FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
     before = whole_parameters(parallel)
     options = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3}
     options["precision"] = FP32.mode

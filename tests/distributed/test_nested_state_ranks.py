@@ -13,9 +13,10 @@ LAYOUTS = {"ddp": (2, DDP()), "fsdp": (2, FSDP()), "hsdp": (4, HSDP(num_replicas
 
 
 def build(config, world, seed):
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
 
-    parallel = parallelize(Toy(seed), config, FP32, world, grad_checkpointing=False, torchcompile=False)
+    parallel = parallelize(Toy(seed), FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
     return parallel, [Nested(parallel.model.parameters(), only_shaped=True)]
 
 

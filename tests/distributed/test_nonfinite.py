@@ -57,12 +57,13 @@ def parse_step(parallel, optimizers, world, **options):
 
 def stop(world):
     from foundry.optim.optimizers import adamw
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
     from foundry.training.guards import NonFiniteError
 
     results = {}
     for name, config in WRAPPERS.items():
-        parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
+        parallel = parallelize(Toy(), FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
         optimizers = adamw(model=parallel.model, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
         step = parse_step(parallel, optimizers, world)
         good = step(window(world, 0, False), 1e-2, 1).loss.item()
@@ -93,6 +94,7 @@ def skip(world, on_device):
 
     from foundry.config.schemas.guard import Guard, NonFinite
     from foundry.optim.optimizers import muon
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
     from foundry.training.ema import WeightAverage
     from foundry.training.guards import UpdateGuard
@@ -105,7 +107,7 @@ def skip(world, on_device):
     options = {"lr": 1e-2, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1}
 
     def run(config, numbers, bad):
-        parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
+        parallel = parallelize(Toy(), FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
         optimizers = muon(model=parallel.model, beta1=0.9, beta2=0.95, eps=1e-8, **options)
         step = parse_step(parallel, optimizers, world, guard=guard)
         step.guard = UpdateGuard(guard, optimizers, world, on_device=on_device)

@@ -19,10 +19,11 @@ WRAPPERS = {
 
 
 def wrap(config, world, policy, seed=0):
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
 
     model = policy.prepare(Toy(seed))
-    return parallelize(model, config, policy, world, grad_checkpointing=False, torchcompile=False)
+    return parallelize(model, policy, arrange(world, config), grad_checkpointing=False, torchcompile=False)
 
 
 def train_modes(world):

@@ -46,11 +46,11 @@ def reference():
     """The same steps on one process, in one microbatch."""
     import torch
 
-    from foundry.parallel.process_group import World
+    from foundry.parallel.process_group import World, arrange
     from foundry.parallel.wrap import parallelize
 
     alone = World(0, 0, 1, 1, torch.device("cpu"))
-    parallel = parallelize(Toy(), Distributed(), FP32, alone, grad_checkpointing=False, torchcompile=False)
+    parallel = parallelize(Toy(), FP32, arrange(alone, Distributed()), grad_checkpointing=False, torchcompile=False)
     return train(parallel, FP32, alone, num_microbatches=1)
 
 
@@ -64,17 +64,18 @@ def differences(ours, theirs):
 
 
 def train_all(world, configs, num_microbatches):
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
 
     alone = reference()
     results = {}
     for name, config in cases(configs):
-        parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
+        parallel = parallelize(Toy(), FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
         trained = train(parallel, FP32, world, num_microbatches=num_microbatches)
         results[name] = differences(trained, alone), _collectives(parallel, world)
     for name, config in cases(configs):
         if name in CHECKPOINTED:
-            parallel = parallelize(Toy(), config, FP32, world, grad_checkpointing=True, torchcompile=False)
+            parallel = parallelize(Toy(), FP32, arrange(world, config), grad_checkpointing=True, torchcompile=False)
             trained = train(parallel, FP32, world, num_microbatches=num_microbatches)
             results[f"{name}-checkpointed"] = differences(trained, alone), _collectives(parallel, world)
     return results

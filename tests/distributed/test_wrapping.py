@@ -7,16 +7,19 @@ import pytest
 from harness import count_collectives, spawn
 from toy import FP32, NUM_BLOCKS, Toy, backward_window, global_batch, largest_difference, train, whole
 
-from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Strategy
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, GradientSync, Single
 
 pytestmark = pytest.mark.distributed
 
 
 def wrap(config, world, *, policy=FP32, model=None, grad_checkpointing=False, torchcompile=False):
+    from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
 
     model = Toy() if model is None else model
-    return parallelize(model, config, policy, world, grad_checkpointing=grad_checkpointing, torchcompile=torchcompile)
+    return parallelize(
+        model, policy, arrange(world, config), grad_checkpointing=grad_checkpointing, torchcompile=torchcompile
+    )
 
 
 def check_names(world):
@@ -85,8 +88,8 @@ def check_refusals(world):
         (DDP(gradient_sync=keep, overlap_grad_reduce=False), "distributed.gradient_sync: is last_keep_params"),
         (DDP(overlap_param_gather=True), "distributed.overlap_param_gather: is true but there is nothing to gather"),
         (DDP(overlap_grad_reduce=False, bucket_cap_mb=5.0), "distributed.bucket_cap_mb: is 5 but"),
-        (HSDP(num_replicas=3), "distributed.num_replicas: is 3 but must divide the number of processes, 2"),
-        (Distributed(strategy=Strategy.none), "distributed.strategy: is none but 2 processes"),
+        (HSDP(num_replicas=3), "distributed.num_replicas: is 3 but must divide the 2 ranks"),
+        (Single(), "distributed: is none but 2 processes"),
     ):
         with pytest.raises(ConfigError) as caught:
             wrap(config, world)
@@ -107,7 +110,7 @@ def check_sync_is_found_behind_wrappers(world):
 
     compiled = torch.compile(wrap(FSDP(), world).model)
     hidden = Hidden(compiled)
-    sync = FSDPSync(hidden, GradientSync.last)
+    sync = FSDPSync(hidden, GradientSync.last, world)
     tokens = global_batch(0)[0]
     for last, reductions in ((False, 0), (True, NUM_BLOCKS + 1)):
 
@@ -117,9 +120,9 @@ def check_sync_is_found_behind_wrappers(world):
 
         assert count_collectives(step).get("reduce_scatter_base", 0) == reductions
     DDPSync(Hidden(wrap(DDP(), world).model), GradientSync.last)
-    for kind in (FSDPSync, DDPSync):
+    for kind, more in ((FSDPSync, (world,)), (DDPSync, ())):
         with pytest.raises(ConfigError, match="gradient_sync: is last but cannot act"):
-            kind(Toy(), GradientSync.last)
+            kind(Toy(), GradientSync.last, *more)
 
 
 def check_grad_norm_of_a_mixture(world):

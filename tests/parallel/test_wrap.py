@@ -9,7 +9,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from foundry.config.errors import ConfigError
-from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Backend, Distributed, GradientSync, Single, Strategy
+from foundry.config.schemas.distributed import (
+    DDP,
+    FSDP,
+    HSDP,
+    Backend,
+    Distributed,
+    GradientSync,
+    Single,
+    resolve_distributed,
+)
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.parallel.precision import PrecisionPolicy
@@ -43,7 +52,7 @@ def _no_launcher(monkeypatch):
 def wrap(config, network=None, **options):
     options = {"grad_checkpointing": False, "torchcompile": False} | options
     with process_group(config, cuda=False) as world:
-        return parallelize(network or model(), config, FP32, world, **options)
+        return parallelize(network or model(), FP32, world, **options)
 
 
 @pytest.mark.parametrize("policy", GradientSync)
@@ -52,7 +61,7 @@ def test_one_process_is_the_bare_model_under_every_policy(schema, policy):
     network = model()
     parallel = wrap(schema(gradient_sync=policy), network)
     assert parallel.model is parallel.inner is network
-    assert parallel.strategy is Strategy.none
+    assert isinstance(resolve_distributed(schema(gradient_sync=policy), 1), Single)
     with parallel.sync.microbatch(first=True, last=True):
         parallel.model(torch.ones(2, 6)).sum().backward()
     parallel.sync.finish()
@@ -63,14 +72,14 @@ def test_offloading_one_process_shards_over_a_group_of_one():
     config, reference = FSDP(cpu_offload=True, gradient_sync=GradientSync.last_keep_params), model()
     reference(torch.ones(2, 6)).sum().backward()
     with process_group(config, cuda=False) as world:
-        parallel = parallelize(model(), config, FP32, world, grad_checkpointing=False, torchcompile=False)
+        parallel = parallelize(model(), FP32, world, grad_checkpointing=False, torchcompile=False)
         with parallel.sync.microbatch(first=True, last=True):
             parallel.model(torch.ones(2, 6)).sum().backward()
         parallel.sync.finish()
         for ours, theirs in zip(parallel.model.parameters(), reference.parameters(), strict=True):
             assert isinstance(ours, DTensor)
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-    assert parallel.strategy is Strategy.fsdp
+    assert world.distributed is config
     assert not dist.is_initialized()
 
 
@@ -100,7 +109,7 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights():
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (HSDP(num_replicas=2), {}, "distributed.num_replicas: is 2 but must divide the number of processes, 1"),
+        (HSDP(num_replicas=2), {}, "distributed.num_replicas: is 2 but must divide the 1 rank"),
         (Distributed(backend=Backend.nccl), {}, "distributed.backend: is nccl but there is no GPU"),
         (
             Distributed(),

@@ -12,7 +12,7 @@ from foundry.config.schemas.distributed import GradientSync
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy
-from foundry.parallel.process_group import World
+from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize
 from foundry.planning.fake import build_fake
 from foundry.planning.memory import checkpoint_bytes, estimate_memory
@@ -86,7 +86,7 @@ def saved_by_forward(config, microbatch, *, grad_checkpointing):
     block_forward, calls = block.forward, []
     block.register_forward_pre_hook(lambda module, *call: calls.append(call), with_kwargs=True)
     model = parallelize(
-        model, config.distributed, policy, world, grad_checkpointing=grad_checkpointing, torchcompile=False
+        model, policy, arrange(world, config.distributed), grad_checkpointing=grad_checkpointing, torchcompile=False
     ).model
     with Storages(model.parameters()) as saved, policy.autocast(world.device):
         build(config.objective).loss(model, microbatch)
@@ -233,7 +233,7 @@ def test_gradients_are_those_of_the_batch_sizes_that_are_run(configure, override
 
 def test_a_wrong_world_is_refused(configure):
     config = configure(*SMALL, "distributed=none")
-    with pytest.raises(ConfigError, match=r"distributed\.strategy: is none but 2 processes"):
+    with pytest.raises(ConfigError, match=r"distributed: is none but 2 processes"):
         plan(config, world_size=2)
 
 

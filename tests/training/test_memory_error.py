@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from foundry.config.schemas.data import StdlibText
-from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Single, Strategy
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Single, resolve_distributed
 from foundry.config.schemas.hparams import HParams
 from foundry.config.schemas.model import Transformer
 from foundry.config.schemas.precision import Precision, PrecisionMode
 from foundry.config.schemas.root import Config
-from foundry.parallel.wrap import resolve_strategy
 from foundry.training import memory_error
 from foundry.training.memory_error import (
     DeviceMemory,
@@ -61,8 +60,8 @@ def config(distributed, *, hparams=None, model=None, mode=PrecisionMode.amp_bflo
 
 
 def explained(memory=ACTIVATIONS, *, of, world_size=1):
-    strategy = resolve_strategy(of.distributed, world_size)
-    text = explain_out_of_memory(ERROR, memory, of, strategy=strategy, step=12, rank=0, world_size=world_size)
+    distributed = resolve_distributed(of.distributed, world_size)
+    text = explain_out_of_memory(ERROR, memory, of, distributed=distributed, step=12, rank=0, world_size=world_size)
     return text.splitlines()
 
 
@@ -202,7 +201,7 @@ def test_of_a_cpu_the_message_says_what_the_process_holds_and_what_takes_less():
         ask_torch()
     except RuntimeError as error:
         lines = explain_out_of_memory(
-            error, memory, config(FSDP()), strategy=Strategy.fsdp, step=12, rank=1, world_size=2
+            error, memory, config(FSDP()), distributed=FSDP(), step=12, rank=1, world_size=2
         ).splitlines()
     assert lines[0].startswith("out of CPU memory in step 12 on rank 1: 4.00 PiB more were wanted, ")
     assert lines[1].startswith("  weights 1.0 MiB, gradients 1.0 MiB, optimizer state 2.0 MiB, ")

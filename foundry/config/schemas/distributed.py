@@ -1,23 +1,14 @@
 """`distributed=`: how many processes train together and what each holds."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any, TypeAlias
 
-from foundry.config.errors import Violation
+from foundry.config.errors import ConfigError, Violation
 from foundry.config.setting import setting
 
 _DEFAULT_BUCKET_MB = 25.0
-
-
-class Strategy(Enum):
-    """What each rank holds."""
-
-    auto = "auto"
-    none = "none"
-    ddp = "ddp"
-    fsdp = "fsdp"
-    hsdp = "hsdp"
 
 
 class GradientSync(Enum):
@@ -40,7 +31,7 @@ class Backend(Enum):
 class Distributed:
     """How processes start and find each other. Under torchrun or Slurm their number comes from the environment."""
 
-    strategy: Strategy = setting(Strategy.auto, "auto: none on one process, fsdp on several")
+    strategy: str = setting("auto", "the option's own name; auto: none on one process, fsdp on several")
     nproc_per_node: int = setting(
         1,
         "processes to start on this machine; leave at 1 under torchrun and Slurm",
@@ -62,19 +53,34 @@ class Distributed:
         "every: after each microbatch, least memory; last: once a step; last_keep_params: once, weights kept gathered",
     )
 
+    def check(self) -> Iterator[Violation]:
+        """Refuse a strategy that is not the class's: its fields would be missing or ignored."""
+        own = type(self).strategy
+        if self.strategy != own:
+            message = f"is {self.strategy} but distributed={own} is chosen; choose distributed={self.strategy}"
+            yield Violation("distributed.strategy", message)
+
+    def dp_size(self, world_size: int) -> int:
+        """Ranks that train on samples of their own: all, since no strategy here has ranks share theirs."""
+        return world_size
+
+    def mesh_shape(self, world_size: int) -> dict[str, int]:
+        """Dimensions of the device mesh, outermost first; `replicate` and `shard` are those that divide the data."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Single(Distributed):
     """One process."""
 
-    strategy: Strategy = Strategy.none
+    strategy: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Distributed):
     """Every rank holds the whole model; gradients are averaged."""
 
-    strategy: Strategy = Strategy.ddp
+    strategy: str = "ddp"
     overlap_grad_reduce: bool = setting(True, "reduce gradients in buckets while the backward pass still runs")
     bucket_cap_mb: float = setting(_DEFAULT_BUCKET_MB, "size of a gradient bucket in MiB", gt=0, le=10**6)
     shard_optimizer: bool = setting(
@@ -83,7 +89,8 @@ class DDP(Distributed):
     overlap_param_gather: bool = setting(False, "with shard_optimizer: gather the next block's weights during compute")
 
     def check(self) -> Iterator[Violation]:
-        """Say which fields would be ignored in this combination."""
+        """Refuse fields that would be ignored in this combination."""
+        yield from super().check()
         if self.overlap_param_gather and not self.shard_optimizer:
             message = "is true but there is nothing to gather without shard_optimizer=true; set that, or drop this"
             yield Violation("distributed.overlap_param_gather", message)
@@ -98,12 +105,16 @@ class DDP(Distributed):
                 "distributed.bucket_cap_mb", f"is {self.bucket_cap_mb:g} but {reason}, without buckets; drop it"
             )
 
+    def mesh_shape(self, world_size: int) -> dict[str, int]:
+        """All ranks in one dimension."""
+        return {"shard" if self.shard_optimizer else "replicate": world_size}
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Distributed):
     """FSDP2: weights, gradients and optimizer state are sharded over all ranks."""
 
-    strategy: Strategy = Strategy.fsdp
+    strategy: str = "fsdp"
     reshard_after_forward: bool = setting(
         True,
         "free gathered weights after forward: less memory, one more all-gather",
@@ -114,10 +125,40 @@ class FSDP(Distributed):
     )
     overlap_param_gather: bool = setting(True, "gather the next block's weights while this one computes")
 
+    def mesh_shape(self, world_size: int) -> dict[str, int]:
+        """All ranks in one dimension."""
+        return {"shard": world_size}
+
 
 @dataclass(frozen=True, kw_only=True)
 class HSDP(FSDP):
     """FSDP2 within groups of ranks, replicas between groups."""
 
-    strategy: Strategy = Strategy.hsdp
+    strategy: str = "hsdp"
     num_replicas: int = setting(2, "groups that each hold a full copy; must divide the world size", ge=1, le=10**6)
+
+    def mesh_shape(self, world_size: int) -> dict[str, int]:
+        """Ranks of one node are neighbours, so that shards stay on it."""
+        return {"replicate": self.num_replicas, "shard": world_size // self.num_replicas}
+
+
+Resolved: TypeAlias = Single | DDP | FSDP | HSDP
+
+
+def resolve_distributed(config: Distributed, world_size: int) -> Resolved:
+    """What the ranks will do: `auto` is FSDP on several, and one process needs no wrapper unless it offloads.
+
+    Raises:
+        ConfigError: the strategy does not fit the number of ranks.
+    """
+    if isinstance(config, Single) and world_size > 1:
+        message = f"is none but {world_size} processes are to train together; choose ddp, fsdp or hsdp"
+        raise ConfigError(Violation("distributed", message))
+    if isinstance(config, HSDP) and world_size % config.num_replicas:
+        message = f"is {config.num_replicas} but must divide the {world_size} rank{'s' * (world_size > 1)}"
+        raise ConfigError(Violation("distributed.num_replicas", message))
+    shared: dict[str, Any] = {item.name: getattr(config, item.name) for item in fields(Distributed)}
+    del shared["strategy"]
+    if world_size == 1 and not (isinstance(config, FSDP) and config.cpu_offload):
+        return Single(**shared)
+    return config if isinstance(config, (Single, DDP, FSDP)) else FSDP(**shared)
