@@ -1,5 +1,7 @@
 """foundry's configuration, composed as a notebook would."""
 
+from functools import cache
+
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import DictConfig
@@ -15,6 +17,7 @@ def compose(*words: str) -> DictConfig:
         return hydra_compose(CONFIG_NAME, list(words))
 
 
+@cache
 def configure(*words: str) -> Config:
-    """As `run` takes it."""
+    """As `run` takes it; frozen, so that the same words give the same object."""
     return to_config(compose(*words))

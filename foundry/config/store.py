@@ -1,6 +1,7 @@
 """Registering the schemas with Hydra."""
 
 from dataclasses import is_dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -37,6 +38,7 @@ def group_schemas(group: str) -> dict[str, type[Any]]:
     }
 
 
+@cache
 def register_schemas() -> None:
     """Store every schema as `schema/<group>/<ClassName>`, and the root as `base_config`.
 

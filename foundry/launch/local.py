@@ -30,6 +30,7 @@ _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # for the others to fail because one has
 _LAST_PATIENCE_SECONDS = 15.0  # for them to obey SIGTERM; one that is stopped obeys SIGKILL only
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+START = multiprocessing.get_context("spawn")  # what CUDA holds does not survive a fork
 _PROCESS = ".process"
 _ANSWER = "answer"
 # A rank that fails because another died says one of these; the other's error is the one to show.
@@ -112,7 +113,7 @@ def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for rank in range(nproc):
-            process = multiprocessing.get_context("spawn").Process(target=_work, args=(rank, nproc, *work))
+            process = START.Process(target=_work, args=(rank, nproc, *work))
             process.start()
             ranks.append(process)
     finally:

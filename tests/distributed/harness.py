@@ -3,7 +3,6 @@
 The ranks fork from a server that has imported torch already, so a group of four starts in well under a second.
 """
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -11,10 +10,9 @@ import time
 import traceback
 from multiprocessing.connection import Connection, wait
 
-from foundry.config.schemas.distributed import Distributed
+from warm import CONTEXT, start_server
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["foundry.parallel.wrap", "torch.distributed.checkpoint"])
+from foundry.config.schemas.distributed import Distributed
 
 
 def spawn(function, world_size, *args, timeout_seconds=300.0):
@@ -25,10 +23,11 @@ def spawn(function, world_size, *args, timeout_seconds=300.0):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    start_server()
     processes, pipes = [], []
     for rank in range(world_size):
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_child, args=(theirs, rank, world_size, port, function, args), daemon=True)
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_child, args=(theirs, rank, world_size, port, function, args), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)

@@ -1,6 +1,7 @@
 import pytest
 from terminal import Shell
 from tiny import TINY_DIT, TINY_LM
+from warm import WarmShell
 
 
 @pytest.fixture(scope="session")
@@ -10,6 +11,12 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def shell(tmp_path, cache):
+    return WarmShell(tmp_path, cache)
+
+
+@pytest.fixture
+def cold_shell(tmp_path, cache):
+    """For what only a process shows that starts as a person's does."""
     return Shell(tmp_path, cache)
 
 
@@ -24,6 +31,6 @@ def lm(tmp_path_factory, cache):
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory, cache):
     """The run directory of a finished small diffusion model; not to be changed."""
-    shell = Shell(tmp_path_factory.mktemp("digits"), cache)
+    shell = WarmShell(tmp_path_factory.mktemp("digits"), cache)
     shell.run(*TINY_DIT, "scheduler=wsd", "hydra.run.dir=run")
     return shell.cwd / "run"

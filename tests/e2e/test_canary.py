@@ -59,9 +59,7 @@ def test_a_secret_of_the_environment_is_nowhere_else(warm):
     do(*run, "hparams.max_steps=3", "checkpoint.scheduler_on_resume=config")
     assert "OWN_SECRET" in (warm.cwd / "run" / "config.yaml").read_text()
     do(*OWN, *WORDS, "hydra.run.dir=failed", "model.fails=true", code=1)
-    assert "401 for ***" in (warm.cwd / "failed" / "status.json").read_text() + "".join(
-        path.read_text() for path in warm.cwd.glob("said-*")
-    )
+    assert "401 for ***" in (warm.cwd / "failed" / "status.json").read_text()
     do(*OWN, *WORDS, "distributed.nproc_per_node=2", "hydra.run.dir=ranks", "hparams.global_batch_size=8")
     do(*OWN, *WORDS, "hydra.run.dir=planned", module="foundry.plan")
     sweep = ["-m", *OWN, *WORDS, *STORE, "hparams.seed=1,2", "hydra/launcher=local", "hydra.sweep.dir=sweep"]

@@ -1,5 +1,7 @@
 """A run directory on a disk that fills up."""
 
+import signal
+
 import pytest
 from outcome import losses, status
 from small_disk import fill, small_disk
@@ -97,7 +99,7 @@ def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, words):
     run_dir = shell.cwd / "small" / "run"
     process = shell.start(*words, "hparams.max_steps=4000")
     shell.wait_for_steps(process, run_dir, 30)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     stderr = shell.finish(process, code=143)[1]
     assert "nothing was saved" in stderr
     assert "Traceback" not in stderr

@@ -40,7 +40,7 @@ def faulty(shell):
 
     def start(fault, rank, *words, **variables):
         own = {"FAULT": fault, "FAULTY_RANK": str(rank), **variables}
-        own["PYTHONPATH"] = f"{Path(__file__).parent}:{shell.environment.get('PYTHONPATH', '')}"
+        own["PYTHONPATH"] = str(Path(__file__).parent)
         return shell.start(*WORDS, "distributed.timeout_seconds=10", *words, variables=own)
 
     return start

@@ -5,7 +5,6 @@ import shutil
 import pytest
 from outcome import losses, status
 from small_text import RUN, SMALL, write_text
-from warm import WarmShell
 
 from foundry.checkpoint.folder import find, list_checkpoints, problems
 
@@ -14,11 +13,6 @@ pytestmark = pytest.mark.slow
 STEPS = 400
 WORDS = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", "hydra.run.dir=run", "evaluation.write_samples=true"]
 TWO = ["distributed=fsdp", "distributed.nproc_per_node=2"]
-
-
-@pytest.fixture
-def shell(tmp_path, cache):
-    return WarmShell(tmp_path, cache)
 
 
 def deleted(run_dir):

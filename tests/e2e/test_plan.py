@@ -4,7 +4,6 @@ import csv
 import json
 
 import pytest
-from terminal import Shell
 from tiny import TINY_DIT, TINY_LM
 
 pytestmark = pytest.mark.slow
@@ -92,16 +91,16 @@ def test_every_nth_row_and_the_length_of_the_run(shell, lm):
         ),
     ],
 )
-def test_mistakes_in_a_plan(tmp_path, cache, words, said):
-    _, stderr = Shell(tmp_path, cache).run(*TINY_LM, *words, module="foundry.plan", code=2)
-    assert said.format(cwd=tmp_path) in stderr
+def test_mistakes_in_a_plan(shell, words, said):
+    _, stderr = shell.run(*TINY_LM, *words, module="foundry.plan", code=2)
+    assert said.format(cwd=shell.cwd) in stderr
     assert "Traceback" not in stderr
-    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
+    assert list(shell.cwd.iterdir()) == []
 
 
-def test_a_plan_never_overwrites_a_run(lm, cache):
+def test_a_plan_never_overwrites_a_run(lm, shell):
     run_dir, _, _ = lm
     before = (run_dir / "plan.json").read_text()
-    _, stderr = Shell(run_dir.parent, cache).run(*TINY_LM, "hydra.run.dir=run", module="foundry.plan", code=2)
+    _, stderr = shell.run(*TINY_LM, f"hydra.run.dir={run_dir}", module="foundry.plan", code=2)
     assert "hydra.run.dir: is " in stderr
     assert (run_dir / "plan.json").read_text() == before

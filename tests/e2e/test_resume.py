@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from outcome import losses, outcome, status
 from small_text import RUN, SMALL, write_text
-from terminal import Shell
 from warm import WarmShell
 
 from foundry.checkpoint.folder import find, list_checkpoints, problems
@@ -51,11 +50,6 @@ def finished(tmp_path_factory, cache, text):
     shell = WarmShell(tmp_path_factory.mktemp("finished"), cache)
     shell.run(*RUN, *SMALL, text, MAX, "hydra.run.dir=run")
     return shell.cwd / "run"
-
-
-@pytest.fixture
-def shell(tmp_path, cache):
-    return WarmShell(tmp_path, cache)
 
 
 @pytest.fixture
@@ -329,8 +323,8 @@ def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_star
         time.sleep(head_start)
     second = shell.start(*words)
     for process in (first, second):
-        process.join(60)
-    refused, trained = sorted((first, second), key=lambda process: -process.exitcode)
+        process.wait(60)
+    refused, trained = sorted((first, second), key=lambda process: -process.returncode)
     stderr = shell.finish(refused, code=2)[1]
     assert stderr.startswith("hydra.run.dir: is ")
     assert "where another process trains" in stderr
@@ -417,13 +411,13 @@ def test_signals_stop_two_processes_as_well(shell, text):
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
 
 
-def test_a_terminal_that_closes_stops_the_run(shell, text):
+def test_a_terminal_that_closes_stops_the_run(cold_shell, text):
     """Everything that the run still says then is an input/output error."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "foundry", *RUN, *SMALL, text, "hparams.max_steps=5000", "hydra.run.dir=run"],
-        cwd=shell.cwd,
-        env=Shell(shell.cwd, shell.cache).environment,
+        cwd=cold_shell.cwd,
+        env=cold_shell.environment,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -436,6 +430,6 @@ def test_a_terminal_that_closes_stops_the_run(shell, text):
             seen += os.read(ours, 4096)
         os.close(ours)
         assert process.wait(60) == 129
-    run_dir = shell.cwd / "run"
+    run_dir = cold_shell.cwd / "run"
     assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", "SIGHUP")
     assert f"step_{status(run_dir)['step']:08d}" == find(run_dir).name

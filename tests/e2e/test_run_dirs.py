@@ -3,7 +3,6 @@
 import pytest
 from test_runs import snapshot
 from tiny import TINY_LM
-from warm import WarmShell
 
 pytestmark = pytest.mark.slow
 
@@ -12,13 +11,8 @@ WORDS = [*TINY_LM, "tracking=none", "evaluation.write_samples=false"]
 REFUSED_BY_THE_DATA = "data.seq_len=1000000"
 
 
-@pytest.fixture
-def warm(tmp_path, cache):
-    return WarmShell(tmp_path, cache)
-
-
 def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "said-" not in path.name}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -43,34 +37,34 @@ def mine(tmp_path):
         ("foundry", ["hydra.run.dir=mine/data/a.txt"], "hydra.run.dir"),
     ],
 )  # fmt: skip
-def test_a_folder_of_the_users_own_is_refused_and_kept(warm, mine, module, words, key):
-    before, times = contents(warm.cwd), snapshot(mine)
-    _, err = warm.run(*WORDS, *words, module=module, code=2)
+def test_a_folder_of_the_users_own_is_refused_and_kept(shell, mine, module, words, key):
+    before, times = contents(shell.cwd), snapshot(mine)
+    _, err = shell.run(*WORDS, *words, module=module, code=2)
     assert err.startswith(f"{key}: is "), err
     assert err.count("\n") == 1
-    assert contents(warm.cwd) == before
+    assert contents(shell.cwd) == before
     assert snapshot(mine) == times
 
 
 @pytest.mark.parametrize("module", ["foundry", "foundry.plan"])
-def test_a_refused_command_leaves_what_was_there_and_nothing_new(warm, mine, module):
-    (warm.cwd / "empty").mkdir()
-    before = set(warm.cwd.rglob("*"))
+def test_a_refused_command_leaves_what_was_there_and_nothing_new(shell, mine, module):
+    (shell.cwd / "empty").mkdir()
+    before = set(shell.cwd.rglob("*"))
     for folder in ("empty", "new/er", "mine/data/run"):
-        warm.run(*WORDS, REFUSED_BY_THE_DATA, f"hydra.run.dir={folder}", module=module, code=2)
-    assert {path for path in warm.cwd.rglob("*") if "said-" not in path.name} == before
+        shell.run(*WORDS, REFUSED_BY_THE_DATA, f"hydra.run.dir={folder}", module=module, code=2)
+    assert set(shell.cwd.rglob("*")) == before
 
 
-def test_a_refused_command_leaves_a_run_as_it_was(warm):
-    warm.run(*WORDS, "hydra.run.dir=run")
-    before = {path: content for path, content in contents(warm.cwd).items() if path.name not in (".lock", ".foundry")}
-    warm.run(*WORDS, REFUSED_BY_THE_DATA, "hydra.run.dir=run", code=2)
-    warm.run(*WORDS, "hydra.run.dir=run", module="foundry.plan", code=2)
-    after = contents(warm.cwd)
+def test_a_refused_command_leaves_a_run_as_it_was(shell):
+    shell.run(*WORDS, "hydra.run.dir=run")
+    before = {path: content for path, content in contents(shell.cwd).items() if path.name not in (".lock", ".foundry")}
+    shell.run(*WORDS, REFUSED_BY_THE_DATA, "hydra.run.dir=run", code=2)
+    shell.run(*WORDS, "hydra.run.dir=run", module="foundry.plan", code=2)
+    after = contents(shell.cwd)
     assert {path: after[path] for path in before} == before
 
 
-def test_a_plans_folder_takes_the_run(warm):
-    warm.run(*WORDS, "hydra.run.dir=run", module="foundry.plan")
-    warm.run(*WORDS, "hydra.run.dir=run")
-    assert (warm.cwd / "run" / "result.json").is_file()
+def test_a_plans_folder_takes_the_run(shell):
+    shell.run(*WORDS, "hydra.run.dir=run", module="foundry.plan")
+    shell.run(*WORDS, "hydra.run.dir=run")
+    assert (shell.cwd / "run" / "result.json").is_file()

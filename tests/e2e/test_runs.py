@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from terminal import Shell
 from tiny import TINY_DIT, TINY_LM
+from warm import WarmShell
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_the_plans_numbers_are_consistent(lm, digits):
 
 
 def test_starting_it_again_says_that_it_is_finished(lm, cache):
-    shell = Shell(lm[0].parent, cache)
+    shell = WarmShell(lm[0].parent, cache)
     written = ("foundry.log", ".lock")
     kept = {k: v for k, v in snapshot(lm[0]).items() if ".hydra" not in str(k) and k.name not in written}
     stdout, stderr = shell.run(*TINY_LM, "hydra.run.dir=run", "hparams.ema_decay=0.9")
@@ -177,7 +177,7 @@ def test_a_loss_that_is_not_finite_names_the_step(shell):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, cache):
     """Losses of three steps on one process."""
-    shell = Shell(tmp_path_factory.mktemp("alone"), cache)
+    shell = WarmShell(tmp_path_factory.mktemp("alone"), cache)
     shell.run(*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=8", "hydra.run.dir=run")
     return losses(shell.cwd / "run")
 
@@ -196,9 +196,9 @@ def assert_one_run(shell, stdout, stderr, expected):
 
 
 @pytest.mark.distributed
-def test_two_processes_are_one_run(shell, alone):
+def test_two_processes_are_one_run(cold_shell, alone):
     words = ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4"]
-    assert_one_run(shell, *shell.run(*TINY_LM, *LAYOUT, *words), alone)
+    assert_one_run(cold_shell, *cold_shell.run(*TINY_LM, *LAYOUT, *words), alone)
 
 
 def test_compiled_and_checkpointed_blocks_train_alike(shell, alone):
@@ -208,10 +208,10 @@ def test_compiled_and_checkpointed_blocks_train_alike(shell, alone):
 
 
 @pytest.mark.distributed
-def test_torchrun_is_one_run(shell, alone):
+def test_torchrun_is_one_run(cold_shell, alone):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    said = shell.run(*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=4", command=[*torchrun, "-m"])
-    assert_one_run(shell, *said, alone)
+    said = cold_shell.run(*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=4", command=[*torchrun, "-m"])
+    assert_one_run(cold_shell, *said, alone)
 
 
 @pytest.mark.distributed

@@ -7,6 +7,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 from tiny import TINY_DIT
+from warm import WarmShell
 
 from foundry.run_dir.trial import open_storage
 
@@ -43,9 +44,7 @@ def jobs(sweep):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, cache):
     """A search of seven trials, and what was said; not to be changed."""
-    from terminal import Shell
-
-    shell = Shell(tmp_path_factory.mktemp("search"), cache)
+    shell = WarmShell(tmp_path_factory.mktemp("search"), cache)
     stdout, _ = shell.run(*SEARCH, "hydra.sweeper.n_trials=7")
     return shell, shell.cwd / "sweep", stdout
 
@@ -77,7 +76,7 @@ def test_values_are_those_of_the_words(undisturbed):
 
 def test_an_interrupted_search_is_the_undisturbed_one(undisturbed, shell):
     _, expected, _ = undisturbed
-    process = shell.start(*SEARCH, "hydra.sweeper.n_trials=5", variables={"PYTHONUNBUFFERED": "1"})
+    process = shell.start(*SEARCH, "hydra.sweeper.n_trials=5")
     for line in process.stdout:
         if line.startswith("job 2 "):
             process.send_signal(signal.SIGINT)
@@ -169,7 +168,8 @@ def test_a_wrong_search_is_refused_whole(shell, words, said):
     assert list(shell.cwd.iterdir()) == []
 
 
-def test_a_search_without_its_package_says_how_to_install_it(shell):
+def test_a_search_without_its_package_says_how_to_install_it(cold_shell):
+    shell = cold_shell
     (shell.cwd / "without").mkdir()
     (shell.cwd / "without" / "optuna.py").write_text("raise ImportError\n")
     _, stderr = shell.run("hparams_search=optuna_tpe", code=2, variables={"PYTHONPATH": "without"})

@@ -1,0 +1,169 @@
+"""The commands of `terminal.Shell`, in processes that fork from one that has imported everything, and so start at once.
+
+The ranks of a run fork from that run's process in the same way. What a process start has to show (imports, torchrun,
+kills of a whole process tree) needs `terminal.Shell`.
+"""
+
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import forkserver
+from multiprocessing.context import ForkContext, ForkProcess
+from pathlib import Path
+
+from terminal import NOT_PASSED_ON
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["warm_server"])
+
+
+def start_server():
+    """Start the process that others fork from, unless it runs; it imports `warm_server`, which is beside this file."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+class WarmProcess:
+    """A process of a `WarmShell`, with the interface of `subprocess.Popen`; what it writes is in two files."""
+
+    def __init__(self, process, stem):
+        self._process, self._stem, self.pid = process, stem, process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a warm process", timeout, *self.outputs())
+        return self.returncode
+
+    def outputs(self):
+        """(stdout, stderr) so far."""
+        return tuple(self._stem.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
+
+    def communicate(self, timeout=None):
+        self.wait(timeout)
+        return self.outputs()
+
+    @property
+    def stdout(self):
+        """Its lines, as they come."""
+        with self._stem.with_suffix(".out").open() as file:
+            rest = ""
+            while True:
+                ended = self.poll() is not None
+                rest += (new := file.readline())
+                if rest.endswith("\n"):
+                    yield rest
+                    rest = ""
+                elif not new:
+                    if ended:
+                        return
+                    time.sleep(0.005)
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self._process.kill()
+
+
+class WarmShell:
+    """A folder, and commands that run there."""
+
+    def __init__(self, cwd, cache):
+        self.cwd, self.cache, self._number = cwd, cache, 0
+        self._outputs = tempfile.TemporaryDirectory(prefix="foundry-warm-", ignore_cleanup_errors=True)
+
+    def start(self, *words, module="foundry", variables=None):
+        """Start `python -m <module> <words>`."""
+        self._number += 1
+        stem = Path(self._outputs.name) / str(self._number)
+        for suffix in (".out", ".err"):
+            stem.with_suffix(suffix).touch()
+        environment = {"FOUNDRY_CACHE": str(self.cache), **(variables or {})}
+        start_server()
+        process = CONTEXT.Process(target=_be, args=(module, words, self.cwd, stem, environment))
+        process.start()
+        return WarmProcess(process, stem)
+
+    def finish(self, process, code=0, seconds=240):
+        """Wait for the end, expect an exit code, and return (stdout, stderr)."""
+        try:
+            out, err = process.communicate(seconds)
+        finally:
+            process.kill()
+        assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+        return out, err
+
+    def run(self, *words, code=0, **options):
+        """`start` and `finish`."""
+        return self.finish(self.start(*words, **options), code)
+
+    def wait_for_steps(self, process, run_dir, steps):
+        """Wait until the run has logged so many more lines than it had."""
+        path, deadline = run_dir / "metrics.jsonl", time.monotonic() + 120
+        while not path.is_file() or path.read_bytes().count(b"\n") < steps:
+            assert process.poll() is None, process.outputs()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+def _be(module, words, cwd, stem, environment):
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        with stem.with_suffix(suffix).open("w") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout.reconfigure(line_buffering=True)
+    for name in [name for name in os.environ if name in NOT_PASSED_ON or name.startswith(("SLURM", "MLFLOW"))]:
+        del os.environ[name]
+    os.environ |= environment
+    os.chdir(cwd)
+    sys.argv = [module, *words]
+    # As `python -m` does; a folder of the user's own comes before what is installed, and is looked at anew.
+    sys.path[:0] = [str(cwd), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    importlib.invalidate_caches()
+    warm_ranks()
+    if module != "foundry":
+        sys.modules.pop(module, None)  # runpy warns of a module that it finds imported
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def warm_ranks():
+    """Have the ranks that this process starts fork from it instead of importing everything anew."""
+    from foundry.launch import local
+
+    local.START = _Ranks()
+
+
+class _Rank(ForkProcess):
+    """A process with the dispositions of signals that a fresh one has."""
+
+    def run(self):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        super().run()
+
+
+class _Ranks(ForkContext):
+    Process = _Rank

@@ -1,0 +1,60 @@
+"""What the process has imported that warm processes fork from: all that a small run imports, and Hydra's plugins.
+
+Torch's optimizers import its compiler, whether they use it or not.
+"""
+
+import gc
+import importlib
+import os
+from pathlib import Path
+
+MODULES = (
+    "diffusers",
+    "foundry.cli",
+    "foundry.data.digits",
+    "foundry.data.text",
+    "foundry.export",
+    "foundry.launch.local",
+    "foundry.launch.start",
+    "foundry.models.dit",
+    "foundry.models.transformer",
+    "foundry.objectives.diffusion",
+    "foundry.objectives.next_token",
+    "foundry.optim.muon",
+    "foundry.optim.optimizers",
+    "foundry.optim.schedules",
+    "foundry.plan",
+    "foundry.report",
+    "foundry.sample",
+    "foundry.sweeps.sweeper",
+    "foundry.tracking.plots",
+    "foundry.tracking.sync",
+    "foundry.train",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "sklearn.datasets",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.profiler",
+)
+
+
+def _import_all():
+    for name in MODULES:
+        importlib.import_module(name)
+    from composition import compose
+
+    compose()  # Hydra looks for its plugins once
+    # Put there so that this module was found.
+    ours = str(Path(__file__).parent)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", ours)]
+    os.environ.pop("PYTHONPATH", None)
+    if paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+# Only where it is preloaded: that finds this folder through the variable.
+if str(Path(__file__).parent) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    _import_all()
+    gc.freeze()  # so that those who fork do not collect, and copy, all of it again
