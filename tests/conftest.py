@@ -2,6 +2,7 @@ import os
 import signal
 
 import pytest
+from examples import selection
 
 for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_signum) is signal.SIG_IGN:
@@ -11,6 +12,10 @@ for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 # One thread per process: the suite starts many, and results must not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_configure(config):
+    selection.is_all = config.option.markexpr != "not long"
 
 
 def pytest_runtest_setup(item):

@@ -13,11 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 
 from terminal import NOT_PASSED_ON
+
+from foundry.launch import local
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["warm_server"])
@@ -140,17 +143,21 @@ def _be(module, words, cwd, stem, environment):
     # As `python -m` does; a folder of the user's own comes before what is installed, and is looked at anew.
     sys.path[:0] = [str(cwd), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     importlib.invalidate_caches()
-    warm_ranks()
+    local.START = _Ranks()
     if module != "foundry":
         sys.modules.pop(module, None)  # runpy warns of a module that it finds imported
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+@contextmanager
 def warm_ranks():
-    """Have the ranks that this process starts fork from it instead of importing everything anew."""
-    from foundry.launch import local
-
-    local.START = _Ranks()
+    """Have the ranks that `run_local` starts fork from the server."""
+    start_server()
+    before, local.START = local.START, CONTEXT
+    try:
+        yield
+    finally:
+        local.START = before
 
 
 class _Rank(ForkProcess):

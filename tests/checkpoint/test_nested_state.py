@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from checkpoint_parts import Net, assert_same, write
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nested_optimizer import Nested
@@ -47,7 +48,7 @@ def same(one, other):
     return type(one) is type(other) and (one == other or (one != one and other != other))
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=examples(150), derandomize=True, deadline=None)
 @given(value=VALUES)
 def test_a_value_is_put_together_again(value):
     node, tensors = flatten(value, "x.", "Own")

@@ -2,6 +2,7 @@
 
 import time
 
+from examples import examples
 from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ CHOICES = {
     "debug": ["fast", "null"],
     "experiment": ["digits_epsilon", "null"],
 }
-KEYS = sorted(known_settings())
+KEYS = sorted({key for key, _ in known_settings()})
 BROKEN = [
     "",
     "=",
@@ -75,7 +76,7 @@ def problems(given_words):
         yield from nonsense(config)
 
 
-@settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True, max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(words)
 def test_any_mixture_of_words(given_words):
     install()

@@ -140,7 +140,6 @@ def test_a_single_document_gives_its_end_for_validation(folder):
     assert splits.tokenizer.decode(list(splits.validation.tokens)) == text[cut:]
 
 
-@pytest.mark.slow
 def test_processes_that_race_publish_one_folder(folder):
     code = (
         "from foundry.data.text import text_files\n"

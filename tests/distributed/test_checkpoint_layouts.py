@@ -127,7 +127,6 @@ def differing(world, parts, expected):
     return wrong
 
 
-@pytest.mark.slow
 def test_every_layout_reads_every_other(tmp_path):
     reference = {}
     for world_size in LAYOUTS:

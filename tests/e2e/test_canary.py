@@ -47,7 +47,6 @@ def found_in(folder):
     return [path for path in files if CANARY.encode() in path.read_bytes()]
 
 
-@pytest.mark.slow
 def test_a_secret_of_the_environment_is_nowhere_else(warm):
     def do(*words, code=0, **options):
         said = warm.run(*words, code=code, variables=VARIABLES, **options)
@@ -75,7 +74,6 @@ def test_a_secret_of_the_environment_is_nowhere_else(warm):
     assert not loose
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

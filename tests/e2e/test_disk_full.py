@@ -10,8 +10,6 @@ from warm import WarmShell
 
 from foundry.checkpoint.folder import find, list_checkpoints, problems
 
-pytestmark = pytest.mark.slow
-
 WORDS = [*RUN, *SMALL, "hparams.max_steps=40", "hydra.run.dir=small/run"]
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from tiny import TINY_LM
 
-pytestmark = pytest.mark.slow
-
 WORDS = [
     "--config-dir=conf",
     *[word for word in TINY_LM if not word.startswith("objective")],

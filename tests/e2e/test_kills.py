@@ -4,12 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_three_times_ends_as_if_undisturbed():
     done = subprocess.run(
         [sys.executable, str(DRIVER), "--case", "lm", "--kills", "3"], capture_output=True, text=True, timeout=300

@@ -8,8 +8,6 @@ from small_text import RUN, SMALL, write_text
 
 from foundry.checkpoint.folder import find, list_checkpoints, problems
 
-pytestmark = pytest.mark.slow
-
 STEPS = 400
 WORDS = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", "hydra.run.dir=run", "evaluation.write_samples=true"]
 TWO = ["distributed=fsdp", "distributed.nproc_per_node=2"]

@@ -6,8 +6,6 @@ import json
 import pytest
 from tiny import TINY_DIT, TINY_LM
 
-pytestmark = pytest.mark.slow
-
 FULL = ["hparams.max_steps=40", "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=2"]
 RAMP = "hparams.batch_ramp={start: 4, increment: 4, over_samples: 100}"
 STAGES = "hparams.batch_schedule='0:8 100:12 240:16'"

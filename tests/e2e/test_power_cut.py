@@ -9,7 +9,6 @@ from tiny import TINY_LM
 RUN = [*TINY_LM, "hparams.max_steps=3", "hydra.run.dir=run"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "content", [b"", bytes(200), b'{"state": "fini', b'{"state": 5}'], ids=["empty", "zeros", "torn", "wrong"]
 )
@@ -24,7 +23,6 @@ def test_a_run_without_its_status_goes_on_from_its_checkpoint(shell, content):
     assert json.loads((shell.cwd / "run" / "result.json").read_text())["val_loss"] == before["val_loss"]
 
 
-@pytest.mark.slow
 def test_a_sweep_with_a_job_without_its_status_goes_on(shell):
     sweep = ["-m", *TINY_LM, "hparams.max_steps=2", "hparams.seed=1,2", "hydra.sweep.dir=sweep"]
     shell.run(*sweep)
@@ -36,7 +34,6 @@ def test_a_sweep_with_a_job_without_its_status_goes_on(shell):
     assert "2 finished" in out
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "name", ["foundry.log", ".lock", "config.yaml", ".hydra", ".hydra/config.yaml", "status.json", "plots"]

@@ -3,10 +3,7 @@
 import csv
 import json
 
-import pytest
 from tiny import TINY_LM
-
-pytestmark = pytest.mark.slow
 
 WORDS = [*TINY_LM, "hparams.max_steps=3", "tracking=none", "evaluation.write_samples=false", "hydra.sweep.dir=sweep"]
 

@@ -19,8 +19,6 @@ from warm import WarmShell
 
 from foundry.checkpoint.folder import find, list_checkpoints, problems
 
-pytestmark = pytest.mark.slow
-
 STEPS = 40
 LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LLAMA += ("rms_norm_eps", "tie_word_embeddings")

@@ -4,8 +4,6 @@ import pytest
 from test_runs import snapshot
 from tiny import TINY_LM
 
-pytestmark = pytest.mark.slow
-
 OWN = ("config.yaml", "tokenizer.json", "plan.json", "foundry.log", ".lock", ".hydra/hydra.yaml", "data/a.txt")
 WORDS = [*TINY_LM, "tracking=none", "evaluation.write_samples=false"]
 REFUSED_BY_THE_DATA = "data.seq_len=1000000"

@@ -10,8 +10,6 @@ import yaml
 from tiny import TINY_DIT, TINY_LM
 from warm import WarmShell
 
-pytestmark = pytest.mark.slow
-
 PNG = b"\x89PNG\r\n"
 LAYOUT = ["precision=fp32", "hparams.max_steps=3", "hparams.global_batch_size=8", "optimizer=adamw"]
 

@@ -11,8 +11,6 @@ from warm import WarmShell
 
 from foundry.run_dir.trial import open_storage
 
-pytestmark = pytest.mark.slow
-
 SEARCH = [
     *TINY_DIT,
     "hparams_search=optuna_tpe",

@@ -10,8 +10,6 @@ import yaml
 from tiny import TINY_LM
 from warm import WarmShell
 
-pytestmark = pytest.mark.slow
-
 TEXT = ["data=text", "data.path=texts/*.txt", "data.vocab_size=300", "data.cache_dir=cache"]
 WORDS = [*TINY_LM, *TEXT, "evaluation.write_samples=false", "tracking.plots=false"]
 MOVED = "hydra.job.chdir=true"

@@ -11,8 +11,6 @@ from tiny import TINY_DIT
 from warm import WarmShell
 from wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
 
-pytestmark = pytest.mark.slow
-
 TINY = [*TINY_DIT, "hparams.max_steps=3", "evaluation.interval=null", "tracking=none", "hydra.sweep.dir=sweep"]
 DIVERGES = "1e30"
 

@@ -173,7 +173,6 @@ def test_ctrl_c_while_nothing_runs_yet_ends_the_sweep_quietly(sweeps):
     assert [sweeps.status(job)["state"] for job in (0, 1)] == ["queued"] * 2
 
 
-@pytest.mark.slow
 def test_ctrl_c_reaches_each_rank_of_a_job_and_a_second_one_kills(sweeps):
     words = ["hparams.max_steps=5000", "hparams.seed=1,2", "distributed.nproc_per_node=2", "hydra.launcher.n_jobs=1"]
     driver = sweeps.start(*words, "hparams.per_gpu_batch_size=2")

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from composition import configure
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -203,7 +204,7 @@ def matrices(draw):
     return matrix, matrix + 1e-7 * matrix.norm() * noise / noise.norm()
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(derandomize=True, max_examples=examples(150), deadline=None)
 @given(matrices())
 def test_in_fp32_a_last_bit_stays_one(pair):
     one, other = (orthogonalise(matrix.float(), 5, torch.float32) for matrix in pair)

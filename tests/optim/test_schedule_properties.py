@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ ROUNDING = 4 * 2.0**-52
 
 
 def runs(number):
-    return settings(max_examples=number, deadline=None, derandomize=True, database=None)
+    return settings(max_examples=examples(number), deadline=None, derandomize=True, database=None)
 
 
 @st.composite

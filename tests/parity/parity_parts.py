@@ -2,6 +2,7 @@
 
 import torch
 from torch.utils.data import Dataset
+from warm import warm_ranks
 
 from foundry.checkpoint.folder import find
 from foundry.checkpoint.tensors import load_weights
@@ -60,7 +61,8 @@ def run_all(jobs):
         if processes == 1:
             run_each(own)
         elif own:
-            run_local(processes, run_each, own)
+            with warm_ranks():
+                run_local(processes, run_each, own)
 
 
 def run_each(jobs):

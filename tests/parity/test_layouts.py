@@ -14,7 +14,7 @@ from parity_parts import differences, run_all, weights
 
 from foundry.parts import build_model
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 # name: (processes, microbatch, overrides); the global batch is 16 in all of them.
 LAYOUTS = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from parity_parts import differences, run_all, weights
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 # name: (processes, microbatch, overrides); the global batch is 16 in all of them.
 LAYOUTS = {

@@ -6,6 +6,7 @@ import shutil
 import time
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -20,7 +21,6 @@ from foundry.tracking import sync
 from foundry.tracking.mlflow.destination import Destination
 from foundry.tracking.mlflow.queue import write_pending
 
-EXAMPLES = 250
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\r\x08\x9b31m"
 
 numbers = st.one_of(
@@ -176,7 +176,7 @@ def shown(call, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(250), deadline=None, derandomize=True, database=None)
 @given(st.lists(st.sampled_from(sorted(KEYS)).flatmap(damages), min_size=1, max_size=3, unique_by=lambda item: item[0]))
 def test_any_damage_is_a_line_or_a_row(folder, damaged):
     import contextlib

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import yaml
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -153,7 +154,10 @@ def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
     counts = {0: 0, 2: 0}
 
     @settings(
-        max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=examples(60),
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(
         run=st.sampled_from(["lm", "dit"]),

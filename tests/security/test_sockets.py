@@ -13,7 +13,6 @@ import pytest
 from tiny import TINY_LM
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.distributed,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]

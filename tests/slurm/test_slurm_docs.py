@@ -15,7 +15,6 @@ def run_blocks():
     return load_script("run_blocks")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_page_runs_from_top_to_bottom(cluster, run_blocks, capfd):
     done = run_blocks.run(PAGE, at="slurm", environment=cluster.environment)

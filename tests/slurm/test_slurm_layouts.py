@@ -25,7 +25,6 @@ def shards(run_dir):
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
 def test_a_sweep_over_strategies_ends_where_it_does_on_one_machine(cluster):
     two_nodes = [*SLURM, "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2", "hydra.launcher.mem_gb=2"]
     one_node = ["hydra/launcher=local", "distributed.nproc_per_node=4", "hydra.sweep.dir=local"]

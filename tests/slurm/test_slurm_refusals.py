@@ -6,7 +6,6 @@ from wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
 def test_slurm_gets_no_job_of_a_sweep_in_which_one_is_wrong(cluster):
     write_options(cluster.cwd)
     files, before = set(cluster.cwd.rglob("*")), cluster.next_job_id()

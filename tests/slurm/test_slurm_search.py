@@ -5,7 +5,7 @@ from cluster import SLURM
 
 from foundry.run_dir.trial import open_storage
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 
 def trials(sweep):

@@ -40,7 +40,6 @@ def test_a_job_that_slurm_refuses_is_a_line_and_leaves_nothing(cluster):
     assert cluster.ask("squeue", "--noheader") == ""
 
 
-@pytest.mark.slow
 def test_what_was_submitted_runs_and_every_end_is_told(cluster):
     """One job each that finishes, is killed as it starts, fails, and is cancelled before."""
     options = cluster.cwd / "own" / "experiment"
@@ -81,7 +80,6 @@ def test_what_was_submitted_runs_and_every_end_is_told(cluster):
     assert reason == f"Slurm does not know job {cluster.slurm_id(3)} any more; was it cancelled while it waited?"
 
 
-@pytest.mark.slow
 def test_a_job_told_that_its_time_is_up_goes_on_at_the_same_step(cluster):
     """The signal that submitit has Slurm send before the limit; the other job is left alone."""
     driver = cluster.sweep(*SLURM, "hparams.max_steps=60", "tracking.run_name=alone,disturbed")
@@ -95,7 +93,6 @@ def test_a_job_told_that_its_time_is_up_goes_on_at_the_same_step(cluster):
     assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "s/1")
 
 
-@pytest.mark.slow
 def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
     """FSDP on two nodes of two tasks each; a job of the higher partition takes both nodes."""
     words = ["distributed=fsdp", "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=4", "hparams.max_steps=25"]
@@ -111,7 +108,6 @@ def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
     assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "local/0")
 
 
-@pytest.mark.slow
 def test_a_detached_sweep_goes_on_and_is_found_again(cluster):
     words = [*SLURM, "hydra.launcher.snapshot_code=true", "hparams.max_steps=3", "hparams.lr=1e-3,2e-3"]
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")

@@ -33,7 +33,6 @@ def losses(run_dir):
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_two_nodes_train_as_one_process_does(slurm, tmp_path, strategy):
     """No RANK, no MASTER_ADDR: the step's own variables say who is who."""

@@ -41,7 +41,6 @@ def end(run_dir, state):
     store_of(run_dir).apply([{"op": "end", "status": "FINISHED", "time_ms": 1}])
 
 
-@pytest.mark.slow
 def test_one_parent_from_the_first_job_to_the_last(sweep):
     close_parent(sweep)  # nobody has logged: there is nothing to close
     assert not (sweep / "mlflow.json").exists()
@@ -86,7 +85,6 @@ def test_one_parent_from_the_first_job_to_the_last(sweep):
     assert parent().info.end_time == before.info.end_time, "nothing is left to do"
 
 
-@pytest.mark.slow
 def test_a_picture_that_cannot_be_drawn_leaves_no_run_open(sweep, caplog):
     (sweep / "report.csv").mkdir()
     client, _ = store_of(sweep / "0").connect()
@@ -95,7 +93,6 @@ def test_a_picture_that_cannot_be_drawn_leaves_no_run_open(sweep, caplog):
     assert "has no report: " in caplog.text
 
 
-@pytest.mark.slow
 def test_a_job_is_compared_by_what_was_swept(with_database, events):
     words = ("hparams.lr=0.0012345678901234", "optimizer=muon", f"data.hf_token={SECRET}")
     sweep_dir = SweepDir(with_database / "sweep", type(events), command=["hparams_search=mine"])

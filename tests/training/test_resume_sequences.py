@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sequence_parts import TRAP, Killed, Watcher
@@ -146,13 +147,12 @@ def live(config, run_dir, life):
         TRAP.set("", 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_ends_as_if_undisturbed(variant, references, tmp_path_factory):
     seen = []
 
     @settings(
-        max_examples=40,
+        max_examples=examples(40),
         deadline=None,
         derandomize=True,
         database=None,
@@ -174,7 +174,7 @@ def test_it_ends_as_if_undisturbed(variant, references, tmp_path_factory):
         seen.append(len(drawn))
 
     check()
-    assert len(seen) >= 40
+    assert len(seen) >= examples(40)
 
 
 def close_to(value):

@@ -14,7 +14,6 @@ from foundry.tracking.plots import Plots
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
 ]
 SWITCHES = [

@@ -51,7 +51,6 @@ def secret_start(events):
     return event
 
 
-@pytest.mark.slow
 def test_a_run_is_in_the_database_of_the_current_directory(events, with_database, capfd, caplog):
     (events.run_dir / "plots").mkdir(parents=True)
     for name in ("plots/loss.png", "plots/samples.txt", "plan.json", "result.json", "status.json"):
@@ -95,7 +94,6 @@ def test_a_run_is_in_the_database_of_the_current_directory(events, with_database
     assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
 
 
-@pytest.mark.slow
 def test_a_resumed_run_is_continued(events, with_database):
     follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=60), events, 3, state="requeued", reason="SIGUSR1")
     uri = tracking_uri()
@@ -116,7 +114,6 @@ def test_a_resumed_run_is_continued(events, with_database):
     assert [point.step for point in history] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
 def test_the_environments_run_and_experiment(events, with_database, monkeypatch):
     uri = tracking_uri()
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
@@ -137,7 +134,6 @@ def test_the_environments_run_and_experiment(events, with_database, monkeypatch)
     assert child.data.tags["mlflow.parentRunId"] == empty
 
 
-@pytest.mark.slow
 def test_a_run_on_a_real_server(events, mlflow_server):
     (events.run_dir / "plots").mkdir(parents=True)
     (events.run_dir / "plots/loss.png").write_bytes(b"\x89PNG picture")
@@ -155,7 +151,6 @@ def test_a_run_on_a_real_server(events, mlflow_server):
     assert artifacts(events.run_dir, mlflow_server.uri, "plots") == ["plots/loss.png"]
 
 
-@pytest.mark.slow
 def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, caplog):
     tracker = MLflowTracker(run_dir=events.run_dir, uri=own_server.uri, finish_seconds=30)
     tracker.on_start(events.start())
@@ -192,7 +187,6 @@ def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, ca
     assert [point.step for point in history] == list(range(1, 50))
 
 
-@pytest.mark.slow
 def test_what_a_start_missed_the_next_one_sends(events, with_database):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
