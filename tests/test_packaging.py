@@ -62,6 +62,7 @@ def wheel(tmp_path_factory):
 _TOP = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE")
 
 
+@pytest.mark.long
 def test_the_wheel_holds_every_module_and_every_yaml(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "foundry").rglob("*.py")}
@@ -73,6 +74,7 @@ def test_the_wheel_holds_every_module_and_every_yaml(wheel):
     assert {name for name in top if not name.endswith(".dist-info")} == {"foundry"}
 
 
+@pytest.mark.long
 def test_an_unpacked_wheel_composes_elsewhere(wheel, tmp_path):
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -72,6 +72,7 @@ def start(module, *words, code=""):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "options"),
     [

@@ -203,6 +203,7 @@ def train_compiled(world):
     return results
 
 
+@pytest.mark.long
 def test_compiled_blocks_keep_numbers_names_and_deferral():
     for of_rank in spawn(train_compiled, 2, timeout_seconds=500.0):
         assert of_rank["ddp"][1] == {"allreduce": 1}

@@ -47,6 +47,7 @@ def found_in(folder):
     return [path for path in files if CANARY.encode() in path.read_bytes()]
 
 
+@pytest.mark.long
 def test_a_secret_of_the_environment_is_nowhere_else(warm):
     def do(*words, code=0, **options):
         said = warm.run(*words, code=code, variables=VARIABLES, **options)

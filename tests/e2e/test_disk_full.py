@@ -34,10 +34,10 @@ def words(tmp_path):
     "more",
     [
         ["checkpoint.asynchronous=true"],
-        ["checkpoint.asynchronous=false"],
+        pytest.param(["checkpoint.asynchronous=false"], marks=pytest.mark.long),
         pytest.param(
             ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=1"],
-            marks=pytest.mark.distributed,
+            marks=[pytest.mark.distributed, pytest.mark.long],
         ),
     ],
     ids=["asynchronous", "synchronous", "two ranks"],
@@ -67,6 +67,7 @@ def test_training_goes_on_to_its_end_which_is_then_no_success(shell, words, disk
     assert list(losses(run_dir)) == list(range(1, 41))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_the_best_at_the_end_has_to_be_saved_too(shell, words, asynchronous):
     run_dir = shell.cwd / "small" / "run"
@@ -118,6 +119,7 @@ def test_strict_saves_end_the_run_which_goes_on_when_there_is_room(shell, words,
     assert list(losses(run_dir)) == list(range(1, 41))
 
 
+@pytest.mark.long
 def test_a_disk_without_a_byte_left_costs_records_and_the_last_checkpoint(shell, words, disk):
     run_dir, words = shell.cwd / "small" / "run", [*words, "hparams.max_steps=400"]
     process = shell.start(*words)

@@ -54,7 +54,7 @@ def status(shell):
         ("fail", [], 1, "ValueError: first line$", "in fail"),
         ("ask_for_memory", [], 1, MEMORY, "in ask_for_memory"),
         ("kill_a_data_worker", ["data.num_workers=1"], 1, WORKER, "DataWorkerError"),
-        ("hang", [], 74, STALLED, "in hang"),
+        pytest.param("hang", [], 74, STALLED, "in hang", marks=pytest.mark.long),  # waits for ten seconds
     ],
 )
 def test_one_process(faulty, shell, fault, words, code, reason, in_log):
@@ -77,8 +77,8 @@ def test_one_process(faulty, shell, fault, words, code, reason, in_log):
     [
         ("kill", 0, 1, r"rank 0 failed: killed by SIGKILL: out of memory\?", "rank 0 failed"),
         ("fail", 1, 1, "rank 1 failed: ValueError: first line$", "in fail"),
-        ("stop", 0, 74, SILENT.format(0, 1), "in loss|in backward|wait"),
-        ("stop", 1, 74, SILENT.format(1, 0), "in loss|in backward|wait"),
+        pytest.param("stop", 0, 74, SILENT.format(0, 1), "in loss|in backward|wait", marks=pytest.mark.long),
+        pytest.param("stop", 1, 74, SILENT.format(1, 0), "in loss|in backward|wait", marks=pytest.mark.long),
     ],
 )
 def test_two_processes(faulty, shell, fault, rank, code, reason, in_log):

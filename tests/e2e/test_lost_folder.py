@@ -30,9 +30,9 @@ def replaced(run_dir):
 
 CASES = {
     "deleted": (deleted, [], "run"),
-    "moved": (moved, ["checkpoint.asynchronous=false"], "run"),
-    "replaced": (replaced, [], "run.rescued"),
-    "deleted under two ranks": pytest.param((deleted, TWO, "run"), marks=pytest.mark.distributed),
+    "moved": pytest.param((moved, ["checkpoint.asynchronous=false"], "run"), marks=pytest.mark.long),
+    "replaced": pytest.param((replaced, [], "run.rescued"), marks=pytest.mark.long),
+    "deleted under two ranks": pytest.param((deleted, TWO, "run"), marks=[pytest.mark.distributed, pytest.mark.long]),
 }
 
 

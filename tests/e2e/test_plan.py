@@ -30,7 +30,7 @@ def logged(run_dir):
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param([*TINY_LM, *FULL], id="constant batch, cosine"),
+        pytest.param([*TINY_LM, *FULL], id="constant batch, cosine", marks=pytest.mark.long),
         pytest.param(
             [*TINY_LM, *FULL, RAMP, *WSD, "scheduler.weight_decay_incr_style=cosine"],
             id="ramp, wsd, rising weight decay",
@@ -38,11 +38,13 @@ def logged(run_dir):
         pytest.param(
             [*TINY_DIT, *FULL, STAGES, "scheduler=linear", "scheduler.evaluate_at=start"],
             id="batch schedule, linear, read at the start",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             [*TINY_LM, *FULL, "hparams.batch_ramp={start: 8, increment: 8, over_samples: 160}", "distributed=fsdp",
              "distributed.nproc_per_node=2", "scheduler=inverse_square_root"],
             id="two processes, ramp, inverse square root",
+            marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip

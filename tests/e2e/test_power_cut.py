@@ -10,7 +10,13 @@ RUN = [*TINY_LM, "hparams.max_steps=3", "hydra.run.dir=run"]
 
 
 @pytest.mark.parametrize(
-    "content", [b"", bytes(200), b'{"state": "fini', b'{"state": 5}'], ids=["empty", "zeros", "torn", "wrong"]
+    "content",
+    [
+        pytest.param(b"", id="empty", marks=pytest.mark.long),
+        pytest.param(bytes(200), id="zeros", marks=pytest.mark.long),
+        pytest.param(b'{"state": "fini', id="torn"),
+        pytest.param(b'{"state": 5}', id="wrong", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_without_its_status_goes_on_from_its_checkpoint(shell, content):
     shell.run(*RUN)
@@ -23,6 +29,7 @@ def test_a_run_without_its_status_goes_on_from_its_checkpoint(shell, content):
     assert json.loads((shell.cwd / "run" / "result.json").read_text())["val_loss"] == before["val_loss"]
 
 
+@pytest.mark.long
 def test_a_sweep_with_a_job_without_its_status_goes_on(shell):
     sweep = ["-m", *TINY_LM, "hparams.max_steps=2", "hparams.seed=1,2", "hydra.sweep.dir=sweep"]
     shell.run(*sweep)
@@ -38,7 +45,9 @@ def test_a_sweep_with_a_job_without_its_status_goes_on(shell):
 @pytest.mark.parametrize(
     "name", ["foundry.log", ".lock", "config.yaml", ".hydra", ".hydra/config.yaml", "status.json", "plots"]
 )
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@pytest.mark.parametrize(
+    "kind", ["link", pytest.param("pipe", marks=pytest.mark.long), pytest.param("folder", marks=pytest.mark.long)]
+)
 def test_a_run_writes_through_nothing_and_waits_for_nobody(shell, tmp_path, name, kind):
     run_dir, target = tmp_path / "run", tmp_path / "precious"
     target.mkdir() if name in ("plots", ".hydra") else target.write_text("precious")

@@ -179,7 +179,9 @@ OTHER_DATA = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHER_DATA)
+@pytest.mark.parametrize(
+    "kind", ["changed", *(pytest.param(kind, marks=pytest.mark.long) for kind in list(OTHER_DATA)[1:])]
+)
 def test_other_data_is_refused(broken_off, shell, text, kind):
     path = shell.cwd / "text.txt"
     path.write_text(OTHER_DATA[kind](Path(text.partition("=")[2]).read_text()))
@@ -216,7 +218,13 @@ def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_o
 
 
 @pytest.mark.parametrize(
-    "layout", [[], pytest.param(["distributed=fsdp", "distributed.nproc_per_node=2"], marks=pytest.mark.distributed)]
+    "layout",
+    [
+        [],
+        pytest.param(
+            ["distributed=fsdp", "distributed.nproc_per_node=2"], marks=[pytest.mark.distributed, pytest.mark.long]
+        ),
+    ],
 )
 def test_an_optimizer_with_nested_state_is_resumed_bit_identically(shell, text, layout):
     words = [*RUN, *SMALL, text, "hparams.max_steps=30", "optimizer=sgd", *layout]
@@ -275,6 +283,7 @@ def test_a_path_without_a_checkpoint_is_one_line_and_no_files(shell, go, words):
     assert not (shell.cwd / "run").exists()
 
 
+@pytest.mark.long
 def test_weights_of_a_run_a_checkpoint_and_an_export_are_the_same_start(shell, text, finished):
     shell.run(f"run={finished}", "out=exported", module="foundry.export")
     sources = {"run": finished, "checkpoint": find(finished), "export": shell.cwd / "exported"}
@@ -310,7 +319,9 @@ def test_weights_that_do_not_fit_are_one_line_and_no_files(shell, text, finished
         assert not (shell.cwd / "run").exists()
 
 
-@pytest.mark.parametrize("head_start", [0.0, 0.3, None])
+@pytest.mark.parametrize(
+    "head_start", [pytest.param(0.0, marks=pytest.mark.long), pytest.param(0.3, marks=pytest.mark.long), None]
+)
 def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_start):
     """It is started together with the first, while that one starts up, or while it trains."""
     words = [*RUN, *SMALL, text, LONG, "hydra.run.dir=run"]
@@ -346,7 +357,9 @@ def test_without_checkpoints_a_run_starts_afresh(shell, go):
     assert "finished run" in go(*words)[1]
 
 
-@pytest.mark.parametrize("kind", CORRUPTIONS)
+@pytest.mark.parametrize(
+    "kind", [*list(CORRUPTIONS)[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in list(CORRUPTIONS)[2:])]
+)
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(broken_off, go, finished, kind):
     name, corrupt = CORRUPTIONS[kind]
     newest, before = list_checkpoints(broken_off)[:2]
@@ -401,6 +414,20 @@ def test_signals_stop_and_the_same_command_ends_bit_identically(shell, text):
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
 
 
+def test_a_run_that_is_killed_twice_ends_bit_identically(shell, text):
+    words, run_dir, done = [*RUN, *SMALL, text, LONG], shell.cwd / "run", 0
+    shell.run(*words, "hydra.run.dir=whole")
+    for _ in range(2):
+        process = shell.start(*words, "hydra.run.dir=run")
+        shell.wait_for_steps(process, run_dir, done + 15)
+        kill(process, signal.SIGKILL)
+        shell.finish(process, code=-signal.SIGKILL)
+        done = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+    shell.run(*words, "hydra.run.dir=run")
+    assert outcome(run_dir) == outcome(shell.cwd / "whole")
+
+
+@pytest.mark.long
 @pytest.mark.distributed
 def test_signals_stop_two_processes_as_well(shell, text):
     words = [*RUN, *SMALL, text, "hparams.max_steps=160", "distributed=fsdp", "distributed.nproc_per_node=2"]
@@ -409,6 +436,7 @@ def test_signals_stop_two_processes_as_well(shell, text):
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
 
 
+@pytest.mark.long
 def test_a_terminal_that_closes_stops_the_run(cold_shell, text):
     """Everything that the run still says then is an input/output error."""
     ours, theirs = pty.openpty()

@@ -199,12 +199,14 @@ def test_two_processes_are_one_run(cold_shell, alone):
     assert_one_run(cold_shell, *cold_shell.run(*TINY_LM, *LAYOUT, *words), alone)
 
 
+@pytest.mark.long
 def test_compiled_and_checkpointed_blocks_train_alike(shell, alone):
     words = ["hparams.per_gpu_batch_size=8", "hparams.torchcompile=true", "hparams.grad_checkpointing=true"]
     shell.run(*TINY_LM, *LAYOUT, *words, "hydra.run.dir=run")
     assert losses(shell.cwd / "run") == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_torchrun_is_one_run(cold_shell, alone):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
@@ -238,7 +240,7 @@ def test_a_sweep_runs_every_job(shell):
     assert losses(jobs[0])[-1] != losses(jobs[1])[-1]
 
 
-@pytest.mark.parametrize("model", ["hf_llama", "hf_gpt2"])
+@pytest.mark.parametrize("model", ["hf_llama", pytest.param("hf_gpt2", marks=pytest.mark.long)])
 def test_a_model_of_transformers_trains(shell, model):
     sizes = {
         "hf_llama": "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}",

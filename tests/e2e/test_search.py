@@ -101,6 +101,7 @@ def test_another_search_is_refused_there(undisturbed):
     assert {path: path.stat().st_mtime_ns for path in sweep.rglob("*")} == before
 
 
+@pytest.mark.long
 def test_failures_are_marked_and_end_the_search(shell):
     """Two jobs at a time on this machine, at a rate that diverges."""
     local = ["hydra/launcher=local", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
@@ -120,6 +121,7 @@ def test_failures_are_marked_and_end_the_search(shell):
     assert stderr.count("NonFiniteError") == 2
 
 
+@pytest.mark.long
 def test_ranks_of_a_pruned_trial_end_together(shell):
     """The pruner is one that ends whatever is above a threshold."""
     options = shell.cwd / "own" / "hydra" / "sweeper" / "pruner"
@@ -175,6 +177,7 @@ def test_a_search_without_its_package_says_how_to_install_it(cold_shell):
     assert [path.name for path in shell.cwd.iterdir()] == ["without"]
 
 
+@pytest.mark.long
 def test_a_combination_that_does_not_go_together_is_said_and_counts_as_failed(shell):
     """Each value goes with the first point's others, so that only a proposal shows it."""
     words = [*SEARCH, "hydra.sweeper.n_trials=7", "hydra.sweeper.pruner=null", "hydra/sweeper/sampler=random"]

@@ -47,7 +47,7 @@ def test_a_run_that_is_moved_reads_and_writes_where_it_was_started(warm):
     assert [status(warm.cwd / "runs" / name)["step"] for name in ("one", "two", "three")] == [5, 6, 6]
 
 
-@pytest.mark.parametrize("launcher", ["sequential", "local"])
+@pytest.mark.parametrize("launcher", ["sequential", pytest.param("local", marks=pytest.mark.long)])
 def test_so_do_the_jobs_of_a_sweep(warm, launcher):
     words = ["tracking=none", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep", "hparams.seed=1,2"]
     warm.run("-m", *WORDS, MOVED, *words)
@@ -60,6 +60,7 @@ def test_so_do_the_jobs_of_a_sweep(warm, launcher):
     assert (warm.cwd / "sweep" / "0" / "result.json").stat().st_mtime_ns == finished
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_so_do_several_processes(warm):
     words = ["tracking=none", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=2"]

@@ -99,6 +99,7 @@ def test_ctrl_c_saves_the_job_and_leaves_the_rest_queued(shell):
     assert steps.count(stopped - 1) == 1, "a job goes on from its checkpoint"
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_killed_goes_on_and_ends_as_if_undisturbed():
     script = Path(__file__).parents[2] / "benchmarks" / "sweeps.py"
     command = [sys.executable, str(script), "kills", "--jobs", "6", "--kills", "1"]
@@ -108,6 +109,7 @@ def test_a_sweep_that_is_killed_goes_on_and_ends_as_if_undisturbed():
     assert done.stdout.endswith("all bit-identical to an undisturbed sweep's\n")
 
 
+@pytest.mark.long
 def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
     from mlflow import MlflowClient
 
@@ -125,7 +127,7 @@ def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
     assert jobs["1"].info.status == "FAILED"
 
 
-@pytest.mark.parametrize("launcher", ["sequential", "local"])
+@pytest.mark.parametrize("launcher", ["sequential", pytest.param("local", marks=pytest.mark.long)])
 def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(shell, launcher):
     write_options(shell.cwd)
     before = set(shell.cwd.rglob("*"))

@@ -138,6 +138,7 @@ def test_one_that_fails_and_one_that_is_killed_do_not_end_the_others(sweeps):
     assert "3 failed, 1 finished" in sweeps.said
 
 
+@pytest.mark.long
 def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_goes_on(sweeps):
     words = ["hparams.max_steps=120", "hparams.seed=1,2"]
     driver = sweeps.start(*words)
@@ -173,6 +174,7 @@ def test_ctrl_c_while_nothing_runs_yet_ends_the_sweep_quietly(sweeps):
     assert [sweeps.status(job)["state"] for job in (0, 1)] == ["queued"] * 2
 
 
+@pytest.mark.long
 def test_ctrl_c_reaches_each_rank_of_a_job_and_a_second_one_kills(sweeps):
     words = ["hparams.max_steps=5000", "hparams.seed=1,2", "distributed.nproc_per_node=2", "hydra.launcher.n_jobs=1"]
     driver = sweeps.start(*words, "hparams.per_gpu_batch_size=2")

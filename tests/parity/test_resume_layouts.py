@@ -3,10 +3,11 @@
 Twenty steps in one layout and twenty in another against forty of one process, in fp32, with AdamW and with Muon. The
 suite takes every layout once on each side; all pairs, as a table:
 
-    FOUNDRY_ALL_LAYOUTS=1 pytest -s tests/parity/test_resume_layouts.py
+    FOUNDRY_ALL_LAYOUTS=1 pytest -n 0 -s -m "long or not long" tests/parity/test_resume_layouts.py
 """
 
 import os
+from functools import cache
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ ALL = [(saved, loaded) for saved in NAMES for loaded in NAMES]
 PAIRS = [*(ALL if os.environ.get("FOUNDRY_ALL_LAYOUTS") else SHIFTED), ("FSDP2 4", OTHER_MICROBATCH)]
 
 
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = (pytest.param("adamw", marks=pytest.mark.long), "muon")
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +58,16 @@ def trained(configure, tmp_path_factory):
         run_dir = runs[optimizer, saved][1]
         return job(optimizer, loaded, f"{saved} to {loaded}", 40, f"checkpoint.resume='{run_dir}'")
 
-    first = {saved for saved, _ in PAIRS}
-    run_all([job(optimizer, "1", "whole", 40) for optimizer in OPTIMIZERS])
-    run_all([job(optimizer, name, name, 20) for optimizer in OPTIMIZERS for name in first])
-    run_all([resumed(optimizer, *pair) for optimizer in OPTIMIZERS for pair in PAIRS])
-    return lambda optimizer, name: weights(*runs[optimizer, name])
+    @cache
+    def train(optimizer):
+        run_all([job(optimizer, "1", "whole", 40), *(job(optimizer, name, name, 20) for name in NAMES)])
+        run_all([resumed(optimizer, *pair) for pair in PAIRS])
+
+    def trained(optimizer, name):
+        train(optimizer)
+        return weights(*runs[optimizer, name])
+
+    return trained
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -13,6 +13,7 @@ import pytest
 from tiny import TINY_LM
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.distributed,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]

@@ -7,7 +7,7 @@ from scripts import ROOT, load_script
 
 PAGE = ROOT / "docs" / "slurm.md"
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

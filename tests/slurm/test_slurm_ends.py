@@ -9,7 +9,7 @@ from cluster import SLURM, assert_same_weights
 
 from foundry.tracking.metrics_file import read_metrics
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 SMALL = "hydra.launcher.mem_gb=1"  # so that several jobs fit on a node
 

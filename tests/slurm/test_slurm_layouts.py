@@ -24,6 +24,7 @@ def shards(run_dir):
     return {path.name: path.read_bytes() for path in (run_dir / "checkpoints" / "latest").glob("*.safetensors")}
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 def test_a_sweep_over_strategies_ends_where_it_does_on_one_machine(cluster):
     two_nodes = [*SLURM, "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2", "hydra.launcher.mem_gb=2"]

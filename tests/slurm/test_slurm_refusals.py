@@ -5,6 +5,7 @@ from cluster import SLURM
 from wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 def test_slurm_gets_no_job_of_a_sweep_in_which_one_is_wrong(cluster):
     write_options(cluster.cwd)

@@ -5,7 +5,7 @@ from cluster import SLURM
 
 from foundry.run_dir.trial import open_storage
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def trials(sweep):

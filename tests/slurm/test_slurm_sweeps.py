@@ -15,6 +15,7 @@ def steps(run_dir):
     return [line["step"] for line in read_metrics(run_dir) if "loss" in line]
 
 
+@pytest.mark.long
 def test_a_sweep_with_a_wrong_job_submits_nothing(cluster):
     before = cluster.next_job_id()
     for wrong, message in (
@@ -30,6 +31,7 @@ def test_a_sweep_with_a_wrong_job_submits_nothing(cluster):
     assert cluster.next_job_id() == before + 1
 
 
+@pytest.mark.long
 def test_a_job_that_slurm_refuses_is_a_line_and_leaves_nothing(cluster):
     """Also while all nodes are drained, which by itself is no reason to refuse a job."""
     for state in ("resume", "drain"):
@@ -40,6 +42,7 @@ def test_a_job_that_slurm_refuses_is_a_line_and_leaves_nothing(cluster):
     assert cluster.ask("squeue", "--noheader") == ""
 
 
+@pytest.mark.long
 def test_what_was_submitted_runs_and_every_end_is_told(cluster):
     """One job each that finishes, is killed as it starts, fails, and is cancelled before."""
     options = cluster.cwd / "own" / "experiment"
@@ -93,6 +96,7 @@ def test_a_job_told_that_its_time_is_up_goes_on_at_the_same_step(cluster):
     assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "s/1")
 
 
+@pytest.mark.long
 def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
     """FSDP on two nodes of two tasks each; a job of the higher partition takes both nodes."""
     words = ["distributed=fsdp", "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=4", "hparams.max_steps=25"]
@@ -108,6 +112,7 @@ def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
     assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "local/0")
 
 
+@pytest.mark.long
 def test_a_detached_sweep_goes_on_and_is_found_again(cluster):
     words = [*SLURM, "hydra.launcher.snapshot_code=true", "hparams.max_steps=3", "hparams.lr=1e-3,2e-3"]
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")

@@ -32,6 +32,7 @@ def losses(run_dir):
     return [line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_two_nodes_train_as_one_process_does(slurm, tmp_path, strategy):
@@ -49,6 +50,7 @@ def test_two_nodes_train_as_one_process_does(slurm, tmp_path, strategy):
     assert {path.name for path in tmp_path.iterdir()} == {"alone", "together"}
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 def test_a_mistake_ends_every_rank_before_training(slurm, tmp_path):
     done = srun(slurm, tmp_path, "hparams.leer=1")
