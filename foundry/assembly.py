@@ -31,10 +31,12 @@ from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
 from foundry.parallel.wrap import Parallel, parallelize
 from foundry.parts import (
     build_budget,
+    build_evaluators,
     build_model,
     build_objective,
     build_optimizers,
     build_schedule,
+    build_stop_rules,
     field_of,
     resolve_init_from,
 )
@@ -44,14 +46,13 @@ from foundry.run_dir.folder import RunFolder
 from foundry.run_files import write_architecture
 from foundry.sweeps.pruning import Pruning
 from foundry.training.best import Best
-from foundry.training.early_stopping import EarlyStopping
 from foundry.training.ema import WeightAverage
-from foundry.training.evaluation import Evaluator
+from foundry.training.evaluation import Evaluation
 from foundry.training.events import RunStarted
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
 from foundry.training.model_hooks import hook
 from foundry.training.progress import Progress
-from foundry.training.protocols import CheckpointManager, Objective, Schedule
+from foundry.training.protocols import CheckpointManager, Objective, Schedule, StopRule
 from foundry.training.signals import SignalHandler
 from foundry.training.step import TrainStep
 from foundry.training.throughput import Throughput
@@ -190,19 +191,16 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         ),
         log_every_n_steps=config.tracking.log_every_n_steps,
         evaluation_interval=config.evaluation.interval_in(budget),
-        evaluator=Evaluator(
+        evaluation=Evaluation(
             model=trained.parallel.model,
-            objective=trained.objective,
-            data=data,
+            evaluators=build_evaluators(config, trained.objective, data),
             precision=trained.precision,
             world=world,
-            per_gpu_batch_size=config.hparams.per_gpu_batch_size,
-            max_samples=config.evaluation.max_samples,
-            samples_dir=setup.run_dir / "plots" if config.evaluation.write_samples else None,
+            folder=setup.run_dir / "plots",
         ),
-        early_stopping=EarlyStopping(config.evaluation.early_stopping),
-        pruning=Pruning.of(setup.run_dir, world),
-        best=Best(config.checkpoint.keep_best),
+        metric=config.evaluation.metric,
+        stop_rules=_build_stop_rules(setup, trained),
+        best=Best(config.checkpoint.keep_best, config.evaluation.metric),
         checkpoints=_build_checkpoints(setup, trained),
         rank_flags=RankFlags(world),
         signals=SignalHandler(),
@@ -211,6 +209,13 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
     )
+
+
+def _build_stop_rules(setup: Setup, trained: Trained) -> dict[str, StopRule]:
+    """What may end the run early: first the search that proposed it, if one did."""
+    pruning = Pruning.of(setup.run_dir, setup.world)
+    searched: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
+    return searched | build_stop_rules(setup.config, trained.objective, setup.data)
 
 
 def _build_loader(setup: Setup, budget: Budget) -> Loader:
@@ -296,6 +301,7 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
         updates=list(planned_updates(schedule, budget, constant_weight_decay(config), shown)),
         phases=resolve_phases(schedule, budget),
         step=step,
+        metric=config.evaluation.metric,
     )
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from foundry.config.build import build
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.lengths import check_lengths, resolve_budget
-from foundry.config.metrics import check_metrics, declared
+from foundry.config.metrics import check_metrics, val_metric_names
 from foundry.config.schemas.hparams import ScheduleUnit
 from foundry.config.schemas.root import Config
 from foundry.config.targets import runtime_settings
 from foundry.data.splits import DataSplits
+from foundry.evaluators.drawn_samples import DrawnSamples
 from foundry.optim.optimizers import not_covered
 from foundry.planning.derive import constant_weight_decay
-from foundry.training.protocols import Objective, Schedule
+from foundry.training.early_stopping import EarlyStopping
+from foundry.training.protocols import Evaluator, GenerativeObjective, Objective, Schedule, StopRule
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +49,51 @@ def build_data(config: Config) -> DataSplits:
 
 
 def build_objective(config: Config) -> Objective:
-    """What is minimised.
+    """What is minimised."""
+    objective: Objective = build(config.objective)
+    return objective
+
+
+def build_evaluators(config: Config, objective: Objective, data: DataSplits) -> dict[str, Evaluator]:
+    """What measures the model during the run, and what draws samples, by name.
 
     Raises:
-        ConfigError: it says which metrics it has, and a setting chooses another.
+        ConfigError: they say what they measure, and a setting chooses another metric.
     """
-    objective: Objective = build(config.objective)
-    measured = declared(objective)
-    if measured is not None and (wrong := list(check_metrics(config, measured))):
+    evaluators, measured = dict[str, Evaluator](), list[str]()
+    are_known = True
+    for name, node in config.evaluation.evaluators.items():
+        evaluator = _build_for_evaluation(config, objective, data, node)
+        names = node["metrics"] if "metrics" in node else getattr(evaluator, "metrics", None)
+        are_known = are_known and names is not None
+        measured += val_metric_names(names or ())
+        evaluators[name] = evaluator
+    if are_known and (wrong := list(check_metrics(config, dict.fromkeys(measured)))):
         raise ConfigError(wrong)
-    return objective
+    if config.evaluation.write_samples and isinstance(objective, GenerativeObjective):
+        evaluators["drawn_samples"] = DrawnSamples(objective=objective, data=data)
+    return evaluators
+
+
+def build_stop_rules(config: Config, objective: Objective, data: DataSplits) -> dict[str, StopRule]:
+    """What may end the run early, by name."""
+    own = config.evaluation.stop_rules.items()
+    rules: dict[str, StopRule] = {"early_stopping": EarlyStopping(config.evaluation.early_stopping)}
+    return rules | {name: _build_for_evaluation(config, objective, data, node) for name, node in own}
+
+
+def _build_for_evaluation(config: Config, objective: Objective, data: DataSplits, node: Mapping[str, Any]) -> Any:
+    """An evaluator or a stop rule; the names of its metrics are for the run, unless it takes them."""
+    offered = {
+        "objective": objective,
+        "data": data,
+        "tokenizer": data.tokenizer,
+        "seed": config.hparams.seed,
+        "per_gpu_batch_size": config.hparams.per_gpu_batch_size,
+        "max_samples": config.evaluation.max_samples,
+        "metrics": node.get("metrics"),
+    }
+    return build({name: value for name, value in node.items() if name != "metrics"}, offered=offered)
 
 
 def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:

@@ -109,7 +109,7 @@ def _train(setup: Setup, observers: list[Observer], held: ExitStack) -> RunResul
         write_run_files(setup.config, started.plan, setup.data, setup.run_dir)
         held.callback(folder.close)
         folder.refill = partial(refill, setup.config, started.plan, setup.data, held)
-        observers.insert(0, FolderWatch(folder, observers, trainer.evaluator.move))
+        observers.insert(0, FolderWatch(folder, observers, trainer.evaluation.move))
     trainer.observers = observers
     with trainer.watchdog, trainer.signals:
         result = trainer.fit(started)

@@ -9,6 +9,7 @@ from foundry.config.errors import Violation, nearest
 from foundry.config.schemas.root import Config
 
 LOSS = "val_loss"
+HELD_OUT = "foundry.evaluators.held_out.HeldOut"
 
 
 def val_metric_name(metric: str) -> str:
@@ -17,14 +18,14 @@ def val_metric_name(metric: str) -> str:
 
 
 def val_metric_names(metrics: Iterable[str]) -> tuple[str, ...]:
-    """What an evaluation measures by the name of each, given the names that the objective has for its own metrics."""
-    return tuple(dict.fromkeys((LOSS, *map(val_metric_name, metrics))))
+    """What metrics are called in an evaluation, each once."""
+    return tuple(dict.fromkeys(map(val_metric_name, metrics)))
 
 
 def declared(objective: object) -> tuple[str, ...] | None:
-    """What evaluations of an objective, or of its schema, measure; None where `declared_metrics` says nothing."""
+    """What held-out data measures by an objective, or its schema; None where `declared_metrics` says nothing."""
     metrics = declared_metrics(objective)
-    return None if metrics is None else val_metric_names(metrics)
+    return None if metrics is None else val_metric_names(("loss", *metrics))
 
 
 def declared_metrics(objective: object) -> tuple[str, ...] | None:
@@ -48,21 +49,40 @@ def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Vio
     """Say that the metric which `key` chooses is none of those that are measured."""
     known = list(measured)
     if metric not in known:
-        yield Violation(
-            key, f"is {metric.strip() or 'empty'} but evaluations measure {', '.join(known)}{nearest(metric, known)}"
-        )
+        listed = ", ".join(known) or "nothing: there is no evaluator, so set it to null"
+        yield Violation(key, f"is {metric.strip() or 'empty'} but evaluations measure {listed}{nearest(metric, known)}")
+
+
+def measured_by(config: Config) -> tuple[str, ...] | None:
+    """What evaluations of a run measure, as far as schemas and settings say; None where one does not."""
+    measured = list[str]()
+    for node in config.evaluation.evaluators.values():
+        names = node.get("metrics") if isinstance(node, dict) else None
+        if isinstance(node, dict) and node.get("_target_") == HELD_OUT:
+            known = declared(config.objective)
+        else:
+            known = val_metric_names(names) if isinstance(names, list) else None
+        if known is None:
+            return None
+        measured += known
+    return tuple(dict.fromkeys(measured))
 
 
 def check_metrics(config: Config, measured: Iterable[str]) -> Iterator[Violation]:
-    """Check every setting of a run that chooses a metric."""
-    known = list(measured)
-    if (best := config.checkpoint.keep_best.metric) is not None:
-        yield from check_metric("checkpoint.keep_best.metric", best, known)
-    yield from check_metric("evaluation.early_stopping.metric", config.evaluation.early_stopping.metric, known)
+    """Check every setting of a run that chooses a metric; those that follow the run's are checked with it."""
+    known, own = list(measured), config.evaluation.metric
+    chosen = {
+        "evaluation.metric": own,
+        "checkpoint.keep_best.metric": config.checkpoint.keep_best.metric,
+        "evaluation.early_stopping.metric": config.evaluation.early_stopping.metric,
+    }
+    for key, metric in chosen.items():
+        if metric is not None and (metric != own or key == "evaluation.metric"):
+            yield from check_metric(key, metric, known)
 
 
 def check_sweeper(composed: DictConfig, config: Config) -> Iterator[Violation]:
     """Check what the jobs of a sweep are compared by, where the sweeper is one of foundry's."""
-    metric, measured = OmegaConf.select(composed, "hydra.sweeper.metric"), declared(config.objective)
-    if metric is not None and measured is not None:
+    metric, measured = OmegaConf.select(composed, "hydra.sweeper.metric"), measured_by(config)
+    if metric is not None and measured is not None and metric != config.evaluation.metric:
         yield from check_metric("hydra.sweeper.metric", str(metric), measured)

@@ -12,6 +12,8 @@ from foundry.config.schemas.model import HuggingFace, folder_settings
 def register_resolvers() -> None:
     """Register foundry's resolvers with OmegaConf."""
     OmegaConf.register_new_resolver("accum_freq", _accum_freq, replace=True)
+    OmegaConf.register_new_resolver("mode_of", _mode_of, replace=True)
+    OmegaConf.register_new_resolver("direction_of", _direction_of, replace=True)
     OmegaConf.register_new_resolver("model_folder", _model_folder, replace=True)
     OmegaConf.register_new_resolver("model_vocab_size", _model_vocab_size, replace=True)
 
@@ -20,6 +22,18 @@ def world_size(nproc_per_node: int) -> int:
     """Ranks of the run: from torchrun or Slurm where one of them started this process, else `nproc_per_node`."""
     environment = detect()
     return nproc_per_node if environment.launcher == "single" else environment.world_size
+
+
+def _direction_of(metric: str | None, *, _root_: DictConfig) -> str:
+    """Which values of a metric are better: of the run's own what the run says, of another one less."""
+    own = OmegaConf.select(_root_, "evaluation.metric")
+    direction = OmegaConf.select(_root_, "evaluation.direction")
+    is_maximized = metric in (None, own) and getattr(direction, "name", direction) == "maximize"
+    return "maximize" if is_maximized else "minimize"
+
+
+def _mode_of(metric: str | None, *, _root_: DictConfig) -> str:
+    return _direction_of(metric, _root_=_root_).removesuffix("imize")
 
 
 def _model_folder(*, _root_: DictConfig) -> str | None:

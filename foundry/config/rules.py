@@ -18,7 +18,7 @@ from foundry.config.environment import LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation, first_line, shown
 from foundry.config.holes import check_hydra, holes
 from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
-from foundry.config.metrics import check_metrics, check_sweeper, declared
+from foundry.config.metrics import check_metrics, check_sweeper, measured_by
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, resolve_distributed
 from foundry.config.schemas.guard import SpikeAction
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
@@ -264,7 +264,7 @@ def _targets(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
-    measured = declared(config.objective)
+    measured = measured_by(config)
     if measured is not None:
         yield from check_metrics(config, measured)
 

@@ -55,7 +55,7 @@ def setting(
     """Declare a schema field. Whatever its bounds, a number is one that int64 or float32 holds, and a text one line.
 
     Args:
-        default: the value when nobody says otherwise; `dict` or `list` for an empty one.
+        default: the value when nobody says otherwise; a function that makes it, such as `dict`, for a container.
         doc: one line: meaning, unit, why this default.
         gt: a number must be above this; as the other bounds, it does not apply to null.
         ge: a number must be at least this.
@@ -81,7 +81,7 @@ def setting(
         "on_resume": on_resume,
         "runtime": runtime,
     }
-    if isinstance(default, type):
+    if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 

@@ -6,7 +6,9 @@ from functools import cache
 from typing import Any
 
 from foundry.config.errors import Violation, nearest
+from foundry.config.metrics import HELD_OUT
 from foundry.config.names import settings
+from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.root import Config
 from foundry.config.static_source import NotThere, Parameters, resolve_parameters
 
@@ -16,7 +18,9 @@ GIVEN_BY_THE_RUN: Mapping[str, tuple[str, ...]] = {
 """What the parts are called with besides their own settings."""
 
 _OFFERED = {item.name: item.metadata["offered"] for item in fields(Config)}
-"""What a part is called with if it takes it."""
+
+_NAMED_PARTS = ("evaluators", "stop_rules")
+"""Parts of `evaluation`, by names of the user's own."""
 
 _FOR_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
@@ -38,6 +42,16 @@ def check_targets(config: Config) -> Iterator[Violation]:
                 yield from _check(settings, group, given, runtime_settings(group))
         elif isinstance(node, dict) and "_target_" in node:
             yield from _check(node, group, given, runtime_settings(group))
+    for key in _NAMED_PARTS:
+        for name, node in getattr(config.evaluation, key).items():
+            if isinstance(node, dict) and node.get("_target_", HELD_OUT) != HELD_OUT:
+                yield from _check(node, f"evaluation.{key}.{name}", (), ("metrics",))
+
+
+def _offered(key: str) -> tuple[str, ...]:
+    """What a part is called with if it takes it."""
+    is_named = key.startswith(tuple(f"evaluation.{name}." for name in _NAMED_PARTS))
+    return Evaluation.offered if is_named else _OFFERED.get(key, ())
 
 
 def _check(node: Mapping[str, Any], key: str, given: tuple[str, ...], optional: tuple[str, ...]) -> Iterator[Violation]:
@@ -89,5 +103,5 @@ def _check_arguments(
         yield Violation(f"{key}._args_", f"has {places} values but {target} takes {takes.by_place} by place")
     is_whole = not node.get("_partial_") or key in GIVEN_BY_THE_RUN  # a part itself is called by the run
     for name in takes.names[places:] if is_whole else ():
-        if name in takes.required and name not in (*own, *given, *_OFFERED.get(key, ())):
+        if name in takes.required and name not in (*own, *given, *_offered(key)):
             yield Violation(f"{key}.{name}", f"has no value but {target} needs one; give it as +{key}.{name}=...")

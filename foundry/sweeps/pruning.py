@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.optuna_parts import build_part
@@ -43,19 +44,33 @@ class Pruning:
             raise _refused(run_dir, error) from None
         return cls(link, run_dir, world) if gather(link is not None, world)[0] else None
 
-    def update(self, metrics: Mapping[str, float], share: float) -> str | None:
+    def update(self, metrics: Mapping[str, float], epoch: int, share: float) -> str | None:
         """Take in an evaluation.
 
         Args:
             metrics: by their names in metrics.jsonl.
-            share: of the run that is done, from 0 to 1.
+            epoch: it does not matter.
+            share: of the run that is done, from 0 to 1; at the end there is nothing to be ended.
 
         Returns:
             Why the run is to stop; None: it goes on.
         """
+        if share >= 1:
+            return None
         reason = None if self._trial is None else self._trial.judge(metrics, share)
         self.reason = gather(reason, self._world)[0]
         return self.reason
+
+    def result(self) -> dict[str, Any]:
+        """Why the trial was ended, if it was; the search reads it."""
+        return {"pruned": self.reason}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the study remembers."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is to be loaded."""
 
 
 class _Trial:

@@ -55,7 +55,7 @@ def read_sweep(folder: Path, which: Which = Which.last, *, locks: bool = True, n
         ConfigError: there are no jobs in it, or what lists them is damaged.
     """
     facts = _facts(folder)
-    metric, minimize = one_line(facts.get("metric", "")) or "val_loss", facts.get("direction") != "maximize"
+    metric, minimize = one_line(facts.get("metric", "val_loss")), facts.get("direction") != "maximize"
     reader = _Reader(
         metric=metric,
         minimize=minimize,

@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import check_metric
 from foundry.config.optuna_parts import build_part
-from foundry.config.schemas.sweeper import Direction, Search
+from foundry.config.schemas.evaluation import Direction
+from foundry.config.schemas.sweeper import Search
 from foundry.run_dir.strict_json import read_object
 from foundry.run_dir.trial import JOURNAL, TrialLink, open_storage
 from foundry.sweeps.grid import Job
@@ -43,7 +44,7 @@ class OptunaSweeper(CheckedSweeper):
         self,
         *,
         params: Mapping[str, str],
-        metric: str,
+        metric: str | None,
         direction: Direction,
         n_trials: int,
         n_jobs: int,
@@ -61,6 +62,7 @@ class OptunaSweeper(CheckedSweeper):
             sampler=_plain(sampler),
             pruner=None if pruner is None else _plain(pruner),
         )
+        self._metric = metric or ""
         self._failures, self._left = 0, set[int]()
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -169,7 +171,7 @@ class OptunaSweeper(CheckedSweeper):
     def _facts(self, space: "Space") -> dict[str, str]:
         """What may not change while a search goes on."""
         searched = {dimension.key: str(dimension.distribution) for dimension in space.dimensions}
-        return {**searched, "metric": self._search.metric, "direction": self._search.direction.value}
+        return {**searched, "metric": self._metric, "direction": self._search.direction.value}
 
     def _open(self, space: "Space") -> "optuna.Study":
         """The study of the sweep's directory, begun if need be."""
@@ -248,7 +250,7 @@ class OptunaSweeper(CheckedSweeper):
                     journal=os.path.relpath(self.sweep_dir / JOURNAL, run_dir),
                     study=_STUDY,
                     number=number,
-                    metric=self._search.metric,
+                    metric=self._metric,
                     pruner=self._search.pruner,
                 ).save(run_dir)
         return list(waiting.values())
@@ -264,10 +266,10 @@ class OptunaSweeper(CheckedSweeper):
         state = self.state(job)
         if state == "finished":
             result = read_object(self.run_dir(job) / "result.json")
-            value = result.get(self._search.metric) if self._search.metric.startswith("val_") else None
+            value = result.get(self._metric) if self._metric.startswith("val_") else None
             if not isinstance(value, (int, float)):
                 known = [name for name in result if name.startswith("val_")]
-                raise ConfigError(check_metric("hydra.sweeper.metric", self._search.metric, known))
+                raise ConfigError(check_metric("hydra.sweeper.metric", self._metric, known))
             if result.get("pruned"):
                 study.tell(number, state=TrialState.PRUNED)
             elif math.isfinite(value):

@@ -22,8 +22,9 @@ from omegaconf import DictConfig, read_write
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import save_yaml
+from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.root import Config, to_config
-from foundry.config.schemas.sweeper import Direction, Sweep
+from foundry.config.schemas.sweeper import Sweep
 from foundry.config.schemas.sweeper import Sweeper as Options
 from foundry.config.setting import check_fields
 from foundry.launch.claim import check_free, claim
@@ -109,7 +110,7 @@ class CheckedSweeper(Sweeper):
     def begin(self) -> Manifest:
         """The sweep about to start, or to go on; nothing is written yet."""
         launcher = str(self.config.hydra.runtime.choices["hydra/launcher"])
-        metric, direction = self.options.metric, self.options.direction.value
+        metric, direction = self.options.metric or "", self.options.direction.value
         return Manifest.begin(self.sweep_dir, sys.argv[1:], launcher=launcher, metric=metric, direction=direction)
 
     def prepare(self, jobs: Sequence[Job], manifest: Manifest) -> list[Prepared]:
@@ -252,7 +253,7 @@ class GridSweeper(CheckedSweeper):
         self,
         *,
         params: Mapping[str, str],
-        metric: str,
+        metric: str | None,
         direction: Direction,
         max_jobs: int,
         max_batch_size: int | None,

@@ -91,6 +91,8 @@ def summary(sweep: Sweep) -> Iterator[Text]:
 
 def why_no_best(sweep: Sweep) -> str:
     """What is said in place of the best job where there is none."""
+    if not sweep.metric:
+        return "no metric to compare jobs by (evaluation.metric is null)"
     if sweep.is_going:
         return f"no job has a {sweep.metric} yet"
     have_finished = any(job.state == "finished" for job in sweep.jobs)

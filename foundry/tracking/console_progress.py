@@ -36,7 +36,7 @@ class Progress:
         self._since = time.monotonic()
         self._total: int | None = None
         self._last: StepLogged | None = None
-        self._val_loss: float | None = None
+        self._judged: float | None = None
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
@@ -60,7 +60,10 @@ class Progress:
     def on_step(self, event: StepLogged) -> None:
         """Show the step's numbers."""
         self._last = event
-        numbers = step_numbers(event, self._total, self._val_loss if self._bar else None)
+        judged = None
+        if self._bar is not None and self._metric is not None and self._judged is not None:
+            judged = f"{_label(self._metric, short=True)} {number(self._judged)}"
+        numbers = step_numbers(event, self._total, judged)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=event.step, numbers=self._fitting(numbers))
             return
@@ -70,10 +73,10 @@ class Progress:
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """Show the held-out loss, and where the samples are."""
-        self._val_loss = event.val_loss
-        parts = [f"step {event.step}", f"held-out loss {number(event.val_loss)}"]
-        parts += [f"{name} {number(float(value))}" for name, value in event.metrics.items()]
+        """Show what was measured, and where the samples are."""
+        self._judged = event.metrics.get(self._metric or "")
+        parts = [f"step {event.step}"]
+        parts += [f"{_label(name)} {number(float(value))}" for name, value in event.metrics.items()]
         if event.samples_file is not None:
             parts.append(f"samples {event.samples_file}")
         self._line("  ".join(parts))
@@ -96,17 +99,21 @@ class Progress:
     def _summary(self, event: RunEnded) -> dict[str, str]:
         rows = {event.state: event.reason or f"after {duration(time.monotonic() - self._since)}"}
         loss = event.result.get("loss", self._last.loss if self._last else None)
-        val_loss = event.result.get("val_loss", self._val_loss)
+        judged = event.result.get(self._metric or "", self._judged)
         if loss is not None:
             rows["final loss"] = number(loss)
-        if val_loss is not None:
-            rows["held-out loss"] = number(val_loss)
+        if judged is not None and self._metric is not None:
+            rows[_label(self._metric)] = number(judged)
         if self._started is not None:
             if (entropy := unigram_entropy(self._started.plan)) is not None:
                 rows["unigram entropy"] = f"{entropy:.4f}  what guessing by frequency alone would reach"
             rows["run directory"] = str(self._started.run_dir)
             rows |= where_to_look(self._started)
         return rows
+
+    @property
+    def _metric(self) -> str | None:
+        return None if self._started is None else self._started.metric
 
     def _say(self, rows: Mapping[str, str]) -> None:
         """A block of names and values."""
@@ -159,8 +166,13 @@ def header(event: RunStarted) -> dict[str, str]:
     return rows | {"run directory": str(event.run_dir)}
 
 
-def step_numbers(event: StepLogged, total: int | None, val_loss: float | None) -> list[str]:
-    """A logged step as a person reads it."""
+def _label(metric: str, *, short: bool = False) -> str:
+    """What a person calls a metric."""
+    return metric if metric != "val_loss" else "held-out" if short else "held-out loss"
+
+
+def step_numbers(event: StepLogged, total: int | None, judged: str | None) -> list[str]:
+    """A logged step as a person reads it; `judged`: name and value of the run's metric, if it is to be shown."""
     if event.tokens_per_second is not None:
         speed = f"{count(event.tokens_per_second)} tokens/s"
     else:
@@ -168,8 +180,8 @@ def step_numbers(event: StepLogged, total: int | None, val_loss: float | None) -
     numbers = [f"loss {number(event.loss)}"]
     if total is not None:
         numbers.insert(0, f"ETA {duration((total - event.step) * event.step_seconds)}")
-    if val_loss is not None:
-        numbers.append(f"held-out {number(val_loss)}")
+    if judged is not None:
+        numbers.append(judged)
     numbers += [f"lr {event.lr:.2e}", speed]
     if event.mfu is not None:
         numbers.append(f"MFU {event.mfu:.1%}")

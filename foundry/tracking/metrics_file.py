@@ -1,6 +1,7 @@
 """metrics.jsonl: one line per logged step and one per evaluation."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -33,7 +34,7 @@ def step_record(event: StepLogged) -> dict[str, Any]:
 
 def evaluation_record(event: Evaluated) -> dict[str, Any]:
     """An evaluation by name."""
-    record: dict[str, Any] = {"step": event.step, "samples": event.samples, "val_loss": event.val_loss}
+    record: dict[str, Any] = {"step": event.step, "samples": event.samples}
     return record | {name: value for name, value in event.metrics.items() if name not in record}
 
 
@@ -65,10 +66,15 @@ def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any
             record = _record(line)
             if record is None:
                 raise ValueError(f"{path}:{number} is no record: {line[:80]!r}")
-            key = ("val_loss" in record, record["step"])
+            key = (is_evaluation(record), record["step"])
             records.pop(key, None)
             records[key] = record
-    return sorted(records.values(), key=lambda record: (record["step"], "val_loss" in record))
+    return sorted(records.values(), key=lambda record: (record["step"], is_evaluation(record)))
+
+
+def is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of an evaluation, and not of a logged step, which has a loss."""
+    return "loss" not in record
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -2,15 +2,16 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from foundry.config.metrics import LOSS
 from foundry.run_dir.files import make_folder
 from foundry.tracking.console_progress import unigram_entropy
-from foundry.tracking.metrics_file import FILE_NAME, read_metrics
-from foundry.tracking.plot_style import BLUE, GREY, ORANGE, RED, frame, save_figure
+from foundry.tracking.metrics_file import FILE_NAME, is_evaluation, read_metrics
+from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, frame, save_figure
 from foundry.tracking.safe_observer import tolerant
 from foundry.tracking.schedule_figure import schedule_figure
 from foundry.training.events import Evaluated, Phase, PlannedUpdate, RunEnded, RunStarted, StepLogged
@@ -36,7 +37,8 @@ class Plots:
     def __init__(self, *, run_dir: Path) -> None:
         self._run_dir = Path(run_dir)
         self._loss: dict[int, float] = {}
-        self._val_loss: dict[int, float] = {}
+        self._measured: dict[str, dict[int, float]] = {}
+        self._metric: str | None = None
         self._entropy: float | None = None
         self._updates: Sequence[PlannedUpdate] = ()
         self._phases: Sequence[Phase] = ()
@@ -46,11 +48,11 @@ class Plots:
     def on_start(self, event: RunStarted) -> None:
         """Take over what an earlier start of the run measured."""
         self._entropy = unigram_entropy(event.plan)
-        self._updates, self._phases = event.updates, event.phases
+        self._updates, self._phases, self._metric = event.updates, event.phases, event.metric
         if (self._run_dir / FILE_NAME).exists():
             for record in read_metrics(self._run_dir):
-                if "val_loss" in record:
-                    self._val_loss[record["step"]] = record["val_loss"]
+                if is_evaluation(record):
+                    self._remember(record["step"], record)
                 else:
                     self._loss[record["step"]] = record["loss"]
 
@@ -61,8 +63,8 @@ class Plots:
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """Remember the held-out loss and draw."""
-        self._val_loss[event.step] = event.val_loss
+        """Remember the held-out loss and the run's metric, and draw."""
+        self._remember(event.step, event.metrics)
         begin = time.monotonic()
         if begin >= self._next_drawing:
             self._draw(event.step)
@@ -76,11 +78,34 @@ class Plots:
 
     def _draw(self, step: int) -> None:
         folder = make_folder(self._run_dir / "plots")
-        points, held_out = sorted(self._loss.items()), sorted(self._val_loss.items())
-        if points or held_out:
-            save_figure(loss_figure(points, held_out, self._entropy), folder / "loss.png")
+        points, held_out = sorted(self._loss.items()), sorted(self._measured.get(LOSS, {}).items())
+        judged = None if self._metric in (None, LOSS) else sorted(self._measured.get(self._metric or "", {}).items())
+        if points or held_out or judged:
+            figure = loss_figure(points, held_out, self._entropy)
+            if judged and self._metric is not None:
+                add_metric(figure, self._metric, judged)
+            save_figure(figure, folder / "loss.png")
         if self._updates:
             save_figure(schedule_figure(self._updates, self._phases, step), folder / "schedule.png")
+
+    def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name in {LOSS, self._metric} & metrics.keys():
+            self._measured.setdefault(str(name), {})[step] = metrics[str(name)]
+
+
+def add_metric(figure: "Figure", name: str, points: Sequence[tuple[int, float]]) -> None:
+    """Draw the metric by which a run is judged, where that is no loss, over the same steps on an axis of its own.
+
+    Args:
+        figure: of the losses.
+        name: of the metric.
+        points: (step, value), ascending.
+    """
+    axes = figure.axes[0].twinx()
+    steps, values = zip(*points, strict=True)
+    axes.plot(steps, values, color=GREEN, linewidth=1.2, marker="s", markersize=4, label=f"{name} {_final(values)}")
+    axes.set_ylabel(name, color=GREEN)
+    axes.legend(frameon=False, loc="upper left")
 
 
 def smoothed(values: Sequence[float], indices: Sequence[int]) -> list[float]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from foundry.config.errors import ConfigError
-from foundry.config.metrics import LOSS, check_metric
+from foundry.config.metrics import check_metric
 from foundry.config.schemas.checkpoint import KeepBest
 from foundry.config.schemas.evaluation import Mode
 
@@ -18,8 +18,14 @@ class Best:
         value: of the metric.
     """
 
-    def __init__(self, settings: KeepBest) -> None:
-        self._metric = settings.metric or LOSS
+    def __init__(self, settings: KeepBest, metric: str | None) -> None:
+        """Remember the settings.
+
+        Args:
+            settings: of the checkpoint to keep; where they name no metric, none is kept.
+            metric: of the run, where the settings name none; None: there is no best.
+        """
+        self._metric = settings.metric or metric
         self._sign = 1.0 if settings.mode is Mode.min else -1.0
         self._min_delta, self._is_kept = settings.min_delta, settings.metric is not None
         self.step: int | None = None
@@ -35,6 +41,8 @@ class Best:
         Raises:
             ConfigError: the metric is none of those measured.
         """
+        if self._metric is None:
+            return False
         if self._metric not in metrics:
             raise ConfigError(check_metric("checkpoint.keep_best.metric", self._metric, metrics))
         value = metrics[self._metric]
@@ -47,7 +55,7 @@ class Best:
 
     def result(self) -> dict[str, Any] | None:
         """What result.json says of it."""
-        return None if self.step is None else {"step": self.step, self._metric: self.value}
+        return None if self._metric is None or self.step is None else {"step": self.step, self._metric: self.value}
 
     def state_dict(self) -> dict[str, Any]:
         """Step and value; plain JSON."""

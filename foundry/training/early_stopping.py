@@ -29,12 +29,13 @@ class EarlyStopping:
         self.wait = 0
         self._best_epoch = 0
 
-    def update(self, metrics: Mapping[str, float], epoch: int) -> str | None:
+    def update(self, metrics: Mapping[str, float], epoch: int, share: float = 0.0) -> str | None:
         """Take in an evaluation.
 
         Args:
             metrics: by their names in metrics.jsonl.
             epoch: the one in which the evaluated step began; the first is 0.
+            share: of the run that is done; it does not matter.
 
         Returns:
             Why the run is to stop; None: it goes on.
@@ -43,7 +44,7 @@ class EarlyStopping:
             ConfigError: the metric is none of those measured.
         """
         name, patience = self._settings.metric, self._settings.patience
-        if patience is None:
+        if patience is None or name is None:
             return None
         if name not in metrics:
             raise ConfigError(check_metric("evaluation.early_stopping.metric", name, metrics))
@@ -61,6 +62,10 @@ class EarlyStopping:
         return (
             f"{name} has not improved on {self.best:g} by more than {self._settings.min_delta:g} in {self.wait} {unit}"
         )
+
+    def result(self) -> dict[str, Any]:
+        """Nothing: the reason is the run's."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Best value, where it was, and how long ago; plain JSON."""

@@ -43,6 +43,7 @@ class RunStarted:
         updates: what the run's updates will use, or a selection that shows it.
         phases: of the learning rate.
         step: optimizer steps taken before, by an earlier start of the same run.
+        metric: of an evaluation, by which the run is judged; None: by none.
     """
 
     run_dir: Path
@@ -52,6 +53,7 @@ class RunStarted:
     updates: Sequence[PlannedUpdate] = ()
     phases: Sequence[Phase] = ()
     step: int = 0
+    metric: str | None = "val_loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +92,12 @@ class Evaluated:
     """The model was measured on held-out data after step `step`.
 
     Attributes:
-        metrics: the others, averaged over the held-out items, by their names in metrics.jsonl: `val_accuracy`.
+        metrics: by their names in metrics.jsonl: `val_loss`, `val_accuracy`.
         samples_file: the picture or text drawn, if any.
     """
 
     step: int
     samples: int
-    val_loss: float
     metrics: dict[str, float] = field(default_factory=dict)
     samples_file: Path | None = None
 

@@ -1,6 +1,7 @@
 """What the trainer asks of the parts it is given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -78,6 +79,72 @@ class GenerativeObjective(Protocol):
 
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> Samples:
         """Draw samples; every rank calls it together, with the same result. Options are the objective's own."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationContext:
+    """Where and when an evaluation takes place.
+
+    Attributes:
+        step: optimizer steps taken.
+        world: this rank and the others: `dp_rank`, `dp_size`, `device`, `is_main`, `dp_sum`.
+        autocast: a context for forward passes in the arithmetic of the run.
+        folder: where rank 0 may write what a person is to look at; it need not exist.
+        beat: says what is being done, to a watchdog that would end a process that is silent for too long.
+        files: what was written; observers are told of the first.
+    """
+
+    step: int
+    world: Any
+    autocast: Callable[[], AbstractContextManager[Any]]
+    folder: Path
+    beat: Callable[[str], None]
+    files: list[Path] = field(default_factory=list)
+
+
+class Evaluator(Protocol):
+    """Measures a model during a run, on held-out data, by a benchmark or in a simulator.
+
+    One that has `metrics`, the names of what it measures, or whose configuration lists them under that key, has
+    settings that choose another refused at the start.
+    """
+
+    def evaluate(self, model: nn.Module, context: EvaluationContext) -> Mapping[str, float]:
+        """Measure the model, which is in evaluation mode, without gradients, with averaged weights where there are any.
+
+        Every rank calls it together and returns the same numbers. Randomness comes from generators of its own, since
+        training goes on with the global ones. `accuracy` is called `val_accuracy` in metrics.jsonl and settings.
+        """
+        ...
+
+
+class StopRule(Protocol):
+    """May end a run after an evaluation; every rank sees the same numbers and answers the same."""
+
+    def update(self, metrics: Mapping[str, float], epoch: int, share: float) -> str | None:
+        """Take in an evaluation.
+
+        Args:
+            metrics: by their names in metrics.jsonl.
+            epoch: the one in which the evaluated step began; the first is 0.
+            share: of the run that is done, from 0 to 1.
+
+        Returns:
+            Why the run is to stop; None: it goes on.
+        """
+        ...
+
+    def result(self) -> dict[str, Any]:
+        """What result.json says of it; plain JSON."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; plain JSON."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
         ...
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
@@ -11,21 +11,18 @@ from typing import Any, NoReturn
 
 from foundry.config.duration import Budget, EpochInterval, Interval
 from foundry.config.errors import ConfigError
-from foundry.config.metrics import LOSS
 from foundry.config.stopped import Stopped
 from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog, translate
-from foundry.sweeps.pruning import Pruning
 from foundry.training.best import Best
-from foundry.training.early_stopping import EarlyStopping
 from foundry.training.ema import WeightAverage
-from foundry.training.evaluation import Evaluator
+from foundry.training.evaluation import Evaluation
 from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
 from foundry.training.guards import LossSpike
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
 from foundry.training.progress import Progress
-from foundry.training.protocols import CheckpointManager, SaveError, Schedule, Window, WindowSource
+from foundry.training.protocols import CheckpointManager, SaveError, Schedule, StopRule, Window, WindowSource
 from foundry.training.signals import Boundary, SignalHandler
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
@@ -35,11 +32,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Measured:
-    """An evaluation and what follows from it; metrics are empty where there was none."""
+    """An evaluation and what follows from it; metrics are None where there was none."""
 
-    metrics: dict[str, float]
-    is_best: bool
-    stop_reason: str | None
+    metrics: dict[str, float] | None = None
+    is_best: bool = False
+    stop_reason: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -59,9 +56,9 @@ class Trainer:
         observers: told of events; none on ranks above 0.
         log_every_n_steps: optimizer steps between logged ones; the first and the last are always logged.
         evaluation_interval: between evaluations; None: only at the end.
-        evaluator: measures the model on held-out data and draws samples.
-        early_stopping: ends the run when evaluations no longer improve.
-        pruning: ends the run when the search that proposed it sees no promise in it; None: no search may.
+        evaluation: measures the model.
+        metric: by which the run is judged, by its name in metrics.jsonl; None: by none.
+        stop_rules: may end the run after an evaluation, by name; of several reasons the first is said.
         best: the best evaluation so far.
         checkpoints: writes checkpoints, and brings back the last one.
         rank_flags: what the ranks tell each other at step boundaries.
@@ -83,9 +80,9 @@ class Trainer:
     watchdog: Watchdog
     log_every_n_steps: int
     evaluation_interval: Interval | EpochInterval | None
-    evaluator: Evaluator
-    early_stopping: EarlyStopping
-    pruning: Pruning | None
+    evaluation: Evaluation
+    metric: str | None
+    stop_rules: Mapping[str, StopRule]
     best: Best
     checkpoints: CheckpointManager
     rank_flags: RankFlags
@@ -116,31 +113,32 @@ class Trainer:
         """
         self._tell("on_start", started)
         self.throughput.start(self.progress.steps, self.progress.samples, self.progress.tokens)
-        last = _Measured({}, is_best=False, stop_reason=self._stop_reason)
+        last = _Measured(stop_reason=self._stop_reason)
         with self._errors_explained():
             while self.progress.steps < self.budget.total_steps and last.stop_reason is None:
                 try:
                     last = self._advance()
                 except LossSpike as spike:
                     self._roll_back(spike)
-            if not last.metrics:  # everything but the end of the run was done before it was resumed
+            if last.metrics is None:  # everything but the end of the run was done before it was resumed
                 last = replace(self._measure(self.progress.samples), stop_reason=last.stop_reason)
             if self.save_final or last.is_best:
                 self._save(last, wait=True)
             self.checkpoints.finish()
+        metrics = last.metrics or {}
         result = {
             "status": "finished",
             "step": self.progress.steps,
             "samples": self.progress.samples,
             "tokens": self.progress.tokens,
             "loss": self._loss,
-            **last.metrics,
+            **metrics,
             "best": self.best.result(),
             "config_hash": started.config_hash,
-            "metric": last.metrics[LOSS],
+            "metric": None if self.metric is None else metrics.get(self.metric),
         }
-        if self.pruning is not None:
-            result["pruned"] = self.pruning.reason
+        for rule in self.stop_rules.values():
+            result |= rule.result()
         self._tell("on_end", RunEnded(state="finished", reason=last.stop_reason or "", result=result))
         return result
 
@@ -152,7 +150,7 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "step": self.step.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
-            "early_stopping": self.early_stopping.state_dict(),
+            "stop_rules": {name: rule.state_dict() for name, rule in self.stop_rules.items()},
             "best": self.best.state_dict(),
             "stop_reason": self._stop_reason,
             "loss": self._loss if self._loss is not None and math.isfinite(self._loss) else None,
@@ -165,7 +163,11 @@ class Trainer:
         self.step.load_state_dict(state["step"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
-        self.early_stopping.load_state_dict(state["early_stopping"])
+        # Before stop rules had names, early stopping was the only one with a state.
+        states = state["stop_rules"] if "stop_rules" in state else {"early_stopping": state["early_stopping"]}
+        for name, rule in self.stop_rules.items():
+            if name in states:
+                rule.load_state_dict(states[name])
         self.best.load_state_dict(state["best"])
         self._loss, self._stop_reason = state["loss"], state["stop_reason"]
 
@@ -189,7 +191,7 @@ class Trainer:
         if done or progress.steps == 1 or progress.steps % self.log_every_n_steps == 0:
             decay = self.constant_weight_decay if weight_decay is None else weight_decay
             self._log(result, lr, decay, window)
-        measured, interval = _Measured({}, is_best=False, stop_reason=None), self.evaluation_interval
+        measured, interval = _Measured(), self.evaluation_interval
         if done or (interval is not None and interval.due(progress.steps, before, after, tokens)):
             measured = self._measure(before)
         if not done and measured.stop_reason is None:
@@ -200,10 +202,10 @@ class Trainer:
         """Evaluate, and draw the conclusions."""
         metrics = self._evaluate()
         is_best = self.best.update(metrics, self.progress.steps)
-        self._stop_reason = self.early_stopping.update(metrics, samples_before // self.progress.samples_per_epoch)
+        epoch = samples_before // self.progress.samples_per_epoch
         share = self.progress.samples / self.budget.total_samples
-        if self.pruning is not None and share < 1:
-            self._stop_reason = self.pruning.update(metrics, share) or self._stop_reason
+        reasons = [rule.update(metrics, epoch, share) for rule in self.stop_rules.values()]
+        self._stop_reason = next((reason for reason in reasons if reason is not None), None)
         return _Measured(metrics, is_best, self._stop_reason)
 
     def _keep(self, is_due: bool, measured: "_Measured") -> None:
@@ -218,7 +220,7 @@ class Trainer:
     def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
         self._doing("saving a checkpoint")
         self.step.guard.check()
-        metric = measured.metrics.get(LOSS)
+        metric = (measured.metrics or {}).get(self.metric or "")
         with self.throughput.pause():
             return self.checkpoints.save(
                 self.progress,
@@ -292,26 +294,16 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Measure and draw with the averaged weights, where kept; ranks do it together. Names as in metrics.jsonl."""
         self._doing("evaluating")
-        with self.throughput.pause():
-            if self.ema is None:
-                metrics, file = self._measure_and_draw()
-            else:
-                with self.ema.swapped_in():
-                    metrics, file = self._measure_and_draw()
+        with self.throughput.pause(), nullcontext() if self.ema is None else self.ema.swapped_in():
+            metrics, files = self.evaluation.run(self.progress.steps, self._doing)
         event = Evaluated(
             step=self.progress.steps,
             samples=self.progress.samples,
-            val_loss=metrics[LOSS],
-            metrics={name: value for name, value in metrics.items() if name != LOSS},
-            samples_file=file,
+            metrics=metrics,
+            samples_file=next(iter(files), None),
         )
         self._tell("on_evaluation", event)
         return metrics
-
-    def _measure_and_draw(self) -> tuple[dict[str, float], Path | None]:
-        metrics = self.evaluator.measure(lambda: self._doing("evaluating"))
-        self._doing("drawing samples")
-        return metrics, self.evaluator.generate(self.progress.steps)
 
     @contextmanager
     def _errors_explained(self) -> Iterator[None]:

@@ -10,9 +10,12 @@ from foundry.config.build import build
 from foundry.config.errors import ConfigError
 from foundry.config.metrics import declared, val_metric_names
 from foundry.config.schemas import objective as schemas
+from foundry.config.schemas.evaluation import Mode
+from foundry.data.splits import DataSplits
 from foundry.models.token_log_probs import TokenLogProbs
-from foundry.parts import build_objective
+from foundry.parts import build_evaluators, build_objective
 
+DATA = DataSplits(train=[], validation=[], fingerprint="")
 KEYS = ["checkpoint.keep_best.metric", "evaluation.early_stopping.metric", "hydra.sweeper.metric"]
 Z_LOSS = "hparams.z_loss_coefficient=0.1"
 
@@ -90,7 +93,7 @@ def test_an_objective_measures_what_its_schema_declares(name, words):
     assert type(schema).__name__ == name
     objective = build(schema)
     returned = objective.loss(Model(), microbatch(schema.wants)).metrics
-    assert declared(schema) == declared(objective) == val_metric_names(returned)
+    assert declared(schema) == declared(objective) == val_metric_names(["loss", *returned])
 
 
 class Own:
@@ -141,13 +144,60 @@ def own(folder, monkeypatch, declaration):
     monkeypatch.delitem(sys.modules, "own_objective", raising=False)
 
 
+def evaluators(*words):
+    config = configure(*words)
+    return build_evaluators(config, build_objective(config), DATA)
+
+
 def test_one_that_declares_is_checked_before_the_first_step(tmp_path, monkeypatch):
     own(tmp_path, monkeypatch, 'metrics = ("accuracy",)')
     words = ["objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_acuracy"]
     with pytest.raises(ConfigError, match=r"is val_acuracy but .* val_loss, val_accuracy; did you mean val_accuracy\?"):
-        build_objective(configure(*words))
+        evaluators(*words)
 
 
 def test_one_that_is_silent_is_not_refused(tmp_path, monkeypatch):
     own(tmp_path, monkeypatch, "")
-    build_objective(configure("objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_whatever"))
+    evaluators("objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_whatever")
+
+
+def test_what_follows_the_metric_of_the_run_goes_its_way():
+    config = configure(Z_LOSS, "evaluation.metric=val_z_loss", "evaluation.direction=maximize")
+    best, stopping = config.checkpoint.keep_best, config.evaluation.early_stopping
+    assert (best.metric, best.mode, stopping.metric, stopping.mode) == ("val_z_loss", Mode.max) * 2
+
+
+def test_another_metric_than_the_runs_has_its_own_direction():
+    words = ["evaluation.metric=val_z_loss", "evaluation.direction=maximize", "checkpoint.keep_best.metric=val_loss"]
+    config = configure(Z_LOSS, *words)
+    assert (config.checkpoint.keep_best.mode, config.evaluation.early_stopping.mode) == (Mode.min, Mode.max)
+
+
+def test_a_wrong_metric_of_the_run_is_one_line_whatever_follows_it():
+    (line,) = refusal("evaluation.metric=val_los")
+    assert line == "evaluation.metric: is val_los but evaluations measure val_loss; did you mean val_loss?"
+
+
+SUCCESS = "+evaluation.evaluators.robot={_target_: own_evaluator.Robot, metrics: [success]}"
+
+
+def test_evaluators_name_what_they_measure(tmp_path, monkeypatch):
+    (tmp_path / "own_evaluator.py").write_text("class Robot:\n    def __init__(self, episodes=1):\n        pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    compose(SUCCESS, "evaluation.metric=val_success", "evaluation.direction=maximize")
+    compose(SUCCESS, "~evaluation.evaluators.held_out", "evaluation.metric=val_success")
+    (line,) = refusal(SUCCESS, "evaluation.metric=val_succes")
+    assert line.endswith("measure val_loss, val_success; did you mean val_success?")
+    (line,) = refusal("~evaluation.evaluators.held_out")
+    assert line.startswith("evaluation.metric: is val_loss but evaluations measure nothing")
+    compose("~evaluation.evaluators.held_out", "evaluation.metric=null")
+    silent = "+evaluation.evaluators.robot={_target_: own_evaluator.Robot, episods: 3}"
+    (line,) = refusal(silent, "evaluation.metric=val_whatever")
+    assert line.startswith("evaluation.evaluators.robot.episods: is no argument of own_evaluator.Robot; did you mean")
+
+
+def test_a_search_and_patience_need_a_metric():
+    (line,) = refusal("evaluation.metric=null", "evaluation.early_stopping.patience=3")
+    assert line == "evaluation.early_stopping.metric: is null but patience is 3; name a metric"
+    (line,) = refusal("+evaluation.evaluators.x=3")
+    assert line.startswith("evaluation.evaluators.x: must be a mapping with a _target_")

@@ -1,5 +1,7 @@
 """Metrics with their own counts are the same on one process and on two, though a rank may lack one."""
 
+from pathlib import Path
+
 import pytest
 from harness import spawn
 from toy import FP32
@@ -34,10 +36,11 @@ def measure(world, batch):
     import torch.distributed as dist
 
     from foundry.data.splits import DataSplits
+    from foundry.evaluators.held_out import HeldOut
     from foundry.optim.optimizers import adamw
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
-    from foundry.training.evaluation import Evaluator
+    from foundry.training.evaluation import Evaluation
     from foundry.training.protocols import Window
     from foundry.training.step import TrainStep
 
@@ -45,17 +48,15 @@ def measure(world, batch):
     model = torch.nn.Linear(3, 1)
     parallel = parallelize(model, FP32, arrange(world, DDP()), grad_checkpointing=False, torchcompile=False)
     rows = [{name: tensor[index] for name, tensor in batch.items()} for index in range(8)]
-    evaluator = Evaluator(
+    data = DataSplits(train=rows, validation=rows, fingerprint="")
+    evaluation = Evaluation(
         model=parallel.model,
-        objective=Counted(),
-        data=DataSplits(train=rows, validation=rows, fingerprint=""),
+        evaluators={"held_out": HeldOut(objective=Counted(), data=data, per_gpu_batch_size=2)},
         precision=FP32,
         world=world,
-        per_gpu_batch_size=2,
-        max_samples=None,
-        samples_dir=None,
+        folder=Path(),
     )
-    measured = evaluator.measure(lambda: None)
+    measured, _ = evaluation.run(1, lambda what: None)
     step = TrainStep(
         model=parallel.model,
         objective=Counted(),

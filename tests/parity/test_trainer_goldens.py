@@ -32,7 +32,9 @@ def test_evaluations(case, batch_size):
 
 @cases("early_stop")
 def test_stopping(case):
-    stopping = early_stopping.EarlyStopping(EarlyStopping(unit=PatienceUnit.evaluations, **case["config"]))
+    stopping = early_stopping.EarlyStopping(
+        EarlyStopping(metric="val_loss", unit=PatienceUnit.evaluations, **case["config"])
+    )
     seen = []
     for loss in case["inputs"]["val_losses"]:
         reason = stopping.update({"val_loss": float(loss)}, 0)

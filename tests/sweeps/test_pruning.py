@@ -37,24 +37,24 @@ def test_a_run_of_no_search_is_not_pruned(tmp_path):
 def test_a_worse_trial_is_ended_with_the_reason(trial):
     run_dir, reported = trial
     pruning = Pruning.of(run_dir, ALONE)
-    assert pruning.update({"val_loss": 0.95, "val_other": 0.0}, 0.2) is None  # within the warm-up
-    assert pruning.update({"val_loss": 0.85}, 0.25) is None
+    assert pruning.update({"val_loss": 0.95, "val_other": 0.0}, 0, 0.2) is None  # within the warm-up
+    assert pruning.update({"val_loss": 0.85}, 0, 0.25) is None
     assert pruning.reason is None
     said = "pruned: val_loss 0.85 at 50% of the run promises less than other trials"
-    assert pruning.update({"val_loss": 0.85}, 0.5) == pruning.reason == said
+    assert pruning.update({"val_loss": 0.85}, 0, 0.5) == pruning.reason == said
     assert reported() == {200: 0.95, 250: 0.85, 500: 0.85}
 
 
 def test_an_evaluation_that_is_done_again_is_reported_once(trial):
     run_dir, reported = trial
-    assert Pruning.of(run_dir, ALONE).update({"val_loss": 0.85}, 0.25) is None
-    assert Pruning.of(run_dir, ALONE).update({"val_loss": 0.86}, 0.25) is None
+    assert Pruning.of(run_dir, ALONE).update({"val_loss": 0.85}, 0, 0.25) is None
+    assert Pruning.of(run_dir, ALONE).update({"val_loss": 0.86}, 0, 0.25) is None
     assert reported() == {250: 0.85}
 
 
 def test_what_is_not_finite_is_ended(trial):
     run_dir, _ = trial
-    assert "val_loss nan at 50%" in Pruning.of(run_dir, ALONE).update({"val_loss": math.nan}, 0.5)
+    assert "val_loss nan at 50%" in Pruning.of(run_dir, ALONE).update({"val_loss": math.nan}, 0, 0.5)
 
 
 def test_a_study_that_cannot_be_read_ends_nothing(trial, caplog):
@@ -63,5 +63,5 @@ def test_a_study_that_cannot_be_read_ends_nothing(trial, caplog):
     journal = run_dir.parent / "optuna.jsonl"
     journal.unlink()
     journal.mkdir()
-    assert pruning.update({"val_loss": 9.0}, 0.5) is None
+    assert pruning.update({"val_loss": 9.0}, 0, 0.5) is None
     assert "the search cannot be asked whether to go on" in caplog.text

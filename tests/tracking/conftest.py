@@ -71,8 +71,9 @@ class Events:
         return StepLogged(**(fields | changes))
 
     def evaluation(self, step, **changes):
-        fields = {"step": step, "samples": step * 32, "val_loss": 3.5, "metrics": {"val_accuracy": 0.2}}
-        return Evaluated(**(fields | changes))
+        fields = {"step": step, "samples": step * 32, "metrics": {"val_accuracy": 0.2}} | changes
+        fields["metrics"] = {"val_loss": fields.pop("val_loss", 3.5)} | fields["metrics"]
+        return Evaluated(**fields)
 
     def end(self, **changes):
         result = {"status": "finished", "step": 200, "loss": 1.5, "val_loss": 1.75}

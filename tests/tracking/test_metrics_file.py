@@ -42,7 +42,7 @@ def test_what_is_not_known_is_left_out(events):
 def test_an_objectives_metric_does_not_replace_a_field(events):
     observer = MetricsFile(run_dir=events.run_dir)
     observer.on_step(events.step(1, loss=2.0, metrics={"loss": 9.0}))
-    observer.on_evaluation(events.evaluation(1, val_loss=3.0, metrics={"val_loss": 9.0}))
+    observer.on_evaluation(events.evaluation(1, val_loss=3.0, metrics={"step": 9.0}))
     assert [record.get("loss", record.get("val_loss")) for record in read_metrics(events.run_dir)] == [2.0, 3.0]
 
 

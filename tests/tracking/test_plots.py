@@ -47,7 +47,7 @@ def test_a_resumed_run_shows_its_whole_history(events):
     observer = Plots(run_dir=events.run_dir)
     observer.on_start(events.start())
     assert list(observer._loss) == [1, 2, 3]
-    assert observer._val_loss == {3: 3.5}
+    assert observer._measured == {"val_loss": {3: 3.5}}
 
 
 def test_the_smoothed_line_ignores_a_spike_and_nan():

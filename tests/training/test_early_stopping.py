@@ -1,14 +1,16 @@
 import json
 import math
+from functools import partial
 
 import pytest
 
 from foundry.config.errors import ConfigError
-from foundry.config.schemas.evaluation import EarlyStopping as Settings
+from foundry.config.schemas import evaluation
 from foundry.config.schemas.evaluation import Mode, PatienceUnit
 from foundry.training.early_stopping import EarlyStopping
 
 EVALUATIONS = PatienceUnit.evaluations
+Settings = partial(evaluation.EarlyStopping, metric="val_loss", mode=Mode.min)
 
 
 def verdicts(settings, values, epochs=None):

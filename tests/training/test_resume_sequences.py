@@ -43,7 +43,7 @@ PLAIN = Config(
     tracking=Tracking(log_every_n_steps=1, progress=False, plots=False, mlflow=False),
 )
 NOISY = replace(PLAIN, objective={"_target_": "sequence_parts.Sum", "is_noisy": True})
-STOPPING = EarlyStopping(patience=2, unit=PatienceUnit.evaluations, min_delta=1000.0)
+STOPPING = EarlyStopping(metric="val_loss", patience=2, unit=PatienceUnit.evaluations, min_delta=1000.0)
 VARIANTS = {
     "plain": PLAIN,
     "noisy": NOISY,

@@ -30,11 +30,11 @@ class KeepBest:
     """The checkpoint of the best evaluation, beside the newest ones."""
 
     metric: str | None = setting(
-        "val_loss",
+        "${evaluation.metric}",
         "metric of an evaluation that decides; null: none is kept as the best",
         on_resume=OnResume.allowed,
     )
-    mode: Mode = setting(Mode.min, "min: smaller is better; max: larger", on_resume=OnResume.allowed)
+    mode: Mode = setting("${mode_of:${.metric}}", "min: smaller is better; max: larger", on_resume=OnResume.allowed)
     min_delta: float = setting(0.0, "an evaluation is better only by more than this", ge=0, on_resume=OnResume.allowed)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, ClassVar
 
 from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit
 from foundry.config.errors import Violation, shown
@@ -23,6 +24,17 @@ class Mode(Enum):
     max = "max"
 
 
+class Direction(Enum):
+    """The same, as it is said of a whole run or sweep."""
+
+    minimize = "minimize"
+    maximize = "maximize"
+
+
+def _default_evaluators() -> dict[str, Any]:
+    return {"held_out": {"_target_": "foundry.evaluators.held_out.HeldOut"}}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
     """Ends the run when a held-out metric no longer improves; one that is not finite ends it at once."""
@@ -37,13 +49,15 @@ class EarlyStopping:
         PatienceUnit.epochs, "what patience counts; an epoch is that in which the evaluated step began"
     )
     min_delta: float = setting(0.001, "a metric must improve on the best by more than this", ge=0)
-    metric: str = setting("val_loss", "name of the metric as in metrics.jsonl")
-    mode: Mode = setting(Mode.min, "whether lower or higher values are better")
+    metric: str | None = setting("${evaluation.metric}", "name of the metric as in metrics.jsonl")
+    mode: Mode = setting("${mode_of:${.metric}}", "whether lower or higher values are better")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Held-out loss and samples during the run and at its end."""
+    """What is measured during the run and at its end, and what follows from it."""
+
+    offered: ClassVar[tuple[str, ...]] = ("objective", "data", "tokenizer", "seed", "per_gpu_batch_size", "max_samples")
 
     interval: int | float | str | None = setting(
         "0.25 run",
@@ -59,15 +73,38 @@ class Evaluation:
         le=10**15,
         aliases="max_eval_samples",
     )
+    evaluators: dict[str, Any] = setting(
+        _default_evaluators,
+        "what measures the model, by a name: `_target_`, arguments and, if wanted, `metrics`, the names of what it "
+        "measures; ~evaluation.evaluators.held_out leaves the held-out loss out",
+    )
+    metric: str | None = setting(
+        "val_loss",
+        "by which the run is judged, as in metrics.jsonl: best checkpoint, early stopping, sweeps and result.json's "
+        "metric follow unless they name their own; null: by none",
+    )
+    direction: Direction = setting(Direction.minimize, "whether less or more of the metric is better")
+    stop_rules: dict[str, Any] = setting(
+        dict, "what else may end the run after an evaluation, by a name: `_target_` and arguments"
+    )
     write_samples: bool = setting(True, "draw or continue samples at each evaluation", on_resume=OnResume.same)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
     def check(self) -> Iterator[Violation]:
-        """Say why the interval is none."""
+        """Say why the interval is none, and what is no part."""
         try:
             self._duration()
         except ValueError as error:
             yield Violation("evaluation.interval", str(error))
+        for key in ("evaluators", "stop_rules"):
+            for name, node in getattr(self, key).items():
+                if not isinstance(node, dict) or "_target_" not in node:
+                    message = "must be a mapping with a _target_; to leave one out write ~"
+                    yield Violation(f"evaluation.{key}.{name}", f"{message}evaluation.{key}.{name}")
+        stopping = self.early_stopping
+        if stopping.patience is not None and stopping.metric is None:
+            message = f"is null but patience is {stopping.patience}; name a metric"
+            yield Violation("evaluation.early_stopping.metric", message)
 
     def interval_in(self, budget: Budget) -> Interval | EpochInterval | None:
         """The interval in a run of this budget; None: only at the end.

@@ -5,19 +5,12 @@ It belongs to Hydra's part of the configuration, so it is no part of a run's.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from foundry.config.errors import Violation
 from foundry.config.optuna_parts import check_part
+from foundry.config.schemas.evaluation import Direction
 from foundry.config.setting import setting
-
-
-class Direction(Enum):
-    """Which values of the metric are better."""
-
-    minimize = "minimize"
-    maximize = "maximize"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +18,8 @@ class Sweeper:
     """What grids and searches have in common."""
 
     params: dict[str, str] = setting(dict, "what is swept, by key, where the command line does not say")
-    metric: str = setting("val_loss", "what jobs are compared by, as it is called in metrics.jsonl")
-    direction: Direction = setting(Direction.minimize, "whether less or more of it is better")
+    metric: str | None = setting("${evaluation.metric}", "what jobs are compared by, as it is called in metrics.jsonl")
+    direction: Direction = setting("${direction_of:${.metric}}", "whether less or more of it is better")
 
     def check(self) -> Iterator[Violation]:
         """Yield a violation for each setting that cannot be."""
@@ -76,7 +69,9 @@ class Search(Sweeper):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Yield a violation for a sampler or a pruner that is none."""
+        """Yield a violation for a sampler or a pruner that is none, and where there is nothing to compare jobs by."""
+        if self.metric is None:
+            yield Violation("hydra.sweeper.metric", "is null but a search compares jobs by it; name a metric")
         for name, node in (("sampler", self.sampler), ("pruner", self.pruner)):
             if node is not None:
                 yield from check_part(name, node, f"hydra.sweeper.{name}")

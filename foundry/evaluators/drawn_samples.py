@@ -1,0 +1,42 @@
+"""Showing what the model has learnt."""
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from foundry.run_dir.files import make_folder
+from foundry.training.protocols import EvaluationContext, GenerativeObjective
+
+_log = logging.getLogger(__name__)
+
+
+class DrawnSamples:
+    """Images or text that the objective draws; rank 0 keeps them as samples_<step>, and the newest as samples.
+
+    Args:
+        objective: draws.
+        data: what it draws with.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, *, objective: GenerativeObjective, data: Any) -> None:
+        self._objective, self._data = objective, data
+
+    def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
+        """Draw; nothing is measured."""
+        context.beat("drawing samples")
+        with context.autocast():
+            samples = self._objective.generate(model, self._data, context.world.device)
+        if not context.world.is_main:
+            return {}
+        folder = context.folder
+        try:
+            folder.mkdir(exist_ok=True)  # not its parents: a run directory that is gone is made elsewhere
+            make_folder(folder)
+            samples.save(folder / f"samples_{context.step:08d}")
+            context.files.append(samples.save(folder / "samples"))
+        except OSError as error:
+            _log.warning("no samples are written: %s (the run continues)", error)
+        return {}

@@ -1,0 +1,104 @@
+"""Runs judged by an evaluator of the user's own, by its stop rule, or by nothing at all."""
+
+import json
+
+import pytest
+from tiny import TINY_LM
+from warm import WarmShell
+
+OWN = '''
+class Success:
+    """0.5, 0.75, 0.5, … of the episodes; a part of them on every rank."""
+
+    def __init__(self, *, episodes, seed):
+        self.episodes, self.seed, self.calls = episodes, seed, 0
+
+    def evaluate(self, model, context):
+        import torch
+
+        assert not model.training and not torch.is_grad_enabled()
+        self.calls += 1
+        own = torch.tensor(0.5 + 0.25 * (self.calls % 2 == 0), dtype=torch.float64) / context.world.dp_size
+        return {"success": context.world.dp_sum(own).item()}
+
+
+class Enough:
+    def __init__(self, *, evaluations):
+        self.left = evaluations
+
+    def update(self, metrics, epoch, share):
+        self.left -= 1
+        return f"enough at {share:.0%}" if self.left == 0 else None
+
+    def result(self):
+        return {"enough": self.left}
+
+    def state_dict(self):
+        return {"left": self.left}
+
+    def load_state_dict(self, state):
+        self.left = state["left"]
+'''
+ROBOT = "+evaluation.evaluators.robot={_target_: own.Success, episodes: 4, metrics: [success]}"
+ONLY = ["~evaluation.evaluators.held_out", "evaluation.write_samples=false"]
+STEPS = ["evaluation.interval='1 steps'", "hparams.max_steps=3"]
+
+
+@pytest.fixture
+def shell(tmp_path, cache):
+    (tmp_path / "own.py").write_text(OWN)
+    return WarmShell(tmp_path, cache)
+
+
+def read(shell, name, run="run"):
+    return json.loads((shell.cwd / run / name).read_text())
+
+
+def evaluations(shell):
+    lines = map(json.loads, (shell.cwd / "run" / "metrics.jsonl").open())
+    return [line for line in lines if "loss" not in line]
+
+
+def test_success_judges_a_run_and_the_held_out_loss_is_left_out(shell):
+    words = [*TINY_LM, *ONLY, *STEPS, ROBOT, "evaluation.metric=val_success", "evaluation.direction=maximize"]
+    stdout, _ = shell.run(*words, "hydra.run.dir=run")
+    assert [line["val_success"] for line in evaluations(shell)] == [0.5, 0.75, 0.5]
+    assert all("val_loss" not in line for line in evaluations(shell))
+    result = read(shell, "result.json")
+    assert (result["metric"], result["best"]) == (0.5, {"step": 2, "val_success": 0.75})
+    assert (shell.cwd / "run" / "checkpoints" / "best").resolve().name == "step_00000002"
+    assert "val_success 0.75" in stdout
+    assert "held-out" not in stdout
+    assert (shell.cwd / "run" / "plots" / "loss.png").is_file()
+
+
+def test_a_stop_rule_of_ones_own_ends_the_run(shell):
+    rule = "+evaluation.stop_rules.enough={_target_: own.Enough, evaluations: 2}"
+    shell.run(*TINY_LM, *STEPS, rule, "evaluation.write_samples=false", "hydra.run.dir=run")
+    result = read(shell, "result.json")
+    assert (result["step"], result["enough"]) == (2, 0)
+    assert read(shell, "status.json")["reason"] == "enough at 67%"
+
+
+def test_a_run_and_a_sweep_may_be_judged_by_nothing(shell):
+    words = [*TINY_LM, *ONLY, "evaluation.metric=null", "tracking.mlflow=true", "hparams.max_steps=2"]
+    shell.run(*words, "hydra.run.dir=run")
+    result = read(shell, "result.json")
+    assert (result["metric"], result["best"], result["step"]) == (None, None, 2)
+    assert read(shell, "status.json")["state"] == "finished"
+    stdout, _ = shell.run("-m", *words, "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
+    assert "no metric to compare jobs by" in stdout
+    assert read(shell, "result.json", "sweep/1")["metric"] is None
+
+
+def test_a_sweep_follows_the_metric_of_its_runs(shell):
+    words = [*TINY_LM, *ONLY, ROBOT, "evaluation.metric=val_success", "evaluation.direction=maximize"]
+    shell.run("-m", *words, "hparams.max_steps=2", "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
+    sweep = read(shell, "sweep.json", "sweep")
+    assert (sweep["metric"], sweep["direction"]) == ("val_success", "maximize")
+
+
+def test_two_evaluators_do_not_measure_the_same(shell):
+    twice = ROBOT.replace(".robot=", ".again=")
+    _, stderr = shell.run(*TINY_LM, *ONLY, ROBOT, twice, "evaluation.metric=val_success", code=2)
+    assert stderr.startswith("evaluation.evaluators.again: measures val_success, which an evaluator before it does")
