@@ -23,7 +23,6 @@ from foundry.checkpoint.manager import NoCheckpoints
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
 from foundry.config.schemas.checkpoint import KeepBest
-from foundry.config.schemas.evaluation import EarlyStopping as EarlyStoppingSettings
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
@@ -35,7 +34,6 @@ from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog
 from foundry.training.best import Best
-from foundry.training.early_stopping import EarlyStopping
 from foundry.training.progress import Progress
 from foundry.training.protocols import LossSum, Microbatch, Window
 from foundry.training.signals import SignalHandler
@@ -158,9 +156,10 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         watchdog=Watchdog(600.0, 0),
         log_every_n_steps=steps,
         evaluation_interval=None,
-        evaluator=cast(Any, None),  # the budget is never spent, so it is never asked
-        early_stopping=EarlyStopping(EarlyStoppingSettings()),
-        best=Best(KeepBest()),
+        evaluation=cast(Any, None),  # the budget is never spent, so it is never asked
+        metric=None,
+        stop_rules={},
+        best=Best(KeepBest(), None),
         keeper=NoCheckpoints(),
         agreement=RankFlags(world),
         interruption=SignalHandler(),
