@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -85,19 +84,14 @@ def test_an_option_in_a_folder_of_ones_own_is_hinted_at(warm):
     assert yaml.safe_load((warm.cwd / "run" / "config.yaml").read_text())["hparams"]["seed"] == 77
 
 
-def test_the_version_is_said_at_once(tmp_path):
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        said = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "foundry", "--version"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        times.append(time.perf_counter() - start)
+def test_the_version_is_said_without_importing_torch(tmp_path):
+    said = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "foundry", "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert said.stdout.startswith("foundry ")
     assert all(name in said.stdout for name in ("Python 3", "torch 2", "hydra-core 1.3"))
     assert "| torch\n" not in said.stderr
-    assert min(times) < 5, "a second where nothing else runs"

@@ -52,7 +52,7 @@ class Terminal:
     def type(self, keys):
         os.write(self._file, keys.encode())
 
-    def wait_for(self, text, seconds=60):
+    def wait_for(self, text, seconds=300):
         deadline = time.monotonic() + seconds
         while text not in self.said:
             assert self._read(), self.said
@@ -121,7 +121,7 @@ class Cluster:
         """What the report says, and its exit code."""
         command = [sys.executable, "-m", "foundry.report", f"dir={sweep}", "picture=false"]
         done = subprocess.run(
-            command, env=self.environment, cwd=self.cwd, capture_output=True, text=True, timeout=60, check=False
+            command, env=self.environment, cwd=self.cwd, capture_output=True, text=True, timeout=300, check=False
         )
         return done.stdout, done.returncode
 
@@ -136,10 +136,10 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def finish(self, driver, code=0):
-        driver.wait(150)
+        driver.wait(300)
         assert driver.returncode == code, self.said
 
-    def wait(self, condition, seconds=90, *, detached=False):
+    def wait(self, condition, seconds=300, *, detached=False):
         """Until the condition holds; fails if the sweep ends before, unless it was to leave its jobs."""
         deadline = time.monotonic() + seconds
         while not condition():

@@ -25,7 +25,7 @@ WORDS = [
 def srun(environment, cwd, *words):
     """`python -m foundry` as two tasks on two nodes."""
     command = ["srun", "-N2", "-n2", sys.executable, "-m", "foundry", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def losses(run_dir):
@@ -39,7 +39,7 @@ def test_two_nodes_train_as_one_process_does(slurm, tmp_path, strategy):
     """No RANK, no MASTER_ADDR: the step's own variables say who is who."""
     command = [sys.executable, "-m", "foundry", *WORDS]
     alone = subprocess.run(
-        [*command, "hydra.run.dir=alone"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+        [*command, "hydra.run.dir=alone"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert alone.returncode == 0, alone.stderr
     together = srun(slurm, tmp_path, *WORDS, f"distributed={strategy}", "hydra.run.dir=together")

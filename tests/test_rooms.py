@@ -1,0 +1,30 @@
+"""Tests are where the code is that they are about."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Folders of tests of several rooms together.
+ACROSS = {"distributed", "docs", "e2e", "parity", "security", "slurm"}
+
+
+def modules():
+    """The folders, relative to the package, that have a module of some name."""
+    found = {}
+    for path in (ROOT / "foundry").rglob("*.py"):
+        found.setdefault(path.stem, set()).add(path.parent.relative_to(ROOT / "foundry"))
+    return found
+
+
+def test_a_folder_of_tests_is_a_room_of_the_package():
+    with_tests = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    rooms = {path.parent.name for path in (ROOT / "foundry").glob("*/__init__.py")}
+    assert with_tests - ACROSS <= rooms
+
+
+def test_a_file_of_tests_named_after_a_module_is_in_its_room():
+    places, strayed = modules(), []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        folder, name = path.parent.relative_to(ROOT / "tests"), path.stem.removeprefix("test_")
+        if folder.parts[:1] != () and folder.parts[0] not in ACROSS and folder not in places.get(name, {folder}):
+            strayed.append(f"{path.relative_to(ROOT)}: {name}.py is in {sorted(map(str, places[name]))}")
+    assert strayed == []
