@@ -96,13 +96,33 @@ class Counting(Data):
     vocab_size: int = setting(64, "entries", ge=2)
     pace: int = setting(1, "what is added at each position", ge=1)
 '''
+EVALUATOR = '''"""The norm of all weights."""
+
+import torch
+
+
+class WeightNorm:
+    """Measures `weight_norm`."""
+
+    metrics = ("weight_norm",)
+
+    def evaluate(self, model, context):
+        return {"weight_norm": torch.cat([p.flatten() for p in model.parameters()]).norm().item()}
+'''
 # For each part: group, option, schema's name, Python file and its text, text of the schema.
 PARTS = [
     ("scheduler", "halved", "Halved", "optim/halved.py", SCHEDULE, SCHEDULE_SCHEMA),
     ("objective", "scaled", "Scaled", "objectives/scaled.py", OBJECTIVE, OBJECTIVE_SCHEMA),
     ("data", "counting", "Counting", "data/counting.py", DATA, DATA_SCHEMA),
 ]
-WORDS = [*TINY_LM[:-2], "scheduler=halved", "objective=scaled", "data=counting", "evaluation.write_samples=false"]
+WORDS = [
+    *TINY_LM[:-2],
+    "scheduler=halved",
+    "objective=scaled",
+    "data=counting",
+    "evaluation.write_samples=false",
+    "evaluation=judged",
+]
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +138,11 @@ def checkout(tmp_path_factory):
             schemas.write(schema_text)
         option_file = root / "conf" / group / f"{option}.yaml"
         option_file.write_text(f"# A new part.\ndefaults: [/schema/{group}/{schema}@_here_]\n")
+    (root / "foundry" / "evaluators" / "weight_norm.py").write_text(EVALUATOR)
+    (root / "conf" / "evaluation" / "judged.yaml").write_text(
+        "# The norm of the weights decides.\ndefaults: [default]\nmetric: val_weight_norm\n"
+        "evaluators: {weights: {_target_: foundry.evaluators.weight_norm.WeightNorm, metrics: [weight_norm]}}\n"
+    )
     return root
 
 
@@ -134,6 +159,9 @@ def test_they_train_and_resume(checkout):
     rates = [line["lr"] for line in lines if "lr" in line]
     assert rates[0] == 2 * rates[-1]
     assert lines[0]["loss"] > 1.5 * 4.15, "twice ln 64, nearly"
+    result = json.loads((checkout / "run" / "result.json").read_text())
+    assert result["metric"] == result["val_weight_norm"] > 0
+    assert result["val_loss"] > 0
     plan = json.loads((checkout / "run" / "plan.json").read_text())
     assert [phase["name"] for phase in plan["phases"]][-2:] == ["whole", "half"]
     refused = foundry(checkout, *WORDS, "hparams.max_steps=8", "hydra.run.dir=run", "objective.factor=3")
