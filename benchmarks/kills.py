@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foundry.checkpoint.folder import find, list_checkpoints, parse_step, problems, read_manifest
-from foundry.tracking.metrics_file import FILE_NAME, read_metrics
+from foundry.run_dir.names import METRICS
+from foundry.tracking.metrics_file import read_metrics
 
 COMMON = [
     "tracking=none",
@@ -139,7 +140,7 @@ def wait_and_kill(life, run_dir, moment, rng, seconds):
         while not life.ended() and time.monotonic() < end:
             time.sleep(0.005)
         return life.kill()
-    metrics = run_dir / FILE_NAME
+    metrics = run_dir / METRICS
     size = metrics.stat().st_size if metrics.is_file() else 0
     while not (metrics.is_file() and metrics.stat().st_size > size):
         if life.ended():
@@ -194,7 +195,7 @@ def undisturbed(case, folder):
         run_dir, begin = folder / name, time.monotonic()
         life, first = Life(folder, words_of(case, run_dir)), None
         while not life.ended():
-            if first is None and (run_dir / FILE_NAME).is_file() and (run_dir / FILE_NAME).stat().st_size:
+            if first is None and (run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size:
                 first = time.monotonic()
             time.sleep(0.005)
         end = time.monotonic()

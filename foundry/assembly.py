@@ -43,6 +43,7 @@ from foundry.parts import (
 from foundry.planning.derive import build_plan, constant_weight_decay, planned_updates, resolve_phases, select_steps
 from foundry.run_dir.ends import leave_note, record_end
 from foundry.run_dir.folder import RunFolder
+from foundry.run_dir.names import PLOTS
 from foundry.run_files import write_architecture
 from foundry.sweeps.pruning import Pruning
 from foundry.training.best import Best
@@ -196,7 +197,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
             evaluators=build_evaluators(config, trained.objective, data),
             precision=trained.precision,
             world=world,
-            folder=setup.run_dir / "plots",
+            folder=setup.run_dir / PLOTS,
         ),
         metric=config.evaluation.metric,
         stop_rules=_build_stop_rules(setup, trained),

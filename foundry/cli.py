@@ -28,13 +28,13 @@ from foundry.config.errors import ConfigError
 from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.claim import Refused, run_job
-from foundry.launch.launchers import register
 from foundry.launch.local import WorkerFailed, format_trace
-from foundry.launch.start import start
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.log import log_to_file
 from foundry.run_dir.redact import one_line, printable
 from foundry.run_dir.strict_json import DamagedFileError
+from foundry.sweeps.plugins import register
+from foundry.sweeps.worker import start_job
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
 def task(composed: DictConfig) -> float | None:
     """Run one composed configuration; returns the metric that sweeps minimise."""
-    return in_run_dir(partial(start, to_config(composed))).metric
+    return in_run_dir(partial(start_job, to_config(composed))).metric
 
 
 def in_run_dir(work: Callable[[Path], Result]) -> Result:

@@ -26,8 +26,8 @@ from foundry.config.schemas.root import Config, to_config
 from foundry.launch.claim import claimed
 from foundry.launch.local import format_trace
 from foundry.launch.start import start
-from foundry.run_dir.ends import LOG
 from foundry.run_dir.log import RunLog, Terminal, log_to_file
+from foundry.run_dir.names import LOG
 from foundry.training.events import Observer
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from foundry.config.schemas.distributed import resolve_distributed
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import PLAN, STATUS
 
 _PREFIX = "plan."
 _ROWS, _MOST_ROWS = 100_000, 10_000_000
@@ -50,9 +51,9 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
 
     from foundry.parts import build_budget, build_data, build_schedule
     from foundry.planning import report
-    from foundry.planning.derive import PLAN, constant_weight_decay, planned_updates, resolve_phases, select_steps
+    from foundry.planning.derive import constant_weight_decay, planned_updates, resolve_phases, select_steps
 
-    if (run_dir / "status.json").exists():
+    if (run_dir / STATUS).exists():
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
     step_seconds = options.step_seconds or (_measured(Path(options.measured)) if options.measured else None)
     data, ranks = build_data(config), world_size(config.distributed.nproc_per_node)

@@ -15,16 +15,15 @@ from foundry.checkpoint.folder import CheckpointError, find, problems
 from foundry.checkpoint.tensors import load_weights
 from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation, shown
-from foundry.config.frozen import FILE_NAME, load_config
+from foundry.config.frozen import load_config
 from foundry.config.schemas.data import Text
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
-from foundry.planning.derive import PLAN
 from foundry.run_dir.files import read_text
+from foundry.run_dir.names import CONFIG, PLAN, TOKENIZER, TRANSFORMERS
 from foundry.run_dir.strict_json import DamagedFileError, read_object
-from foundry.run_files import TOKENIZER, TRANSFORMERS
 
 _BUILT = ("model", "data", "objective")
 """Groups that sampling and exporting build; of the others nothing is run."""
@@ -81,10 +80,10 @@ def build_part(config: Config, group: str, **runtime: Any) -> Any:
         ConfigError: it cannot be imported; or it is foundry's own, and cannot be built from these settings.
     """
     try:
-        with explained(f"the {group} of {FILE_NAME} cannot be built", config, group):
+        with explained(f"the {group} of {CONFIG} cannot be built", config, group):
             return build(getattr(config, group), **runtime)
     except HydraException as error:
-        message = f"the {group} of {FILE_NAME} cannot be built here: {' '.join(str(error).split())}"
+        message = f"the {group} of {CONFIG} cannot be built here: {' '.join(str(error).split())}"
         raise ConfigError(Violation("run", message)) from error
 
 
@@ -142,7 +141,7 @@ def _check_bounds(run_dir: Path, config: Config) -> None:
         found = list(check_fields(node, group))
         wrong += found if found or not hasattr(node, "check") else node.check()
     if wrong:
-        raise ConfigError(Violation("run", f"{run_dir / FILE_NAME}: {violation}") for violation in wrong)
+        raise ConfigError(Violation("run", f"{run_dir / CONFIG}: {violation}") for violation in wrong)
 
 
 def _data(config: Config, run_dir: Path) -> DataSplits:

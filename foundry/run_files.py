@@ -10,16 +10,10 @@ from foundry.config.frozen import save_config
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.root import Config
 from foundry.data.splits import DataSplits
-from foundry.planning.derive import PLAN
 from foundry.run_dir.files import UnsafeFileError, make_folder, write_atomically
 from foundry.run_dir.lock import relock
 from foundry.run_dir.log import move_logs
-
-TOKENIZER = "tokenizer.json"
-"""The tokenizer's file in a run directory, so that sampling and export need no training data."""
-
-TRANSFORMERS = "transformers"
-"""A folder with the config of a model of transformers, so that they need not read the folder it came from either."""
+from foundry.run_dir.names import PLAN, RESULT, STATUS, TOKENIZER, TRANSFORMERS
 
 
 def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> None:
@@ -33,7 +27,7 @@ def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_
         write_atomically(run_dir / PLAN, json.dumps(plan, indent=2) + "\n")
         if data.tokenizer is not None:
             write_atomically(run_dir / TOKENIZER, data.tokenizer.to_str(pretty=True))
-        for name in ("status.json", "result.json"):
+        for name in (STATUS, RESULT):
             if (run_dir / name).is_dir():
                 raise UnsafeFileError(run_dir / name, "a folder")
     except UnsafeFileError as error:

@@ -9,6 +9,7 @@ from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.setting import setting
 from foundry.config.store import group_schemas
+from foundry.run_dir.names import PLOTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ def sample(options: SampleOptions) -> Path:
     from foundry.training.protocols import GenerativeObjective
 
     run_dir = folder_option("run", options.run)
-    stem = folder_option("out", options.out) if options.out else run_dir / "plots" / "samples"
+    stem = folder_option("out", options.out) if options.out else run_dir / PLOTS / "samples"
     check_writable("out", stem.parent)
     restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust)
     objective = build_part(restored.config, "objective")

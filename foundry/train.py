@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.assembly import Setup, build_trainer
-from foundry.checkpoint.finished import check_finished, read_result
+from foundry.checkpoint.finished import check_finished
 from foundry.checkpoint.resume_point import (
     ResumePoint,
     check_config,
@@ -18,7 +18,6 @@ from foundry.checkpoint.resume_point import (
     past_its_end,
 )
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import FILE_NAME as CONFIG_FILE
 from foundry.config.frozen import hash_config, plain, strict
 from foundry.config.schemas.root import Config
 from foundry.data.loader import worker_deaths_explained
@@ -31,6 +30,8 @@ from foundry.parts import build_data
 from foundry.run_dir.ends import record_if_dead
 from foundry.run_dir.folder import RunFolder
 from foundry.run_dir.lock import lock
+from foundry.run_dir.names import CONFIG
+from foundry.run_dir.result import find_result
 from foundry.run_dir.status import read_status
 from foundry.run_files import refill, write_run_files
 from foundry.tracking.folder_watch import FolderWatch
@@ -72,7 +73,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
             keep_freed_memory()
         run_dir, state = _agree(world, run_dir, config_hash, held)
         resume_point = find_resume_point(config.checkpoint.resume, run_dir, world)
-        result = read_result(run_dir) if state == "finished" else None
+        result = find_result(run_dir) if state == "finished" else None
         now = strict(config)
         if result is not None and not is_longer(resume_point, now):
             identity = partial(_identity, config)
@@ -95,7 +96,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
                 data=_read_data(config, resume_point),
                 world=world,
                 run_dir=run_dir,
-                folder=RunFolder(run_dir, marker=CONFIG_FILE) if world.is_main else None,
+                folder=RunFolder(run_dir, marker=CONFIG) if world.is_main else None,
                 resume_point=resume_point,
             )
             return _train(setup, observers, held)

@@ -11,19 +11,9 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import read_recorded
 from foundry.config.resume_compat import differences
 from foundry.config.schemas.root import Config
-from foundry.run_dir.files import read_text
-from foundry.run_dir.strict_json import decode, encode
+from foundry.run_dir.strict_json import encode
 
 log = logging.getLogger(__name__)
-
-
-def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """What result.json of a finished run says; None where it was lost, so that the run has to end once more."""
-    try:
-        result = decode(read_text(run_dir / "result.json"))
-    except (FileNotFoundError, ValueError):
-        return None
-    return result if isinstance(result, dict) else None
 
 
 def check_finished(

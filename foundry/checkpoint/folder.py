@@ -22,6 +22,7 @@ from typing import IO, Any
 import xxhash
 
 from foundry.run_dir.files import UnsafeFileError, open_regular, read_text
+from foundry.run_dir.names import CHECKPOINTS
 
 MANIFEST, LATEST, BEST = "manifest.json", "latest", "best"
 FORMAT = 1
@@ -128,7 +129,7 @@ def parse_step(folder: Path) -> int:
 
 def partial_path(run_dir: Path, step: int) -> Path:
     """Where a step's checkpoint is written before it is published."""
-    return run_dir / "checkpoints" / f".{step_name(step)}.partial"
+    return run_dir / CHECKPOINTS / f".{step_name(step)}.partial"
 
 
 def write_durably(path: Path, text: str) -> FileFacts:
@@ -193,7 +194,7 @@ def link(folder: Path, name: str) -> None:
 
 def linked_step(run_dir: Path, name: str) -> int | None:
     """The step that a link points to; None where there is none, or it leads elsewhere."""
-    path = run_dir / "checkpoints" / name
+    path = run_dir / CHECKPOINTS / name
     try:
         target = str(path.readlink())
     except OSError:
@@ -263,14 +264,14 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     Raises:
         OSError: the folder is there but cannot be listed: that is not a run without checkpoints.
     """
-    folders = [run_dir / "checkpoints" / name for name in _names_in(run_dir / "checkpoints") if _NAME.fullmatch(name)]
+    folders = [run_dir / CHECKPOINTS / name for name in _names_in(run_dir / CHECKPOINTS) if _NAME.fullmatch(name)]
     return sorted(folders, key=parse_step, reverse=True)
 
 
 def list_put_aside(run_dir: Path) -> list[Path]:
     """What had been a checkpoint until it was found damaged."""
-    names = _names_in(run_dir / "checkpoints")
-    return [run_dir / "checkpoints" / name for name in sorted(names) if _PUT_ASIDE.fullmatch(name)]
+    names = _names_in(run_dir / CHECKPOINTS)
+    return [run_dir / CHECKPOINTS / name for name in sorted(names) if _PUT_ASIDE.fullmatch(name)]
 
 
 def _names_in(folder: Path) -> list[str]:

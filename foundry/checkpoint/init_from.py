@@ -14,6 +14,7 @@ from foundry.checkpoint.tensors import load_weights, tied_names
 from foundry.checkpoint.verification import damage_together
 from foundry.config.errors import ConfigError, Violation
 from foundry.parallel.process_group import World
+from foundry.run_dir.names import CHECKPOINTS
 from foundry.training.model_hooks import hook
 
 _KEY = "model.init_from"
@@ -39,7 +40,7 @@ def init_from(model: nn.Module, path: Path, world: World) -> None:
             path.resolve()  # `checkpoints/latest` is a link
             if (path / MANIFEST).is_file()
             else find(path, "last")
-            if (path / "checkpoints").is_dir()
+            if (path / CHECKPOINTS).is_dir()
             else None
         )
         if checkpoint is not None:

@@ -19,6 +19,7 @@ from foundry.checkpoint.verification import verify_newest
 from foundry.config.duration import Interval
 from foundry.config.errors import ConfigError, Violation
 from foundry.parallel.process_group import World
+from foundry.run_dir.names import CHECKPOINTS
 from foundry.training.ema import WeightAverage
 from foundry.training.progress import Progress
 
@@ -109,7 +110,7 @@ class ShardedCheckpointManager:
             is_best=is_best,
             wait=wait,
         )
-        return self.checkpointer.run_dir / "checkpoints" / step_name(progress.steps)
+        return self.checkpointer.run_dir / CHECKPOINTS / step_name(progress.steps)
 
     def finish(self) -> None:
         """Wait until everything is on the disk.

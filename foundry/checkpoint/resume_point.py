@@ -27,6 +27,7 @@ from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
 from foundry.parallel.process_group import World
 from foundry.run_dir.files import UnsafeFileError, read_text
+from foundry.run_dir.names import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 _KEY = "checkpoint.resume"
@@ -97,8 +98,8 @@ def _find_origin(resume: str, run_dir: Path, world: World) -> ResumePoint | None
 
 def _list_checkpoints(run_dir: Path) -> list[str]:
     """The names of those there are, or were; the folder must be the run's own, since checkpoints are deleted in it."""
-    if (run_dir / "checkpoints").is_symlink():
-        raise UnsafeFileError(run_dir / "checkpoints", "a symbolic link", "a folder of the run directory")
+    if (run_dir / CHECKPOINTS).is_symlink():
+        raise UnsafeFileError(run_dir / CHECKPOINTS, "a symbolic link", "a folder of the run directory")
     return [folder.name for folder in (*list_checkpoints(run_dir), *list_put_aside(run_dir))]
 
 

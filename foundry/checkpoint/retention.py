@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from foundry.checkpoint.folder import removed_path
+from foundry.run_dir.names import CHECKPOINTS
 
 
 def to_remove(
@@ -38,7 +39,7 @@ def remove(folder: Path) -> None:
 def remove_leftovers(run_dir: Path) -> None:
     """Delete what interrupted saves and removals have left."""
     for pattern in (".step_*.partial", ".step_*.removed"):
-        for folder in (run_dir / "checkpoints").glob(pattern):
+        for folder in (run_dir / CHECKPOINTS).glob(pattern):
             if folder.is_symlink() or not folder.is_dir():
                 folder.unlink()  # what it leads to is not ours
             else:

@@ -35,6 +35,7 @@ from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
 from foundry.checkpoint.verification import damage_together, together
 from foundry.parallel.process_group import World
 from foundry.run_dir.files import make_folder
+from foundry.run_dir.names import CHECKPOINTS
 from foundry.training.protocols import SaveError
 
 log = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ class Checkpointer:
             self._write(job)
         except Exception as error:
             self.failed_saves += 1
-            folder = self.run_dir / "checkpoints" / step_name(step)
+            folder = self.run_dir / CHECKPOINTS / step_name(step)
             self._error = SaveError(f"no checkpoint of step {step} at {folder}: {error}")
             if self._world.is_main:
                 shutil.rmtree(partial_path(self.run_dir, step), ignore_errors=True)
@@ -195,7 +196,7 @@ class Checkpointer:
         prepared = self._together(partial(self._on_main, self._prepare, job.manifest.step))[0]
         assert prepared is not None
         self.run_dir, is_there = prepared
-        folder = self.run_dir / "checkpoints" / step_name(job.manifest.step)
+        folder = self.run_dir / CHECKPOINTS / step_name(job.manifest.step)
         if is_there and not damage_together(folder, self._world, self._group):
             self._together(partial(self._on_main, self._point_to, folder, job.is_best))
             return

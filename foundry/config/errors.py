@@ -31,6 +31,14 @@ class ConfigError(Exception):
         super().__init__("\n".join(str(violation) for violation in self.violations))
 
 
+def format_reason(error: BaseException) -> str:
+    """An error in one line: its kind and the first line of its message; of a config error all of them."""
+    if isinstance(error, ConfigError):
+        return "; ".join(map(str, error.violations))
+    message = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def nearest(word: str, among: Iterable[str]) -> str:
     """`; did you mean x?` for the one nearest to a misspelt word, or nothing."""
     near = difflib.get_close_matches(word, list(among), n=1, cutoff=0.6)

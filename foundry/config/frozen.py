@@ -18,10 +18,10 @@ from foundry.config.secrets import check_secrets
 from foundry.config.store import group_schemas, writable
 from foundry.config.strict_yaml import read_yaml
 from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import CONFIG
 from foundry.run_dir.redact import recorded, remember
 from foundry.run_dir.strict_json import encode
 
-FILE_NAME = "config.yaml"
 _LONGEST = 140  # characters in a line
 
 
@@ -53,7 +53,7 @@ def hash_config(config: Config) -> str:
 
 def save_config(config: Config, run_dir: Path) -> Path:
     """Write the resolved configuration to the run directory and return the file."""
-    return save_yaml(OmegaConf.create(plain(config)), run_dir / FILE_NAME)
+    return save_yaml(OmegaConf.create(plain(config)), run_dir / CONFIG)
 
 
 def save_yaml(node: Any, path: Path) -> Path:
@@ -65,7 +65,7 @@ def save_yaml(node: Any, path: Path) -> Path:
 def read_recorded(run_dir: Path) -> dict[str, Any] | None:
     """The configuration in a run directory as plain containers, from which nothing is built; None if there is none."""
     try:
-        saved = read_yaml(run_dir / FILE_NAME)
+        saved = read_yaml(run_dir / CONFIG)
     except (OSError, ValueError):
         return None
     return {str(key): value for key, value in saved.items()} if isinstance(saved, dict) else None
@@ -84,7 +84,7 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     Raises:
         ConfigError: `run_dir` holds no run, or a configuration that cannot be read or trusted.
     """
-    path = run_dir / FILE_NAME
+    path = run_dir / CONFIG
     content = read_settings(path, "run")
     groups = {item.name: item for item in fields(Config)}
     if unknown := [shown(name) for name in content if name not in groups]:

@@ -6,9 +6,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
 from hydra.core.utils import run_job as hydra_run_job
 from hydra.types import HydraContext
@@ -16,14 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, Violation
-from foundry.run_dir.ends import LOG
+from foundry.config.hydra_internals import current_config
 from foundry.run_dir.files import UnsafeFileError, open_regular, replaced_atomically
 from foundry.run_dir.lock import LOCK, is_held
 from foundry.run_dir.marker import MARK, is_ours, mark
-from foundry.run_dir.status import FILE_NAME as STATUS
+from foundry.run_dir.names import CONFIG, LOG, PLAN, STATUS, TOKENIZER
 
 _HYDRA_FILES = ("config.yaml", "hydra.yaml", "overrides.yaml")
-_OWN_FILES = (LOCK, MARK, "config.yaml", "plan.json", "tokenizer.json")
+_OWN_FILES = (LOCK, MARK, CONFIG, PLAN, TOKENIZER)
 
 
 class Refused(BaseException):
@@ -175,16 +174,11 @@ def run_job(
 
 def _resolve_directory(config: DictConfig, job_dir_key: str, job_subdir_key: str | None) -> tuple[str, str]:
     """The directory of a run or of a sweep's job, and the setting that says it."""
-    state = HydraConfig.instance()
-    before = state.cfg
-    state.cfg = cast(Any, config)  # for ${hydra:...}; set_config would copy the configuration
-    try:
+    with current_config(config):
         given = str(OmegaConf.select(config, job_dir_key))
         if job_subdir_key is None:
             return given, job_dir_key
         return str(Path(given, str(OmegaConf.select(config, job_subdir_key)))), job_subdir_key
-    finally:
-        state.cfg = before
 
 
 def _content(path: Path, *, max_bytes: int | None = None) -> bytes | None:

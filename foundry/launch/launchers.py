@@ -1,89 +1,98 @@
 """What foundry's launchers share: run directories made ready, and what became of the jobs in them.
 
 Hydra's own launchers compose a job where it runs, from the YAML files as they are by then. Foundry's write down what
-was composed and checked, and the process that runs it, `foundry.launch.worker`, reads only that.
+was composed and checked, and the process that runs it reads only that.
 """
 
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from foundry.config.frozen import save_config, save_yaml
-from foundry.config.schemas.launcher import PLUGINS
-from foundry.config.schemas.root import to_config
-from foundry.launch.status import queue
+from foundry.config.frozen import hash_config, save_config, save_yaml
+from foundry.config.hydra_internals import current_config
+from foundry.config.schemas.root import Config, to_config
 from foundry.run_dir.files import make_folder
+from foundry.run_dir.lock import is_held
+from foundry.run_dir.names import HYDRA, LOG, STATUS
 from foundry.run_dir.redact import printable
-from foundry.run_dir.status import read_status
-from foundry.run_dir.strict_json import read_object
-from foundry.sweeps.jobs import configs_to_launch
-from foundry.sweeps.manifest import Manifest
-
-HYDRA_DIR = ".hydra"
-ENDED = ("finished", "failed", "stopped", "lost")
-"""States of a job that will not change by themselves."""
+from foundry.run_dir.result import read_result
+from foundry.run_dir.status import read_status, write_status
 
 
 class JobFailed(Exception):
-    """A job did not finish; says which one, its state and why."""
+    """A job did not finish; the message has its name, its state and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
-    """A job that is ready to run.
+class ComposedJob:
+    """A job that a launcher starts.
 
     Attributes:
-        number: its place in the sweep.
-        words: all of its overrides.
+        index: its number in the sweep.
+        overrides: all of its overrides.
         label: those that tell it from the others.
-        run_dir: holds config.yaml, what the job is to run; absolute.
-        composed: the whole configuration, Hydra's part included.
+        run_dir: where it runs; absolute.
+        config: the whole configuration, Hydra's part included.
     """
 
-    number: int
-    words: tuple[str, ...]
+    index: int
+    overrides: tuple[str, ...]
     label: str
     run_dir: Path
-    composed: DictConfig
+    config: DictConfig
 
     def __str__(self) -> str:
-        return f"job {self.number} ({self.label})" if self.label else f"job {self.number}"
+        return f"job {self.index} ({self.label})" if self.label else f"job {self.index}"
 
 
 class FrozenLauncher(Launcher):
     """Runs jobs as they were composed when they were checked.
 
     Attributes:
-        detached: whether jobs were left to go on by themselves; what is known of them is in their run directories.
+        work: what the process of a job does: runs what a run directory holds, and returns its exit code.
+        detached: whether jobs were left to run by themselves; what is known of them is in their run directories.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        """Take the settings that Hydra passes; each job's own, which may differ, are in its configuration."""
+    def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
+        """Make a launcher; of the settings each job has its own, which may differ, in its configuration."""
+        self.work = work
         self.detached = False
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what Hydra knows; the task function is replaced by the worker."""
-        self._context, self._master = hydra_context, config
+        """Keep Hydra's loader and the configuration of the sweep."""
+        self._context = hydra_context
+        self._master = config
 
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Refuse jobs that the machine or the cluster cannot run; called before anything of a sweep is written.
 
         Raises:
-            ConfigError: what is wrong.
+            ConfigError: with the reason.
         """
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Compose and run the jobs of a sweeper that is not foundry's; otherwise as `start`."""
+        common = set.intersection(*map(set, job_overrides))
+        jobs = []
+        for index, overrides in enumerate(map(tuple, job_overrides), initial_job_idx):
+            config = self._context.config_loader.load_sweep_config(self._master, list(overrides))
+            set_number(config, index)
+            with current_config(config):
+                run_dir = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
+            label = " ".join(override for override in overrides if override not in common)
+            jobs.append(ComposedJob(index=index, overrides=overrides, label=label, run_dir=run_dir, config=config))
+        return self.start(jobs)
+
+    def start(self, jobs: Sequence[ComposedJob]) -> list[JobReturn]:
         """Run the jobs and return what came of each, in order; a job that failed does not end the others.
 
         Raises:
@@ -92,106 +101,97 @@ class FrozenLauncher(Launcher):
             SystemExit: another signal did; its code is 128 + its number.
         """
         setup_globals()
-        loader = self._context.config_loader
-        configs = configs_to_launch(loader, self._master, job_overrides, initial_job_idx)
-        labels = self._labels(configs, job_overrides)
-        jobs = [
-            self.prepare(config, tuple(words), label)
-            for config, words, label in zip(configs, job_overrides, labels, strict=True)
-        ]
+        for job in jobs:
+            self.prepare(job)
         self.run(jobs)
-        return [_returned(job, detached=self.detached) for job in jobs]
+        return [_job_return(job, detached=self.detached) for job in jobs]
 
-    def _labels(self, configs: Sequence[DictConfig], job_overrides: Sequence[Sequence[str]]) -> list[str]:
-        """What tells each job from the others of the sweep; where nobody has written that down, of this batch."""
-        manifest = Manifest.load(Path(str(self._master.hydra.sweep.dir)))
-        known = {job.index: " ".join(job.overrides) for job in manifest.jobs} if manifest else {}
-        common = set.intersection(*(set(words) for words in job_overrides))
-        return [
-            known.get(config.hydra.job.num, " ".join(word for word in words if word not in common))
-            for config, words in zip(configs, job_overrides, strict=True)
-        ]
-
-    def prepare(self, composed: DictConfig, words: tuple[str, ...], label: str) -> Job:
+    def prepare(self, job: ComposedJob) -> None:
         """Write into the run directory what a job is, with what Hydra writes there when it runs a job itself."""
-        before = HydraConfig.instance().cfg
-        HydraConfig.instance().cfg = cast(Any, composed)  # set_config would copy the configuration
-        try:
-            run_dir = Path(str(composed.hydra.sweep.dir), str(composed.hydra.sweep.subdir)).absolute()
+        composed = job.config
+        with current_config(composed):
             with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
-                composed.hydra.runtime.output_dir = str(run_dir)
-            hydra_dir = run_dir / (composed.hydra.output_subdir or HYDRA_DIR)
+                composed.hydra.runtime.output_dir = str(job.run_dir)
+            hydra_dir = job.run_dir / (composed.hydra.output_subdir or HYDRA)
             make_folder(hydra_dir)
             own = [str(key) for key in composed if key != "hydra"]
             save_yaml(OmegaConf.masked_copy(composed, own), hydra_dir / "config.yaml")
             save_yaml(OmegaConf.masked_copy(composed, ["hydra"]), hydra_dir / "hydra.yaml")
             save_yaml(composed.hydra.overrides.task, hydra_dir / "overrides.yaml")
             config = to_config(composed)
-        finally:
-            HydraConfig.instance().cfg = before
-        save_config(config, run_dir)
-        queue(run_dir, config)
-        return Job(number=int(composed.hydra.job.num), words=words, label=label, run_dir=run_dir, composed=composed)
+        save_config(config, job.run_dir)
+        queue_job(job.run_dir, config)
 
     @abstractmethod
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[ComposedJob]) -> None:
         """Run the jobs; afterwards status.json of each is true."""
 
 
 class Ledger:
-    """Says each change of a job's state in a line, with how many jobs are in which."""
+    """Prints each change of a job's state in a line, with how many jobs are in which."""
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self._said = {job.number: ("queued", "") for job in jobs}
+    def __init__(self, jobs: Iterable[ComposedJob]) -> None:
+        self._known = {job.index: ("queued", "") for job in jobs}
 
-    def note(self, job: Job, state: str, why: str = "") -> None:
-        """Take what a job is doing now; `why` may say more."""
-        if self._said[job.number] == (state, why):
+    def note(self, job: ComposedJob, state: str, reason: str = "") -> None:
+        """Record what a job is doing now."""
+        if self._known[job.index] == (state, reason):
             return
-        self._said[job.number] = (state, why)
-        counts = Counter(state for state, _ in self._said.values())
+        self._known[job.index] = (state, reason)
+        counts = Counter(state for state, _ in self._known.values())
         summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-        say(f"{job}: {state}{f' ({why})' if why else ''}; {summary}")
+        say(f"{job}: {state}{f' ({reason})' if reason else ''}; {summary}")
 
-    def settled(self, job: Job) -> None:
-        """Take from status.json how a job ended."""
+    def settled(self, job: ComposedJob) -> None:
+        """Record how a job ended, as its status.json has it."""
         status = read_status(job.run_dir)
         state = status.get("state", "lost")
         self.note(job, state, "" if state == "finished" else status.get("reason", ""))
 
 
 def say(line: str) -> None:
-    """Write a line to the terminal at once, whoever reads it."""
+    """Print a line to whoever watches the sweep."""
     sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()
 
 
-def register() -> None:
-    """Make foundry's sweepers and launchers known to Hydra, which looks into its plugins' package only.
+def set_number(config: DictConfig, number: int) -> None:
+    """Write into a configuration which job of its sweep it is; `hydra.sweep.subdir` follows from it."""
+    with open_dict(config):
+        config.hydra.job.num = number
+        config.hydra.job.id = str(number)
 
-    `Plugins.register` would use the name of the class's own module, which Hydra then refuses to instantiate.
+
+def queue_job(run_dir: Path, config: Config) -> None:
+    """Make a job's run directory, with the configuration that will run.
+
+    One that has begun keeps what it has done, and where another process is at it nothing is changed.
     """
-    from foundry.launch.local_launcher import LocalLauncher
-    from foundry.launch.sequential import SequentialLauncher
-    from foundry.launch.slurm_launcher import SlurmLauncher
-    from foundry.sweeps.search import OptunaSweeper
-    from foundry.sweeps.sweeper import GridSweeper
+    if is_held(run_dir):
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    is_new = not (run_dir / STATUS).exists()
+    # First, as it says whose directory this is.
+    write_status(run_dir, state="queued", reason="", config_hash=hash_config(config))
+    if is_new:
+        save_config(config, run_dir)
 
-    for plugin in (GridSweeper, OptunaSweeper, SequentialLauncher, LocalLauncher, SlurmLauncher):
-        Plugins.instance().class_name_to_class[f"{PLUGINS}.{plugin.__name__}"] = plugin
 
-
-def _returned(job: Job, *, detached: bool) -> JobReturn:
-    """What Hydra's sweeper is told of a job: the metric, or why there is none."""
+def _job_return(job: ComposedJob, *, detached: bool) -> JobReturn:
+    """What Hydra's sweeper gets of a job: the metric, or why there is none."""
     status = read_status(job.run_dir)
-    returned = JobReturn(overrides=list(job.words), working_dir=str(job.run_dir), task_name=job.composed.hydra.job.name)
+    returned = JobReturn(
+        overrides=list(job.overrides), working_dir=str(job.run_dir), task_name=job.config.hydra.job.name
+    )
     state = status.get("state", "lost")
     if state == "finished":
-        result = read_object(job.run_dir / "result.json")
-        returned.return_value, returned.status = result.get("metric"), JobStatus.COMPLETED
+        returned.return_value = read_result(job.run_dir).get("metric")
+        returned.status = JobStatus.COMPLETED
     elif detached:
-        returned.return_value, returned.status = None, JobStatus.COMPLETED
+        returned.return_value = None
+        returned.status = JobStatus.COMPLETED
     else:
-        why = f"{job} is {state}: {status.get('reason', '')}; see {job.run_dir / 'foundry.log'}"
-        returned.return_value, returned.status = JobFailed(why), JobStatus.FAILED
+        reason = f"{job} is {state}: {status.get('reason', '')}; see {job.run_dir / LOG}"
+        returned.return_value = JobFailed(reason)
+        returned.status = JobStatus.FAILED
     return returned

@@ -20,9 +20,8 @@ from types import FrameType
 from typing import Any
 
 from foundry.config.environment import STORE
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.stopped import Stopped
-from foundry.launch.status import format_reason
 from foundry.run_dir.ends import NOTES, leave_note
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

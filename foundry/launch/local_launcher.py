@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -26,13 +26,11 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import Local, resolve_launcher
 from foundry.config.store import GROUPS
-from foundry.launch.launchers import FrozenLauncher, Job, Ledger, say
+from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
 from foundry.launch.local import ended_by, how_it_ended, noted_signals
 from foundry.run_dir.files import open_regular
+from foundry.run_dir.names import OUTPUT
 from foundry.run_dir.status import read_status, write_status
-
-OUTPUT = "output.log"
-"""What a job prints, in its run directory."""
 
 _POLL_SECONDS = 0.2
 
@@ -65,7 +63,7 @@ class LocalLauncher(FrozenLauncher):
                 message = f"is {nproc} but {len(gpus)} GPUs are visible here"
                 raise ConfigError(Violation("distributed.nproc_per_node", message))
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[ComposedJob]) -> None:
         """Run the jobs to their ends, or until a signal comes: then each saves and stops, and none starts any more.
 
         Raises:
@@ -74,14 +72,14 @@ class LocalLauncher(FrozenLauncher):
         """
         settings = resolve_launcher(self._master)
         assert isinstance(settings, Local)
-        nproc = max(job.composed.distributed.nproc_per_node for job in jobs)
+        nproc = max(job.config.distributed.nproc_per_node for job in jobs)
         shares = divide(settings, nproc, sorted(os.sched_getaffinity(0)), visible_gpus(), len(jobs))
         say(f"{len(jobs)} jobs, {len(shares)} at a time")
         try:
             with _threads(shares, nproc):
-                server = _start_server(jobs)
+                server = _start_server(jobs, self.work)
                 with noted_signals() as noted:
-                    _Pool(jobs, shares, server, noted).run()
+                    _Pool(self.work, jobs, shares, server, noted).run()
             if noted:
                 raise ended_by(noted[0])
         except (KeyboardInterrupt, SystemExit):
@@ -94,14 +92,20 @@ class _Pool:
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        work: Callable[[Path], int],
+        jobs: Sequence[ComposedJob],
         shares: Sequence[Share],
         server: ForkServerContext,
         noted: Sequence[signal.Signals],
     ) -> None:
-        self._waiting, self._free, self._server, self._noted = deque(jobs), deque(shares), server, noted
-        self._running: dict[ForkServerProcess, tuple[Job, Share]] = {}
-        self._ledger, self._stopping = Ledger(jobs), False
+        self._work = work
+        self._waiting = deque(jobs)
+        self._free = deque(shares)
+        self._server = server
+        self._noted = noted
+        self._running: dict[ForkServerProcess, tuple[ComposedJob, Share]] = {}
+        self._ledger = Ledger(jobs)
+        self._stopping = False
 
     def run(self) -> None:
         """Until none waits and none runs."""
@@ -113,9 +117,9 @@ class _Pool:
             for process in [process for process in self._running if not process.is_alive()]:
                 self._settle(process)
 
-    def _start(self, job: Job, share: Share) -> None:
+    def _start(self, job: ComposedJob, share: Share) -> None:
         write_status(job.run_dir, state="queued", reason="")
-        process = self._server.Process(target=_be_job, args=(str(job.run_dir), share), name=str(job))
+        process = self._server.Process(target=_be_job, args=(self._work, job.run_dir, share), name=str(job))
         process.start()
         self._running[process] = job, share
         self._ledger.note(job, "running")
@@ -180,13 +184,13 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
-def _start_server(jobs: Iterable[Job]) -> ForkServerContext:
+def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> ForkServerContext:
     """Start the process that jobs fork from, and wait until it has imported what they need.
 
     It is out of the reach of Ctrl-C, which would end it with a traceback; a launcher that ends while it waits ends it.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(_modules(jobs))
+    server.set_forkserver_preload(sorted({work.__module__, *_modules(jobs)}))
     # Started here, because starting it lets SIGINT through again.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -200,19 +204,18 @@ def _start_server(jobs: Iterable[Job]) -> ForkServerContext:
     return server
 
 
-def _modules(jobs: Iterable[Job]) -> list[str]:
+def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
     """What the server imports: what every run does, and foundry's own parts that some job is made of."""
     # torch's optimizers import its compiler, whether they use it or not.
     modules = {
         "foundry.train",
-        "foundry.launch.worker",
         "torch._dynamo",
         *(f"foundry.config.schemas.{name}" for name in GROUPS),
     }
     for job in jobs:
-        targets = (OmegaConf.select(job.composed, f"{group!s}._target_") for group in job.composed)
+        targets = (OmegaConf.select(job.config, f"{group!s}._target_") for group in job.config)
         modules |= {str(target).rpartition(".")[0] for target in targets if str(target).startswith("foundry.")}
-    return sorted(modules)
+    return modules
 
 
 @contextmanager
@@ -232,7 +235,7 @@ def _threads(shares: Sequence[Share], nproc: int) -> Iterator[None]:
             del os.environ[name]
 
 
-def _be_job(run_dir: str, share: Share) -> None:
+def _be_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
     """In the process of a job: take its place on this machine, and work.
 
     SIGINT is still held back, as in the server. One from the terminal that came before this process had a session of
@@ -242,14 +245,12 @@ def _be_job(run_dir: str, share: Share) -> None:
     signal.sigtimedwait({signal.SIGINT}, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with_launcher()
-    _print_to(Path(run_dir) / OUTPUT)
+    _print_to(run_dir / OUTPUT)
     if share.cores:
         os.sched_setaffinity(0, share.cores)
     if share.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
-    from foundry.launch.worker import work
-
-    sys.exit(work(Path(run_dir)))
+    sys.exit(work(run_dir))
 
 
 def _print_to(path: Path) -> None:

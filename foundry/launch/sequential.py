@@ -2,17 +2,17 @@
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus, configure_log
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from foundry.config.errors import format_reason
 from foundry.config.schemas.root import to_config
 from foundry.launch.claim import run_job
-from foundry.launch.launchers import FrozenLauncher, Job, Ledger
-from foundry.launch.status import fail, queue
+from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, queue_job
 from foundry.run_dir.lock import is_held
+from foundry.run_dir.status import read_status, write_status
 
 _log = logging.getLogger(__name__)
 
@@ -21,16 +21,14 @@ class SequentialLauncher(FrozenLauncher):
     """Runs each job to its end; one that fails is recorded, and the next one starts."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what Hydra knows."""
+        """Keep the task function too, which runs here."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._task = task_function
 
-    def prepare(self, composed: DictConfig, words: tuple[str, ...], label: str) -> Job:
-        """Nothing to write: Hydra does when the job's turn comes."""
-        run_dir = Path(str(composed.hydra.sweep.dir), str(composed.hydra.sweep.subdir)).absolute()
-        return Job(number=int(composed.hydra.job.num), words=words, label=label, run_dir=run_dir, composed=composed)
+    def prepare(self, job: ComposedJob) -> None:
+        """Write nothing: Hydra does when the job's turn comes."""
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[ComposedJob]) -> None:
         """Run the jobs, in order.
 
         Raises:
@@ -41,12 +39,12 @@ class SequentialLauncher(FrozenLauncher):
             if is_held(job.run_dir):
                 ledger.note(job, "running", "in another process, which this one does not wait for")
                 continue
-            queue(job.run_dir, to_config(job.composed))
+            queue_job(job.run_dir, to_config(job.config))
             ledger.note(job, "running")
             result = run_job(
                 hydra_context=self._context,
                 task_function=self._task,
-                config=job.composed,
+                config=job.config,
                 job_dir_key="hydra.sweep.dir",
                 job_subdir_key="hydra.sweep.subdir",
             )
@@ -57,9 +55,11 @@ class SequentialLauncher(FrozenLauncher):
             ledger.settled(job)
 
 
-def _record(job: Job, result: JobReturn) -> None:
+def _record(job: ComposedJob, result: JobReturn) -> None:
     """Put the traceback into the job's log, and its last line into status.json."""
     error = result._return_value  # the property would raise it
     # At a level that is only for the file: a sweep's terminal has a line for each job.
     _log.info("%s failed\n%s", job, getattr(error, "trace", ""), exc_info=error)
-    fail(job.run_dir, error)
+    if read_status(job.run_dir).get("state") != "failed":  # what the run itself has written stays
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        write_status(job.run_dir, state="failed", reason=format_reason(error))

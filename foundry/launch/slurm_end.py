@@ -6,14 +6,12 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foundry.launch.launchers import ENDED
 from foundry.launch.slurm_queue import QueuedJob
 from foundry.run_dir.files import open_regular, read_tail, write_atomically
+from foundry.run_dir.names import SUBMISSION
 from foundry.run_dir.redact import one_line
-from foundry.run_dir.status import read_status, write_status
+from foundry.run_dir.status import ENDED, read_status, write_status
 from foundry.run_dir.strict_json import DamagedFileError, read_object
-
-FILE_NAME = "slurm.json"
 
 _TYPES = {"job_id": str, "error_output": str, "cluster": str}
 _JOB_ID = re.compile(r"\d+([_+]\d+)?")
@@ -41,13 +39,13 @@ class Submission:
 
     def save(self, run_dir: Path) -> None:
         """Remember it."""
-        write_atomically(run_dir / FILE_NAME, json.dumps(asdict(self)) + "\n")
+        write_atomically(run_dir / SUBMISSION, json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> "Submission | None":
         """What the run directory remembers; None where it has not been submitted, or that cannot be read."""
         try:
-            content = read_object(run_dir / FILE_NAME, needed=_TYPES)
+            content = read_object(run_dir / SUBMISSION, needed=_TYPES)
         except FileNotFoundError:
             return None
         except DamagedFileError as error:
@@ -58,7 +56,7 @@ class Submission:
     @staticmethod
     def forget(run_dir: Path) -> None:
         """The run directory's job has ended, and another is to come."""
-        (run_dir / FILE_NAME).unlink(missing_ok=True)
+        (run_dir / SUBMISSION).unlink(missing_ok=True)
 
 
 class ErrorOutput:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import GROUP, Slurm, resolve_launcher
-from foundry.launch.launchers import ENDED, FrozenLauncher, Job, Ledger, say
+from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
 from foundry.launch.slurm_end import Submission, settle
 from foundry.launch.slurm_queue import QueuedJob, Unreachable, cancel, cluster_name, partitions, query
 from foundry.launch.slurm_submission import check_script, submit
+from foundry.launch.slurm_task import SlurmTask
 from foundry.launch.snapshot import snapshot
-from foundry.run_dir.status import read_status
+from foundry.run_dir.status import ENDED, read_status
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 1.0, 15.0
 _GLANCE_SECONDS = 0.01  # at each job's status.json
@@ -31,9 +32,8 @@ _GLANCE_SECONDS = 0.01  # at each job's status.json
 class SlurmLauncher(FrozenLauncher):
     """Submits jobs, and waits for them unless it is told to leave."""
 
-    def __init__(self, **settings: Any) -> None:
-        """Take the settings that Hydra passes; each job's own, which may differ, are in its configuration."""
-        super().__init__(**settings)
+    def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
+        super().__init__(work, **settings)
         self._checked: list[Slurm] = []
 
     def check(self, configs: Sequence[DictConfig]) -> None:
@@ -53,21 +53,21 @@ class SlurmLauncher(FrozenLauncher):
                 raise ConfigError(Violation(GROUP, f"is slurm, which does not answer: {_last_line(error)}")) from None
             self._checked.append(settings)
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[ComposedJob]) -> None:
         """Submit the jobs that are not in the queue already, and wait for all.
 
         Raises:
             KeyboardInterrupt: Ctrl-C ended the wait; whoever sits at a terminal is asked what becomes of the jobs.
         """
-        self.check([job.composed for job in jobs])
+        self.check([job.config for job in jobs])
         sweep_dir = Path(str(self._master.hydra.sweep.dir)).absolute()
         ids = _still_queued(jobs)
         for job in jobs:
-            if job.number in ids:
-                say(f"{job} is in the queue already, as {ids[job.number]}")
+            if job.index in ids:
+                say(f"{job} is in the queue already, as {ids[job.index]}")
         try:
             with _undisturbed():
-                ids |= _submit([job for job in jobs if job.number not in ids], sweep_dir)
+                ids |= _submit(self.work, [job for job in jobs if job.index not in ids], sweep_dir)
             if _resolve_settings(self._master).detach:
                 self._leave(ids, sweep_dir)
                 return
@@ -114,13 +114,13 @@ def check_partition(settings: Slurm) -> None:
 class _Watch:
     """Waits for jobs, and says each change."""
 
-    def __init__(self, jobs: Sequence[Job], ids: dict[int, str]) -> None:
-        self._going = {job: ids[job.number] for job in jobs}
+    def __init__(self, jobs: Sequence[ComposedJob], ids: dict[int, str]) -> None:
+        self._going = {job: ids[job.index] for job in jobs}
         self._ledger = Ledger(jobs)
         self._suspects: set[str] = set()
         self._interval = _FIRST_POLL_SECONDS
         self._complained = False
-        self._states = dict[Job, str | None]()
+        self._states = dict[ComposedJob, str | None]()
 
     def run(self) -> None:
         """Until every job has ended."""
@@ -148,7 +148,7 @@ class _Watch:
                 self._states = states
                 return
 
-    def _look_at(self, job: Job, job_id: str, found: QueuedJob | None) -> None:
+    def _look_at(self, job: ComposedJob, job_id: str, found: QueuedJob | None) -> None:
         state = read_status(job.run_dir).get("state", "queued")
         if found is not None and not found.has_ended:
             self._suspects.discard(job_id)
@@ -184,7 +184,7 @@ def _grouped(configs: Iterable[DictConfig]) -> list[tuple[Slurm, list[int]]]:
     return groups
 
 
-def _submit(jobs: Sequence[Job], sweep_dir: Path) -> dict[int, str]:
+def _submit(work: Callable[[Path], int], jobs: Sequence[ComposedJob], sweep_dir: Path) -> dict[int, str]:
     """Submit jobs, those with the same settings as an array; returns what Slurm calls them, by number.
 
     Raises:
@@ -193,12 +193,12 @@ def _submit(jobs: Sequence[Job], sweep_dir: Path) -> dict[int, str]:
     if not jobs:
         return {}
     ids, cluster = dict[int, str](), cluster_name()
-    for settings, places in _grouped(job.composed for job in jobs):
+    for settings, places in _grouped(job.config for job in jobs):
         group = [jobs[place] for place in places]
         code = snapshot(sweep_dir) if settings.snapshot_code else None
-        submitted = submit(settings, [job.run_dir for job in group], code)
+        submitted = submit(SlurmTask(work), settings, [job.run_dir for job in group], code)
         for job, (job_id, error_output) in zip(group, submitted, strict=True):
-            ids[job.number] = job_id
+            ids[job.index] = job_id
             Submission(job_id=job_id, error_output=str(error_output), cluster=cluster).save(job.run_dir)
     return ids
 
@@ -213,7 +213,7 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _still_queued(jobs: Iterable[Job]) -> dict[int, str]:
+def _still_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:
     """Jobs that an earlier start of the sweep has submitted and that have not ended, with Slurm's names of them.
 
     Of the others the run directory no longer names a job of Slurm.
@@ -226,7 +226,7 @@ def _still_queued(jobs: Iterable[Job]) -> dict[int, str]:
     ids = {}
     for job, note in notes.items():
         if note.cluster == here and note.job_id in found and not found[note.job_id].has_ended:
-            ids[job.number] = note.job_id
+            ids[job.index] = note.job_id
         else:
             Submission.forget(job.run_dir)
     return ids

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -34,10 +34,13 @@ def check_script(settings: Slurm, num_jobs: int) -> None:
             raise _refused(said)
 
 
-def submit(settings: Slurm, run_dirs: Sequence[Path], code: Path | None) -> list[tuple[str, Path]]:
+def submit(
+    task: Callable[[str], None], settings: Slurm, run_dirs: Sequence[Path], code: Path | None
+) -> list[tuple[str, Path]]:
     """Submit jobs as an array.
 
     Args:
+        task: what each task of a job does with its run directory.
         settings: those of all these jobs.
         run_dirs: a job's each.
         code: a folder to import from; None: where this process does.
@@ -50,11 +53,9 @@ def submit(settings: Slurm, run_dirs: Sequence[Path], code: Path | None) -> list
     """
     from submitit.core.utils import FailedSubmissionError, UncompletedJobError
 
-    from foundry.launch.worker import SlurmTask
-
     try:
         with _clean_environment():
-            jobs = _executor(settings, code).map_array(SlurmTask(), list(map(str, run_dirs)))
+            jobs = _executor(settings, code).map_array(task, list(map(str, run_dirs)))
     except (UncompletedJobError, FailedSubmissionError) as error:
         raise _refused(str(error).strip().splitlines()[-1]) from None
     return [(job.job_id, job.paths.stderr) for job in jobs]

@@ -14,7 +14,6 @@ from foundry.optim.schedules import Schedule as OwnSchedule
 from foundry.training.events import Phase, PlannedUpdate
 from foundry.training.protocols import HasPhases, Schedule
 
-PLAN = "plan.json"
 """The file in a run directory."""
 
 _LENGTHS = {"lr_warmup": "warmup", "lr_decay": "horizon", "wsd_decay": "decay"}

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from foundry.run_dir.files import open_regular, write_atomically
 from foundry.run_dir.lock import is_held
+from foundry.run_dir.names import LOG
 from foundry.run_dir.redact import one_line, printable
 from foundry.run_dir.status import read_status, write_status
-
-LOG = "foundry.log"
-"""The log of a run directory."""
 
 _PATIENCE_SECONDS = 3.0
 

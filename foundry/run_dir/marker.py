@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 from foundry.run_dir.files import read_text, write_atomically
+from foundry.run_dir.names import STATUS, SWEEP
 
 MARK = ".foundry"
 """A file in every run, plan and sweep directory, written before anything else."""
 
 _SAID = "This directory is foundry's: files that foundry writes here may be replaced by it.\n"
-_RECORDS = {"status.json": {"state", "reason", "step", "config_hash"}, "sweep.json": {"jobs", "launcher", "metric"}}
+_RECORDS = {STATUS: {"state", "reason", "step", "config_hash"}, SWEEP: {"jobs", "launcher", "metric"}}
 
 
 def mark(folder: Path) -> None:

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import STUDY, TRIAL
 from foundry.run_dir.strict_json import read_object
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage
-
-FILE_NAME = "trial.json"
-JOURNAL = "optuna.jsonl"
-"""The study, in the sweep's directory."""
 
 _TYPES = {"journal": str, "study": str, "number": int, "metric": str, "pruner": dict}
 
@@ -39,7 +36,7 @@ class TrialLink:
 
     def save(self, run_dir: Path) -> None:
         """Tell a run of its search, before it starts."""
-        write_atomically(run_dir / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
+        write_atomically(run_dir / TRIAL, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> "TrialLink | None":
@@ -49,7 +46,7 @@ class TrialLink:
             DamagedFileError: the file is not what a search writes.
         """
         try:
-            content = read_object(run_dir / FILE_NAME, needed=_TYPES)
+            content = read_object(run_dir / TRIAL, needed=_TYPES)
         except FileNotFoundError:
             return None
         return cls(**{name: content[name] for name in _TYPES})
@@ -62,10 +59,10 @@ class TrialLink:
         """
         journal = run_dir / self.journal
         folder = journal.parent.resolve()
-        is_above = folder in run_dir.resolve().parents and journal.name == JOURNAL
+        is_above = folder in run_dir.resolve().parents and journal.name == STUDY
         if not is_above or journal.is_symlink() or not journal.is_file():
-            raise ValueError(f"{self.journal!r} is no {JOURNAL} of a sweep around it")
-        return folder / JOURNAL
+            raise ValueError(f"{self.journal!r} is no {STUDY} of a sweep around it")
+        return folder / STUDY
 
 
 def open_storage(journal: Path) -> "JournalStorage":

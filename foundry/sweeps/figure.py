@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from foundry.sweeps.panels import PRUNED, Frame, Palette, Parameter, draw_grid, draw_parameter, is_grid
 from foundry.sweeps.reading import evaluations
-from foundry.sweeps.results import Job, Sweep
+from foundry.sweeps.results import JobReport, SweepReport
 from foundry.sweeps.table import metric_text, why_no_best
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, blank, dress
 
@@ -22,10 +22,10 @@ _INCHES = (5.2, 3.9)  # of a panel with its labels
 _HEADER_INCHES = 0.85
 
 Panel = Callable[["Axes"], None]
-Curve = tuple[Job, list[tuple[int, float]]]
+Curve = tuple[JobReport, list[tuple[int, float]]]
 
 
-def sweep_figure(sweep: Sweep) -> "Figure":
+def sweep_figure(sweep: SweepReport) -> "Figure":
     """A panel for each parameter, or a map of a grid of two, and one for the learning curves."""
     palette = Palette(sweep)
     panels: list[Panel] = [*_parameter_panels(sweep, palette), partial(_draw_curves, sweep=sweep, palette=palette)]
@@ -41,7 +41,7 @@ def sweep_figure(sweep: Sweep) -> "Figure":
     return figure
 
 
-def _parameter_panels(sweep: Sweep, palette: Palette) -> Iterator[Panel]:
+def _parameter_panels(sweep: SweepReport, palette: Palette) -> Iterator[Panel]:
     measured = [job for job in sweep.jobs if job.has_metric and not job.has_failed]
     if not measured:
         return
@@ -62,7 +62,7 @@ def _as_axes(parameters: Sequence[Parameter]) -> tuple[Parameter, Parameter]:
     return across, up
 
 
-def _left_inches(sweep: Sweep) -> float:
+def _left_inches(sweep: SweepReport) -> float:
     """Room for the names at the left of a map."""
     parameters = Parameter.read_all(sweep)
     if not is_grid(parameters, len(sweep.jobs)):
@@ -70,7 +70,7 @@ def _left_inches(sweep: Sweep) -> float:
     return 0.6 + 0.085 * _as_axes(parameters)[1].widest_label()
 
 
-def _draw_curves(axes: "Axes", sweep: Sweep, palette: Palette) -> None:
+def _draw_curves(axes: "Axes", sweep: SweepReport, palette: Palette) -> None:
     """The metric of every job over its steps; the training loss while nothing has been evaluated twice."""
     dress(axes)
     name, curves = _curves(sweep)
@@ -110,14 +110,14 @@ def _draw_curves(axes: "Axes", sweep: Sweep, palette: Palette) -> None:
             )
 
 
-def _curves(sweep: Sweep) -> tuple[str, list[Curve]]:
+def _curves(sweep: SweepReport) -> tuple[str, list[Curve]]:
     measured = _finite_curves(sweep, sweep.metric)
     if any(len(points) > 1 for _, points in measured):
         return sweep.metric, measured
     return "training loss", _finite_curves(sweep, "loss")
 
 
-def _finite_curves(sweep: Sweep, metric: str) -> list[Curve]:
+def _finite_curves(sweep: SweepReport, metric: str) -> list[Curve]:
     """What was measured of each job, if a number was among it."""
     curves = [(job, evaluations(job, metric)) for job in sweep.jobs]
     return [(job, _thinned(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
@@ -129,7 +129,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [*points[:-1:stride], points[-1]]
 
 
-def _head(figure: "Figure", sweep: Sweep, width: float, height: float) -> None:
+def _head(figure: "Figure", sweep: SweepReport, width: float, height: float) -> None:
     """Title and best job at the left, what the marks mean at the right."""
     best, number = sweep.best, len(sweep.jobs)
     left, line = 0.3 / width, 0.3 / height
@@ -156,7 +156,7 @@ def _head(figure: "Figure", sweep: Sweep, width: float, height: float) -> None:
     )
 
 
-def _handles(sweep: Sweep) -> Iterator["Line2D"]:
+def _handles(sweep: SweepReport) -> Iterator["Line2D"]:
     from matplotlib.lines import Line2D
 
     def handle(label: str, marker: str, colour: str, size: float, *, is_filled: bool = True) -> Line2D:

@@ -1,13 +1,10 @@
-"""From words that sweep to the words of each job."""
+"""From swept overrides to the overrides of each job."""
 
-import hashlib
 import itertools
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal, localcontext
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,38 +13,18 @@ from hydra.errors import HydraException
 
 from foundry.config.errors import ConfigError, Violation, nearest
 from foundry.config.schemas.sweeper import Sweep
+from foundry.sweeps.job import Job
 
 _ZIP, _EXCLUDE = "hydra.sweeper.zip", "hydra.sweeper.exclude"
 _WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 """What spaces separate, those within quotes excepted."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One point of a sweep.
-
-    Attributes:
-        words: everything to compose it from.
-        swept: those of the words that other jobs of the sweep have otherwise.
-    """
-
-    words: tuple[str, ...]
-    swept: tuple[str, ...]
-
-    @property
-    def id(self) -> str:
-        """The same for the same point, whatever else the sweep has and in whatever order it was typed."""
-        return hashlib.sha256(json.dumps(sorted(self.swept)).encode()).hexdigest()[:16]
-
-    def __str__(self) -> str:
-        return ", ".join(self.swept)
-
-
 def expand(overrides: Sequence[Override], options: Sweep) -> list[Job]:
     """Every job of a sweep, the last key varying fastest.
 
     Args:
-        overrides: the sweep's words, parsed; of several for one key the last one counts.
+        overrides: the sweep's overrides, parsed; of several for one key the last one counts.
         options: which keys go together, which combinations are left out, and how many jobs there may be.
 
     Raises:
@@ -149,7 +126,7 @@ def _product(
     for chosen in itertools.product(*choices):
         swept = dict(zip(names, itertools.chain.from_iterable(chosen), strict=True))
         words = tuple(swept[key] if key in swept else format_override(override) for key, override in by_key.items())
-        yield Job(words, tuple(swept[key] for key in values))
+        yield Job(overrides=words, swept=tuple(swept[key] for key in values))
 
 
 def format_override(override: Override) -> str:
@@ -168,9 +145,9 @@ def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
         except HydraException:
             violations.append(Violation(_EXCLUDE, f"has {text!r}, which is not of the form key=value key=value"))
             continue
-        if not words or not any(words <= set(job.words) for job in jobs):
+        if not words or not any(words <= set(job.overrides) for job in jobs):
             violations.append(Violation(_EXCLUDE, f"has {text!r}, which no job of the sweep is"))
-        left = [job for job in left if not words <= set(job.words)]
+        left = [job for job in left if not words <= set(job.overrides)]
     if not left and not violations:
         violations.append(Violation(_EXCLUDE, f"leaves none of the {len(jobs)} jobs"))
     if violations:

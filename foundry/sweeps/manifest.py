@@ -1,57 +1,30 @@
-"""`sweep.json`: the jobs of a sweep, written before the first of them starts, and read when it goes on."""
+"""What a resumed sweep keeps of its jobs: their numbers, directories and configurations."""
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import hash_config, plain, read_recorded
+from foundry.config.frozen import plain, read_recorded
 from foundry.config.resume_compat import Difference, differences
 from foundry.config.schemas.root import Config
-from foundry.run_dir.files import inside, write_atomically
 from foundry.run_dir.status import read_status
-from foundry.run_dir.strict_json import DamagedFileError, check_types, read_object
-from foundry.sweeps.grid import Job
+from foundry.run_dir.strict_json import DamagedFileError
+from foundry.run_dir.sweep_file import read_sweep_file, write_sweep_file
+from foundry.sweeps.job import Job
 
-FILE_NAME = "sweep.json"
-_TYPES = {"command": list, "created": str, "launcher": str, "metric": str, "direction": str, "jobs": list}
-_JOB_TYPES = {"index": int, "dir": str, "overrides": list, "config_hash": str, "id": str}
 _KEY = "hydra.sweep.dir"
 _MOST_JOBS_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepJob:
-    """A job as the sweep's directory knows it.
-
-    Attributes:
-        index: its number; a sweep that goes on does not give it to another.
-        dir: its run directory, relative to the sweep's.
-        overrides: what it has otherwise than other jobs.
-        config_hash: of its configuration.
-        id: of its overrides.
-    """
-
-    index: int
-    dir: str
-    overrides: tuple[str, ...]
-    config_hash: str
-    id: str
-
-    def __str__(self) -> str:
-        return f"job {self.index} ({', '.join(self.overrides)})" if self.overrides else f"job {self.index}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class SweepManifest:
     """A sweep.
 
     Attributes:
-        command: the words it was last started with.
+        command: the overrides it was last started with.
         created: when it was first started, in ISO 8601.
         launcher: the chosen `hydra/launcher`.
         metric: what jobs are compared by.
@@ -64,30 +37,38 @@ class Manifest:
     launcher: str
     metric: str
     direction: str
-    jobs: tuple[SweepJob, ...] = ()
+    jobs: tuple[Job, ...] = ()
 
     @classmethod
-    def load(cls, sweep_dir: Path) -> "Manifest | None":
+    def load(cls, sweep_dir: Path) -> "SweepManifest | None":
         """What the directory holds; None where no sweep has been.
 
         Raises:
             ConfigError: what it holds cannot be read.
         """
         try:
-            content = read_object(sweep_dir / FILE_NAME, needed=_TYPES)
-            jobs = tuple(_job(sweep_dir, job) for job in content["jobs"])
+            content = read_sweep_file(sweep_dir, to_resume=True)
         except FileNotFoundError:
             return None
         except DamagedFileError as error:
             message = f"is {sweep_dir}, but {error}; restore that file, or choose another directory"
             raise ConfigError(Violation(_KEY, message)) from None
+        jobs = tuple(
+            Job(
+                swept=tuple(map(str, entry["overrides"])),
+                index=entry["index"],
+                dir=entry["dir"],
+                config_hash=entry["config_hash"],
+            )
+            for entry in content["jobs"]
+        )
         facts = {name: content[name] for name in ("created", "launcher", "metric", "direction")}
         return cls(command=tuple(map(str, content["command"])), **facts, jobs=jobs)
 
     @classmethod
     def begin(
         cls, sweep_dir: Path, command: Sequence[str], *, launcher: str, metric: str, direction: str
-    ) -> "Manifest":
+    ) -> "SweepManifest":
         """A sweep about to start; with the jobs of the one that the directory holds, if any."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         fresh = cls(command=tuple(command), created=now, launcher=launcher, metric=metric, direction=direction)
@@ -95,9 +76,25 @@ class Manifest:
         return fresh if earlier is None else replace(fresh, created=earlier.created, jobs=earlier.jobs)
 
     def save(self, sweep_dir: Path) -> None:
-        """Write it; a reader sees the old one or the new one."""
-        sweep_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(sweep_dir / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n", durable=True)
+        """Write `sweep.json`."""
+        content = {
+            "command": self.command,
+            "created": self.created,
+            "launcher": self.launcher,
+            "metric": self.metric,
+            "direction": self.direction,
+            "jobs": [
+                {
+                    "index": job.index,
+                    "dir": job.dir,
+                    "overrides": job.swept,
+                    "config_hash": job.config_hash,
+                    "id": job.id,
+                }
+                for job in self.jobs
+            ],
+        }
+        write_sweep_file(sweep_dir, content)
 
     def number(self, jobs: Sequence[Job]) -> list[int]:
         """The index of each job: its old one where it has one, else the next that is free."""
@@ -105,19 +102,19 @@ class Manifest:
         free = itertools.count(1 + max(known.values(), default=-1))
         return [known[job.id] if job.id in known else next(free) for job in jobs]
 
-    def with_jobs(self, jobs: Sequence[SweepJob]) -> "Manifest":
+    def with_jobs(self, jobs: Sequence[Job]) -> "SweepManifest":
         """The sweep with these jobs, whether it knew them or not."""
         merged = {job.index: job for job in (*self.jobs, *jobs)}
         return replace(self, jobs=tuple(merged[index] for index in sorted(merged)))
 
-    def check(self, sweep_dir: Path, jobs: Sequence[SweepJob], configs: Sequence[Config]) -> None:
+    def check(self, sweep_dir: Path, jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         """Refuse to go on with a sweep whose jobs are to be others than they were.
 
         Raises:
             ConfigError: with each setting that differs, and the jobs where it does.
         """
         known = {job.id: job for job in self.jobs}
-        changed: dict[str, list[SweepJob]] = {}
+        changed: dict[str, list[Job]] = {}
         for job, config in zip(jobs, configs, strict=True):
             if job.id in known and known[job.id].config_hash != job.config_hash:
                 for difference in _changes(sweep_dir / known[job.id].dir, config):
@@ -131,28 +128,6 @@ class Manifest:
             raise ConfigError([Violation(_KEY, f"{sweep_dir} {text}, or choose another directory") for text in said])
 
 
-def sweep_job(index: int, folder: str, job: Job, config: Config) -> SweepJob:
-    """The entry of a job that will run in `folder`, relative to the sweep's."""
-    return SweepJob(index=index, dir=folder, overrides=job.swept, config_hash=hash_config(config), id=job.id)
-
-
-def _job(sweep_dir: Path, entry: Any) -> SweepJob:
-    """An entry of the file.
-
-    Raises:
-        DamagedFileError: it is none, or leads out of the directory.
-    """
-    path = sweep_dir / FILE_NAME
-    if not isinstance(entry, dict):
-        raise DamagedFileError(path, "has a job that is no JSON object")
-    check_types(path, entry, needed=_JOB_TYPES)
-    try:
-        inside(sweep_dir, entry["dir"])
-    except ValueError as error:
-        raise DamagedFileError(path, f"has a job whose directory {error}") from None
-    return SweepJob(**{name: entry[name] for name in _JOB_TYPES} | {"overrides": tuple(map(str, entry["overrides"]))})
-
-
 def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:
     """How a job's configuration differs from the one its run directory holds."""
     now = plain(config)
@@ -163,7 +138,7 @@ def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:
     return differences({str(key): value for key, value in was.items()}, now)
 
 
-def _listed(jobs: Sequence[SweepJob]) -> str:
+def _listed(jobs: Sequence[Job]) -> str:
     names = ", ".join(map(str, jobs[:_MOST_JOBS_NAMED]))
     left = len(jobs) - _MOST_JOBS_NAMED
     return f"{names} and {left} more" if left > 0 else names

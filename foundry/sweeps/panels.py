@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 from statistics import median, median_low, quantiles
 from typing import TYPE_CHECKING
 
-from foundry.sweeps.results import Job, Sweep
+from foundry.sweeps.results import JobReport, SweepReport
 from foundry.sweeps.table import metric_text
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, dress
 
@@ -40,7 +40,7 @@ class Parameter:
     labels: tuple[str, ...]
 
     @classmethod
-    def read(cls, sweep: Sweep, key: str) -> "Parameter":
+    def read(cls, sweep: SweepReport, key: str) -> "Parameter":
         """Numbers where every job has one, else categories in the order in which they were given."""
         texts = {job.index: job.values.get(key, "-") for job in sorted(sweep.jobs, key=lambda job: job.index)}
         numbers = {index: _number(text) for index, text in texts.items()}
@@ -50,7 +50,7 @@ class Parameter:
         return cls(sweep.names[key], {index: labels.index(text) for index, text in texts.items()}, labels)
 
     @classmethod
-    def read_all(cls, sweep: Sweep) -> list["Parameter"]:
+    def read_all(cls, sweep: SweepReport) -> list["Parameter"]:
         """The swept parameters; those that always go together, as zipped ones do, are one.
 
         Where no value occurs twice, as in a random search, nothing can be said to go together.
@@ -126,13 +126,13 @@ class Frame:
 class Palette:
     """The colour of each job: the better, the darker; the best stands out."""
 
-    def __init__(self, sweep: Sweep) -> None:
+    def __init__(self, sweep: SweepReport) -> None:
         self.best = sweep.best
         ranked = [job.index for job in sweep.jobs if job.is_complete and job.has_metric]
         shades = shading()
         self._shades = {index: shades(place / max(len(ranked) - 1, 1)) for place, index in enumerate(ranked)}
 
-    def colour(self, job: Job) -> object:
+    def colour(self, job: JobReport) -> object:
         """A job's colour, as matplotlib takes it."""
         if job is self.best:
             return ORANGE
@@ -150,7 +150,7 @@ def shading() -> "LinearSegmentedColormap":
     return LinearSegmentedColormap.from_list("good_to_bad", [BLUE, "#7d9df0", _PALE])
 
 
-def draw_parameter(axes: "Axes", sweep: Sweep, parameter: Parameter, frame: Frame, palette: Palette) -> None:
+def draw_parameter(axes: "Axes", sweep: SweepReport, parameter: Parameter, frame: Frame, palette: Palette) -> None:
     """The metric of each job against a parameter; the best at each value, or the median of each category, as a line."""
     dress(axes)
     axes.set_xlabel(parameter.name)
@@ -179,7 +179,7 @@ def draw_parameter(axes: "Axes", sweep: Sweep, parameter: Parameter, frame: Fram
             )
 
 
-def _draw_job(axes: "Axes", x: float, job: Job, frame: Frame, palette: Palette, size: float) -> None:
+def _draw_job(axes: "Axes", x: float, job: JobReport, frame: Frame, palette: Palette, size: float) -> None:
     assert job.metric is not None
     y = min(max(job.metric, frame.low), frame.high)
     is_inside, is_done, is_best = y == job.metric, job.is_complete, job is palette.best
@@ -197,7 +197,7 @@ def _draw_job(axes: "Axes", x: float, job: Job, frame: Frame, palette: Palette, 
     )
 
 
-def _draw_trend(axes: "Axes", sweep: Sweep, parameter: Parameter, jobs: Sequence[Job]) -> None:
+def _draw_trend(axes: "Axes", sweep: SweepReport, parameter: Parameter, jobs: Sequence[JobReport]) -> None:
     ordered = sorted(jobs, key=lambda job: parameter.at[job.index])
     groups = [
         (value, [job.metric for job in group if job.metric is not None])
@@ -213,7 +213,7 @@ def _draw_trend(axes: "Axes", sweep: Sweep, parameter: Parameter, jobs: Sequence
     axes.plot([value for value, _ in groups], best, color=GREY, alpha=0.45, linewidth=1.2, zorder=2)
 
 
-def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[Job], float]:
+def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], float]:
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     values = parameter.values
@@ -236,7 +236,7 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[Job], float]
     return lambda job: parameter.at[job.index]
 
 
-def _scale_categories(axes: "Axes", parameter: Parameter, sweep: Sweep) -> Callable[[Job], float]:
+def _scale_categories(axes: "Axes", parameter: Parameter, sweep: SweepReport) -> Callable[[JobReport], float]:
     """Set the names below the strips; a job's place is beside those of its category."""
     names = [parameter.label(value) for value in range(len(parameter.labels))]
     _name_columns(axes, names, room=36)
@@ -260,7 +260,7 @@ def is_grid(parameters: Sequence[Parameter], num_jobs: int) -> bool:
     return min(columns, rows) >= 2 and len(points) == num_jobs >= 0.75 * columns * rows
 
 
-def draw_grid(axes: "Axes", sweep: Sweep, across: Parameter, up: Parameter, palette: Palette) -> None:
+def draw_grid(axes: "Axes", sweep: SweepReport, across: Parameter, up: Parameter, palette: Palette) -> None:
     """A cell for each pair of values: shaded by the metric, crossed where the job failed, framed where it is best."""
     from matplotlib.patches import Rectangle
 
@@ -317,7 +317,7 @@ def _name_cells(axes: "Axes", across: Parameter, up: Parameter) -> None:
     axes.tick_params(length=0)
 
 
-def _shader(sweep: Sweep) -> Callable[[Job], float]:
+def _shader(sweep: SweepReport) -> Callable[[JobReport], float]:
     """From a job's metric to 0 for the best and 1 for the bad; a few that are very bad do not hide differences."""
     values = [job.metric for job in sweep.jobs if job.metric is not None and job.has_metric and not job.has_failed]
     sign = 1.0 if sweep.minimize else -1.0
@@ -325,7 +325,7 @@ def _shader(sweep: Sweep) -> Callable[[Job], float]:
     low, middle, high = ordered[0], median(ordered), ordered[-1]
     high = min(high, middle + 3 * (middle - low)) if middle > low else high
 
-    def shade(job: Job) -> float:
+    def shade(job: JobReport) -> float:
         assert job.metric is not None
         return min(max((sign * job.metric - low) / ((high - low) or 1.0), 0.0), 1.0)
 

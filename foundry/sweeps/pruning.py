@@ -9,7 +9,8 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.optuna_parts import build_part
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
-from foundry.run_dir.trial import FILE_NAME, TrialLink, open_storage
+from foundry.run_dir.names import TRIAL
+from foundry.run_dir.trial import TrialLink, open_storage
 
 log = logging.getLogger(__name__)
 
@@ -112,5 +113,5 @@ class _Trial:
 
 
 def _refused(run_dir: Path, error: Exception) -> ConfigError:
-    message = f"is {run_dir}, whose {FILE_NAME} asks for what no search of foundry's does: {error}; remove that file"
+    message = f"is {run_dir}, whose {TRIAL} asks for what no search of foundry's does: {error}; remove that file"
     return ConfigError(Violation("hydra.run.dir", message))

@@ -2,36 +2,34 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.run_dir.files import inside, read_tail
+from foundry.config.job_overrides import recorded_words, short_names
+from foundry.run_dir.files import read_tail
 from foundry.run_dir.lock import is_held
+from foundry.run_dir.names import PLAN, RESULT, STATUS, SUBMISSION, SWEEP
 from foundry.run_dir.redact import one_line
-from foundry.run_dir.status import TYPES
-from foundry.run_dir.strict_json import DamagedFileError, check_types, read_object
-from foundry.sweeps.job_overrides import recorded_words, short_names
-from foundry.sweeps.results import STATES, WAITING, Job, Sweep, Which
+from foundry.run_dir.status import STATES, WAITING, load_status
+from foundry.run_dir.strict_json import DamagedFileError, read_object
+from foundry.run_dir.sweep_file import read_sweep_file
+from foundry.sweeps.job import Job
+from foundry.sweeps.results import JobReport, SweepReport, Which
 from foundry.tracking.humanize import duration
 from foundry.tracking.metrics_file import read_metrics
-
-SWEEP = "sweep.json"
-"""The file in a sweep's directory that lists its jobs."""
 
 NOT_RUNNING = "the sweep is not running; the same command goes on with it"
 """Said of jobs that nobody will start."""
 
-_SUBMITTED = "slurm.json"
-_FACTS = {"command": list, "metric": str, "direction": str, "launcher": str}
 _QUIET_SECONDS = 300.0  # a run that logs rarely, or evaluates for long, is silent for a while
 _ON_THIS_MACHINE = ("sequential", "local")  # launchers; a user's YAML built on slurm may have any other name
 
 
-def evaluations(job: Job, metric: str) -> list[tuple[int, float]]:
+def evaluations(job: JobReport, metric: str) -> list[tuple[int, float]]:
     """(optimizer step, value) of a metric in metrics.jsonl, ascending."""
     try:
         records = read_metrics(job.run_dir, having=metric)
@@ -41,7 +39,9 @@ def evaluations(job: Job, metric: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in found if value is not None]
 
 
-def read_sweep(folder: Path, which: Which = Which.last, *, locks: bool = True, now: datetime | None = None) -> Sweep:
+def read_sweep(
+    folder: Path, which: Which = Which.last, *, locks: bool = True, now: datetime | None = None
+) -> SweepReport:
     """Read a sweep's directory, or one that holds run directories.
 
     Args:
@@ -65,13 +65,13 @@ def read_sweep(folder: Path, which: Which = Which.last, *, locks: bool = True, n
         is_running=not (locks and "jobs" in facts and is_held(folder) is False),
         may_be_on_slurm=facts.get("launcher") not in _ON_THIS_MACHINE,
     )
-    jobs = [reader.read(index, run_dir, words) for index, run_dir, words in _listed(folder, facts)]
+    jobs = [reader.read(job, folder / job.dir) for job in _list_jobs(folder, facts)]
     if not jobs:
-        hint = "; give the folder that holds it" if os.path.lexists(folder / "status.json") else ""
+        hint = "; give the folder that holds it" if os.path.lexists(folder / STATUS) else ""
         kind = "a single run" if hint else f"a folder without {SWEEP} and without run directories in it"
         raise ConfigError(Violation("dir", f"is {folder}, {kind}{hint}"))
     jobs.sort(key=lambda job: job.rank(minimize=minimize))
-    return Sweep(
+    return SweepReport(
         folder=folder,
         metric=metric,
         minimize=minimize,
@@ -99,21 +99,20 @@ class _Reader:
     is_running: bool
     may_be_on_slurm: bool
 
-    def read(self, index: int, run_dir: Path, overrides: tuple[str, ...]) -> Job:
-        """A job as it stands."""
+    def read(self, job: Job, run_dir: Path) -> JobReport:
+        """How a job stands."""
         state, status, problem = self._state(run_dir)
         is_waiting = state in WAITING
         submitted = (
-            _read(run_dir / _SUBMITTED)[0] if self.may_be_on_slurm and (is_waiting or state == "running") else {}
+            _read(run_dir / SUBMISSION)[0] if self.may_be_on_slurm and (is_waiting or state == "running") else {}
         )
         slurm_id = one_line(str(submitted.get("job_id", "")))
-        total_steps = _read(run_dir / "plan.json")[0].get("total_steps")
-        result, damaged = _read(run_dir / "result.json") if state == "finished" else ({}, "")
+        total_steps = _read(run_dir / PLAN)[0].get("total_steps")
+        result, damaged = _read(run_dir / RESULT) if state == "finished" else ({}, "")
         updated = _time(status.get("updated"))
-        job = Job(
-            index=index,
+        report = JobReport(
+            job=job,
             run_dir=run_dir,
-            overrides=overrides,
             state=state,
             is_going=state == "running" or (is_waiting and (self.is_running or bool(slurm_id))),
             note="",
@@ -124,8 +123,8 @@ class _Reader:
             result=result,
             slurm_id=slurm_id,
         )
-        note = problem or damaged or self._note(job, status.get("reason", ""), updated)
-        return replace(job, note=note, metric=self._metric(job) if status else None)
+        note = problem or damaged or self._note(report, status.get("reason", ""), updated)
+        return replace(report, note=note, metric=self._metric(report) if status else None)
 
     def _state(self, run_dir: Path) -> tuple[str, dict[str, Any], str]:
         """The job's state, its status.json, and what is wrong with that file."""
@@ -141,7 +140,7 @@ class _Reader:
                 return ("lost" if state == "running" else state), status, problem
         return state, status, problem
 
-    def _note(self, job: Job, reason: str, updated: datetime | None) -> str:
+    def _note(self, job: JobReport, reason: str, updated: datetime | None) -> str:
         silent = (self.now - updated).total_seconds() if updated is not None else 0.0
         if job.is_pruned:
             return one_line(str(job.result["pruned"]))
@@ -159,7 +158,7 @@ class _Reader:
         end = self.now if state == "running" else updated
         return None if started is None or end is None else max((end - started).total_seconds(), 0.0)
 
-    def _metric(self, job: Job) -> float | None:
+    def _metric(self, job: JobReport) -> float | None:
         known = job.result.get("best") if self.which is Which.best else job.result
         if isinstance(known, dict) and (value := _float(known.get(self.metric))) is not None:
             return value
@@ -174,57 +173,44 @@ def _facts(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(Violation("dir", f"is {folder}, which is no folder; give the directory of a sweep"))
     try:
-        return read_object(folder / SWEEP, needed={"jobs": list}, optional=_FACTS)
+        return read_sweep_file(folder)
     except FileNotFoundError:
         return {}
     except DamagedFileError as error:
         raise ConfigError(Violation("dir", f"is {folder}, whose list of jobs cannot be read: {error}")) from None
 
 
-def _listed(folder: Path, facts: Mapping[str, Any]) -> Iterator[tuple[int, Path, tuple[str, ...]]]:
-    """Index, run directory and words of each job: as recorded, or as found.
+def _list_jobs(folder: Path, facts: Mapping[str, Any]) -> list[Job]:
+    """The jobs that sweep.json lists, or else the run directories in a folder, whose overrides are those of Hydra.
 
     Raises:
-        ConfigError: the record is damaged, or leads out of the folder; or the folder cannot be read.
+        ConfigError: the folder cannot be read.
     """
+    if "jobs" in facts:
+        return [
+            Job(
+                swept=tuple(one_line(str(override)) for override in entry["overrides"]),
+                index=entry["index"],
+                dir=entry["dir"],
+            )
+            for entry in facts["jobs"]
+        ]
     try:
-        if "jobs" in facts:
-            yield from (_recorded(folder, job) for job in facts["jobs"])
-        else:
-            yield from _found(folder)
-    except (OSError, ValueError) as error:
+        found = [entry.name for entry in os.scandir(folder) if os.path.lexists(Path(entry.path, STATUS))]
+    except OSError as error:
         raise ConfigError(Violation("dir", f"is {folder}, whose jobs cannot be listed: {error}")) from None
+    are_numbered = all(name.isdecimal() for name in found)
+    found.sort(key=lambda name: (int(name) if are_numbered else 0, name))
+    return [
+        Job(swept=recorded_words(folder / name), index=int(name) if are_numbered else number, dir=name)
+        for number, name in enumerate(found)
+    ]
 
 
-def _recorded(folder: Path, job: Any) -> tuple[int, Path, tuple[str, ...]]:
-    """A job as it is recorded.
-
-    Raises:
-        ValueError: it is damaged, or leads out of the folder.
-    """
-    if not isinstance(job, dict):
-        raise DamagedFileError(folder / SWEEP, "has a job that is no JSON object")
-    check_types(folder / SWEEP, job, needed={"index": int, "dir": str, "overrides": list})
-    return job["index"], inside(folder, job["dir"]), tuple(one_line(str(word)) for word in job["overrides"])
-
-
-def _found(folder: Path) -> Iterator[tuple[int, Path, tuple[str, ...]]]:
-    """The run directories in a folder.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    found = [Path(entry.path) for entry in os.scandir(folder) if os.path.lexists(Path(entry.path, "status.json"))]
-    are_numbered = all(run_dir.name.isdecimal() for run_dir in found)
-    found.sort(key=lambda run_dir: (int(run_dir.name) if are_numbered else 0, run_dir.name))
-    for number, run_dir in enumerate(found):
-        yield int(run_dir.name) if are_numbered else number, run_dir, recorded_words(run_dir)
-
-
-def _read(path: Path, **types: Any) -> tuple[dict[str, Any], str]:
+def _read(path: Path) -> tuple[dict[str, Any], str]:
     """A JSON object, and what is wrong with the file; an empty one where it is missing or damaged."""
     try:
-        return read_object(path, **types), ""
+        return read_object(path), ""
     except FileNotFoundError:
         return {}, ""
     except DamagedFileError as error:
@@ -232,10 +218,13 @@ def _read(path: Path, **types: Any) -> tuple[dict[str, Any], str]:
 
 
 def _read_status(run_dir: Path) -> tuple[dict[str, Any], str]:
-    status, problem = _read(run_dir / "status.json", needed={"state": str}, optional=TYPES)
+    try:
+        status = load_status(run_dir)
+    except DamagedFileError as error:
+        return {}, one_line(f"{STATUS} {error.why}")
     if status and status["state"] not in STATES:
-        return {}, one_line(f"status.json has the state {status['state']!r}, which there is not")
-    return status, problem
+        return {}, one_line(f"{STATUS} has the state {status['state']!r}, which there is not")
+    return status, ""
 
 
 def _float(value: object) -> float | None:
@@ -258,7 +247,7 @@ def _last_line(path: Path) -> str:
     return next((line for text in reversed(read_tail(path).split("\n")) if (line := one_line(text))), "")
 
 
-def _differing(jobs: Sequence[Job]) -> list[str]:
-    """The keys whose values are not the same in all jobs, in the order of the words."""
+def _differing(jobs: Sequence[JobReport]) -> list[str]:
+    """The keys whose values are not the same in all jobs, in the order of the overrides."""
     keys = dict.fromkeys(key for job in jobs for key in job.values)
     return [key for key in keys if len({job.values.get(key) for job in jobs}) > 1]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.sweeps.grid import Job
+from foundry.sweeps.job import Job
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _ALIKE_IN_FULL = 3
@@ -45,12 +45,12 @@ def _lines(alike: Iterable[list[list[Found]]], total: int) -> Iterator[tuple[int
 def _line(found: list[Found], total: int, how: str) -> Violation:
     number, job, violation = found[0]
     if len(found) == 1:
-        return Violation(f"job {number} ({job})" if job.swept else f"job {number}", str(violation))
+        return Violation(f"job {number} ({job.settings})" if job.swept else f"job {number}", str(violation))
     if len(found) == total and not how:
         return Violation(violation.key, f"{violation.message} (all {total} jobs)")
     numbers = ", ".join(str(number) for number, _, _ in found[:_NUMBERS_SHOWN])
     more = ", …" if len(found) > _NUMBERS_SHOWN else ""
-    jobs = f"{len(found)} of {total} jobs{how}: {numbers}{more}; the first, job {number}: {job}"
+    jobs = f"{len(found)} of {total} jobs{how}: {numbers}{more}; the first, job {number}: {job.settings}"
     return Violation(violation.key, f"{violation.message} ({jobs})")
 
 

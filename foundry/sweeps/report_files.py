@@ -9,7 +9,7 @@ from typing import Any
 
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.strict_json import encode
-from foundry.sweeps.results import Job, Sweep
+from foundry.sweeps.results import JobReport, SweepReport
 
 CSV, JSON, PICTURE = "report.csv", "report.json", "report.png"
 """The files in a sweep's directory."""
@@ -17,7 +17,7 @@ CSV, JSON, PICTURE = "report.csv", "report.json", "report.png"
 _FACTS = ("job", "state", "step", "total_steps", "seconds", "note", "run_dir")
 
 
-def write_files(sweep: Sweep, *, picture: bool = True) -> list[Path]:
+def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
     """Write all of them, or all but the picture, which takes longest.
 
     Raises:
@@ -27,7 +27,7 @@ def write_files(sweep: Sweep, *, picture: bool = True) -> list[Path]:
     return [*files, write_picture(sweep)] if picture else files
 
 
-def write_csv(sweep: Sweep) -> Path:
+def write_csv(sweep: SweepReport) -> Path:
     """A row per job: what was swept, how it stands, and every number of its result; an empty cell where none is."""
     results = [dict(_numbers(job.result)) for job in sweep.jobs]
     measured = list(dict.fromkeys(name for result in results for name in result if name not in (*_FACTS, "metric")))
@@ -44,7 +44,7 @@ def write_csv(sweep: Sweep) -> Path:
     return path
 
 
-def write_json(sweep: Sweep) -> Path:
+def write_json(sweep: SweepReport) -> Path:
     """The same for scripts, with the best job and the words of each."""
     best = sweep.best
     content = {
@@ -60,7 +60,7 @@ def write_json(sweep: Sweep) -> Path:
             | {
                 "metric": job.metric,
                 "swept": {key: job.values.get(key) for key in sweep.names},
-                "overrides": job.overrides,
+                "overrides": job.job.swept,
                 "result": job.result,
             }
             for job in sweep.jobs
@@ -71,7 +71,7 @@ def write_json(sweep: Sweep) -> Path:
     return path
 
 
-def write_picture(sweep: Sweep) -> Path:
+def write_picture(sweep: SweepReport) -> Path:
     """What `sweep_figure` draws."""
     from foundry.sweeps.figure import sweep_figure
     from foundry.tracking.plot_style import save_figure
@@ -81,7 +81,7 @@ def write_picture(sweep: Sweep) -> Path:
     return path
 
 
-def _facts(sweep: Sweep, job: Job) -> dict[str, Any]:
+def _facts(sweep: SweepReport, job: JobReport) -> dict[str, Any]:
     return {
         "job": job.index,
         "state": job.state,

@@ -8,15 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foundry.sweeps.job_overrides import brief, format_command, key_and_value, recorded_words
-
-WAITING = ("requeued", "queued")
-"""States of a job that somebody is to start."""
-
-STATES = ("finished", "running", *WAITING, "stopped", "failed", "lost")
-"""What a job may be doing, in the order of the table; one whose status.json cannot be read is `unknown`."""
-
-_FAILED = {"failed", "lost"}
+from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_words
+from foundry.run_dir.names import LOG
+from foundry.run_dir.status import FAILED, STATES
+from foundry.sweeps.job import Job
 
 
 class Which(Enum):
@@ -27,11 +22,11 @@ class Which(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One job of a sweep.
+class JobReport:
+    """How a job of a sweep is doing.
 
     Attributes:
-        overrides: the job's words.
+        job: the job; of one that no sweep.json lists, `swept` are all its overrides.
         state: that of status.json; `queued` before there is one, `lost` where its process is gone, `unknown` where it
             cannot be read.
         is_going: whether it may still come to an end by itself.
@@ -43,9 +38,8 @@ class Job:
         slurm_id: what Slurm calls a job that it has and that has not ended, else empty.
     """
 
-    index: int
+    job: Job
     run_dir: Path
-    overrides: tuple[str, ...]
     state: str
     is_going: bool
     note: str
@@ -56,15 +50,20 @@ class Job:
     result: dict[str, Any]
     slurm_id: str = ""
 
+    @property
+    def index(self) -> int:
+        """The job's number."""
+        return self.job.index
+
     @cached_property
     def values(self) -> dict[str, str]:
-        """The overrides by key; of two for one key the later holds."""
-        return dict(key_and_value(word) for word in self.overrides)
+        """What was swept, by key; of two for one key the later holds."""
+        return dict(key_and_value(override) for override in self.job.swept)
 
     @property
     def log(self) -> Path:
         """The job's log."""
-        return self.run_dir / "foundry.log"
+        return self.run_dir / LOG
 
     @property
     def is_pruned(self) -> bool:
@@ -79,7 +78,7 @@ class Job:
     @property
     def has_failed(self) -> bool:
         """Whether it came to an end without a result."""
-        return self.state in _FAILED
+        return self.state in FAILED
 
     @property
     def has_metric(self) -> bool:
@@ -98,7 +97,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class SweepReport:
     """A sweep as it stands.
 
     Attributes:
@@ -107,19 +106,19 @@ class Sweep:
         which: the evaluation that counts.
         jobs: the best first, those that have failed last.
         names: the keys whose values differ between jobs, with the short names they are shown by.
-        command: the words that it was started with, where they are known.
+        command: the overrides that it was started with, where they are known.
     """
 
     folder: Path
     metric: str
     minimize: bool
     which: Which
-    jobs: tuple[Job, ...]
+    jobs: tuple[JobReport, ...]
     names: dict[str, str]
     command: tuple[str, ...]
 
     @property
-    def best(self) -> Job | None:
+    def best(self) -> JobReport | None:
         """The best of the jobs that ran to their end; while there is none, of those that may."""
         comparable = [job for job in self.jobs if job.has_metric and not job.has_failed]
         return next((job for job in comparable if job.is_complete), next(iter(comparable), None))
@@ -147,12 +146,13 @@ class Sweep:
             return 1
         return 0 if all(job.state == "finished" for job in self.jobs) else 3
 
-    def repeat(self, job: Job) -> str:
+    def repeat(self, job: JobReport) -> str:
         """The command that does a job again, for a shell."""
-        words = recorded_words(job.run_dir) or job.overrides  # what Hydra wrote has those, too, that all jobs share
-        return format_command(words, self.command)
+        # What Hydra wrote has those, too, that all jobs share.
+        overrides = recorded_words(job.run_dir) or job.job.swept
+        return format_command(overrides, self.command)
 
-    def settings(self, job: Job) -> str:
+    def settings(self, job: JobReport) -> str:
         """What tells a job from the others: `lr=0.001 seed=2`."""
         return " ".join(f"{name}={brief(job.values[key])}" for key, name in self.names.items() if key in job.values)
 

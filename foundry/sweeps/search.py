@@ -21,12 +21,14 @@ from foundry.config.metrics import check_metric
 from foundry.config.optuna_parts import build_part
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.sweeper import Search
-from foundry.run_dir.strict_json import read_object
-from foundry.run_dir.trial import JOURNAL, TrialLink, open_storage
-from foundry.sweeps.grid import Job
-from foundry.sweeps.jobs import compose_jobs
-from foundry.sweeps.manifest import Manifest
-from foundry.sweeps.sweeper import CheckedSweeper, Prepared
+from foundry.run_dir.names import STUDY
+from foundry.run_dir.result import read_result
+from foundry.run_dir.status import FAILED
+from foundry.run_dir.trial import TrialLink, open_storage
+from foundry.sweeps.compose_jobs import compose_jobs
+from foundry.sweeps.job import Job
+from foundry.sweeps.manifest import SweepManifest
+from foundry.sweeps.sweeper import CheckedSweeper
 
 if TYPE_CHECKING:
     import optuna
@@ -66,7 +68,7 @@ class OptunaSweeper(CheckedSweeper):
         self._failures, self._left = 0, set[int]()
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what Hydra knows.
+        """Make the launcher, as the other sweepers do.
 
         Raises:
             ConfigError: Optuna is not installed, or jobs would be left to themselves.
@@ -89,27 +91,27 @@ class OptunaSweeper(CheckedSweeper):
         space = Space.parse(overrides)
         manifest = self.begin()
         self._check(space, manifest)
-        jobs, results = dict[int, Prepared](), list[Sequence[JobReturn]]()
+        jobs, results = dict[int, Job](), list[Sequence[JobReturn]]()
         with self.running():
             study = self._open(space)
             while numbers := self._next(study, space):
-                batch = dict[int, Prepared]()
+                batch = dict[int, Job]()
                 for number in numbers:
                     if (job := self._prepare(study, space, number, manifest)) is not None:
                         batch[number] = job
-                        manifest = manifest.with_jobs([job.entry])
+                        manifest = manifest.with_jobs([job])
                 self.record(manifest, list(batch.values()))
                 if waiting := self._waiting(batch):
                     results.append(self.launch(waiting))
                 for number, job in batch.items():
                     self._tell(study, number, job)
-                    jobs[job.entry.index] = job
+                    jobs[job.index] = job
         self.report(list(jobs.values()))
         if self._failures:
             raise SystemExit(1)
         return results
 
-    def _check(self, space: "Space", manifest: Manifest) -> None:
+    def _check(self, space: "Space", manifest: SweepManifest) -> None:
         """Refuse a search before anything is written.
 
         Raises:
@@ -118,8 +120,8 @@ class OptunaSweeper(CheckedSweeper):
         import optuna
 
         points = list[dict[str, Any]]()
-        if (self.sweep_dir / JOURNAL).is_file():
-            storage = open_storage(self.sweep_dir / JOURNAL)
+        if (self.sweep_dir / STUDY).is_file():
+            storage = open_storage(self.sweep_dir / STUDY)
             if _STUDY in optuna.get_all_study_names(storage):  # a kill may have come before
                 study = optuna.load_study(study_name=_STUDY, storage=storage)
                 self._check_same(study, space)
@@ -142,7 +144,7 @@ class OptunaSweeper(CheckedSweeper):
             ConfigError: with each mistake once.
         """
         corners = list(space.corners(values))
-        results = compose_jobs(self.hydra_context.config_loader, self.config, [job.words for job in corners])
+        results = compose_jobs(self.hydra_context.config_loader, self.config, [job.overrides for job in corners])
         wrong = dict[Violation, list[Job]]()
         for job, result in zip(corners, results, strict=True):
             for violation in dict.fromkeys(result.violations) if isinstance(result, ConfigError) else ():
@@ -179,7 +181,7 @@ class OptunaSweeper(CheckedSweeper):
 
         study = optuna.create_study(
             study_name=_STUDY,
-            storage=open_storage(self.sweep_dir / JOURNAL),
+            storage=open_storage(self.sweep_dir / STUDY),
             direction=self._search.direction.value,
             load_if_exists=True,
         )
@@ -226,28 +228,30 @@ class OptunaSweeper(CheckedSweeper):
         study.sampler = self._built("sampler", self._sampler_node(number))
         return study.ask(space.distributions).number
 
-    def _prepare(self, study: "optuna.Study", space: "Space", number: int, manifest: Manifest) -> Prepared | None:
+    def _prepare(self, study: "optuna.Study", space: "Space", number: int, manifest: SweepManifest) -> Job | None:
         """A trial as a job; None where its values do not go together, which counts as a failure."""
         job = space.job(study.get_trials(deepcopy=False)[number].params)
         try:
             (prepared,) = self.prepare([job], manifest)
         except ConfigError as error:
-            sys.stderr.write(f"{job} is not run: {'; '.join(violation.message for violation in error.violations)}\n")
+            sys.stderr.write(
+                f"{job.settings} is not run: {'; '.join(violation.message for violation in error.violations)}\n"
+            )
             self._fail(study, number)
             return None
         return prepared
 
-    def _waiting(self, batch: Mapping[int, Prepared]) -> list[Prepared]:
+    def _waiting(self, batch: Mapping[int, Job]) -> list[Job]:
         """The jobs of a batch that have not finished, each once; they are told which trial they are."""
-        waiting = dict[int, Prepared]()
+        waiting = dict[int, Job]()
         for number, job in batch.items():
-            if self.state(job) == "finished" or job.entry.index in waiting:
+            if self.state(job) == "finished" or job.index in waiting:
                 continue
-            waiting[job.entry.index] = job
+            waiting[job.index] = job
             if self._search.pruner is not None:
                 run_dir = self.run_dir(job)
                 TrialLink(
-                    journal=os.path.relpath(self.sweep_dir / JOURNAL, run_dir),
+                    journal=os.path.relpath(self.sweep_dir / STUDY, run_dir),
                     study=_STUDY,
                     number=number,
                     metric=self._metric,
@@ -255,7 +259,7 @@ class OptunaSweeper(CheckedSweeper):
                 ).save(run_dir)
         return list(waiting.values())
 
-    def _tell(self, study: "optuna.Study", number: int, job: Prepared) -> None:
+    def _tell(self, study: "optuna.Study", number: int, job: Job) -> None:
         """Tell Optuna what came of a trial.
 
         Raises:
@@ -265,7 +269,7 @@ class OptunaSweeper(CheckedSweeper):
 
         state = self.state(job)
         if state == "finished":
-            result = read_object(self.run_dir(job) / "result.json")
+            result = read_result(self.run_dir(job))
             value = result.get(self._metric) if self._metric.startswith("val_") else None
             if not isinstance(value, (int, float)):
                 known = [name for name in result if name.startswith("val_")]
@@ -276,7 +280,7 @@ class OptunaSweeper(CheckedSweeper):
                 study.tell(number, value)
             else:
                 self._fail(study, number)
-        elif state in ("failed", "lost"):
+        elif state in FAILED:
             self._fail(study, number)
         else:  # it was stopped, and goes on when the search is started again
             self._left.add(number)

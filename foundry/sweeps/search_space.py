@@ -1,4 +1,4 @@
-"""From words that sweep to a space that Optuna proposes values from, and back."""
+"""From swept overrides to a space that Optuna proposes values from, and back."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.sweeps.grid import Job, count_values, format_override
+from foundry.sweeps.grid import count_values, format_override
+from foundry.sweeps.job import Job
 
 _DIGITS = 4
 
@@ -80,7 +81,7 @@ class Space:
     def job(self, values: dict[str, Any]) -> Job:
         """The job at a point."""
         swept = tuple(dimension.word(values[dimension.key]) for dimension in self.dimensions)
-        return Job(words=(*self.fixed, *swept), swept=swept)
+        return Job(overrides=(*self.fixed, *swept), swept=swept)
 
     def corners(self, values: dict[str, Any]) -> Iterator[Job]:
         """The point, and those that differ from it in one key, which is at an end of its values."""

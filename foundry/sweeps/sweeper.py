@@ -1,15 +1,14 @@
-"""A sweep: all jobs are checked before anything is written or started, and one that was begun goes on."""
+"""A sweep: all jobs are checked before anything is written or started, and one that was begun is resumed."""
 
 import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -21,33 +20,26 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, read_write
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import save_yaml
+from foundry.config.frozen import hash_config, save_yaml
+from foundry.config.hydra_internals import current_config
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.schemas.sweeper import Sweep
 from foundry.config.schemas.sweeper import Sweeper as Options
 from foundry.config.setting import check_fields
 from foundry.launch.claim import check_free, claim
-from foundry.launch.launchers import FrozenLauncher
-from foundry.launch.status import queue
+from foundry.launch.launchers import ComposedJob, FrozenLauncher, queue_job, set_number
 from foundry.run_dir.lock import lock
-from foundry.run_dir.status import read_status
-from foundry.sweeps.grid import Job, expand
-from foundry.sweeps.jobs import compose_jobs, set_number
-from foundry.sweeps.manifest import Manifest, SweepJob, sweep_job
+from foundry.run_dir.names import LOG, MULTIRUN
+from foundry.run_dir.status import FAILED, read_status
+from foundry.sweeps.compose_jobs import compose_jobs
+from foundry.sweeps.grid import expand
+from foundry.sweeps.job import Job
+from foundry.sweeps.manifest import SweepManifest
 from foundry.sweeps.refusals import refusals
 
 _log = logging.getLogger(__name__)
 _KEY = "hydra.sweep.dir"
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A job that is known to be right: its place in the sweep, its words, and what they compose to."""
-
-    entry: SweepJob
-    words: tuple[str, ...]
-    config: Config
 
 
 class CheckedSweeper(Sweeper):
@@ -66,11 +58,15 @@ class CheckedSweeper(Sweeper):
     launcher: Launcher
     options: Options
     sweep_dir: Path
+    _composed: dict[int, DictConfig]
+    """What jobs that were checked and not launched yet compose to, by index."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what Hydra knows."""
-        self.hydra_context, self.config = hydra_context, config
+        """Take Hydra's loader and the configuration of the sweep, and make the launcher that it names."""
+        self.hydra_context = hydra_context
+        self.config = config
         self.sweep_dir = Path(str(config.hydra.sweep.dir))
+        self._composed = {}
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -79,13 +75,13 @@ class CheckedSweeper(Sweeper):
         """Check, then run the jobs that have not finished.
 
         Args:
-            arguments: the command line's words, without Hydra's own.
+            arguments: the command line's overrides, without Hydra's own.
 
         Returns:
             For each batch what the launcher says of its jobs.
 
         Raises:
-            ConfigError: with every mistake; nothing has been written.
+            ConfigError: with every config error; nothing has been written.
             SystemExit: 1, a job has failed; there is a line for each.
             Stopped: a signal ended the job that was running.
         """
@@ -105,51 +101,65 @@ class CheckedSweeper(Sweeper):
 
     @abstractmethod
     def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
-        """Check and run the jobs that these words make."""
+        """Check and run the jobs that these overrides make."""
 
-    def begin(self) -> Manifest:
-        """The sweep about to start, or to go on; nothing is written yet."""
+    def begin(self) -> SweepManifest:
+        """The sweep about to start, or to be resumed; nothing is written yet."""
         launcher = str(self.config.hydra.runtime.choices["hydra/launcher"])
         metric, direction = self.options.metric or "", self.options.direction.value
-        return Manifest.begin(self.sweep_dir, sys.argv[1:], launcher=launcher, metric=metric, direction=direction)
+        return SweepManifest.begin(self.sweep_dir, sys.argv[1:], launcher=launcher, metric=metric, direction=direction)
 
-    def prepare(self, jobs: Sequence[Job], manifest: Manifest) -> list[Prepared]:
-        """Compose and check jobs, and give each its place in the sweep.
+    def prepare(self, jobs: Sequence[Job], manifest: SweepManifest) -> list[Job]:
+        """Compose and check jobs; returns them with their index, directory and hash.
 
         Raises:
-            ConfigError: with every mistake of every job; or the directory holds another sweep, or the machine or
+            ConfigError: with every config error of every job; or the directory holds another sweep, or the machine or
                 cluster cannot run such jobs.
         """
         composed = self._compose(jobs)
-        prepared = self._numbered(composed, manifest)
-        self._check_folders(prepared)
-        manifest.check(self.sweep_dir, [job.entry for job in prepared], [job.config for job in prepared])
-        self._check_launcher(manifest, [config for _, config in composed])
-        return prepared
+        numbered, configs = self._number(jobs, composed, manifest)
+        self._check_folders(numbered)
+        manifest.check(self.sweep_dir, numbered, configs)
+        self._check_launcher(manifest, composed)
+        self._composed |= {job.index: config for job, config in zip(numbered, composed, strict=True)}
+        return numbered
 
-    def record(self, manifest: Manifest, jobs: Sequence[Prepared]) -> Manifest:
+    def record(self, manifest: SweepManifest, jobs: Sequence[Job]) -> SweepManifest:
         """Write the jobs down, with the run directories that a launcher finds; returns the sweep that has them."""
-        from foundry.sweeps.mlflow_parent import ParentLink
+        from foundry.tracking.mlflow.parent_link import ParentLink
 
-        manifest = manifest.with_jobs([job.entry for job in jobs])
+        manifest = manifest.with_jobs(jobs)
         manifest.save(self.sweep_dir)
-        save_yaml(self.config, self.sweep_dir / "multirun.yaml")
+        save_yaml(self.config, self.sweep_dir / MULTIRUN)
         for job in jobs:
             if self.state(job) != "finished":
                 run_dir = self.run_dir(job)
-                queue(run_dir, job.config)
-                ParentLink.write(run_dir, self.sweep_dir, job.entry.index, job.entry.overrides)
+                queue_job(run_dir, to_config(self._composed[job.index]))
+                ParentLink.write(run_dir, self.sweep_dir, job.index, job.swept)
         return manifest
 
-    def launch(self, jobs: Sequence[Prepared]) -> Sequence[JobReturn]:
+    def launch(self, jobs: Sequence[Job]) -> Sequence[JobReturn]:
         """Run jobs, and return what became of each."""
-        return self.launcher.launch([job.words for job in jobs], initial_job_idx=jobs[0].entry.index)
+        if not isinstance(self.launcher, FrozenLauncher):
+            return self.launcher.launch([job.overrides for job in jobs], initial_job_idx=jobs[0].index)
+        return self.launcher.start(
+            [
+                ComposedJob(
+                    index=job.index,
+                    overrides=job.overrides,
+                    label=" ".join(job.swept),
+                    run_dir=self.run_dir(job).absolute(),
+                    config=self._composed.pop(job.index),
+                )
+                for job in jobs
+            ]
+        )
 
-    def run_dir(self, job: Prepared) -> Path:
+    def run_dir(self, job: Job) -> Path:
         """Where a job runs."""
-        return self.sweep_dir / job.entry.dir
+        return self.sweep_dir / job.dir
 
-    def state(self, job: Prepared) -> str | None:
+    def state(self, job: Job) -> str | None:
         """How a job is, as its status.json says; None before there is one."""
         return read_status(self.run_dir(job)).get("state")
 
@@ -173,7 +183,7 @@ class CheckedSweeper(Sweeper):
                 uri = self.config.tracking.uri
                 try_to_close_parent(self.sweep_dir, uri=uri, stopped=stopped and not are_left)
 
-    def report(self, jobs: Sequence[Prepared]) -> None:
+    def report(self, jobs: Sequence[Job]) -> None:
         """The table and picture of the sweep, and a line for each job that has failed.
 
         Raises:
@@ -181,45 +191,50 @@ class CheckedSweeper(Sweeper):
         """
         from rich.console import Console
 
-        from foundry.report import report
+        from foundry.sweeps.report import report
 
         report(self.sweep_dir, Console())
-        failed = [job for job in jobs if self.state(job) in ("failed", "lost", "stopped")]
+        failed = [job for job in jobs if self.state(job) in (*FAILED, "stopped")]
         for job in failed:
             run_dir = self.run_dir(job)
-            sys.stderr.write(f"{job.entry}: {read_status(run_dir).get('reason', '')}; see {run_dir / 'foundry.log'}\n")
+            sys.stderr.write(f"{job}: {read_status(run_dir).get('reason', '')}; see {run_dir / LOG}\n")
         if failed:
             raise SystemExit(1)
 
-    def _compose(self, jobs: Sequence[Job]) -> list[tuple[Job, DictConfig]]:
-        """Every job with what it composes to.
+    def _compose(self, jobs: Sequence[Job]) -> list[DictConfig]:
+        """What each job composes to.
 
         Raises:
-            ConfigError: with every mistake of every job.
+            ConfigError: with every config error of every job.
         """
-        results = compose_jobs(self.hydra_context.config_loader, self.config, [job.words for job in jobs])
+        results = compose_jobs(self.hydra_context.config_loader, self.config, [job.overrides for job in jobs])
         if violations := refusals(jobs, results):
             raise ConfigError(violations)
-        return [(job, result) for job, result in zip(jobs, results, strict=True) if isinstance(result, DictConfig)]
+        return [result for result in results if isinstance(result, DictConfig)]
 
-    def _numbered(self, composed: Sequence[tuple[Job, DictConfig]], manifest: Manifest) -> list[Prepared]:
-        """The jobs with their numbers and directories, which are written into their configurations too."""
+    def _number(
+        self, jobs: Sequence[Job], composed: Sequence[DictConfig], manifest: SweepManifest
+    ) -> tuple[list[Job], list[Config]]:
+        """The jobs with their numbers and directories, which are written into what they compose to as well."""
         known = {job.id: job.dir for job in manifest.jobs}
         taken = {folder: id for id, folder in known.items()}
-        jobs = []
-        for (job, config), index in zip(composed, manifest.number([job for job, _ in composed]), strict=True):
+        numbered, configs = list[Job](), list[Config]()
+        for job, config, index in zip(jobs, composed, manifest.number(jobs), strict=True):
             set_number(config, index)
             folder = known.get(job.id) or _subdir(config)
             if taken.setdefault(folder, job.id) != job.id:
-                message = f"gives job {index} ({job}) the directory {folder}, which another has; use ${{hydra.job.num}}"
+                message = (
+                    f"gives job {index} ({job.settings}) the directory {folder}, which another has; "
+                    "use ${hydra.job.num}"
+                )
                 raise ConfigError(Violation("hydra.sweep.subdir", message))
             with read_write(config.hydra.sweep):
                 config.hydra.sweep.subdir = folder
-            own = to_config(config)
-            jobs.append(Prepared(sweep_job(index, folder, job, own), job.words, own))
-        return jobs
+            configs.append(to_config(config))
+            numbered.append(replace(job, index=index, dir=folder, config_hash=hash_config(configs[-1])))
+        return numbered, configs
 
-    def _check_folders(self, jobs: Sequence[Prepared]) -> None:
+    def _check_folders(self, jobs: Sequence[Job]) -> None:
         """Refuse to write where files are that are no sweep's and no run's.
 
         Raises:
@@ -236,8 +251,8 @@ class CheckedSweeper(Sweeper):
         if violations:
             raise ConfigError(violations)
 
-    def _check_launcher(self, manifest: Manifest, configs: Sequence[DictConfig]) -> None:
-        """Refuse what the machine or cluster cannot run, and to go on through a launcher that counts jobs afresh."""
+    def _check_launcher(self, manifest: SweepManifest, configs: Sequence[DictConfig]) -> None:
+        """Refuse what the machine or cluster cannot run, and to resume through a launcher that counts jobs from 0."""
         if isinstance(self.launcher, FrozenLauncher):
             self.launcher.check(configs)
         elif manifest.jobs:
@@ -287,13 +302,8 @@ class GridSweeper(CheckedSweeper):
 
 def _subdir(config: DictConfig) -> str:
     """The job's directory, relative to the sweep's."""
-    state = HydraConfig.instance()
-    before = state.cfg
-    state.cfg = cast(Any, config)  # for ${hydra:...}; set_config would copy the configuration
-    try:
+    with current_config(config):
         return str(config.hydra.sweep.subdir)
-    finally:
-        state.cfg = before
 
 
 @contextmanager

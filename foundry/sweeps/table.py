@@ -11,9 +11,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from foundry.config.job_overrides import brief
 from foundry.run_dir.redact import one_line
-from foundry.sweeps.job_overrides import brief
-from foundry.sweeps.results import Job, Sweep
+from foundry.sweeps.results import JobReport, SweepReport
 from foundry.tracking.humanize import duration
 
 _STYLES = {
@@ -36,7 +36,7 @@ class _Column:
     is_number: bool = False
 
 
-def show(sweep: Sweep, console: Console) -> None:
+def show(sweep: SweepReport, console: Console) -> None:
     """Print the table and the summary; without colours, boxes and line breaks where nobody watches."""
     if console.is_terminal:
         console.print(screen(sweep, console))
@@ -47,7 +47,7 @@ def show(sweep: Sweep, console: Console) -> None:
         console.print(text, soft_wrap=True)
 
 
-def screen(sweep: Sweep, console: Console, *, scrolls: bool = True) -> Group:
+def screen(sweep: SweepReport, console: Console, *, scrolls: bool = True) -> Group:
     """The jobs, the best first; below them what there is to say of some, and the summary.
 
     Args:
@@ -56,7 +56,7 @@ def screen(sweep: Sweep, console: Console, *, scrolls: bool = True) -> Group:
         scrolls: False: leave out jobs where the console is too low for all.
     """
     below = [*_notes(sweep), *summary(sweep)]
-    jobs: Sequence[Job] = sweep.jobs
+    jobs: Sequence[JobReport] = sweep.jobs
     if not scrolls:
         used = _ROWS_BESIDES + len(console.render_lines(Group(*below)))
         jobs = _most_telling(jobs, max(console.height - used, 3))
@@ -69,7 +69,7 @@ def screen(sweep: Sweep, console: Console, *, scrolls: bool = True) -> Group:
     return Group(title, table, *said, *below)
 
 
-def summary(sweep: Sweep) -> Iterator[Text]:
+def summary(sweep: SweepReport) -> Iterator[Text]:
     """How many jobs are in which state, which is the best, and how to repeat it."""
     states = [Text(f"{number} {state}", style=_STYLES.get(state, "")) for state, number in sweep.counts.items()]
     number = len(sweep.jobs)
@@ -89,7 +89,7 @@ def summary(sweep: Sweep) -> Iterator[Text]:
     yield Text("repeat: ", style="bold") + Text(one_line(sweep.repeat(best)))
 
 
-def why_no_best(sweep: Sweep) -> str:
+def why_no_best(sweep: SweepReport) -> str:
     """What is said in place of the best job where there is none."""
     if not sweep.metric:
         return "no metric to compare jobs by (evaluation.metric is null)"
@@ -106,7 +106,7 @@ def metric_text(value: float | None) -> str:
     return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
-def _table(sweep: Sweep, jobs: Sequence[Job], *, with_log: bool = True) -> Table:
+def _table(sweep: SweepReport, jobs: Sequence[JobReport], *, with_log: bool = True) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = _columns(sweep) if with_log else _columns(sweep)[:-1]
     for column in columns:
@@ -124,15 +124,15 @@ def _table(sweep: Sweep, jobs: Sequence[Job], *, with_log: bool = True) -> Table
     return table
 
 
-def _most_telling(jobs: Sequence[Job], number: int) -> Sequence[Job]:
+def _most_telling(jobs: Sequence[JobReport], number: int) -> Sequence[JobReport]:
     """So many of the jobs, in their order: those that run, then from the top."""
     chosen = {job.index for job in sorted(jobs, key=lambda job: job.state != "running")[:number]}
     return [job for job in jobs if job.index in chosen]
 
 
-def _notes(sweep: Sweep) -> Iterator[Text]:
+def _notes(sweep: SweepReport) -> Iterator[Text]:
     """What there is to say of jobs, once for those of which it is the same."""
-    by_note: dict[str, list[Job]] = {}
+    by_note: dict[str, list[JobReport]] = {}
     for job in sweep.jobs:
         if job.note:
             by_note.setdefault(job.note, []).append(job)
@@ -144,7 +144,7 @@ def _notes(sweep: Sweep) -> Iterator[Text]:
         yield said + Text(f"{note}{log}")
 
 
-def _columns(sweep: Sweep) -> list[_Column]:
+def _columns(sweep: SweepReport) -> list[_Column]:
     swept = [
         _Column(name, all(_is_number(job.values.get(key, "0")) for job in sweep.jobs))
         for key, name in sweep.names.items()
@@ -160,7 +160,7 @@ def _columns(sweep: Sweep) -> list[_Column]:
     ]
 
 
-def _cells(sweep: Sweep, job: Job) -> list[str]:
+def _cells(sweep: SweepReport, job: JobReport) -> list[str]:
     done = "-" if job.step is None else str(job.step)
     measured = metric_text(job.metric)
     if job.metric is not None and not job.is_complete:
@@ -176,7 +176,7 @@ def _cells(sweep: Sweep, job: Job) -> list[str]:
     ]
 
 
-def _plain(sweep: Sweep) -> Iterator[str]:
+def _plain(sweep: SweepReport) -> Iterator[str]:
     columns = _columns(sweep)
     columns.append(_Column("note"))
     rows = [[column.name for column in columns], *([*_cells(sweep, job), job.note] for job in sweep.jobs)]

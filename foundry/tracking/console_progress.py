@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from foundry.run_dir.names import PLOTS
 from foundry.run_dir.redact import masked_text, one_line, printable
 from foundry.tracking.humanize import count, duration, number
 from foundry.tracking.mlflow.destination import sqlite_file, tracking_uri
@@ -198,7 +199,7 @@ def unigram_entropy(plan: Mapping[str, Any]) -> float | None:
 def where_to_look(event: RunStarted) -> dict[str, str]:
     """The pictures and samples there are, and the command that shows the run in MLflow."""
     rows: dict[str, str] = {}
-    plots = event.run_dir / "plots"
+    plots = event.run_dir / PLOTS
     for name, label in (("loss.png", "loss"), ("schedule.png", "schedule"), ("samples.*", "samples")):
         for path in sorted(plots.glob(name)):
             rows[label] = str(path)

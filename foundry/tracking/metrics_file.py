@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from foundry.run_dir.files import open_regular, replaced_atomically
+from foundry.run_dir.names import METRICS
 from foundry.run_dir.strict_json import decode, encode
 from foundry.tracking.safe_observer import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
-FILE_NAME = "metrics.jsonl"
 _LONGEST_LINE = 2**20  # bytes
 _LARGEST_FILE = 2**32
 _OPTIONAL = ("tokens", "tokens_per_second", "tflops", "mfu")
@@ -52,7 +52,7 @@ def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any
         ValueError: a complete line is no record.
         OSError: it is no regular file, or cannot be read.
     """
-    path = path / FILE_NAME if path.is_dir() else path
+    path = path / METRICS if path.is_dir() else path
     records: dict[tuple[bool, int], dict[str, Any]] = {}
     wanted = b"" if having is None else f'"{having}":'.encode()
     with open_regular(path, "rb") as file:
@@ -90,7 +90,7 @@ class MetricsFile:
     """Appends to `metrics.jsonl`; each line is handed to the operating system before the next step."""
 
     def __init__(self, *, run_dir: Path) -> None:
-        self._path = Path(run_dir) / FILE_NAME
+        self._path = Path(run_dir) / METRICS
         self._file: TextIO | None = None
 
     @tolerant

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from foundry.config.metrics import LOSS
 from foundry.run_dir.files import make_folder
+from foundry.run_dir.names import METRICS, PLOTS
 from foundry.tracking.console_progress import unigram_entropy
-from foundry.tracking.metrics_file import FILE_NAME, is_evaluation, read_metrics
+from foundry.tracking.metrics_file import is_evaluation, read_metrics
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, frame, save_figure
 from foundry.tracking.safe_observer import tolerant
 from foundry.tracking.schedule_figure import schedule_figure
@@ -49,7 +50,7 @@ class Plots:
         """Take over what an earlier start of the run measured."""
         self._entropy = unigram_entropy(event.plan)
         self._updates, self._phases, self._metric = event.updates, event.phases, event.metric
-        if (self._run_dir / FILE_NAME).exists():
+        if (self._run_dir / METRICS).exists():
             for record in read_metrics(self._run_dir):
                 if is_evaluation(record):
                     self._remember(record["step"], record)
@@ -77,7 +78,7 @@ class Plots:
         self._draw(max(self._loss, default=0))
 
     def _draw(self, step: int) -> None:
-        folder = make_folder(self._run_dir / "plots")
+        folder = make_folder(self._run_dir / PLOTS)
         points, held_out = sorted(self._loss.items()), sorted(self._measured.get(LOSS, {}).items())
         judged = None if self._metric in (None, LOSS) else sorted(self._measured.get(self._metric or "", {}).items())
         if points or held_out or judged:

@@ -1,15 +1,12 @@
 """status.json and result.json: what a run is doing, and what came of it."""
 
-import json
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foundry.run_dir.files import write_atomically
-from foundry.run_dir.redact import one_line
-from foundry.run_dir.strict_json import encode
+from foundry.run_dir.result import write_result
+from foundry.run_dir.status import now, replace_status
 from foundry.tracking.safe_observer import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
@@ -40,14 +37,12 @@ class StatusFile:
     def on_start(self, event: RunStarted) -> None:
         """The run is running."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        now = _now()
         self._status = {
             "state": "running",
             "reason": "",
             "step": event.step,
             "config_hash": event.config_hash,
-            "started": now,
-            "updated": now,
+            "started": now(),
         }
         self._write(durable=True)
 
@@ -71,7 +66,7 @@ class StatusFile:
             OSError: a run that finished cannot say so: it has to end once more.
         """
         if event.result:
-            write_atomically(self._run_dir / "result.json", _pretty(event.result), durable=True)
+            write_result(self._run_dir, event.result)
             self._end(event)
         else:
             self._end_if_it_can(event)
@@ -82,18 +77,9 @@ class StatusFile:
 
     def _end(self, event: RunEnded) -> None:
         step = event.result.get("step", self._status.get("step", 0))
-        self._status |= {"state": event.state, "reason": one_line(event.reason), "step": step}
+        self._status |= {"state": event.state, "reason": event.reason, "step": step}
         self._write(durable=True)
 
     def _write(self, *, durable: bool = False) -> None:
-        self._status["updated"] = _now()
-        write_atomically(self._run_dir / "status.json", _pretty(self._status), durable=durable)
+        replace_status(self._run_dir, self._status, durable=durable)
         self._written = self._clock()
-
-
-def _pretty(value: dict[str, Any]) -> str:
-    return json.dumps(json.loads(encode(value)), indent=2) + "\n"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

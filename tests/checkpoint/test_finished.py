@@ -6,11 +6,12 @@ import json
 import pytest
 from composition import configure
 
-from foundry.checkpoint.finished import check_finished, read_result
+from foundry.checkpoint.finished import check_finished
 from foundry.checkpoint.folder import Manifest
 from foundry.checkpoint.resume_point import ResumePoint
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import hash_config, plain, save_config
+from foundry.run_dir.result import find_result
 from foundry.run_dir.strict_json import encode
 
 BASE = ["hparams.max_steps=40"]
@@ -104,4 +105,4 @@ def test_without_its_settings_it_is_one_line(tmp_path, content):
 def test_a_result_that_was_lost_is_none(tmp_path, content):
     if content is not None:
         (tmp_path / "result.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert read_result(tmp_path) is None
+    assert find_result(tmp_path) is None

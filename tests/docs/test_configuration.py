@@ -112,7 +112,7 @@ def test_every_name_elsewhere_is_in_the_table():
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """The keys of a run's plan.json."""
-    from foundry.planning.derive import PLAN
+    from foundry.run_dir.names import PLAN
     from foundry.train import train
 
     folder = tmp_path_factory.mktemp("plan")

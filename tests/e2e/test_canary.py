@@ -65,8 +65,8 @@ def test_a_secret_of_the_environment_is_nowhere_else(warm):
     sweep = ["-m", *OWN, *WORDS, *STORE, "hparams.seed=1,2", "hydra/launcher=local", "hydra.sweep.dir=sweep"]
     do(*sweep, "hydra.launcher.n_jobs=2")
     do("dir=sweep", module="foundry.report")
-    do("dir=run", module="foundry.tracking.sync", code=2)
-    do("dir=run", f"uri={VARIABLES['STORE']}", module="foundry.tracking.sync", code=1)
+    do("dir=run", module="foundry.sync", code=2)
+    do("dir=run", f"uri={VARIABLES['STORE']}", module="foundry.sync", code=1)
     do("--cfg", "job", "--resolve", *OWN, *WORDS, *STORE)
     do("--cfg", "all", *OWN, *WORDS, *STORE)
     assert not found_in(warm.cwd)

@@ -116,7 +116,7 @@ def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
     words = [word for word in TINY if word != "tracking=none"]
     shell.run("-m", *words, "tracking.plots=false", "tracking.mlflow=true", f"hparams.lr=1e-3,{DIVERGES}", code=1)
     for pending in (shell.cwd / "sweep").glob("*/mlflow_pending.jsonl"):  # a slow machine
-        shell.run(f"dir={pending.parent}", module="foundry.tracking.sync")
+        shell.run(f"dir={pending.parent}", module="foundry.sync")
     client = MlflowClient(f"sqlite:///{shell.cwd}/mlflow.db")
     runs = client.search_runs([client.get_experiment_by_name("foundry").experiment_id])
     (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]

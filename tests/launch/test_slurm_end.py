@@ -1,7 +1,5 @@
 """How jobs of Slurm ended that cannot say it themselves; the lines are a real srun's and controller's."""
 
-import json
-
 import pytest
 
 from foundry.launch.slurm_end import ErrorOutput, Submission, settle
@@ -106,14 +104,13 @@ def slurm_says(tmp_path, monkeypatch):
 def test_a_job_that_nobody_waits_for(submitted, slurm_says, cluster, states, state):
     """It ended only if Slurm says so twice: one that is queued again has ended for a moment."""
     run_dir, _ = submitted
-    (run_dir / "sweep.json").write_text(json.dumps({"jobs": [{"index": 0, "dir": ".", "overrides": []}]}))
     write_status(run_dir, state="running", reason="")
     slurm_says(cluster, *states)
-    settle_unwatched(run_dir, [run_dir])
+    settle_unwatched([run_dir])
     assert read_status(run_dir)["state"] == state
 
 
 def test_a_job_that_was_never_submitted_is_left_alone(tmp_path):
     write_status(tmp_path, state="queued", reason="")
-    settle_unwatched(tmp_path, [tmp_path])
+    assert not settle_unwatched([tmp_path])
     assert read_status(tmp_path)["state"] == "queued"

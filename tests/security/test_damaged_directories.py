@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from foundry import sync
 from foundry.config.errors import ConfigError
 from foundry.launch import slurm_unwatched
-from foundry.report import ReportOptions, report, watch
+from foundry.report import ReportOptions
 from foundry.report import main as report_main
 from foundry.run_dir.status import write_status
+from foundry.sweeps.report import report, watch
 from foundry.sweeps.results import Which
-from foundry.tracking import sync
 from foundry.tracking.mlflow.destination import Destination
 from foundry.tracking.mlflow.queue import write_pending
 

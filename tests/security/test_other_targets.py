@@ -13,11 +13,11 @@ from composition import configure
 from tiny import TINY_DIT, TINY_LM
 
 from foundry.config.errors import ConfigError
+from foundry.config.job_overrides import recorded_words
 from foundry.config.optuna_parts import build_part, check_part
 from foundry.config.schemas.sweeper import Search
 from foundry.parallel.process_group import World
 from foundry.run_dir.trial import open_storage
-from foundry.sweeps.job_overrides import recorded_words
 from foundry.sweeps.pruning import Pruning
 from foundry.train import train
 
@@ -161,7 +161,7 @@ def test_a_worker_takes_a_directory_only_from_a_launcher_or_with_trust(tmp_path)
     logging = {"version": 1, "handlers": {"x": {"()": "os.system", "command": f"touch {canary}"}}}
     hydra = {"hydra": {"job": {"env_set": {}}, "job_logging": logging}}
     (tmp_path / "run" / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
-    command = [sys.executable, "-m", "foundry.launch.worker", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "foundry.sweeps.worker", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "trust=true" in done.stderr

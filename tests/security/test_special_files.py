@@ -8,21 +8,21 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
+from foundry.config.job_overrides import recorded_words
 from foundry.launch.slurm_end import ErrorOutput, Submission
 from foundry.launch.snapshot import FOLDER, snapshot
 from foundry.objectives.text_samples import TextSamples
 from foundry.planning.report import write_csv
-from foundry.report import report
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.lock import is_held, lock
 from foundry.run_dir.log import RunLog
 from foundry.run_dir.status import read_status, write_status
 from foundry.run_dir.strict_json import DamagedFileError
 from foundry.run_dir.trial import TrialLink
-from foundry.sweeps.job_overrides import recorded_words
-from foundry.sweeps.mlflow_parent import ParentLink
+from foundry.sweeps.report import report
 from foundry.tracking.metrics_file import MetricsFile, read_metrics
 from foundry.tracking.mlflow.destination import Destination
+from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.queue import read_pending, write_pending
 from foundry.tracking.plot_style import blank, save_figure
 from foundry.tracking.plots import Plots

@@ -1,4 +1,4 @@
-"""A run directory of somebody else decides neither which files `foundry.tracking.sync` sends, nor where to."""
+"""A run directory of somebody else decides neither which files `foundry.sync` sends, nor where to."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foundry.tracking import sync
+from foundry import sync
 from foundry.tracking.mlflow.destination import Destination, sync_command, tracking_uri
 from foundry.tracking.mlflow.queue import write_pending
 from foundry.tracking.mlflow.store import MlflowStore, resolve_file
@@ -194,11 +194,12 @@ def test_records_that_are_not_foundrys_are_a_line(run_dir, sent, capsys, content
 
 
 def test_a_sweep_is_one_that_the_run_lies_in(run_dir, tmp_path):
-    from foundry.sweeps.mlflow_parent import FILE_NAME, ParentLink
+    from foundry.run_dir.names import MLFLOW_PARENT
+    from foundry.tracking.mlflow.parent_link import ParentLink
 
     (tmp_path / "sweep.json").write_text("{}")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "sweep.json").write_text("{}")
     for sweep, is_taken in (("..", True), ("../other", False), (str(tmp_path / "other"), False), (".", False)):
-        (run_dir / FILE_NAME).write_text(json.dumps({"sweep": sweep, "job": 1, "swept": {}}))
+        (run_dir / MLFLOW_PARENT).write_text(json.dumps({"sweep": sweep, "job": 1, "swept": {}}))
         assert (ParentLink.load(run_dir) is not None) == is_taken

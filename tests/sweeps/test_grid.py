@@ -39,12 +39,12 @@ def refusal(*words, zipped=(), excluded=()):
 )
 def test_without_options_the_grid_is_hydras(words):
     (expected,) = BasicSweeper.split_arguments(parse(*words), max_batch_size=None)
-    assert [list(job.words) for job in jobs(*words)] == expected
+    assert [list(job.overrides) for job in jobs(*words)] == expected
 
 
 def test_swept_words_tell_a_job_from_the_others():
     first, second = jobs("lr=1e-3,2e-3", "steps=5")
-    assert (first.words, first.swept) == (("lr=0.001", "steps=5"), ("lr=0.001",))
+    assert (first.overrides, first.swept) == (("lr=0.001", "steps=5"), ("lr=0.001",))
     assert str(second) == "lr=0.002"
     assert first.id != second.id
 
@@ -57,7 +57,7 @@ def test_an_id_is_the_points_own():
 
 
 def test_zipped_keys_go_together():
-    words = [job.words for job in jobs("lr=1,2,3", "opt=x,y", "seed=7,8,9", zipped=[["lr", "seed"]])]
+    words = [job.overrides for job in jobs("lr=1,2,3", "opt=x,y", "seed=7,8,9", zipped=[["lr", "seed"]])]
     assert words == [(f"lr={k}", f"opt={o}", f"seed={k + 6}") for k in (1, 2, 3) for o in ("x", "y")]
 
 
@@ -67,7 +67,7 @@ def test_zip_chooses_from_the_grid(lengths, pairs):
     keys, (one, other) = ["a", "b", "c", "d"], pairs
     lengths[other] = lengths[one]
     words = [f"{key}=choice({','.join(map(str, range(n)))})" for key, n in zip(keys, lengths, strict=True)]
-    zipped = [job.words for job in jobs(*words, zipped=[[keys[one], keys[other]]])]
+    zipped = [job.overrides for job in jobs(*words, zipped=[[keys[one], keys[other]]])]
     points = itertools.product(*(range(n) for n in lengths))
     expected = [
         tuple(f"{k}={v}" for k, v in zip(keys, point, strict=True)) for point in points if point[one] == point[other]
@@ -87,9 +87,9 @@ def test_an_exclusion_may_name_what_is_fixed():
 def test_values_may_hold_spaces_commas_slashes_and_quotes():
     values = ["'a b'", '"c,d"', "e/f", "[1,2]", "'it\\'s'"]
     expected = [f"x={value}" for value in values]
-    assert [job.words for job in jobs(f"x={','.join(values)}")] == [(word,) for word in expected]
+    assert [job.overrides for job in jobs(f"x={','.join(values)}")] == [(word,) for word in expected]
     left = jobs(f"x={','.join(values)}", "y=1,2", excluded=[f"{word} y=1" for word in expected])
-    assert [job.words for job in left] == [(word, "y=2") for word in expected]
+    assert [job.overrides for job in left] == [(word, "y=2") for word in expected]
 
 
 def test_options_of_groups_are_values_like_others():

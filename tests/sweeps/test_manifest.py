@@ -1,20 +1,21 @@
 """sweep.json: numbers that stay, and what may not change."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.errors import ConfigError
+from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.frozen import hash_config
 from foundry.config.schemas.root import to_config
 from foundry.config.schemas.sweeper import Sweep
-from foundry.launch.status import fail, queue
+from foundry.launch.launchers import queue_job
 from foundry.run_dir.status import read_status, write_status
 from foundry.sweeps.grid import expand
-from foundry.sweeps.manifest import Manifest, sweep_job
+from foundry.sweeps.manifest import SweepManifest
 
 LOSS = {"metric": "val_loss", "direction": "minimize"}
 FIELDS = {"state", "reason", "step", "config_hash", "started", "updated"}
@@ -28,14 +29,24 @@ def points(*words):
 def config_of():
     install()
     with initialize_config_dir(config_dir(), version_base="1.3"):
-        yield lambda job, *words: to_config(compose(CONFIG_NAME, [*job.words, *words]))
+        yield lambda job, *words: to_config(compose(CONFIG_NAME, [*job.overrides, *words]))
+
+
+def placed(index, job, config):
+    """The job with its place in the sweep, as a sweeper gives it one."""
+    return replace(job, index=index, dir=str(index), config_hash=hash_config(config))
+
+
+def as_read(job):
+    """The job as sweep.json has it, without what all jobs share."""
+    return replace(job, overrides=())
 
 
 def begun(folder, config_of, jobs):
-    manifest = Manifest.begin(folder, ["-m", "some=words"], launcher="sequential", **LOSS)
-    entries = [sweep_job(k, str(k), job, config_of(job)) for k, job in enumerate(jobs)]
+    manifest = SweepManifest.begin(folder, ["-m", "some=words"], launcher="sequential", **LOSS)
+    entries = [placed(k, job, config_of(job)) for k, job in enumerate(jobs)]
     for entry, job in zip(entries, jobs, strict=True):
-        queue(folder / entry.dir, config_of(job))
+        queue_job(folder / entry.dir, config_of(job))
     manifest = manifest.with_jobs(entries)
     manifest.save(folder)
     return manifest
@@ -43,27 +54,27 @@ def begun(folder, config_of, jobs):
 
 def test_what_is_written_is_read_back(tmp_path, config_of):
     manifest = begun(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
-    assert Manifest.load(tmp_path) == manifest
+    assert SweepManifest.load(tmp_path) == replace(manifest, jobs=tuple(map(as_read, manifest.jobs)))
     content = json.loads((tmp_path / "sweep.json").read_text())
     assert set(content) == {"command", "created", "launcher", "jobs", "metric", "direction"}
     assert (content["metric"], content["direction"]) == ("val_loss", "minimize")
     assert set(content["jobs"][1]) == {"index", "dir", "overrides", "config_hash", "id"}
     assert (content["jobs"][1]["index"], content["jobs"][1]["overrides"]) == (1, ["hparams.lr=0.002"])
-    assert Manifest.load(tmp_path / "nowhere") is None
+    assert SweepManifest.load(tmp_path / "nowhere") is None
 
 
 def test_old_jobs_keep_their_numbers_and_new_ones_get_new_ones(tmp_path, config_of):
     begun(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
-    again = Manifest.begin(tmp_path, ["-m", "other=words"], launcher="local", **LOSS)
+    again = SweepManifest.begin(tmp_path, ["-m", "other=words"], launcher="local", **LOSS)
     assert again.number(points("hparams.lr=5e-4,2e-3,1e-3,4e-3")) == [2, 1, 0, 3]
     assert (again.command, again.launcher) == (("-m", "other=words"), "local")
-    assert again.created == Manifest.load(tmp_path).created
+    assert again.created == SweepManifest.load(tmp_path).created
 
 
 def test_jobs_of_an_earlier_start_stay_in_the_sweep(tmp_path, config_of):
     manifest = begun(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
     (job,) = points("hparams.lr=4e-3")
-    more = manifest.with_jobs([sweep_job(2, "2", job, config_of(job))])
+    more = manifest.with_jobs([placed(2, job, config_of(job))])
     assert [entry.index for entry in more.jobs] == [0, 1, 2]
 
 
@@ -71,10 +82,10 @@ def test_a_job_that_would_be_another_is_refused(tmp_path, config_of):
     jobs = points("hparams.lr=1e-3,2e-3")
     manifest = begun(tmp_path, config_of, jobs)
     configs = [config_of(job) for job in jobs]
-    entries = [sweep_job(k, str(k), job, config) for k, (job, config) in enumerate(zip(jobs, configs, strict=True))]
+    entries = [placed(k, job, config) for k, (job, config) in enumerate(zip(jobs, configs, strict=True))]
     manifest.check(tmp_path, entries, configs)
     changed = [config_of(job, "hparams.max_steps=7", "optimizer.weight_decay=0.5") for job in jobs]
-    entries = [sweep_job(k, str(k), job, config) for k, (job, config) in enumerate(zip(jobs, changed, strict=True))]
+    entries = [placed(k, job, config) for k, (job, config) in enumerate(zip(jobs, changed, strict=True))]
     with pytest.raises(ConfigError) as refused:
         manifest.check(tmp_path, entries, changed)
     lines = str(refused.value).splitlines()
@@ -86,10 +97,10 @@ def test_a_job_that_would_be_another_is_refused(tmp_path, config_of):
 def test_a_directory_with_other_runs_is_refused(tmp_path, config_of):
     (job,) = points("hparams.lr=1e-3")
     config = config_of(job)
-    entry = sweep_job(0, "0", job, config)
+    entry = placed(0, job, config)
     (tmp_path / "0").mkdir()
     write_status(tmp_path / "0", state="finished", config_hash="of another run")
-    manifest = Manifest.begin(tmp_path, [], launcher="sequential", **LOSS)
+    manifest = SweepManifest.begin(tmp_path, [], launcher="sequential", **LOSS)
     with pytest.raises(ConfigError, match=r"holds another run in 0, where job 0 would be, or choose"):
         manifest.check(tmp_path, [entry], [config])
     write_status(tmp_path / "0", config_hash=entry.config_hash)
@@ -99,7 +110,7 @@ def test_a_directory_with_other_runs_is_refused(tmp_path, config_of):
 def test_a_queued_job_says_what_will_run(tmp_path, config_of):
     (job,) = points("hparams.lr=1e-3")
     config = config_of(job)
-    queue(tmp_path / "0", config)
+    queue_job(tmp_path / "0", config)
     status = read_status(tmp_path / "0")
     assert set(status) == FIELDS
     assert (status["state"], status["step"], status["started"]) == ("queued", 0, None)
@@ -109,15 +120,14 @@ def test_a_queued_job_says_what_will_run(tmp_path, config_of):
 
 def test_a_job_queued_again_keeps_what_it_has_done(tmp_path, config_of):
     (job,) = points("hparams.lr=1e-3")
-    queue(tmp_path, config_of(job))
+    queue_job(tmp_path, config_of(job))
     write_status(tmp_path, state="stopped", reason="SIGINT", step=12, started="then")
-    queue(tmp_path, config_of(job))
+    queue_job(tmp_path, config_of(job))
     status = read_status(tmp_path)
     assert (status["state"], status["reason"], status["step"], status["started"]) == ("queued", "", 12, "then")
 
 
-def test_a_failure_is_its_kind_and_first_line(tmp_path):
-    fail(tmp_path, ValueError("first\nlast"))
-    assert (read_status(tmp_path)["state"], read_status(tmp_path)["reason"]) == ("failed", "ValueError: first")
-    fail(tmp_path, ValueError("a consequence"))
-    assert read_status(tmp_path)["reason"] == "ValueError: first"
+def test_the_reason_of_a_failure_is_its_kind_and_first_line():
+    assert format_reason(ValueError("first\nlast")) == "ValueError: first"
+    assert format_reason(ValueError()) == "ValueError"
+    assert format_reason(ConfigError([Violation("a", "is 1"), Violation("b", "is 2")])) == "a: is 1; b: is 2"

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sweep_dirs import SweepDir
 
-from foundry.sweeps.mlflow_parent import ParentLink, close_parent
+from foundry.sweeps.mlflow_parent import close_parent, close_parent_of_job
 from foundry.tracking.mlflow.destination import Destination, tracking_uri
-from foundry.tracking.mlflow.store import MlflowStore
+from foundry.tracking.mlflow.parent_link import ParentLink
+from foundry.tracking.mlflow.store import MlflowStore, parent_id
 from foundry.tracking.mlflow.tracker import MLflowTracker
 
 SECRET = "hunter2hunter2"
@@ -39,6 +40,7 @@ def store_of(run_dir):
 def end(run_dir, state):
     state_of(run_dir, state)
     store_of(run_dir).apply([{"op": "end", "status": "FINISHED", "time_ms": 1}])
+    close_parent_of_job(run_dir)
 
 
 def test_one_parent_from_the_first_job_to_the_last(sweep):
@@ -121,7 +123,7 @@ def test_a_job_is_compared_by_what_was_swept(with_database, events):
 def test_a_job_in_another_store_has_no_parent(sweep):
     Destination.of(sweep, uri="sqlite:///one.db", experiment_name="e", run_name="r").save(sweep)
     other = Destination.of(sweep / "0", uri="sqlite:///other.db", experiment_name="e", run_name="r")
-    assert ParentLink.load(sweep / "0").parent_id(sweep / "0", other) is None
+    assert parent_id(sweep, other) is None
 
 
 def test_a_job_that_was_copied_is_of_no_sweep(sweep, tmp_path):

@@ -55,7 +55,7 @@ def test_words_are_as_short_as_a_person_would_write_them(distribution, value, wo
 def test_a_job_has_the_shared_words_and_its_own():
     searched = space("lr=interval(0,1)", "steps=5", "optimizer=adamw,sgd", "steps=7")
     job = searched.job({"lr": 0.25, "optimizer": "sgd"})
-    assert job.words == ("steps=7", "lr=0.25", "optimizer=sgd")
+    assert job.overrides == ("steps=7", "lr=0.25", "optimizer=sgd")
     assert job.swept == ("lr=0.25", "optimizer=sgd")
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.sweeper import Sweep
-from foundry.sweeps.grid import Job, count_values, expand
-from foundry.sweeps.jobs import compose_jobs
+from foundry.sweeps.compose_jobs import compose_jobs
+from foundry.sweeps.grid import count_values, expand
+from foundry.sweeps.job import Job
 from foundry.sweeps.refusals import refusals
 from foundry.sweeps.search_space import Space
 
@@ -100,7 +101,7 @@ def sweep():
 def said(sweep, *words):
     loader, master = sweep
     jobs = expand(parse(*words), Sweep())
-    results = compose_jobs(loader, master(*words), [job.words for job in jobs])
+    results = compose_jobs(loader, master(*words), [job.overrides for job in jobs])
     return [str(violation) for violation in refusals(jobs, results)]
 
 
@@ -153,7 +154,7 @@ def test_values_that_are_wrong_alike_are_one_line(sweep):
 
 
 def test_texts_that_are_wrong_alike_are_one_line():
-    jobs = [Job((f"data.path=file_{name}.txt",), (f"data.path=file_{name}.txt",)) for name in "abcdef"]
+    jobs = [Job(swept=(f"data.path=file_{name}.txt",)) for name in "abcdef"]
     wrong = [ConfigError(Violation("data.path", f"is {job.swept[0][10:]} but there is no such file")) for job in jobs]
     (line,) = refusals(jobs, wrong)
     assert "6 of 6 jobs, each with a value of its own" in str(line)

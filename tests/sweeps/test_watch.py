@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from sweep_dirs import SweepDir, held
 
-from foundry import report as module
-from foundry.report import report, watch
+from foundry.sweeps import report as module
+from foundry.sweeps.report import report, watch
 from foundry.sweeps.results import Which
 
 

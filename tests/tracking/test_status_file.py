@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
+from foundry.run_dir import result, status
 from foundry.run_dir.files import write_atomically
-from foundry.tracking import status_file
 from foundry.tracking.status_file import StatusFile
 
 
@@ -72,7 +72,8 @@ def test_a_run_that_cannot_write_its_result_has_not_finished(events, monkeypatch
             raise OSError(number, os.strerror(number), str(path))
         write_atomically(path, text, **options)
 
-    monkeypatch.setattr(status_file, "write_atomically", full)
+    monkeypatch.setattr(result, "write_atomically", full)
+    monkeypatch.setattr(status, "write_atomically", full)
     with pytest.raises(OSError, match=os.strerror(number)):
         observer.on_end(events.end())
     observer.on_end(events.end(state="failed", reason="OSError", result={}))

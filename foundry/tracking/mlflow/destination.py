@@ -12,13 +12,12 @@ from pathlib import Path
 from types import NoneType
 
 from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import MLFLOW
 from foundry.run_dir.redact import MASK, masked_text
 from foundry.run_dir.strict_json import DamagedFileError, Types, read_object
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "foundry"
-FILE_NAME = "mlflow.json"
-PENDING_FILE_NAME = "mlflow_pending.jsonl"
 _TYPES: dict[str, Types] = {"uri": str, "experiment_name": str, "run_name": str, "key": str, "started_ms": int}
 _SQLITE = "sqlite:///"
 
@@ -72,7 +71,7 @@ def experiment(name: str) -> str:
 
 def sync_command(run_dir: Path, uri: str) -> str:
     """The command that sends to a store what it missed; a store that the environment does not name is named in it."""
-    command = ["python", "-m", "foundry.tracking.sync", f"dir={run_dir}"]
+    command = ["python", "-m", "foundry.sync", f"dir={run_dir}"]
     if uri == tracking_uri():
         return shlex.join(command)
     if (shown := masked_text(uri)) != uri:  # its credentials should not be in a shell's history
@@ -116,7 +115,7 @@ class Destination:
     def load(cls, run_dir: Path) -> "Destination | None":
         """What the run directory remembers; None where that is nothing."""
         try:
-            content = read_object(run_dir / FILE_NAME, needed=_TYPES, optional={"run_id": (str, NoneType)})
+            content = read_object(run_dir / MLFLOW, needed=_TYPES, optional={"run_id": (str, NoneType)})
         except (FileNotFoundError, DamagedFileError):
             return None
         return cls(**{name: content[name] for name in _TYPES}, run_id=content.get("run_id"))
@@ -124,7 +123,7 @@ class Destination:
     def save(self, run_dir: Path) -> None:
         """Remember it in the run directory, without credentials."""
         public = asdict(self) | {"uri": masked_text(self.uri)}
-        write_atomically(run_dir / FILE_NAME, json.dumps(public, indent=2) + "\n")
+        write_atomically(run_dir / MLFLOW, json.dumps(public, indent=2) + "\n")
 
     @property
     def is_masked(self) -> bool:

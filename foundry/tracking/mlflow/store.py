@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.run_dir.files import inside, open_regular
-from foundry.run_dir.lock import is_held
-from foundry.sweeps.mlflow_parent import ParentLink, close_parent
+from foundry.run_dir.redact import masked_text
 from foundry.tracking.mlflow.destination import DEFAULT_EXPERIMENT, Destination, experiment, sqlite_file
+from foundry.tracking.mlflow.parent_link import ParentLink, origin_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,6 +40,7 @@ OPERATIONS: dict[str, dict[str, type]] = {
 METRICS_PER_REQUEST = 1000
 _PARAMS_PER_REQUEST = 100
 _PARAM_LENGTH, _TAG_LENGTH, _KEY_LENGTH = 6000, 8000, 250
+_LOCK = ".mlflow.lock"
 _TRUNCATED = " … [truncated]"
 _KEY_TAG, _RUN_DIR_TAG, _PARENT_TAG = "foundry_key", "run_dir", "mlflow.parentRunId"
 _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # shown as training, not as "GenAI"
@@ -111,8 +112,6 @@ class MlflowStore:
                 client.update_run(run_id, status="RUNNING")
             case "end":
                 client.set_terminated(run_id, status=first["status"], end_time=first["time_ms"])
-                if self._link is not None and not is_held(sweep_dir := self._run_dir / self._link.sweep):
-                    close_parent(sweep_dir, uri=self._destination.uri)  # else the sweep's process does
 
     def _log_artifact(self, client: "MlflowClient", run_id: str, operation: Operation) -> None:
         try:
@@ -128,8 +127,34 @@ class MlflowStore:
         """What says that the run is a job of a sweep, whose own run is there and running after this."""
         if self._link is None:
             return {}
-        parent = self._link.parent_id(self._run_dir, self._destination)
+        parent = parent_id((self._run_dir / self._link.sweep).resolve(), self._destination)
         return self._link.tags(self._run_dir) | ({} if parent is None else {_PARENT_TAG: parent})
+
+
+def parent_id(sweep_dir: Path, child: Destination) -> str | None:
+    """The id of a sweep's own run, which the first job to ask makes, and which is running again if it had ended.
+
+    Args:
+        sweep_dir: of the sweep.
+        child: where the job's run is kept.
+
+    Returns:
+        None where the sweep's run is in another store.
+    """
+    with open_regular(sweep_dir / _LOCK, "a") as lock:
+        with suppress(OSError):  # a file system without locks: two first jobs may then make two parents
+            fcntl.flock(lock, fcntl.LOCK_EX)  # unlike lockf it keeps threads of one process apart, too
+        earlier = Destination.load(sweep_dir)
+        if earlier is not None and earlier.uri != masked_text(child.uri):
+            return None
+        name = sweep_dir.name
+        parent = Destination.of(sweep_dir, uri=child.uri, experiment_name=child.experiment_name, run_name=name)
+        parent.save(sweep_dir)
+        store = MlflowStore(sweep_dir, parent)
+        if earlier is None or earlier.run_id is None:
+            store.apply([{"op": "tags", "values": origin_tags(sweep_dir)}])
+        store.apply([{"op": "start"}])
+        return store.connect()[1]
 
 
 def _quiet_client(uri: str) -> "MlflowClient":

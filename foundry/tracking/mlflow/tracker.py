@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from foundry.run_dir.names import CONFIG, MLFLOW_PENDING, PLAN, PLOTS, RESULT
 from foundry.run_dir.redact import masked
-from foundry.sweeps.mlflow_parent import ParentLink
 from foundry.tracking.metrics_file import evaluation_record, step_record
-from foundry.tracking.mlflow.destination import PENDING_FILE_NAME, Destination, short_waits, sync_command, tracking_uri
+from foundry.tracking.mlflow.destination import Destination, short_waits, sync_command, tracking_uri
+from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.queue import Delivery
 from foundry.tracking.mlflow.store import MlflowStore, Operation
 from foundry.tracking.provenance import provenance
@@ -26,7 +27,7 @@ class MLflowTracker:
     """Keeps a run in MLflow: parameters, tags, metrics, pictures, configuration and result.
 
     Nothing here waits for the server. What it does not take is kept in `mlflow_pending.jsonl` in the run directory, and
-    sent by the next start of the run or by `python -m foundry.tracking.sync dir=RUN_DIR`. It uploads what other
+    sent by the next start of the run or by `python -m foundry.sync dir=RUN_DIR`. It uploads what other
     observers wrote, so it comes last among them.
 
     Args:
@@ -68,7 +69,7 @@ class MLflowTracker:
         self._open.enter_context(short_waits())
         self._delivery = Delivery(
             store=MlflowStore(self._run_dir, destination),
-            pending_file=self._run_dir / PENDING_FILE_NAME,
+            pending_file=self._run_dir / MLFLOW_PENDING,
             prepare=lambda: self._first(event, link, Path.cwd()),
             finish_seconds=self._finish_seconds,
             how_to_send=f"send them with: {sync_command(self._run_dir, self._uri)}",
@@ -84,10 +85,10 @@ class MLflowTracker:
     def on_evaluation(self, event: Evaluated) -> None:
         """Hand over the held-out metrics and the pictures drawn so far."""
         self._put_metrics(evaluation_record(event))
-        self._put_files("plots")
-        if event.samples_file is not None and event.samples_file.parent != self._run_dir / "plots":
+        self._put_files(PLOTS)
+        if event.samples_file is not None and event.samples_file.parent != self._run_dir / PLOTS:
             file = os.path.relpath(event.samples_file, self._run_dir)
-            self._put({"op": "artifact", "file": file, "to": "plots"})
+            self._put({"op": "artifact", "file": file, "to": PLOTS})
 
     @tolerant
     def on_end(self, event: RunEnded) -> None:
@@ -96,7 +97,7 @@ class MLflowTracker:
             return
         with self._open:
             self._put_best(event.result.get("best"))
-            self._put_files("plots")
+            self._put_files(PLOTS)
             self._put_files("")
             tags = {"state": event.state} | ({"reason": event.reason} if event.reason else {})
             self._put({"op": "tags", "values": masked(tags)})
@@ -119,7 +120,7 @@ class MLflowTracker:
         yield {"op": "start"}
         yield {"op": "tags", "values": tags | {str(key): str(value) for key, value in masked(self._tags).items()}}
         yield {"op": "params", "values": {**swept, **flattened(config), **flattened(plan, "plan.")}}
-        yield {"op": "text", "file": "config.yaml", "text": yaml.safe_dump(_plain(config), sort_keys=False)}
+        yield {"op": "text", "file": CONFIG, "text": yaml.safe_dump(_plain(config), sort_keys=False)}
 
     def _put_metrics(self, record: dict[str, Any]) -> None:
         values = {name: record[name] for name in _COMPARED if name in record}
@@ -135,7 +136,7 @@ class MLflowTracker:
 
     def _put_files(self, folder: str) -> None:
         """The files of `plots/`, or the run directory's own records."""
-        names = ("result.json", "plan.json")
+        names = (RESULT, PLAN)
         place = self._run_dir / folder
         for path in sorted(place.iterdir() if place.is_dir() else ()):
             if (

@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 from sweep_dirs import SweepDir
 
-from foundry.sweeps.mlflow_parent import ParentLink
+from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
 

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from foundry.config.schemas.tracking import Tracking
+from foundry.sync import main, send_pending
 from foundry.tracking.mlflow.destination import DEFAULT_EXPERIMENT, short_waits, tracking_uri
 from foundry.tracking.mlflow.tracker import MLflowTracker
-from foundry.tracking.sync import main, send_pending
 
 SECRET = "hunter2hunter2"
 
@@ -168,7 +168,7 @@ def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, ca
     assert pending.exists()
     (said,) = [record.getMessage() for record in caplog.records if "were not delivered" in record.getMessage()]
     words = [f"dir={events.run_dir}", f"uri={own_server.uri}"]
-    assert said.endswith(f"send them with: python -m foundry.tracking.sync {' '.join(words)}")
+    assert said.endswith(f"send them with: python -m foundry.sync {' '.join(words)}")
     assert main(words[:1]) == 2
     assert main(words) == 1
     assert pending.exists()

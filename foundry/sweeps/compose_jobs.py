@@ -1,9 +1,8 @@
-"""Composing the jobs of a sweep: each once, fast, and kept, so that what was checked is what runs."""
+"""Composing the jobs of a sweep: each once, and fast."""
 
 import inspect
 import pickle
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra.core.config_loader import ConfigLoader
@@ -19,14 +18,11 @@ from foundry.config.start_dir import anchor_paths
 
 Words = tuple[str, ...]
 
-_composed: WeakKeyDictionary[ConfigLoader, dict[tuple[Words, Words], DictConfig]] = WeakKeyDictionary()
-"""What `compose_jobs` has made and no launcher has taken yet, by Hydra's own words and the job's."""
-
 
 def compose_jobs(
     loader: ConfigLoader, master: DictConfig, jobs: Sequence[Sequence[str]]
 ) -> list[DictConfig | ConfigError]:
-    """Compose and check jobs; what is composed here is what `configs_to_launch` hands out.
+    """Compose and check jobs.
 
     The result is that of `loader.load_sweep_config`, at a tenth of the time. Most of its time goes into reading and
     merging the chosen options, which is done once for all jobs that choose the same ones.
@@ -34,60 +30,19 @@ def compose_jobs(
     Args:
         loader: Hydra's.
         master: the configuration of the sweep.
-        jobs: the words of each.
+        jobs: the overrides of each.
 
     Returns:
         For each job its configuration, or everything that is wrong with it.
     """
     composer = _Composer(loader, master)
-    kept = _composed.setdefault(loader, {})
     results: list[DictConfig | ConfigError] = []
-    for words in map(tuple, jobs):
-        key = (composer.hydra_words, words)
+    for overrides in map(tuple, jobs):
         try:
-            kept[key] = kept[key] if key in kept else composer.compose(words)
-            results.append(kept[key])
+            results.append(composer.compose(overrides))
         except ConfigError as error:
             results.append(error)
     return results
-
-
-def configs_to_launch(
-    loader: ConfigLoader, master: DictConfig, jobs: Sequence[Sequence[str]], first_number: int
-) -> list[DictConfig]:
-    """The configurations that a launcher runs, each with its number in `hydra.job.num`.
-
-    A sweep that goes on launches jobs whose numbers have gaps: foundry's sweeper has set them. Those of a sweeper that
-    has not are counted from `first_number`.
-
-    Args:
-        loader: Hydra's.
-        master: the configuration of the sweep.
-        jobs: the words of each.
-        first_number: of the first job, where no sweeper has numbered them.
-
-    Raises:
-        ConfigError: a job is wrong, which foundry's own sweeper would have said before.
-    """
-    composer = _Composer(loader, master)
-    kept = _composed.setdefault(loader, {})
-    configs = []
-    for number, words in enumerate(map(tuple, jobs), first_number):
-        # Taken out: a sweeper that proposes the same point again gets a configuration of its own.
-        config = kept.pop((composer.hydra_words, words), None)
-        if config is None:
-            config = composer.compose(words)
-        if OmegaConf.is_missing(config.hydra.job, "num"):
-            set_number(config, number)
-        configs.append(config)
-    return configs
-
-
-def set_number(config: DictConfig, number: int) -> None:
-    """Say which job of its sweep a configuration is; `hydra.sweep.subdir` follows from it."""
-    with open_dict(config):
-        config.hydra.job.num = number
-        config.hydra.job.id = str(number)
 
 
 class _Composer:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foundry.config.strict_yaml import read_yaml
+from foundry.run_dir.names import HYDRA
 from foundry.run_dir.redact import one_line
 
 _LONGEST_NUMBER = 8  # characters
@@ -61,7 +62,7 @@ def _config_folder(command: Sequence[str]) -> list[str]:
 def recorded_words(run_dir: Path) -> tuple[str, ...]:
     """All words of a job, as Hydra wrote them into its run directory; none where it did not."""
     try:
-        words = read_yaml(run_dir / ".hydra" / "overrides.yaml", max_bytes=_MOST_BYTES)
+        words = read_yaml(run_dir / HYDRA / "overrides.yaml", max_bytes=_MOST_BYTES)
     except (OSError, ValueError):
         return ()
     return tuple(one_line(word) for word in words if isinstance(word, str)) if isinstance(words, list) else ()

@@ -1,4 +1,4 @@
-"""`python -m foundry.launch.worker RUN_DIR trust=true`: run exactly what config.yaml of a run directory says.
+"""`python -m foundry.sweeps.worker RUN_DIR trust=true`: run exactly what config.yaml of a job's run directory says.
 
 It builds any part and sets up any logging that the directory names, which is to run code: a launcher calls `work` on
 what it has just written there, and on the command line `trust=true` says as much.
@@ -6,40 +6,40 @@ what it has just written there, and on the command line `trust=true` says as muc
 The exit code is the run's: 0 finished, 1 failed, 2 refused by the data or the machine, 128 + n stopped by signal n.
 """
 
-import functools
 import json
 import logging
 import logging.config
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
-from foundry.config.errors import ConfigError
+from foundry.config.errors import ConfigError, format_reason
 from foundry.config.frozen import load_config
 from foundry.config.resolvers import register_resolvers
+from foundry.config.schemas.root import Config
 from foundry.config.stopped import Stopped
 from foundry.config.strict_yaml import read_yaml
-from foundry.launch.launchers import HYDRA_DIR
 from foundry.launch.local import WorkerFailed, format_trace, is_consequence
 from foundry.launch.slurm_end import ErrorOutput
 from foundry.launch.slurm_queue import is_requeued
+from foundry.launch.slurm_task import OutOfTime
 from foundry.launch.start import start
-from foundry.launch.status import format_reason
-from foundry.run_dir.ends import LOG
 from foundry.run_dir.files import make_folder, open_regular, write_atomically
 from foundry.run_dir.lock import is_held
+from foundry.run_dir.names import HYDRA, LOG, MLFLOW_PARENT
 from foundry.run_dir.redact import one_line, printable
 from foundry.run_dir.status import write_status
 from foundry.run_dir.strict_json import read_object
+
+if TYPE_CHECKING:
+    from foundry.train import RunResult
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ def work(run_dir: Path) -> int:
         if rank == 0:
             _wait_for_last_attempt(run_dir)
         # A launcher has just written it.
-        start(load_config(run_dir, trust=True), run_dir, job_logging)
-    except _OutOfTime as ended:
+        start_job(load_config(run_dir, trust=True), run_dir, job_logging)
+    except OutOfTime as ended:
         if rank == 0:
             write_status(run_dir, state="stopped", reason=_OUT_OF_TIME)
         return ended.code
@@ -89,55 +89,24 @@ def work(run_dir: Path) -> int:
     return 0
 
 
-class _OutOfTime(SystemExit):
-    """submitit would not put the job into the queue once more."""
+def start_job(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | None = None) -> "RunResult":
+    """Start a run as `foundry.launch.start` does; where it is the last job of a sweep, end the sweep's run in MLflow.
 
-    code: int
+    A sweep whose own process is there is left to that.
+    """
+    try:
+        return start(config, run_dir, job_logging)
+    finally:
+        if detect().rank == 0 and (run_dir / MLFLOW_PARENT).is_file():
+            from foundry.sweeps.mlflow_parent import close_parent_of_job
 
-
-class SlurmTask:
-    """What submitit runs as each task of a job; it comes back when submitit puts the job into the queue again."""
-
-    def __call__(self, run_dir: str) -> None:
-        """Work, and leave with the run's exit code, by which Slurm tells a job that failed."""
-        if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
-            os.environ.setdefault("OMP_NUM_THREADS", cpus)
-        _end_when_out_of_time()
-        if code := work(Path(run_dir)):
-            sys.exit(code)
-
-    def checkpoint(self, run_dir: str) -> Any:
-        """The same again: all state is in the run directory."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self, run_dir)
-
-
-def _end_when_out_of_time() -> None:
-    """Have submitit's handler leave when it has no attempts left; it raises an error, which any code here may catch."""
-    for signum in (signal.SIGUSR1, signal.SIGUSR2):
-        handler = signal.getsignal(signum)
-        if callable(handler) and getattr(handler, "__name__", "").startswith("checkpoint_and_"):
-            signal.signal(signum, _leaving(handler))
-
-
-def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], Any]:
-    from submitit.core.utils import UncompletedJobError
-
-    @functools.wraps(handler)
-    def handle(signum: int, frame: FrameType | None) -> None:
-        try:
-            handler(signum, frame)
-        except UncompletedJobError:
-            raise _OutOfTime(128 + signum) from None
-
-    return handle
+            close_parent_of_job(run_dir, uri=config.tracking.uri)
 
 
 def _become_job(run_dir: Path, rank: int) -> dict[str, Any]:
     """Set the environment and logging that Hydra would have set, had it run the job itself; returns the latter."""
     register_resolvers()
-    saved = OmegaConf.create(read_yaml(run_dir / HYDRA_DIR / "hydra.yaml"))
+    saved = OmegaConf.create(read_yaml(run_dir / HYDRA / "hydra.yaml"))
     assert isinstance(saved, DictConfig)
     for name, value in saved.hydra.job.env_set.items():
         os.environ[str(name)] = str(value)

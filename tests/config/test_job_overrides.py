@@ -1,6 +1,6 @@
 import pytest
 
-from foundry.sweeps.job_overrides import brief, format_command, key_and_value, recorded_words, short_names
+from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_words, short_names
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.root import to_config
-from foundry.sweeps.jobs import compose_jobs, configs_to_launch, set_number
+from foundry.sweeps.compose_jobs import compose_jobs
 
 
 @pytest.fixture
@@ -88,24 +88,6 @@ def test_jobs_do_not_share_what_they_are_made_of(sweep):
     words = [(f"hparams.seed={seed}", f"scheduler.warmup='{seed}'") for seed in (1, 2, 3)]
     configs = compose_jobs(loader, master_of(), words)
     assert [(config.hparams.seed, config.scheduler.warmup) for config in configs] == [(1, "1"), (2, "2"), (3, "3")]
-
-
-def test_what_was_checked_is_handed_out_once(sweep, tmp_path):
-    loader, master_of = sweep
-    mine = tmp_path / "optimizer"
-    mine.mkdir()
-    (mine / "mine.yaml").write_text("defaults: [adamw, _self_]\nweight_decay: 0.5\n")
-    master, words = master_of(f"hydra.searchpath=[{tmp_path}]"), [("optimizer=mine",), ("hparams.seed=4",)]
-    checked = compose_jobs(loader, master, words)
-    set_number(checked[0], 17)
-    (mine / "mine.yaml").write_text("defaults: [adamw, _self_]\nweight_decay: 0.9\n")
-    first = configs_to_launch(loader, master, words, 5)
-    assert first[0] is checked[0]
-    assert first[0].optimizer.weight_decay == 0.5
-    assert [config.hydra.job.num for config in first] == [17, 6]
-    # A sweeper that proposes the point again gets another, numbered as it counts.
-    (again,) = configs_to_launch(loader, master, words[:1], 8)
-    assert (again.optimizer.weight_decay, again.hydra.job.num) == (0.9, 8)
 
 
 def test_hundreds_of_jobs_in_seconds(sweep):

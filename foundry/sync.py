@@ -1,4 +1,4 @@
-"""`python -m foundry.tracking.sync dir=RUN_DIR`: send to MLflow what it missed."""
+"""`python -m foundry.sync dir=RUN_DIR`: send to MLflow what it missed."""
 
 import os
 import sys
@@ -9,10 +9,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from foundry.run_dir.files import UnsafeFileError
+from foundry.run_dir.names import MLFLOW, MLFLOW_PENDING
 from foundry.run_dir.redact import masked_text, one_line
+from foundry.sweeps.mlflow_parent import close_parent_of_job
 from foundry.tracking.mlflow.destination import (
-    FILE_NAME,
-    PENDING_FILE_NAME,
     Destination,
     short_waits,
     sqlite_file,
@@ -39,12 +39,12 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
         OSError: a file cannot be read.
         Exception: what MLflow raises; the records are then kept.
     """
-    pending_file = run_dir / PENDING_FILE_NAME
+    pending_file = run_dir / MLFLOW_PENDING
     if not os.path.lexists(pending_file):
         return 0
     destination = Destination.load(run_dir)
     if destination is None:
-        raise ValueError(f"dir={run_dir} has no readable {FILE_NAME}, so the run in MLflow is not known")
+        raise ValueError(f"dir={run_dir} has no readable {MLFLOW}, so the run in MLflow is not known")
     destination = replace(destination, uri=_chosen(destination, uri))
     for operation in read_pending(pending_file):
         if operation["op"] == "artifact":
@@ -56,6 +56,7 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
             _check_artifacts(store, destination)
         sent = send_file(store, pending_file)
     pending_file.unlink()
+    close_parent_of_job(run_dir, uri=destination.uri)
     return sent
 
 
@@ -75,7 +76,7 @@ def _chosen(destination: Destination, uri: str | None) -> str:
             f"the credentials of {destination.uri} are not stored; set MLFLOW_TRACKING_URI or give uri=URI"
         )
     raise ValueError(
-        f"{FILE_NAME} says {destination.uri}, which is not {masked_text(chosen)}; if that is right, send there with "
+        f"{MLFLOW} says {destination.uri}, which is not {masked_text(chosen)}; if that is right, send there with "
         f"uri={destination.uri}"
     )
 
@@ -102,9 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     run_dir = Path(given.get("dir", "").replace("\0", ""))
     if not given.get("dir") or not given.keys() <= {"dir", "uri"} or not run_dir.is_dir():
         said = one_line(" ".join(arguments)) or "nothing"
-        sys.stderr.write(
-            f"{said}: give an existing run directory: python -m foundry.tracking.sync dir=RUN_DIR [uri=URI]\n"
-        )
+        sys.stderr.write(f"{said}: give an existing run directory: python -m foundry.sync dir=RUN_DIR [uri=URI]\n")
         return 2
     try:
         sent = send_pending(run_dir, given.get("uri") or None)

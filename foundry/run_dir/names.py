@@ -1,0 +1,61 @@
+"""The names of the files and folders in a run directory, and in the directory of a sweep."""
+
+CONFIG = "config.yaml"
+"""The resolved configuration."""
+
+PLAN = "plan.json"
+"""What follows from the configuration: steps, tokens, memory."""
+
+TOKENIZER = "tokenizer.json"
+"""The tokenizer, so that sampling and export need no training data."""
+
+TRANSFORMERS = "transformers"
+"""A folder with the config of a model of transformers, so that they need not read the folder it came from either."""
+
+METRICS = "metrics.jsonl"
+"""A line for each logged step and each evaluation."""
+
+STATUS = "status.json"
+"""What the run is doing."""
+
+RESULT = "result.json"
+"""What came of a run that has finished."""
+
+LOG = "foundry.log"
+"""What the run logs."""
+
+OUTPUT = "output.log"
+"""What a job of `hydra/launcher=local` prints."""
+
+SUBMISSION = "slurm.json"
+"""What Slurm calls the job."""
+
+TRIAL = "trial.json"
+"""Which trial of a search the run is."""
+
+MLFLOW = "mlflow.json"
+"""Where in MLflow the run, or the sweep, is kept."""
+
+MLFLOW_PENDING = "mlflow_pending.jsonl"
+"""What MLflow has not taken yet."""
+
+MLFLOW_PARENT = "mlflow_parent.json"
+"""Which sweep the run is a job of."""
+
+CHECKPOINTS = "checkpoints"
+"""A folder with a folder for each checkpoint."""
+
+PLOTS = "plots"
+"""A folder with pictures, samples among them."""
+
+HYDRA = ".hydra"
+"""A folder with what Hydra composed the run of."""
+
+SWEEP = "sweep.json"
+"""In a sweep's directory: its jobs."""
+
+MULTIRUN = "multirun.yaml"
+"""In a sweep's directory: its own configuration, as Hydra's sweeper writes it."""
+
+STUDY = "optuna.jsonl"
+"""In a sweep's directory: the study of a search."""

@@ -1,0 +1,77 @@
+"""Launchers run jobs as they were composed, whichever sweeper they get them from."""
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import HydraContext, RunMode
+
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.sweeper import Direction
+from foundry.launch.launchers import FrozenLauncher
+from foundry.run_dir.result import write_result
+from foundry.run_dir.status import write_status
+from foundry.sweeps.job import Job
+from foundry.sweeps.plugins import register
+from foundry.sweeps.sweeper import GridSweeper
+
+
+class Recorder(FrozenLauncher):
+    """Has each job finish at once, with its number as its metric."""
+
+    def run(self, jobs):
+        self.jobs = jobs
+        for job in jobs:
+            write_result(job.run_dir, {"metric": job.index})
+            write_status(job.run_dir, state="finished")
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """A launcher, the folder of an option `optimizer=mine`, and what belongs to the sweep."""
+    install()
+    options = tmp_path / "options" / "optimizer"
+    options.mkdir(parents=True)
+    (options / "mine.yaml").write_text("defaults: [adamw, _self_]\nweight_decay: 0.5\n")
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        words = [f"hydra.searchpath=[{options.parent}]", f"hydra.sweep.dir={tmp_path / 'sweep'}", "hydra.job.name=j"]
+        master = loader.load_configuration(CONFIG_NAME, words, RunMode.MULTIRUN)
+        context = HydraContext(config_loader=loader, callbacks=None)
+        launcher = Recorder(work=lambda run_dir: 0)
+        launcher.setup(hydra_context=context, task_function=None, config=master)
+        yield launcher, options / "mine.yaml", context, master
+
+
+def test_jobs_of_another_sweeper_are_composed_checked_and_numbered(launched):
+    launcher, *_ = launched
+    jobs = [("optimizer=mine", "hparams.seed=3"), ("optimizer=sgd", "hparams.seed=3")]
+    returned = launcher.launch(jobs, 5)
+    assert [job.config.optimizer.weight_decay for job in launcher.jobs] == [0.5, 0.01]
+    assert [str(job) for job in launcher.jobs] == ["job 5 (optimizer=mine)", "job 6 (optimizer=sgd)"]
+    assert [job.run_dir.name for job in launcher.jobs] == ["5", "6"]
+    assert [job.return_value for job in returned] == [5, 6]
+    assert "weight_decay: 0.5" in (launcher.jobs[0].run_dir / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"hparams\.leer"):
+        launcher.launch([("hparams.leer=1",)], 7)
+
+
+def test_foundrys_sweeper_hands_over_what_it_has_checked(launched):
+    launcher, option, context, master = launched
+    sweeper = GridSweeper(
+        params={},
+        metric="val_loss",
+        direction=Direction.minimize,
+        max_jobs=9,
+        max_batch_size=None,
+        zip=[],
+        exclude=[],
+    )
+    register()
+    sweeper.setup(hydra_context=context, task_function=None, config=master)
+    sweeper.launcher = launcher
+    (job,) = sweeper.prepare([Job(overrides=("optimizer=mine",), swept=())], sweeper.begin())
+    option.write_text("defaults: [adamw, _self_]\nweight_decay: 0.9\n")
+    sweeper.launch([job])
+    assert launcher.jobs[0].config.optimizer.weight_decay == 0.5
+    assert "weight_decay: 0.5" in (sweeper.run_dir(job) / "config.yaml").read_text()
