@@ -23,6 +23,7 @@ from foundry.config.schemas.root import Config
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.splits import DataSplits
+from foundry.evaluators.pruning import Pruning
 from foundry.optim.schedule_state import reconcile
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, roll_call
@@ -37,15 +38,15 @@ from foundry.parts import (
     build_optimizers,
     build_schedule,
     build_stop_rules,
+    constant_weight_decay,
     field_of,
     resolve_init_from,
 )
-from foundry.planning.derive import build_plan, constant_weight_decay, planned_updates, resolve_phases, select_steps
+from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.run_dir.ends import leave_note, record_end
 from foundry.run_dir.folder import RunFolder
 from foundry.run_dir.names import PLOTS
 from foundry.run_files import write_architecture
-from foundry.sweeps.pruning import Pruning
 from foundry.training.best import Best
 from foundry.training.ema import WeightAverage
 from foundry.training.evaluation import Evaluation

@@ -22,7 +22,6 @@ from foundry.config.targets import runtime_settings
 from foundry.data.splits import DataSplits
 from foundry.evaluators.drawn_samples import DrawnSamples
 from foundry.optim.optimizers import not_covered
-from foundry.planning.derive import constant_weight_decay
 from foundry.training.early_stopping import EarlyStopping
 from foundry.training.protocols import Evaluator, GenerativeObjective, Objective, Schedule, StopRule
 
@@ -34,6 +33,11 @@ def build_model(config: Config) -> nn.Module:
     torch.manual_seed(config.hparams.seed)
     model: nn.Module = build(config.model)
     return model
+
+
+def constant_weight_decay(config: Config) -> float:
+    """The weight decay where the schedule has none: the optimizer's; 0 for an optimizer without one."""
+    return float(field_of(config.optimizer, "weight_decay", None) or 0.0)
 
 
 def resolve_init_from(config: Config) -> Path | None:

@@ -49,9 +49,9 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     """
     from rich.console import Console
 
-    from foundry.parts import build_budget, build_data, build_schedule
+    from foundry.parts import build_budget, build_data, build_schedule, constant_weight_decay
     from foundry.planning import report
-    from foundry.planning.derive import constant_weight_decay, planned_updates, resolve_phases, select_steps
+    from foundry.planning.derive import planned_updates, resolve_phases, select_steps
 
     if (run_dir / STATUS).exists():
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))

@@ -11,6 +11,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.data.splits import DataSplits
 from foundry.optim.schedules import Schedule as OwnSchedule
+from foundry.parts import constant_weight_decay
 from foundry.training.events import Phase, PlannedUpdate
 from foundry.training.protocols import HasPhases, Schedule
 
@@ -60,13 +61,6 @@ def build_plan(
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "notes": data.notes or {},
     }
-
-
-def constant_weight_decay(config: Config) -> float:
-    """The weight decay where the schedule has none: the optimizer's; 0 for an optimizer without one."""
-    node = config.optimizer
-    value = node.get("weight_decay") if isinstance(node, dict) else getattr(node, "weight_decay", None)
-    return float(value or 0.0)
 
 
 def planned_updates(

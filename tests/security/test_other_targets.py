@@ -16,9 +16,9 @@ from foundry.config.errors import ConfigError
 from foundry.config.job_overrides import recorded_words
 from foundry.config.optuna_parts import build_part, check_part
 from foundry.config.schemas.sweeper import Search
+from foundry.evaluators.pruning import Pruning
 from foundry.parallel.process_group import World
 from foundry.run_dir.trial import open_storage
-from foundry.sweeps.pruning import Pruning
 from foundry.train import train
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
