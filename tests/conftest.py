@@ -3,6 +3,8 @@ import signal
 
 import pytest
 from examples import selection
+from terminal import Shell
+from warm import WarmShell
 
 for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_signum) is signal.SIG_IGN:
@@ -24,3 +26,24 @@ def pytest_runtest_setup(item):
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory, worker_id):
+    """One for all test processes, so that a tokenizer is trained once."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "cache"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def shell(tmp_path, cache):
+    """For commands, in the test's folder."""
+    return WarmShell(tmp_path, cache)
+
+
+@pytest.fixture
+def cold_shell(tmp_path, cache):
+    """For what only a process shows that starts as a person's does."""
+    return Shell(tmp_path, cache)

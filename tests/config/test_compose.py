@@ -108,12 +108,6 @@ def test_saved_configuration_reads_back_typed(compose, tmp_path):
         assert load_config(tmp_path) == config
 
 
-def _foundry(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "foundry", *words], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 WRONG = ["hparams.per_gpu_batch_size=7"]
 
 
@@ -129,24 +123,22 @@ WRONG = ["hparams.per_gpu_batch_size=7"]
     ],
     ids=["run", "cfg", "sweep", "sweep-two", "sweep-option", "sweep-fixed"],
 )
-def test_refused_wherever_it_is_composed(words, tmp_path):
-    done = _foundry(*words, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "HYDRA_FULL_ERROR" not in done.stderr
-    assert list(tmp_path.iterdir()) == [], "nothing may be created"
+def test_refused_wherever_it_is_composed(words, shell):
+    stderr = shell.run(*words, code=2)[1]
+    assert "Traceback" not in stderr
+    assert "HYDRA_FULL_ERROR" not in stderr
+    assert list(shell.cwd.iterdir()) == [], "nothing may be created"
 
 
-def test_help_lists_every_group(tmp_path):
-    done = _foundry("--help", cwd=tmp_path)
-    assert done.returncode == 0
+def test_help_lists_every_group(shell):
+    stdout = shell.run("--help")[0]
     groups = [p.name for p in Path(config_dir()).iterdir() if p.is_dir() and p.name != "hydra"]
     missing = [
-        group for group in groups if not any(line.strip().startswith(f"{group}=") for line in done.stdout.splitlines())
+        group for group in groups if not any(line.strip().startswith(f"{group}=") for line in stdout.splitlines())
     ]
     assert missing == []
-    assert done.stdout.count("python -m foundry") >= 5
-    assert list(tmp_path.iterdir()) == []
+    assert stdout.count("python -m foundry") >= 5
+    assert list(shell.cwd.iterdir()) == []
 
 
 def test_help_and_composition_import_no_torch():

@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from examples import selection
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.global_hydra import GlobalHydra
@@ -33,7 +34,7 @@ from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.config.setting import check_fields
 from foundry.config.store import GROUPS
 
-SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30
+SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30 if selection.is_all else 150
 LIMIT_SECONDS = 5.0
 
 NUMBERS = ["0", "-1", "-0", "-0.0", "1e309", "1e308", "-1e308", "1e-320", "nan", "inf", "-inf", "1.5", "1e18", "1e15"]

@@ -1,8 +1,5 @@
 """Wrong words on the command line: exit code 2, at most a line per mistake, no traceback, no file."""
 
-import subprocess
-import sys
-
 import pytest
 
 
@@ -113,14 +110,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("words", "mistakes", "said"), CASES, ids=[" ".join(words) for words, _, _ in CASES])
-def test_one_line_each(words, mistakes, said, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "foundry", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    lines = done.stderr.splitlines()
-    assert done.returncode == 2, done.stderr
-    assert len(lines) == mistakes, done.stderr
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    assert list(tmp_path.iterdir()) == []
+def test_one_line_each(words, mistakes, said, shell):
+    stdout, stderr = shell.run(*words, code=2)
+    assert len(stderr.splitlines()) == mistakes, stderr
+    assert said in stderr
+    assert "Traceback" not in stderr
+    assert stdout == ""
+    assert list(shell.cwd.iterdir()) == []

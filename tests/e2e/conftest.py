@@ -5,22 +5,6 @@ from warm import WarmShell
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def shell(tmp_path, cache):
-    return WarmShell(tmp_path, cache)
-
-
-@pytest.fixture
-def cold_shell(tmp_path, cache):
-    """For what only a process shows that starts as a person's does."""
-    return Shell(tmp_path, cache)
-
-
-@pytest.fixture(scope="session")
 def lm(tmp_path_factory, cache):
     """The run directory of a finished small language model, and what was said; not to be changed."""
     shell = Shell(tmp_path_factory.mktemp("lm"), cache)

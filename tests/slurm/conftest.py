@@ -127,11 +127,6 @@ def _wait_until_idle(environment, folder):
     raise AssertionError(f"the nodes did not become idle: {logs}")
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def cluster(slurm, cache, tmp_path):
     """The cluster, as somebody sees it who works in an empty folder; afterwards its queue is empty again."""
