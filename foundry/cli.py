@@ -11,9 +11,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TypeVar
 
-import hydra._internal.core_plugins.basic_launcher as hydra_launcher
-import hydra._internal.hydra as hydra_run
-import hydra._internal.utils as hydra_utils
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -25,6 +22,7 @@ from foundry import __version__
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
+from foundry.config.hydra_internals import take_over
 from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.claim import Refused, run_job
@@ -102,19 +100,13 @@ def _versions() -> str:
 
 
 def enter(task: Callable[[], object]) -> None:
-    """Compose and do a task: exit code 2 and a line for each mistake in the configuration, 1 if the task failed."""
-    install(alone=True)
-    register()
+    """Compose and do a task: exit code 2 and a line for each config error, 1 if the task failed."""
     if flags := {"-m", "--multirun"} & set(sys.argv[2:]):  # argparse takes no flag between words
         sys.argv[1:] = [*flags, *(word for word in sys.argv[1:] if word not in flags)]
-    # Hydra would print a mistake with its own remarks and leave with 1; and it shortens the traceback of real failures.
-    hydra_utils.run_and_report = lambda func: func()
-    # Hydra makes the directory and writes there before the task begins.
-    hydra_run.run_job = hydra_launcher.run_job = run_job  # type: ignore[assignment, attr-defined]
-    if {"-h", "--help"} & set(sys.argv):
-        # Hydra lists every group, which takes two seconds, for a place in the page that ours does not have.
-        hydra_run.Hydra.format_config_groups = lambda self, predicate, compact=True: ""  # type: ignore[method-assign]
     try:
+        install(alone=True)
+        register()
+        take_over(run_job, without_groups=bool({"-h", "--help"} & set(sys.argv)))
         if detect().rank > 0:
             sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
         with _masked_output() if "--resolve" in sys.argv else nullcontext():

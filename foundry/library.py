@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra import version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
@@ -22,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config import compose as composing
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, Violation, first_line
+from foundry.config.hydra_internals import ConfigLoaderImpl, search_path
 from foundry.config.schemas.root import Config, to_config
 from foundry.launch.claim import claimed
 from foundry.launch.local import format_trace
@@ -115,18 +114,18 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
 def _compose(overrides: list[str], config_dir: str | Path | None) -> DictConfig:
     """The composed configuration, Hydra's own part included, without a trace in Hydra's global state."""
     composing.install()
-    search_path = create_config_search_path(composing.config_dir())
+    folders = search_path(composing.config_dir())
     if config_dir is not None:
         folder = Path(config_dir).expanduser().absolute()
         if not folder.is_dir():
             raise ConfigError(Violation("config_dir", f"is {config_dir}, which is no folder"))
-        search_path.prepend("foundry.compose", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
+        folders.prepend("foundry.compose", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
     setup_globals()  # the resolvers of Hydra
     base = version.VersionBase.instance()
     before = base.version_base
     version.setbase("1.3")
     try:
-        loader = ConfigLoaderImpl(config_search_path=search_path)
+        loader = ConfigLoaderImpl(config_search_path=folders)
         return loader.load_configuration(composing.CONFIG_NAME, overrides, RunMode.RUN, from_shell=False)
     finally:
         base.version_base = before

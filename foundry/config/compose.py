@@ -6,14 +6,10 @@ sweep, before the first one starts. Configurations without foundry's schemas are
 See hydra-core issues 981 and 2193; the wrapper can go when Hydra has such a hook.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -22,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.holes import check_hydra
+from foundry.config.hydra_internals import ConfigLoaderImpl, wrap_loading
 from foundry.config.override_errors import find_mistakes, includes_schemas, master_over_options, without_null_choices
 from foundry.config.resolvers import register_resolvers
 from foundry.config.rules import check
@@ -34,8 +31,6 @@ CONFIG_NAME = "config"
 _NO_SCHEMAS = (
     "which has none of foundry's schemas; write `defaults: [config, _self_]` at its top, and below that what differs"
 )
-
-_PARAMETERS = ["self", "config_name", "overrides", "run_mode", "from_shell", "validate_sweep_overrides"]
 
 
 def config_dir() -> str:
@@ -58,34 +53,17 @@ def install(*, alone: bool = False) -> None:
     """Register schemas and resolvers, and wrap Hydra's loader. Calling it again changes nothing.
 
     Args:
-        alone: nothing else is composed in this process, so what is none of foundry's is a mistake.
+        alone: nothing else is composed in this process, so what is none of foundry's is a config error.
+
+    Raises:
+        UnsupportedHydraError: the installed Hydra is not one that foundry knows.
     """
     register_schemas()
     register_resolvers()
     if alone:
         _process.alone = True
         Plugins.instance().register(_OwnOptions)
-    original = ConfigLoaderImpl._load_configuration_impl
-    if hasattr(original, "__wrapped__"):
-        return
-    found = list(inspect.signature(original).parameters)
-    assert found == _PARAMETERS, f"this Hydra's loader takes {found}; foundry knows {_PARAMETERS}"
-
-    @functools.wraps(original)
-    def load(
-        self: ConfigLoaderImpl,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        *args: Any,
-        **kwargs: Any,
-    ) -> DictConfig:
-        def compose(overrides: list[str]) -> DictConfig:
-            return original(self, config_name, overrides, run_mode, *args, **kwargs)
-
-        return _load(self, config_name, overrides, run_mode, compose)
-
-    ConfigLoaderImpl._load_configuration_impl = load  # type: ignore[method-assign]
+    wrap_loading(_load)
 
 
 @dataclass

@@ -1,19 +1,158 @@
-"""Everything of Hydra that is not its documented interface."""
+"""Everything that foundry uses of Hydra beyond its documented interface; each access is tested by name.
 
-from collections.abc import Callable, Iterator
+A Hydra that lacks one of these, or has it with other parameters, is refused with its version.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any, cast
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
 from hydra.plugins.plugin import Plugin
+from hydra.types import RunMode
 from omegaconf import DictConfig
+
+__all__ = ["CachingConfigRepository", "ConfigLoaderImpl", "IConfigRepository"]
+
+SUPPORTED = ">=1.3.8,<1.4"
+"""The versions of hydra-core that setup.cfg allows."""
+
+Load = Callable[..., DictConfig]
+"""`load(loader, config_name, overrides, run_mode, compose)`, where `compose(overrides)` is what Hydra would do."""
+
+_LOAD = ("self", "config_name", "overrides", "run_mode", "from_shell", "validate_sweep_overrides")
+
+
+class UnsupportedHydraError(HydraException):
+    """The installed Hydra is not one that foundry knows."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"hydra-core {version('hydra-core')} {what}; install hydra-core{SUPPORTED}")
+
+
+def require(owner: Any, name: str, *parameters: str) -> Any:
+    """A function or class of Hydra's, by the name of an attribute.
+
+    Args:
+        owner: the module or class that has it.
+        name: of the attribute.
+        parameters: their names, in order; none: they are not looked at.
+
+    Raises:
+        UnsupportedHydraError: there is none, or it takes other parameters.
+    """
+    found = getattr(owner, name, None)
+    path = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
+    if found is None:
+        raise UnsupportedHydraError(f"has no {path}")
+    if parameters and (has := tuple(inspect.signature(inspect.unwrap(found)).parameters)) != parameters:
+        raise UnsupportedHydraError(f"takes {', '.join(has)} in {path}, not {', '.join(parameters)}")
+    return found
+
+
+def wrap_loading(load: Load) -> None:
+    """Have every composition go through `load`; calling it again changes nothing.
+
+    Raises:
+        UnsupportedHydraError: this Hydra composes in another way.
+    """
+    original = require(ConfigLoaderImpl, "_load_configuration_impl", *_LOAD)
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def wrapped(
+        self: ConfigLoaderImpl,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> DictConfig:
+        def compose(overrides: list[str]) -> DictConfig:
+            composed: DictConfig = original(self, config_name, overrides, run_mode, *args, **kwargs)
+            return composed
+
+        return load(self, config_name, overrides, run_mode, compose)
+
+    ConfigLoaderImpl._load_configuration_impl = wrapped  # type: ignore[method-assign]
+
+
+def load_unchecked(loader: ConfigLoader, config_name: str | None, overrides: list[str]) -> DictConfig:
+    """What overrides compose to for a run, without what `wrap_loading` has added."""
+    load = inspect.unwrap(require(ConfigLoaderImpl, "_load_configuration_impl", *_LOAD))
+    composed: DictConfig = load(loader, config_name, overrides, RunMode.RUN)
+    return composed
+
+
+def open_repository(
+    loader: ConfigLoader, config_name: str | None, overrides: Sequence[Override]
+) -> tuple[CachingConfigRepository, Exception | None]:
+    """Where a loader finds options, `hydra.searchpath` included, and what is wrong with the latter."""
+    names = ("self", "config_name", "parsed_overrides", "repo")
+    add_search_path = require(ConfigLoaderImpl, "_process_config_searchpath", *names)
+    repository = CachingConfigRepository(require_loader(loader).repository)
+    try:
+        add_search_path(loader, config_name, list(overrides), repository)
+    except Exception as error:  # whatever Hydra, OmegaConf or a file system says of such a folder
+        return repository, error
+    return repository, None
+
+
+def require_loader(loader: ConfigLoader) -> ConfigLoaderImpl:
+    """Hydra's own loader.
+
+    Raises:
+        UnsupportedHydraError: it is another.
+    """
+    if not isinstance(loader, ConfigLoaderImpl):
+        raise UnsupportedHydraError(f"composes with a {type(loader).__name__}")
+    return loader
+
+
+def apply_overrides(overrides: Sequence[Override], config: DictConfig) -> None:
+    """Change a composed configuration by overrides of its values, as Hydra does it."""
+    require(ConfigLoaderImpl, "_apply_overrides_to_config", "overrides", "cfg")(list(overrides), config)
+
+
+def override_dirname(overrides: Sequence[Override], config: DictConfig) -> str:
+    """`hydra.job.override_dirname` of a job with these overrides."""
+    from hydra._internal import config_loader_impl
+
+    make = require(config_loader_impl, "get_overrides_dirname", "overrides", "exclude_keys", "item_sep", "kv_sep")
+    options = config.hydra.job.config.override_dirname
+    return str(make(list(overrides), options.exclude_keys, options.item_sep, options.kv_sep))
+
+
+def search_path(folder: str) -> ConfigSearchPath:
+    """Where Hydra looks for options, a folder first."""
+    from hydra._internal import utils
+
+    made: ConfigSearchPath = require(utils, "create_config_search_path", "search_path_dir")(folder)
+    return made
 
 
 @contextmanager
 def current_config(composed: DictConfig) -> Iterator[None]:
-    """Have `${hydra:...}` mean a configuration's own values; `HydraConfig.set_config` would copy it."""
+    """Have `${hydra:...}` mean a configuration's own values; `HydraConfig.set_config` would copy it.
+
+    Raises:
+        UnsupportedHydraError: this Hydra keeps its configuration elsewhere.
+    """
     state = HydraConfig.instance()
+    if "cfg" not in vars(state):
+        raise UnsupportedHydraError("has no HydraConfig.cfg")
     before = state.cfg
     state.cfg = cast(Any, composed)
     try:
@@ -27,5 +166,41 @@ def register_plugin(name: str, make: Callable[..., Plugin]) -> None:
 
     Hydra looks into its plugins' package only, and `Plugins.register` would use the name of the class's own module,
     which Hydra then refuses to instantiate.
+
+    Raises:
+        UnsupportedHydraError: this Hydra keeps its plugins elsewhere.
     """
-    Plugins.instance().class_name_to_class[name] = cast(Any, make)
+    require(Plugins.instance(), "class_name_to_class")[name] = make
+
+
+def error_of(result: JobReturn) -> BaseException | None:
+    """What a job raised; the property `return_value` would raise it."""
+    if result.status is not JobStatus.FAILED:
+        return None
+    error = require(result, "_return_value")
+    return error if isinstance(error, BaseException) else None
+
+
+def take_over(run_job: Callable[..., JobReturn], *, without_groups: bool) -> None:
+    """Run jobs with `run_job`, and have errors come out of `hydra.main` as they are.
+
+    Hydra would print a config error with its own remarks and leave with 1, and shorten the traceback of real failures.
+
+    Args:
+        run_job: in place of Hydra's own, which makes the directory and writes there before the task begins.
+        without_groups: leave out the list of groups in the page of `--help`, which takes two seconds.
+
+    Raises:
+        UnsupportedHydraError: this Hydra runs jobs in another way.
+    """
+    from hydra._internal import hydra, utils
+    from hydra._internal.core_plugins import basic_launcher
+
+    require(utils, "run_and_report", "func")
+    utils.run_and_report = lambda func: func()
+    for module in (hydra, basic_launcher):
+        require(module, "run_job")
+        module.run_job = run_job  # type: ignore[attr-defined]
+    if without_groups:
+        require(hydra.Hydra, "format_config_groups", "self", "predicate", "compact")
+        hydra.Hydra.format_config_groups = lambda self, predicate, compact=True: ""  # type: ignore[method-assign]

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.default_element import GroupDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,6 +15,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.errors import Violation, first_line, nearest, shown
+from foundry.config.hydra_internals import (
+    CachingConfigRepository,
+    ConfigLoaderImpl,
+    IConfigRepository,
+    apply_overrides,
+    open_repository,
+)
 from foundry.config.names import did_you_mean, leaves, meanings
 from foundry.config.rules import check
 from foundry.config.schemas.root import Config
@@ -153,12 +158,10 @@ def _repository(
     loader: ConfigLoaderImpl, config_name: str | None, parsed: list[Override]
 ) -> tuple[CachingConfigRepository, list[Violation]]:
     """Where options are found, hydra.searchpath included, or what is wrong with that."""
-    repo = CachingConfigRepository(loader.repository)
-    try:
-        loader._process_config_searchpath(config_name, parsed, repo)
-    except Exception as error:
-        return repo, [Violation(_SEARCHPATH, first_line(str(error)).removeprefix(f"{_SEARCHPATH} "))]
-    return repo, []
+    repo, error = open_repository(loader, config_name, parsed)
+    if error is None:
+        return repo, []
+    return repo, [Violation(_SEARCHPATH, first_line(str(error)).removeprefix(f"{_SEARCHPATH} "))]
 
 
 def master_over_options(
@@ -211,7 +214,7 @@ def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
 
 def _is_choice(repo: IConfigRepository, override: Override) -> bool:
     """Whether an override chooses an option of a group, rather than setting a value."""
-    return repo.group_exists(override.key_or_group) and not isinstance(override._value, dict)
+    return repo.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
 
 
 def _options(repo: IConfigRepository, group: str) -> list[str]:
@@ -269,7 +272,7 @@ def _apply(repo: IConfigRepository, config: DictConfig, override: Override, *, s
             yield _to_sweep(override)
         return
     try:
-        ConfigLoaderImpl._apply_overrides_to_config([override], config)
+        apply_overrides([override], config)
     except Exception as error:  # a value that OmegaConf did not expect, too
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         yield _explain(repo, config, override, cause)

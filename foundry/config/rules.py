@@ -106,7 +106,8 @@ def _check_choices(composed: DictConfig) -> Iterator[Violation]:
     choices = OmegaConf.select(composed, "hydra.runtime.choices") or {}
     given = OmegaConf.select(composed, "hydra.overrides.task")
     # Iterating would resolve interpolations in them.
-    words = [str(word).lstrip("+") for word in given._iter_ex(resolve=False)] if given is not None else []
+    raw: Any = OmegaConf.to_container(given, resolve=False) if given is not None else []
+    words = [str(word).lstrip("+") for word in raw]
     for group in (item.name for item in fields(Config)):
         if group not in choices and any(word.startswith(f"{group}=[") for word in words):
             yield Violation(group, "takes one option; to sweep over several add -m and leave out the brackets")

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.hydra_internals import current_config
+from foundry.config.hydra_internals import current_config, error_of
 from foundry.run_dir.files import UnsafeFileError, open_regular, replaced_atomically
 from foundry.run_dir.lock import LOCK, is_held
 from foundry.run_dir.marker import MARK, is_ours, mark
@@ -167,7 +167,7 @@ def run_job(
     log_name = f"{config.hydra.job.name}.log"
     with claimed(given, key, output_subdir=config.hydra.output_subdir, log_name=log_name) as taken:
         result = run()
-    if isinstance(result._return_value, ConfigError) and not (taken.folder / STATUS).exists():
+    if isinstance(error_of(result), ConfigError) and not (taken.folder / STATUS).exists():
         taken.release()
     return result
 

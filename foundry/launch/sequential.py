@@ -8,6 +8,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from foundry.config.errors import format_reason
+from foundry.config.hydra_internals import error_of
 from foundry.config.schemas.root import to_config
 from foundry.launch.claim import run_job
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, queue_job
@@ -57,7 +58,8 @@ class SequentialLauncher(FrozenLauncher):
 
 def _record(job: ComposedJob, result: JobReturn) -> None:
     """Put the traceback into the job's log, and its last line into status.json."""
-    error = result._return_value  # the property would raise it
+    error = error_of(result)
+    assert error is not None
     # At a level that is only for the file: a sweep's terminal has a line for each job.
     _log.info("%s failed\n%s", job, getattr(error, "trace", ""), exc_info=error)
     if read_status(job.run_dir).get("state") != "failed":  # what the run itself has written stays

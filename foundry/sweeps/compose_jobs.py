@@ -1,17 +1,21 @@
 """Composing the jobs of a sweep: each once, and fast."""
 
-import inspect
 import pickle
 from collections.abc import Sequence
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.hydra_internals import (
+    apply_overrides,
+    load_unchecked,
+    open_repository,
+    override_dirname,
+    require_loader,
+)
 from foundry.config.override_errors import Known, choice_line, find_mistakes
 from foundry.config.rules import check
 from foundry.config.start_dir import anchor_paths
@@ -49,14 +53,17 @@ class _Composer:
     """Composes jobs of one sweep; those that choose the same options share the work of reading and merging them."""
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
-        assert isinstance(loader, ConfigLoaderImpl)
-        self._loader, self._master = loader, master
+        self._loader = require_loader(loader)
+        self._master = master
         # Iterating would resolve interpolations in them.
-        self.hydra_words: Words = tuple(map(str, master.hydra.overrides.hydra._iter_ex(resolve=False)))
+        given = OmegaConf.to_container(master.hydra.overrides.hydra, resolve=False)
+        assert isinstance(given, list)
+        self.hydra_words: Words = tuple(map(str, given))
+        parsed = OverridesParser.create().parse_overrides(list(self.hydra_words))
         # Knows the folders of hydra.searchpath too.
-        _, self._repository = loader._parse_overrides_and_create_caching_repo(
-            master.hydra.job.config_name, list(self.hydra_words)
-        )
+        self._repository, error = open_repository(loader, master.hydra.job.config_name, parsed)
+        if error is not None:
+            raise error
         self._known = Known(self._repository)
         self._bases: dict[Words, bytes] = {}
         self._overrides: dict[str, Override] = {}
@@ -90,13 +97,10 @@ class _Composer:
         own = [override for override in overrides if not override.is_hydra_override()]
         values = [override for override in own if not self._is_choice(override)]
         config = self._base(tuple(choice_line(self._repository, o) for o in overrides if o not in values))
-        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        apply_overrides(values, config)
         with open_dict(config.hydra):
             config.hydra.overrides.task = [override.input_line for override in own]
-            dirname = config.hydra.job.config.override_dirname
-            config.hydra.job.override_dirname = get_overrides_dirname(
-                overrides=own, kv_sep=dirname.kv_sep, item_sep=dirname.item_sep, exclude_keys=dirname.exclude_keys
-            )
+            config.hydra.job.override_dirname = override_dirname(own, config)
         # What was resolved once for the sweep, such as the time in its directory's name, stays.
         OmegaConf.copy_cache(from_config=self._master, to_config=config)
         return config
@@ -104,9 +108,8 @@ class _Composer:
     def _base(self, choices: Words) -> DictConfig:
         """What the choices of options compose to, unchecked: the values that make it right come after."""
         if choices not in self._bases:
-            load = inspect.unwrap(ConfigLoaderImpl._load_configuration_impl)
             name = self._master.hydra.job.config_name
-            self._bases[choices] = pickle.dumps(load(self._loader, name, [*self.hydra_words, *choices], RunMode.RUN))
+            self._bases[choices] = pickle.dumps(load_unchecked(self._loader, name, [*self.hydra_words, *choices]))
         # A fifth of the time of deepcopy.
         config = pickle.loads(self._bases[choices])
         assert isinstance(config, DictConfig)

@@ -1,0 +1,123 @@
+"""Each access to Hydra's private parts does, with the installed Hydra, what foundry takes it to do."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from hydra import initialize_config_dir
+from hydra._internal import hydra, utils
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins import basic_launcher
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from packaging.specifiers import SpecifierSet
+
+import foundry
+from foundry.config import hydra_internals as internals
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+
+
+@pytest.fixture
+def loader():
+    install()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        yield GlobalHydra.instance().config_loader()
+
+
+def parsed(*overrides):
+    return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def test_the_supported_range_is_the_packages_and_has_the_installed_version():
+    declared = (Path(__file__).parents[2] / "setup.cfg").read_text()
+    assert f"hydra-core{internals.SUPPORTED}\n" in declared
+    assert version("hydra-core") in SpecifierSet(internals.SUPPORTED)
+
+
+def test_loading_is_wrapped_once_and_can_be_had_unwrapped(loader):
+    wrapped = ConfigLoaderImpl._load_configuration_impl
+    assert hasattr(wrapped, "__wrapped__")
+    install()
+    assert ConfigLoaderImpl._load_configuration_impl is wrapped
+    unchecked = internals.load_unchecked(loader, CONFIG_NAME, ["hparams.lr=-1"])
+    assert unchecked.hparams.lr == -1, "which the wrapper would refuse"
+
+
+def test_a_repository_has_the_options_of_a_search_path(loader, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.yaml").write_text("b: 1\n")
+    repository, error = internals.open_repository(loader, CONFIG_NAME, parsed(f"hydra.searchpath=[{tmp_path}]"))
+    assert error is None
+    assert repository.group_exists("mine")
+    _, error = internals.open_repository(loader, CONFIG_NAME, parsed("hydra.searchpath=7"))
+    assert isinstance(error, Exception)
+
+
+def test_overrides_are_applied_and_named_as_hydra_does_it(loader):
+    config = internals.load_unchecked(loader, CONFIG_NAME, [])
+    overrides = parsed("hparams.lr=0.125", "hparams.seed=4")
+    internals.apply_overrides(overrides, config)
+    assert (config.hparams.lr, config.hparams.seed) == (0.125, 4)
+    composed = loader.load_configuration(CONFIG_NAME, ["hparams.lr=0.125", "hparams.seed=4"], RunMode.RUN)
+    assert internals.override_dirname(overrides, config) == composed.hydra.job.override_dirname
+
+
+def test_a_search_path_starts_with_the_folder(tmp_path):
+    paths = [element.path for element in internals.search_path(str(tmp_path)).get_path()]
+    assert str(tmp_path) in paths[1] or str(tmp_path) in paths[0]
+
+
+def test_a_configuration_is_current_for_a_while(loader):
+    composed = loader.load_configuration(CONFIG_NAME, ["hydra.job.name=mine"], RunMode.RUN)
+    before = HydraConfig.instance().cfg
+    with internals.current_config(composed):
+        assert OmegaConf.create({"name": "${hydra:job.name}"}).name == "mine"
+        assert HydraConfig.instance().cfg is composed
+    assert HydraConfig.instance().cfg is before
+
+
+def test_a_plugin_is_found_by_its_name():
+    internals.register_plugin("hydra_plugins.foundry.Mine", dict)
+    assert Plugins.instance().class_name_to_class.pop("hydra_plugins.foundry.Mine") is dict
+
+
+def test_the_error_of_a_job_is_had_without_raising_it():
+    error = ValueError("no")
+    assert internals.error_of(JobReturn(status=JobStatus.FAILED, _return_value=error)) is error
+    assert internals.error_of(JobReturn(status=JobStatus.COMPLETED, _return_value=1.5)) is None
+
+
+def test_jobs_and_errors_are_taken_over(monkeypatch):
+    for owner, name in ((utils, "run_and_report"), (hydra, "run_job"), (basic_launcher, "run_job")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(hydra.Hydra, "format_config_groups", hydra.Hydra.format_config_groups)
+    internals.take_over(sorted, without_groups=True)
+    assert hydra.run_job is basic_launcher.run_job is sorted
+    assert hydra.Hydra.format_config_groups(None, None) == ""
+    with pytest.raises(ZeroDivisionError):
+        utils.run_and_report(lambda: 1 / 0)
+
+
+def test_another_hydra_is_refused_with_its_version(monkeypatch, loader):
+    monkeypatch.setattr(ConfigLoaderImpl, "_apply_overrides_to_config", lambda cfg: None)
+    said = rf"hydra-core {re.escape(version('hydra-core'))} takes cfg in ConfigLoaderImpl\._apply_overrides_to_config"
+    with pytest.raises(internals.UnsupportedHydraError, match=rf"{said}.*; install hydra-core>=1\.3\.8,<1\.4"):
+        internals.apply_overrides([], None)
+    monkeypatch.delattr(ConfigLoaderImpl, "_process_config_searchpath")
+    with pytest.raises(internals.UnsupportedHydraError, match=r"has no ConfigLoaderImpl\._process_config_searchpath"):
+        internals.open_repository(loader, CONFIG_NAME, [])
+    with pytest.raises(internals.UnsupportedHydraError, match="composes with a object"):
+        internals.require_loader(object())
+
+
+def test_nothing_else_of_foundry_reaches_into_hydra():
+    private = re.compile(r"hydra\._internal|ConfigLoaderImpl\._|HydraConfig\.instance\(\)\.cfg|class_name_to_class")
+    package = Path(foundry.__file__).parent
+    files = [str(file.relative_to(package)) for file in package.rglob("*.py") if private.search(file.read_text())]
+    assert files == ["config/hydra_internals.py"]
