@@ -1,9 +1,10 @@
 """The parts of a run put together: a trainer at the point where the run starts or resumes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, roll_call
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
-from foundry.parallel.wrap import Parallel, parallelize
+from foundry.parallel.wrap import Parallel, parallelize, place_frozen
 from foundry.parts import (
     build_budget,
     build_evaluators,
@@ -54,7 +55,16 @@ from foundry.training.events import RunStarted
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
 from foundry.training.model_hooks import hook
 from foundry.training.progress import Progress
-from foundry.training.protocols import CheckpointManager, Objective, Schedule, StopRule
+from foundry.training.protocols import (
+    CheckpointManager,
+    ComparingObjective,
+    Objective,
+    Schedule,
+    SourceContext,
+    SourcingObjective,
+    StopRule,
+    WindowSource,
+)
 from foundry.training.signals import SignalHandler
 from foundry.training.step import TrainStep
 from foundry.training.throughput import Throughput
@@ -94,6 +104,7 @@ class Trained:
         optimizers: they cover its trainable parameters.
         ema: averaged weights, where kept.
         objective: what is minimised.
+        frozen: the models that the objective compares with, by name.
         schedule: learning rate and weight decay of each update.
         budget: the size of the run.
         precision: the arithmetic of the run.
@@ -104,6 +115,7 @@ class Trained:
     optimizers: Sequence[Optimizer]
     ema: WeightAverage | None
     objective: Objective
+    frozen: Mapping[str, nn.Module]
     schedule: Schedule
     budget: Budget
     precision: PrecisionPolicy
@@ -134,9 +146,7 @@ def _build_trained(setup: Setup) -> Trained:
     config, world, resume_point = setup.config, setup.world, setup.resume_point
     hparams, budget = config.hparams, build_budget(config, setup.data, world.dp_size)
     precision = PrecisionPolicy.from_config(config.precision, world.device)
-    model = build_model(config)
-    if resume_point is None and (weights := resolve_init_from(config)) is not None:
-        init_from(model, weights, world)
+    model = build_model(config) if resume_point is not None else _build_initial(setup, None)
     parallel = parallelize(
         precision.prepare(model),
         precision,
@@ -146,7 +156,9 @@ def _build_trained(setup: Setup) -> Trained:
     )
     optimizers = build_optimizers(config, parallel.model)
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
-    objective, schedule = build_objective(config), build_schedule(config, budget)
+    objective = build_objective(config, world, setup.data.tokenizer)
+    frozen = _build_frozen(setup, objective, precision)
+    schedule = build_schedule(config, budget)
     if resume_point is not None:
         try:
             restore_into(resume_point.folder, parallel.model, ema, optimizers)
@@ -159,10 +171,32 @@ def _build_trained(setup: Setup) -> Trained:
         optimizers=optimizers,
         ema=ema,
         objective=objective,
+        frozen=frozen,
         schedule=schedule,
         budget=budget,
         precision=precision,
     )
+
+
+def _build_initial(setup: Setup, node: Any) -> nn.Module:
+    """A model as a run from scratch starts with it; `node` is of another model than the run's."""
+    model = build_model(setup.config, node)
+    weights = resolve_init_from(setup.config.model if node is None else node)
+    if weights is not None:
+        init_from(model, weights, setup.world)
+    return model
+
+
+def _build_frozen(setup: Setup, objective: Objective, precision: PrecisionPolicy) -> Mapping[str, nn.Module]:
+    """The models that the objective compares the run's with, which it is given."""
+    if not isinstance(objective, ComparingObjective):
+        return {}
+    frozen = {
+        name: place_frozen(precision.prepare(_build_initial(setup, node)), precision, setup.world)
+        for name, node in objective.frozen_models.items()
+    }
+    objective.compare(frozen)
+    return frozen
 
 
 def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
@@ -178,7 +212,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
             max_grad_norm=config.hparams.grad_clip_norm,
             guard=config.guard,
         ),
-        source=_build_loader(setup, budget),
+        source=_build_source(setup, trained),
         schedule=trained.schedule,
         constant_weight_decay=constant_weight_decay(config),
         progress=Progress(samples_per_epoch=len(data.train), tokens_per_sample=data.tokens_per_sample),
@@ -220,16 +254,33 @@ def _build_stop_rules(setup: Setup, trained: Trained) -> dict[str, StopRule]:
     return searched | build_stop_rules(setup.config, trained.objective, setup.data)
 
 
-def _build_loader(setup: Setup, budget: Budget) -> Loader:
-    """The training samples of this rank, in the global order."""
+def _build_source(setup: Setup, trained: Trained) -> WindowSource:
+    """Where windows come from: the training data, unless the objective brings another source."""
+    world, objective = setup.world, trained.objective
+    if not isinstance(objective, SourcingObjective):
+        return _build_loader(setup, trained.budget)
+    context = SourceContext(
+        model=trained.parallel.model,
+        data=setup.data,
+        world=world,
+        autocast=partial(trained.precision.autocast, world.device),
+        seed=setup.config.hparams.seed,
+        batch_size_at=trained.budget.batch_sizes.at,
+        build_loader=partial(_build_loader, setup, trained.budget),
+    )
+    return objective.build_source(context)
+
+
+def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False) -> Loader:
+    """The training samples in the global order: of this rank, or all of them."""
     config, data, world = setup.config, setup.data, setup.world
     return Loader(
         dataset=data.train,
         order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed),
         batch_size_at=budget.batch_sizes.at,
         per_gpu_batch_size=config.hparams.per_gpu_batch_size,
-        rank=world.dp_rank,
-        world_size=world.dp_size,
+        rank=0 if is_whole else world.dp_rank,
+        world_size=1 if is_whole else world.dp_size,
         num_workers=field_of(config.data, "num_workers", 0),
         pin_memory=world.device.type == "cuda",
         tokens_per_sample=data.tokens_per_sample,
@@ -314,7 +365,13 @@ def _record_stall(run_dir: Path, rank: int, reason: str, stack: str) -> None:
 
 def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException, step: int) -> str:
     averages = () if trained.ema is None else trained.ema.average.values()
-    memory = measure_device_memory(trained.parallel.model, trained.optimizers, setup.world.device, averages=averages)
+    memory = measure_device_memory(
+        trained.parallel.model,
+        trained.optimizers,
+        setup.world.device,
+        averages=averages,
+        frozen=trained.frozen.values(),
+    )
     return explain_out_of_memory(
         error,
         memory,

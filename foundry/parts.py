@@ -22,16 +22,22 @@ from foundry.config.targets import runtime_settings
 from foundry.data.splits import DataSplits
 from foundry.evaluators.drawn_samples import DrawnSamples
 from foundry.optim.optimizers import not_covered
+from foundry.parallel.process_group import World
 from foundry.training.early_stopping import EarlyStopping
 from foundry.training.protocols import Evaluator, GenerativeObjective, Objective, Schedule, StopRule
 
 log = logging.getLogger(__name__)
 
 
-def build_model(config: Config) -> nn.Module:
-    """The model with its initial weights, which depend on the seed only; `model.init_from` is not read here."""
+def build_model(config: Config, node: Any = None) -> nn.Module:
+    """A model with its initial weights, which depend on the seed only; `init_from` is not read here.
+
+    Args:
+        config: of the run.
+        node: of another model than the run's.
+    """
     torch.manual_seed(config.hparams.seed)
-    model: nn.Module = build(config.model)
+    model: nn.Module = build(config.model if node is None else node)
     return model
 
 
@@ -40,9 +46,9 @@ def constant_weight_decay(config: Config) -> float:
     return float(field_of(config.optimizer, "weight_decay", None) or 0.0)
 
 
-def resolve_init_from(config: Config) -> Path | None:
-    """Where initial weights come from, if from anywhere; a user's own model may say it too."""
-    path = field_of(config.model, "init_from", None)
+def resolve_init_from(node: Any) -> Path | None:
+    """Where a model's initial weights come from, if from anywhere; a user's own model may say it too."""
+    path = field_of(node, "init_from", None)
     return None if path is None else Path(path)
 
 
@@ -52,9 +58,9 @@ def build_data(config: Config) -> DataSplits:
     return data
 
 
-def build_objective(config: Config) -> Objective:
-    """What is minimised."""
-    objective: Objective = build(config.objective)
+def build_objective(config: Config, world: World | None = None, tokenizer: Any = None) -> Objective:
+    """What is minimised; it is given the ranks and the tokenizer if it takes them, and not yet any frozen models."""
+    objective: Objective = build(config.objective, offered={"world": world, "tokenizer": tokenizer})
     return objective
 
 

@@ -108,7 +108,12 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
     sample = {name: t.expand(samples, *t.shape[1:]) for name, t in read_batch(data.train, [0]).items()}
     microbatch = {**sample, "position": torch.zeros(samples, dtype=torch.int64)}
     memory = estimate_memory(
-        config, fake, world_size=ranks, microbatch=microbatch, device_type="cuda" if on_gpu else "cpu"
+        config,
+        fake,
+        world_size=ranks,
+        microbatch=microbatch,
+        device_type="cuda" if on_gpu else "cpu",
+        tokenizer=data.tokenizer,
     )
     return {
         **build_plan(

@@ -1,7 +1,7 @@
 """Opening a run again: its configuration, data and model, on one process."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -73,15 +73,15 @@ def restore(run_dir: str | Path, which: str, *, ema: bool, trust: bool = False) 
     return Restored(config, model.to(device).eval(), data, folder, device)
 
 
-def build_part(config: Config, group: str, **runtime: Any) -> Any:
-    """A part of a recorded configuration that has been trusted.
+def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
+    """A part of a recorded configuration that has been trusted; see `build` for what it is given.
 
     Raises:
         ConfigError: it cannot be imported; or it is foundry's own, and cannot be built from these settings.
     """
     try:
         with explained(f"the {group} of {CONFIG} cannot be built", config, group):
-            return build(getattr(config, group), **runtime)
+            return build(getattr(config, group), offered=offered, **runtime)
     except HydraException as error:
         message = f"the {group} of {CONFIG} cannot be built here: {' '.join(str(error).split())}"
         raise ConfigError(Violation("run", message)) from error

@@ -40,6 +40,7 @@ def sample(options: SampleOptions) -> Path:
     Raises:
         ConfigError: there is no such run or checkpoint, or an option is not of this run's objective.
     """
+    from foundry.parallel.process_group import World
     from foundry.restore import build_part, explained, restore
     from foundry.training.protocols import GenerativeObjective
 
@@ -47,7 +48,8 @@ def sample(options: SampleOptions) -> Path:
     stem = folder_option("out", options.out) if options.out else run_dir / PLOTS / "samples"
     check_writable("out", stem.parent)
     restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust)
-    objective = build_part(restored.config, "objective")
+    offered = {"world": World(0, 0, 1, 1, restored.device), "tokenizer": restored.data.tokenizer}
+    objective = build_part(restored.config, "objective", offered=offered)
     names = [item.name for schema in _SAMPLING for item in fields(schema)]
     asked = {name: value for name in names if (value := getattr(options, name)) is not None}
     kind = type(objective).__name__

@@ -91,6 +91,25 @@ def parallelize(
     return _wrap_fsdp(model, distributed, policy, world)
 
 
+def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World) -> nn.Module:
+    """Put a model that does not learn where the run's model is: sharded under FSDP2, else whole on every rank.
+
+    Args:
+        model: materialised, equal on all ranks, already `policy.prepare`d; changed in place.
+        policy: the arithmetic.
+        world: from `process_group`.
+
+    Raises:
+        RanksDifferError: parameters or buffers that differ between ranks; the first is named.
+    """
+    model.requires_grad_(False).eval()
+    if world.world_size > 1:
+        _check_equal(model, world)
+    if isinstance(world.distributed, FSDP):
+        return _wrap_fsdp(model, world.distributed, policy, world).model
+    return model.to(world.device)
+
+
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foundry.config.build import build
 from foundry.config.lengths import resolve_batch_sizes
-from foundry.config.schemas.distributed import DDP, Distributed, GradientSync, Single, resolve_distributed
+from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, Single, resolve_distributed
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
-from foundry.parts import build_optimizers
+from foundry.parallel.process_group import World
+from foundry.parts import build_model, build_objective, build_optimizers
 from foundry.planning.activations import activation_bytes
 from foundry.planning.fake import FakeModel
-from foundry.training.protocols import Microbatch
+from foundry.training.protocols import ComparingObjective, Microbatch, Objective
 
 _FLOAT32_BYTES = 4
 _COUNTED_SAMPLES = 64
@@ -43,6 +43,7 @@ class Memory:
         reducing: transient: gradients on their way through a reduction.
         optimizer: the optimizers' state without scalars; None where they cannot step on fake tensors.
         ema: averaged weights.
+        frozen: models that do not learn, with their buffers.
         buffers: the model's.
         activations_estimated: what the forward pass of one microbatch saves; None where it is not known.
         host: how much of weights, gradients, optimizer and ema lies in host memory instead of the device's.
@@ -55,6 +56,7 @@ class Memory:
     reducing: int
     optimizer: int | None
     ema: int
+    frozen: int
     buffers: int
     activations_estimated: int | None
     host: int
@@ -63,12 +65,18 @@ class Memory:
     @property
     def total(self) -> int:
         """All that is known, in the device's memory at once; a bound, since not all peaks coincide."""
-        known = self.weights + self.gathered + self.gradients + self.reducing + self.ema + self.buffers
+        known = self.weights + self.gathered + self.gradients + self.reducing + self.ema + self.frozen + self.buffers
         return known + (self.optimizer or 0) + (self.activations_estimated or 0) - self.host
 
 
 def estimate_memory(
-    config: Config, fake: FakeModel, *, world_size: int, microbatch: Microbatch | None, device_type: str
+    config: Config,
+    fake: FakeModel,
+    *,
+    world_size: int,
+    microbatch: Microbatch | None,
+    device_type: str,
+    tokenizer: Any = None,
 ) -> Memory:
     """Say what a run needs on its fullest rank.
 
@@ -78,6 +86,7 @@ def estimate_memory(
         world_size: ranks.
         microbatch: real tensors of a microbatch's shapes; None: activations are not known.
         device_type: "cuda" or "cpu"; on a CPU offloading moves nothing.
+        tokenizer: of the data, for an objective that takes it.
 
     Raises:
         ConfigError: the strategy does not fit the number of ranks, or the optimizer not the model.
@@ -89,24 +98,52 @@ def estimate_memory(
     sizes = resolve_batch_sizes(config.hparams, world_size=dp_size, tokens_per_sample=None).sizes
     accumulates = max(sizes) > dp_size * config.hparams.per_gpu_batch_size
     state, optimizer_note = _optimizer_state(config, model)
-    activations, activations_note = _activations(config, model, fake.mode, policy, layout, microbatch)
+    objective = build_objective(config, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer)
+    frozen = _build_frozen(config, objective, fake, policy, world_size)
+    activations, activations_note = _activations(config, objective, model, fake.mode, policy, layout, microbatch)
     shards, gradients = layout.parts(_num_bytes), layout.gradients(config.distributed.gradient_sync, accumulates)
     optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
     ema = layout.parts(lambda p: _FLOAT32_BYTES * p.numel() if config.hparams.ema_decay is not None else 0)
-    offloaded = shards[0] + layout.parts(_grad_bytes)[0] + optimizer[0] + ema[0]
+    frozen_parts = [each.parts(_num_bytes) for each, _ in frozen]
+    offloaded = sum(part for part, _ in frozen_parts) + shards[0] + layout.parts(_grad_bytes)[0] + optimizer[0] + ema[0]
     notes = [note for note in (optimizer_note, activations_note) if note is not None]
     return Memory(
         weights=sum(shards),
-        gathered=layout.gathered(config.distributed.gradient_sync),
+        gathered=sum(each.gathered(config.distributed.gradient_sync) for each in (layout, *(f for f, _ in frozen))),
         gradients=gradients,
         reducing=layout.reducing(config.distributed.gradient_sync, accumulates),
         optimizer=sum(optimizer) if optimizer_note is None else None,
         ema=sum(ema),
+        frozen=sum(map(sum, frozen_parts)) + sum(buffers for _, buffers in frozen),
         buffers=sum(map(_num_bytes, model.buffers())),
         activations_estimated=activations,
         host=offloaded if layout.offloads and device_type != "cpu" else 0,
         note="; ".join(notes) or None,
     )
+
+
+def _build_frozen(
+    config: Config, objective: Objective, fake: FakeModel, policy: PrecisionPolicy, world_size: int
+) -> list[tuple["_Layout", int]]:
+    """The layouts of the models that the objective compares with, which it is given, and the bytes of their buffers."""
+    if not isinstance(objective, ComparingObjective):
+        return []
+    frozen = dict[str, nn.Module]()
+    for name, node in objective.frozen_models.items():
+        with fake.mode:
+            model = fake.model if node is None else build_model(config, node)
+        frozen[name] = _as_held(model, policy).requires_grad_(False).eval()
+    objective.compare(frozen)
+    is_sharded = isinstance(resolve_distributed(config.distributed, world_size), FSDP)
+    return [
+        (
+            _layout(config.distributed, model, policy, world_size)
+            if is_sharded
+            else _Layout([], list(model.parameters())),
+            sum(map(_num_bytes, model.buffers())),
+        )
+        for model in frozen.values()
+    ]
 
 
 def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
@@ -269,6 +306,7 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
 
 def _activations(
     config: Config,
+    objective: Objective,
     model: nn.Module,
     mode: FakeTensorMode,
     policy: PrecisionPolicy,
@@ -282,7 +320,7 @@ def _activations(
     if samples > 2 * _COUNTED_SAMPLES:
         # Linear in the samples; a loss that takes its positions in parts would take as long as it has parts.
         parts = [{name: t[:few] for name, t in microbatch.items()} for few in (_COUNTED_SAMPLES, 2 * _COUNTED_SAMPLES)]
-        (few, note), (more, _) = [_activations(config, model, mode, policy, layout, part) for part in parts]
+        (few, note), (more, _) = [_activations(config, objective, model, mode, policy, layout, part) for part in parts]
         if few is None or more is None:
             return None, note
         return few + (more - few) * (samples - _COUNTED_SAMPLES) // _COUNTED_SAMPLES, None
@@ -293,7 +331,6 @@ def _activations(
     model = _retyped(model, lambda tensor: gathered.get(tensor) or tensor.dtype)
     if policy.mode is PrecisionMode.pure_bf16:
         model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    objective = build(config.objective)
     try:
         with _quiet():
             size = activation_bytes(

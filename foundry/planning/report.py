@@ -25,6 +25,7 @@ _MEMORY_PARTS = {
     "reducing": "gradients in reduction (transient)",
     "optimizer": "optimizer state",
     "ema": "averaged weights",
+    "frozen": "frozen models",
     "buffers": "buffers",
     "activations_estimated": "activations (estimate)",
 }

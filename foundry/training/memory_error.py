@@ -40,6 +40,7 @@ class DeviceMemory:
         gradients: as many as there are at the moment.
         optimizer: the optimizers' state.
         ema: averaged weights.
+        frozen: models that do not learn.
         allocated: everything in tensors, at its peak.
         reserved: what torch has taken from the device, its cache included.
         capacity: of the device.
@@ -50,6 +51,7 @@ class DeviceMemory:
     gradients: int
     optimizer: int
     ema: int
+    frozen: int
     allocated: int
     reserved: int
     capacity: int
@@ -58,11 +60,16 @@ class DeviceMemory:
     @property
     def rest(self) -> int:
         """Activations, gathered weights and workspaces: all that none of the parts holds."""
-        return max(0, self.allocated - self.weights - self.gradients - self.optimizer - self.ema)
+        return max(0, self.allocated - self.weights - self.gradients - self.optimizer - self.ema - self.frozen)
 
 
 def measure_device_memory(
-    model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, *, averages: Iterable[Tensor] = ()
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    device: torch.device,
+    *,
+    averages: Iterable[Tensor] = (),
+    frozen: Iterable[nn.Module] = (),
 ) -> DeviceMemory:
     """Count what lies in a device; of a GPU offloaded tensors are no part, of a CPU the whole process is.
 
@@ -71,6 +78,7 @@ def measure_device_memory(
         optimizers: all of the run.
         device: a CUDA device or the CPU.
         averages: the averaged weights, where kept.
+        frozen: models that do not learn, as they were placed.
     """
     parameters = list(model.parameters())
     states = (value for optimizer in optimizers for state in optimizer.state.values() for value in state.values())
@@ -80,6 +88,7 @@ def measure_device_memory(
         gradients=_bytes_on(device, (parameter.grad for parameter in parameters)),
         optimizer=_bytes_on(device, states),
         ema=_bytes_on(device, averages),
+        frozen=_bytes_on(device, (tensor for each in frozen for tensor in (*each.parameters(), *each.buffers()))),
         **in_use,
     )
 
@@ -141,6 +150,7 @@ def explain_out_of_memory(
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "averaged weights": memory.ema,
+        "frozen models": memory.frozen,
         "activations and the like": memory.rest,
         "cached, in pieces": max(0, memory.reserved - memory.allocated),
     }

@@ -82,6 +82,59 @@ class GenerativeObjective(Protocol):
         ...
 
 
+@runtime_checkable
+class ComparingObjective(Protocol):
+    """An objective that compares the model with others that do not learn, such as a reference or a teacher."""
+
+    @property
+    def frozen_models(self) -> Mapping[str, Any]:
+        """By a name, a model's configuration with `_target_`, or None: a copy of the run's model.
+
+        The copy has the weights with which the run started from scratch, also where the run is resumed.
+        """
+        ...
+
+    def compare(self, frozen: Mapping[str, nn.Module]) -> None:
+        """Take the models by name, before the first step.
+
+        Each is called like the run's model, in the run's arithmetic; it is in evaluation mode, its parameters need no
+        gradients, and it is sharded where the run's model is, so that every rank calls it together with the others.
+        """
+        ...
+
+
+@runtime_checkable
+class SourcingObjective(Protocol):
+    """An objective that brings a source of windows of its own, such as one that lets the model generate samples."""
+
+    def build_source(self, context: "SourceContext") -> "WindowSource":
+        """Make the source of this rank's windows."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceContext:
+    """What a source of windows may be made of.
+
+    Attributes:
+        model: as it is called in training.
+        data: the `DataSplits` of the run.
+        world: this rank and the others.
+        autocast: a context for forward passes in the arithmetic of the run.
+        seed: of the run.
+        batch_size_at: the global batch size after a number of consumed samples.
+        build_loader: what reads the training data in the global order: all of it on every rank, or this rank's share.
+    """
+
+    model: nn.Module
+    data: Any
+    world: Any
+    autocast: Callable[[], AbstractContextManager[Any]]
+    seed: int
+    batch_size_at: Callable[[int], int]
+    build_loader: "Callable[[bool], WindowSource]"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationContext:
     """Where and when an evaluation takes place.

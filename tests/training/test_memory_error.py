@@ -1,5 +1,6 @@
 import errno
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ ACTIVATIONS = DeviceMemory(
     gradients=4 * GIB,
     optimizer=8 * GIB,
     ema=0,
+    frozen=0,
     allocated=76 * GIB,
     reserved=78 * GIB,
     capacity=79 * GIB,
@@ -38,6 +40,7 @@ STATES = DeviceMemory(
     gradients=18 * GIB,
     optimizer=36 * GIB,
     ema=0,
+    frozen=0,
     allocated=76 * GIB,
     reserved=76 * GIB,
     capacity=79 * GIB,
@@ -206,3 +209,11 @@ def test_of_a_cpu_the_message_says_what_the_process_holds_and_what_takes_less():
     assert lines[0].startswith("out of CPU memory in step 12 on rank 1: 4.00 PiB more were wanted, ")
     assert lines[1].startswith("  weights 1.0 MiB, gradients 1.0 MiB, optimizer state 2.0 MiB, ")
     assert settings(lines) == [BATCH, CHECKPOINTING, TILES, "otherwise"]
+
+
+def test_frozen_models_are_a_part():
+    model, reference = nn.Linear(4, 8), nn.Linear(4, 8)
+    memory = measure_device_memory(model, [], torch.device("cpu"), frozen=[reference])
+    assert memory.frozen == memory.weights == 4 * (4 * 8 + 8)
+    lines = explained(replace(ACTIVATIONS, frozen=2 * GIB), of=config(Single()))
+    assert "frozen models 2.00 GiB" in lines[1]

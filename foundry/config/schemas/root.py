@@ -29,7 +29,7 @@ class Config:
     distributed: Distributed = group(Distributed, OnResume.same)
     model: Any = group(MISSING, given=())
     data: Any = group(MISSING, given=("seed",))
-    objective: Any = group(MISSING, given=())
+    objective: Any = group(MISSING, given=(), offered=("world", "tokenizer"))
     evaluation: Evaluation = group(Evaluation, OnResume.allowed)
     guard: Guard = group(Guard, OnResume.allowed)
     checkpoint: Checkpoint = group(Checkpoint, OnResume.same)
