@@ -67,11 +67,6 @@ def test_a_run_is_required(schema):
         parse_options(schema, [])
 
 
-def start(module, *words, code=""):
-    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", module, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "options"),
@@ -85,7 +80,7 @@ def test_help_is_answered_without_torch(module, options):
         f"import runpy, sys; sys.argv = ['{module}', '--help']; runpy.run_module('{module}', run_name='__main__'); "
         "sys.exit(3 if 'torch' in sys.modules else 0)"
     )
-    done = start(module, code=code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"python -m {module} key=value" in done.stdout
     lines = done.stdout.splitlines()
@@ -103,8 +98,8 @@ def test_help_is_answered_without_torch(module, options):
         ("foundry.sample", ["rum=x", "run=y"], "rum: is no option; did you mean run?"),
     ],
 )
-def test_a_mistake_exits_with_2_and_a_line(module, words, said):
-    done = start(module, *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(said)
-    assert done.stderr.count("\n") == 1
+def test_a_mistake_exits_with_2_and_a_line(shell, module, words, said):
+    stdout, stderr = shell.run(*words, module=module, code=2)
+    assert stdout == ""
+    assert stderr.startswith(said)
+    assert stderr.count("\n") == 1

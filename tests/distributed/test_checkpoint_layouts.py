@@ -127,6 +127,7 @@ def differing(world, parts, expected):
     return wrong
 
 
+@pytest.mark.long
 def test_every_layout_reads_every_other(tmp_path):
     reference = {}
     for world_size in LAYOUTS:

@@ -130,13 +130,14 @@ def _gathered(model):
                 "distributed=fsdp optimizer=sgd precision=fp32 distributed.gradient_sync=last_keep_params",
             ],
         ),
-        (
+        pytest.param(
             4,
             [
                 "distributed=hsdp optimizer=adamw",
                 "distributed=hsdp distributed.gradient_sync=every",
                 "distributed=fsdp",
             ],
+            marks=pytest.mark.long,
         ),
     ],
     ids=["one", "two", "four"],
