@@ -1,5 +1,6 @@
 """What other runs, and other people, have written down of their settings: read as data, never as instructions."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any
 
 from foundry.config.build import HYDRA_KEYS
 from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.schemas.tracking import EXTRAS
 from foundry.config.secrets import VARIABLE
 from foundry.config.store import group_schemas
 from foundry.config.strict_yaml import read_yaml
 
 _MAX_BITS = 64
+_TRACKER = re.compile(r"tracking\.trackers\.\w+\._target_")
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
@@ -53,7 +56,8 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group)}
         for where, name, value in _keys(node, group):
-            is_hydra = name in HYDRA_KEYS and value not in own.get(where, ())
+            is_tracker = _TRACKER.fullmatch(where) is not None and value in tuple(EXTRAS)
+            is_hydra = name in HYDRA_KEYS and value not in own.get(where, ()) and not is_tracker
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
             if is_hydra or is_kernel:
                 yield f"{where}={shown(value)}"

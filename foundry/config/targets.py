@@ -10,6 +10,7 @@ from foundry.config.metrics import HELD_OUT
 from foundry.config.names import settings
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.root import Config
+from foundry.config.schemas.tracking import Tracking
 from foundry.config.static_source import NotThere, Parameters, resolve_parameters
 
 GIVEN_BY_THE_RUN: Mapping[str, tuple[str, ...]] = {
@@ -19,8 +20,12 @@ GIVEN_BY_THE_RUN: Mapping[str, tuple[str, ...]] = {
 
 _OFFERED = {item.name: item.metadata["offered"] for item in fields(Config)}
 
-_NAMED_PARTS = ("evaluators", "stop_rules")
-"""Parts of `evaluation`, by names of the user's own."""
+_NAMED_PARTS = {
+    "evaluation.evaluators": (Evaluation.offered, ("metrics",)),
+    "evaluation.stop_rules": (Evaluation.offered, ("metrics",)),
+    "tracking.trackers": (Tracking.offered, ()),
+}
+"""Parts by names of the user's own: what each is called with if it takes it, and what is not for the part itself."""
 
 _FOR_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
@@ -42,16 +47,17 @@ def check_targets(config: Config) -> Iterator[Violation]:
                 yield from _check(settings, group, given, runtime_settings(group))
         elif isinstance(node, dict) and "_target_" in node:
             yield from _check(node, group, given, runtime_settings(group))
-    for key in _NAMED_PARTS:
-        for name, node in getattr(config.evaluation, key).items():
+    for path, (_, optional) in _NAMED_PARTS.items():
+        group, _, field = path.partition(".")
+        for name, node in getattr(getattr(config, group), field).items():
             if isinstance(node, dict) and node.get("_target_", HELD_OUT) != HELD_OUT:
-                yield from _check(node, f"evaluation.{key}.{name}", (), ("metrics",))
+                yield from _check(node, f"{path}.{name}", (), optional)
 
 
 def _offered(key: str) -> tuple[str, ...]:
     """What a part is called with if it takes it."""
-    is_named = key.startswith(tuple(f"evaluation.{name}." for name in _NAMED_PARTS))
-    return Evaluation.offered if is_named else _OFFERED.get(key, ())
+    named = _NAMED_PARTS.get(key.rpartition(".")[0])
+    return _OFFERED.get(key, ()) if named is None else named[0]
 
 
 def _check(node: Mapping[str, Any], key: str, given: tuple[str, ...], optional: tuple[str, ...]) -> Iterator[Violation]:

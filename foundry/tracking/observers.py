@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+from foundry.config.build import build
 from foundry.config.schemas.tracking import Tracking
 from foundry.tracking.console_progress import Progress
 from foundry.tracking.metrics_file import MetricsFile
 from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
+from foundry.tracking.safe_observer import SafeObserver
 from foundry.tracking.status_file import StatusFile
 from foundry.training.events import Observer
 
@@ -18,10 +20,23 @@ def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:
         observers.append(Plots(run_dir=run_dir))
     if config.progress:
         observers.append(Progress())
-    if config.mlflow:
+    observers += build_trackers(config, run_dir)
+    if config.mlflow and "mlflow" not in config.trackers:
         observers.append(
             MLflowTracker(
                 run_dir=run_dir, uri=config.uri, experiment_name=config.experiment_name, run_name=config.run_name
             )
         )
     return observers
+
+
+def build_trackers(config: Tracking, run_dir: Path) -> list[Observer]:
+    """The parts of `tracking.trackers`, in their order; an error in one of them becomes a warning."""
+    offered = {
+        "run_dir": run_dir,
+        "uri": config.uri,
+        "experiment_name": config.experiment_name,
+        "run_name": config.run_name,
+    }
+    chosen = {name: node for name, node in config.trackers.items() if node is not None}
+    return [SafeObserver(name, build(node, offered=offered)) for name, node in chosen.items()]

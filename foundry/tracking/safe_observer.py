@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
+
 Self = TypeVar("Self")
 Event = TypeVar("Event")
 
@@ -22,10 +24,46 @@ def tolerant(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], N
                 said.add(kind)
                 logging.getLogger(method.__module__).warning(
                     "%s.%s: %s: %s (the run goes on; said once)",
-                    type(self).__name__,
+                    getattr(self, "name", type(self).__name__),
                     method.__name__,
                     type(error).__name__,
                     error,
                 )
 
     return told
+
+
+class SafeObserver:
+    """Any observer, made safe: its errors become warnings, and it need not have every method.
+
+    Args:
+        name: for the warnings.
+        observer: a part of the user's own.
+    """
+
+    def __init__(self, name: str, observer: object) -> None:
+        self.name, self._observer = name, observer
+
+    @tolerant
+    def on_start(self, event: RunStarted) -> None:
+        """Pass it on."""
+        self._pass("on_start", event)
+
+    @tolerant
+    def on_step(self, event: StepLogged) -> None:
+        """Pass it on."""
+        self._pass("on_step", event)
+
+    @tolerant
+    def on_evaluation(self, event: Evaluated) -> None:
+        """Pass it on."""
+        self._pass("on_evaluation", event)
+
+    @tolerant
+    def on_end(self, event: RunEnded) -> None:
+        """Pass it on."""
+        self._pass("on_end", event)
+
+    def _pass(self, method: str, event: object) -> None:
+        if (call := getattr(self._observer, method, None)) is not None:
+            call(event)

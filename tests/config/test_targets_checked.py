@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from foundry.config.schemas.evaluation import Evaluation
+from foundry.config.schemas.tracking import Tracking
 from foundry.config.static_source import NotThere, resolve_parameters
 from foundry.config.targets import GIVEN_BY_THE_RUN, check_targets
 
@@ -148,7 +149,7 @@ def own(tmp_path, monkeypatch):
 
 
 def refusals(group, node):
-    parts = dict.fromkeys(GIVEN_BY_THE_RUN) | {group: node, "evaluation": Evaluation()}
+    parts = dict.fromkeys(GIVEN_BY_THE_RUN) | {group: node, "evaluation": Evaluation(), "tracking": Tracking()}
     return [str(violation) for violation in check_targets(SimpleNamespace(**parts))]
 
 

@@ -1,13 +1,22 @@
 """`tracking=`: what a run tells."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, ClassVar
 
-from foundry.config.setting import setting
+from foundry.config.errors import Violation, shown
+from foundry.config.setting import OnResume, setting
+
+EXTRAS = {"foundry.tracking.tensorboard.TensorBoard": "tensorboard", "foundry.tracking.wandb.WandB": "wandb"}
+"""Foundry's trackers that need an extra: the package, and the extra of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Progress on the terminal, metrics.jsonl, plots and MLflow."""
+    """Progress on the terminal, metrics.jsonl, plots, MLflow and further trackers."""
+
+    offered: ClassVar[tuple[str, ...]] = ("run_dir", "uri", "experiment_name", "run_name")
 
     log_every_n_steps: int = setting(
         10, "optimizer steps between log lines", ge=1, aliases="logging_steps, log_interval, log_freq, log_every"
@@ -18,3 +27,24 @@ class Tracking:
     uri: str | None = setting(None, "MLflow tracking URI; null: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db")
     experiment_name: str = setting("foundry", "MLflow experiment", aliases="project, project_name")
     run_name: str | None = setting(None, "MLflow run; null: the run directory's name, of a job what is swept")
+    trackers: dict[str, Any] = setting(
+        dict,
+        "further trackers by name: each a `_target_` with its settings, or null",
+        on_resume=OnResume.allowed,
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Refuse trackers that are none, or whose package is missing."""
+        for name, node in self.trackers.items():
+            key = f"tracking.trackers.{name}"
+            if node is None:
+                continue
+            if not isinstance(node, dict) or "_target_" not in node:
+                yield Violation(
+                    key, f"is {shown(node)} but must have a _target_, the dotted path of a class; or be null"
+                )
+                continue
+            if (extra := EXTRAS.get(node["_target_"])) is not None and find_spec(extra) is None:
+                yield Violation(key, f"needs {extra}, which is not installed; pip install 'foundry[{extra}]'")
+            if extra == "wandb" and node.get("mode") not in (None, "online", "offline"):
+                yield Violation(f"{key}.mode", f"is {shown(node['mode'])} but must be online, offline or null")

@@ -1,0 +1,62 @@
+"""TensorBoard: event files in the run directory, for `tensorboard --logdir runs`."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from foundry.run_dir.redact import masked
+from foundry.tracking.metrics_file import evaluation_record, step_record
+from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
+
+
+class TensorBoard:
+    """Writes the logged metrics as scalars and the configuration as text; needs the extra `tensorboard`.
+
+    A resumed run begins a file of its own, by which TensorBoard drops what an earlier start wrote of the same steps.
+
+    Args:
+        run_dir: the run directory.
+        folder: in it.
+        flush_seconds: how long written events may stay in memory at most.
+    """
+
+    def __init__(self, *, run_dir: Path, folder: str = "tensorboard", flush_seconds: float = 30.0) -> None:
+        self._folder, self._flush_seconds = Path(run_dir) / folder, flush_seconds
+        self._writer: Any = None
+
+    def on_start(self, event: RunStarted) -> None:
+        """Open a file, and write the configuration."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(self._folder), flush_secs=self._flush_seconds)
+        self._write(event.step + 1, session_log=SessionLog(status=SessionLog.START))
+        text = json.dumps(masked(event.config), indent=2, default=str)
+        self._write(event.step, summary=text_pb("config", "".join(f"    {line}\n" for line in text.splitlines())))
+
+    def on_step(self, event: StepLogged) -> None:
+        """Write the step's metrics."""
+        self._write_scalars(step_record(event))
+
+    def on_evaluation(self, event: Evaluated) -> None:
+        """Write the held-out metrics."""
+        self._write_scalars(evaluation_record(event))
+
+    def on_end(self, event: RunEnded) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write_scalars(self, record: dict[str, Any]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        step = record.pop("step")
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in record.items() if value is not None]
+        self._write(step, summary=Summary(value=values))
+
+    def _write(self, step: int, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))

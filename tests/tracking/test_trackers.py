@@ -1,0 +1,195 @@
+"""Trackers of a run's configuration: TensorBoard, Weights & Biases, and a user's own."""
+
+import logging
+import socket
+import struct
+import sys
+import threading
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import TINY_DIT
+
+from foundry import ConfigError, compose, run
+from foundry.config.frozen import load_config
+from foundry.tracking.metrics_file import read_metrics
+from foundry.tracking.tensorboard import TensorBoard
+from foundry.tracking.wandb import WandB
+
+QUIET = [*TINY_DIT, "hparams.max_steps=2", "tracking.progress=false", "tracking.plots=false", "checkpoint=none"]
+OWN = """
+from pathlib import Path
+
+class Csv:
+    def __init__(self, *, run_dir, separator=";"):
+        self.path, self.separator = Path(run_dir) / "loss.csv", separator
+
+    def on_step(self, event):
+        with self.path.open("a") as file:
+            file.write(f"{event.step}{self.separator}{event.loss}\\n")
+
+class Broken:
+    def on_step(self, event):
+        raise LookupError("no such table")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_parts(tmp_path, monkeypatch):
+    (tmp_path / "owntrackers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("owntrackers", None)
+
+
+def scalars(folder):
+    """Every scalar of TensorBoard's event files, by tag and step."""
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):
+    done = run(compose([*QUIET, "tracking=tensorboard", "tracking.mlflow=false"]), tmp_path / "run")
+    written = scalars(tmp_path / "run/tensorboard")
+    records = read_metrics(done.run_dir)
+    steps = {record["step"]: record for record in records if "loss" in record}
+    assert written["loss"] == pytest.approx({step: record["loss"] for step, record in steps.items()})
+    assert written["lr"] == pytest.approx({step: record["lr"] for step, record in steps.items()})
+    held_out = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
+    assert written["val_loss"] == pytest.approx(held_out)
+    assert load_config(done.run_dir).tracking.trackers["tensorboard"]["folder"] == "tensorboard"
+
+
+def test_tensorboard_drops_the_steps_that_a_resumed_run_takes_again(tmp_path, events):
+    for steps, start in (((1, 2, 3), 0), ((3, 4), 2)):
+        tracker = TensorBoard(run_dir=tmp_path)
+        tracker.on_start(events.start(step=start))
+        for step in steps:
+            tracker.on_step(events.step(step, loss=float(10 * start + step)))
+        tracker.on_end(events.end())
+    assert scalars(tmp_path / "tensorboard")["loss"] == {1: 1.0, 2: 2.0, 3: 23.0, 4: 24.0}
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """A server in the place of W&B's; how often somebody has connected."""
+    server, connected = socket.create_server(("127.0.0.1", 0)), []
+
+    def accept():
+        while True:
+            try:
+                connected.append(server.accept())
+            except OSError:
+                return
+
+    threading.Thread(target=accept, daemon=True).start()
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", "/dev/null")
+    yield connected
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+
+
+def leveldb_records(data, *, offset, block=32768, header=7):
+    """The records of a LevelDB log: checksum, length and kind (whole, first, middle, last), then content, in blocks."""
+    at, content = 0, b""
+    while at + header <= len(data):
+        if (left := block - (offset + at) % block) < header:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        content += data[at + header : at + header + length]
+        at += header + length
+        if kind in (1, 4):
+            yield content
+            content = b""
+
+
+def history(run_dir):
+    """The logged records of a run that W&B has recorded offline."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    found = []
+    for data in leveldb_records(path.read_bytes()[7:], offset=7):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.HasField("history"):
+            found.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+    return found
+
+
+def test_wandb_records_offline_without_a_key_or_a_connection(tmp_path, nobody):
+    words = ["tracking=wandb", "tracking.trackers.wandb.mode=offline", "tracking.experiment_name=tried"]
+    done = run(compose([*QUIET, *words]), tmp_path / "run")
+    logged = {int(record["_step"]): record for record in history(done.run_dir)}
+    for record in read_metrics(done.run_dir):
+        for name in {"loss", "val_loss"} & set(record):
+            assert float(logged[record["step"]][name]) == pytest.approx(record[name])
+    assert nobody == []
+
+
+def test_wandb_online_without_a_key_asks_nobody_and_records_offline(tmp_path, events, nobody, caplog):
+    tracker = WandB(run_dir=tmp_path)
+    tracker.on_start(events.start())
+    tracker.on_step(events.step(1, loss=2.5))
+    tracker.on_end(events.end())
+    assert [float(record["loss"]) for record in history(tmp_path)] == [2.5]
+    assert "no key for Weights & Biases" in caplog.text
+    assert nobody == []
+
+
+def test_a_tracker_of_ones_own_from_outside(tmp_path):
+    own = ["tracking=none", "+tracking.trackers.csv._target_=owntrackers.Csv", "+tracking.trackers.csv.separator=' '"]
+    done = run(compose([*QUIET, *own]), tmp_path / "run")
+    lines = (tmp_path / "run/loss.csv").read_text().splitlines()
+    assert [int(line.split()[0]) for line in lines] == [1, 2]
+    assert float(lines[-1].split()[1]) == done.result["loss"]
+
+
+def test_what_a_tracker_raises_is_a_warning(tmp_path, caplog):
+    own = ["tracking=none", "+tracking.trackers.broken._target_=owntrackers.Broken"]
+    with caplog.at_level(logging.WARNING):
+        assert run(compose([*QUIET, *own]), tmp_path / "run").result["step"] == 2
+    assert [record.getMessage() for record in caplog.records if "no such table" in record.getMessage()] == [
+        "broken.on_step: LookupError: no such table (the run goes on; said once)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["tracking=wandb", "tracking.trackers.wandb.mode=often"],
+            "tracking.trackers.wandb.mode: is often but must be",
+        ),
+        (["+tracking.trackers.mine=3"], "tracking.trackers.mine: is 3 but must have a _target_"),
+        (
+            ["+tracking.trackers.mine._target_=owntrackers.Cvs"],
+            "tracking.trackers.mine._target_: is owntrackers.Cvs but",
+        ),
+        (
+            ["+tracking.trackers.mine._target_=owntrackers.Csv", "+tracking.trackers.mine.seperator=x"],
+            "tracking.trackers.mine.seperator: is no argument of owntrackers.Csv; did you mean separator?",
+        ),
+        (
+            ["+tracking.trackers.mine._target_=owntrackers.Csv", "+tracking.trackers.mine.api_key=c4n4ry"],
+            "tracking.trackers.mine.api_key: is a secret",
+        ),
+    ],
+)
+def test_refusals(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        compose([*QUIET, *overrides])
+    assert message in str(refused.value)
+    assert "c4n4ry" not in str(refused.value)
+
+
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+def test_a_missing_extra_is_refused_with_what_to_install(extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, extra, None)
+    with pytest.raises(ConfigError, match=rf"tracking\.trackers\.{extra}: needs .* pip install 'foundry\[{extra}\]'"):
+        compose([*QUIET, f"tracking={extra}"])
+    assert compose([*QUIET, f"tracking={extra}", f"tracking.trackers.{extra}=null"]).tracking.trackers == {extra: None}
