@@ -8,13 +8,15 @@ from typing import Any
 
 from foundry.config.build import HYDRA_KEYS
 from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.metrics import HELD_OUT
 from foundry.config.schemas.tracking import EXTRAS
 from foundry.config.secrets import VARIABLE
 from foundry.config.store import group_schemas
 from foundry.config.strict_yaml import read_yaml
 
 _MAX_BITS = 64
-_TRACKER = re.compile(r"tracking\.trackers\.\w+\._target_")
+_NAMED_PART = re.compile(r"(evaluation\.evaluators|tracking\.trackers)\.\w+\._target_")
+_OWN_NAMED_PARTS = (HELD_OUT, *EXTRAS)
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
@@ -49,15 +51,16 @@ def read_settings(path: Path, key: str) -> dict[str, Any]:
 def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     """What in a run's settings would have a library run code that is not foundry's own, each as key=value.
 
-    A part is foundry's own if its `_target_` is the default of a schema of its group; whatever else Hydra obeys, and
+    A part is foundry's own if its `_target_` is the default of a schema of its group, or it is an evaluator or tracker
+    that foundry has; whatever else Hydra obeys, and
     whatever is nested, is not. Kernels of a hub, which transformers would fetch, are not either, and a part is given no
     variable of the environment.
     """
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group)}
         for where, name, value in _keys(node, group):
-            is_tracker = _TRACKER.fullmatch(where) is not None and value in tuple(EXTRAS)
-            is_hydra = name in HYDRA_KEYS and value not in own.get(where, ()) and not is_tracker
+            is_own = value in own.get(where, _OWN_NAMED_PARTS if _NAMED_PART.fullmatch(where) else ())
+            is_hydra = name in HYDRA_KEYS and not is_own
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
             if is_hydra or is_kernel:
                 yield f"{where}={shown(value)}"
