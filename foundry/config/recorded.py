@@ -52,9 +52,8 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     """What in a run's settings would have a library run code that is not foundry's own, each as key=value.
 
     A part is foundry's own if its `_target_` is the default of a schema of its group, or it is an evaluator or tracker
-    that foundry has; whatever else Hydra obeys, and
-    whatever is nested, is not. Kernels of a hub, which transformers would fetch, are not either, and a part is given no
-    variable of the environment.
+    that foundry has; whatever else Hydra obeys, and whatever is nested, is not. Kernels of a hub, which transformers
+    would fetch, are not either, and a part is given no variable of the environment.
     """
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group)}
