@@ -1,6 +1,9 @@
 """Tests are where the code is that they are about."""
 
+from importlib.util import find_spec
 from pathlib import Path
+
+from warm_server import MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 # Folders of tests of several rooms together.
@@ -28,3 +31,8 @@ def test_a_file_of_tests_named_after_a_module_is_in_its_room():
         if folder.parts[:1] != () and folder.parts[0] not in ACROSS and folder not in places.get(name, {folder}):
             strayed.append(f"{path.relative_to(ROOT)}: {name}.py is in {sorted(map(str, places[name]))}")
     assert strayed == []
+
+
+def test_what_warm_processes_have_imported_is_there():
+    """Where one of these cannot be imported, they work all the same, and are slow."""
+    assert [name for name in MODULES if name.startswith("foundry.") and find_spec(name) is None] == []

@@ -13,6 +13,8 @@ MODULES = (
     "foundry.cli",
     "foundry.data.digits",
     "foundry.data.text",
+    "foundry.evaluators.drawn_samples",
+    "foundry.evaluators.held_out",
     "foundry.export",
     "foundry.launch.local",
     "foundry.launch.start",

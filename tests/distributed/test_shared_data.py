@@ -1,5 +1,7 @@
 """Ranks that share their data, as under tensor or context parallelism, count once: four ranks, two by two."""
 
+from pathlib import Path
+
 import pytest
 from harness import spawn
 from toy import FP32, whole
@@ -52,9 +54,10 @@ def train(world):
     from foundry.data.loader import Loader
     from foundry.data.order import GlobalOrder
     from foundry.data.splits import DataSplits
+    from foundry.evaluators.held_out import HeldOut
     from foundry.optim.optimizers import adamw
     from foundry.parallel.wrap import parallelize
-    from foundry.training.evaluation import Evaluator
+    from foundry.training.evaluation import Evaluation
     from foundry.training.step import TrainStep
 
     torch.manual_seed(0)
@@ -84,17 +87,14 @@ def train(world):
         positions += [int(p) for microbatch in window.microbatches for p in microbatch["position"]]
         result = step(window, 1e-2, number)
         logged += [result.loss.item(), result.grad_norm.item(), result.metrics["absolute"].item()]
-    evaluator = Evaluator(
+    evaluation = Evaluation(
         model=parallel.model,
-        objective=Regression(),
-        data=data,
+        evaluators={"held_out": HeldOut(objective=Regression(), data=data, per_gpu_batch_size=PER_RANK)},
         precision=FP32,
         world=world,
-        per_gpu_batch_size=PER_RANK,
-        max_samples=None,
-        samples_dir=None,
+        folder=Path(),
     )
-    measured = evaluator.measure(lambda: None)
+    measured, _ = evaluation.run(0, lambda what: None)
     weights = [whole(parameter.detach()) for parameter in parallel.inner.parameters()]
     logged += [measured["val_loss"], measured["val_absolute"]]
     return positions, logged, [float(value) for weight in weights for value in weight.flatten()]
