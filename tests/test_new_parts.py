@@ -109,6 +109,19 @@ class WeightNorm:
     def evaluate(self, model, context):
         return {"weight_norm": torch.cat([p.flatten() for p in model.parameters()]).norm().item()}
 '''
+TRACKER = '''"""A line for each logged step."""
+
+
+class Lines:
+    """Writes `lines.txt`."""
+
+    def __init__(self, *, run_dir, prefix):
+        self.path, self.prefix = run_dir / "lines.txt", prefix
+
+    def on_step(self, event):
+        with self.path.open("a") as file:
+            file.write(f"{self.prefix} {event.step}\\n")
+'''
 # For each part: group, option, schema's name, Python file and its text, text of the schema.
 PARTS = [
     ("scheduler", "halved", "Halved", "optim/halved.py", SCHEDULE, SCHEDULE_SCHEMA),
@@ -122,6 +135,7 @@ WORDS = [
     "data=counting",
     "evaluation.write_samples=false",
     "evaluation=judged",
+    "tracking=lines",
 ]
 
 
@@ -143,6 +157,11 @@ def checkout(tmp_path_factory):
         "# The norm of the weights decides.\ndefaults: [default]\nmetric: val_weight_norm\n"
         "evaluators: {weights: {_target_: foundry.evaluators.weight_norm.WeightNorm, metrics: [weight_norm]}}\n"
     )
+    (root / "foundry" / "tracking" / "lines.py").write_text(TRACKER)
+    (root / "conf" / "tracking" / "lines.yaml").write_text(
+        "# A line for each logged step.\ndefaults: [none]\n"
+        "trackers: {lines: {_target_: foundry.tracking.lines.Lines, prefix: step}}\n"
+    )
     return root
 
 
@@ -162,6 +181,7 @@ def test_they_train_and_resume(checkout):
     result = json.loads((checkout / "run" / "result.json").read_text())
     assert result["metric"] == result["val_weight_norm"] > 0
     assert result["val_loss"] > 0
+    assert (checkout / "run" / "lines.txt").read_text().splitlines()[-1] == "step 4"
     plan = json.loads((checkout / "run" / "plan.json").read_text())
     assert [phase["name"] for phase in plan["phases"]][-2:] == ["whole", "half"]
     refused = foundry(checkout, *WORDS, "hparams.max_steps=8", "hydra.run.dir=run", "objective.factor=3")

@@ -7,11 +7,12 @@ import sys
 import threading
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import TINY_DIT
 
 from foundry import ConfigError, compose, run
-from foundry.config.frozen import load_config
+from foundry.config.frozen import load_config, save_config
 from foundry.tracking.metrics_file import read_metrics
 from foundry.tracking.tensorboard import TensorBoard
 from foundry.tracking.wandb import WandB
@@ -193,3 +194,21 @@ def test_a_missing_extra_is_refused_with_what_to_install(extra, monkeypatch):
     with pytest.raises(ConfigError, match=rf"tracking\.trackers\.{extra}: needs .* pip install 'foundry\[{extra}\]'"):
         compose([*QUIET, f"tracking={extra}"])
     assert compose([*QUIET, f"tracking={extra}", f"tracking.trackers.{extra}=null"]).tracking.trackers == {extra: None}
+
+
+@pytest.mark.parametrize(
+    "trackers",
+    [
+        {"mine": {"_target_": "os.system"}},
+        {"tensorboard": {"_target_": "foundry.tracking.tensorboard.TensorBoard", "run_dir": {"_target_": "os.getcwd"}}},
+        {"mine": {"_target_": {}}},
+        {"mine": {"nested": {"_target_": "foundry.tracking.wandb.WandB"}}},
+    ],
+)
+def test_a_recorded_tracker_of_someone_elses_is_not_trusted(tmp_path, trackers):
+    save_config(compose([*QUIET, "tracking=none"]), tmp_path)
+    recorded = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    recorded["tracking"]["trackers"] = trackers
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recorded))
+    with pytest.raises(ConfigError, match=r"would run what is not foundry's own: tracking\.trackers\."):
+        load_config(tmp_path)
