@@ -1,7 +1,6 @@
 """`python -m foundry.plan [overrides]`: say what a run would do, without doing it."""
 
 import json
-import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -128,20 +127,7 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
         ),
         "memory": {**asdict(memory), "total": memory.total},
         "checkpoint_bytes": checkpoint_bytes(config, fake),
-        "initial_std": _by_layer(fake.initial_std),
     }
-
-
-def _by_layer(stds: dict[str, float | None]) -> dict[str, float | None]:
-    """One entry for the same parameter of all layers, as `layers.*.mlp`, where they start alike."""
-    alike: dict[str, set[float | None]] = {}
-    for name, std in stds.items():
-        alike.setdefault(_starred(name), set()).add(std)
-    return {_starred(name) if len(alike[_starred(name)]) == 1 else name: std for name, std in stds.items()}
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _measured(run_dir: Path) -> float:

@@ -59,7 +59,6 @@ def show(plan: Mapping[str, Any], console: Console) -> None:
         ("Schedule", _schedule_rows(plan)),
         ("Batch size", _stage_rows(plan)),
         ("Memory per rank", _memory_rows(plan)),
-        ("Initial weights: standard deviation", _initial_rows(plan)),
     )
     width = max(len(name) for _, rows in sections for name, _ in rows)
     for title, rows in sections:
@@ -141,7 +140,3 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     if memory["note"] is not None:
         rows.append(("note", memory["note"]))
     return [*rows, ("at most, together", num_bytes(memory["total"]))]
-
-
-def _initial_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, "not known" if std is None else f"{std:.6g}") for name, std in plan["initial_std"].items()]

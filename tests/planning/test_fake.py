@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -31,17 +29,11 @@ class Own(nn.Module):
         self.gain = nn.Parameter(torch.tensor(0.8))
 
 
-def assert_spread(build_model):
-    """Recorded deviations are those of the real model's numbers, within four standard errors."""
-    fake = build_fake(build_model)
-    torch.manual_seed(0)
-    real = dict(build_model().named_parameters())
-    assert fake.initial_std.keys() == real.keys()
-    for name, parameter in real.items():
-        expected, count = fake.initial_std[name], parameter.numel()
-        found = parameter.detach().float().std().item() if count > 1 else 0.0
-        assert expected is not None, name
-        assert found == pytest.approx(expected, abs=1e-8 + 4 * expected / math.sqrt(2 * count)), name
+def assert_shapes(build_model):
+    """The fake model has the real one's parameters and buffers, in shape and type."""
+    fake, real = build_fake(build_model).model.state_dict(), build_model().state_dict()
+    described = [{name: (t.shape, t.dtype) for name, t in state.items()} for state in (fake, real)]
+    assert described[0] == described[1]
 
 
 def hf(architecture, path=None, **options):
@@ -56,29 +48,17 @@ def hf(architecture, path=None, **options):
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.tie_embeddings=true",), ("hparams=diffusion",)])
-def test_spread_of_own_models(configure, overrides):
-    assert_spread(lambda: build(configure(*overrides).model))
+def test_shapes_of_own_models(configure, overrides):
+    assert_shapes(lambda: build(configure(*overrides).model))
 
 
 @pytest.mark.parametrize("architecture", TINY_HF)
-def test_spread_of_transformers_models(architecture):
-    assert_spread(lambda: hf(architecture))
+def test_shapes_of_transformers_models(architecture):
+    assert_shapes(lambda: hf(architecture))
 
 
-def test_spread_of_a_users_model():
-    assert_spread(Own)
-
-
-def test_spread_is_unknown_where_it_cannot_be_followed():
-    def build_model():
-        model = nn.ModuleDict({"padded": nn.Embedding(100, 8, padding_idx=0), "orthogonal": nn.Linear(16, 16)})
-        nn.init.orthogonal_(model["orthogonal"].weight)
-        return model
-
-    stds = build_fake(build_model).initial_std
-    assert stds["padded.weight"] is None
-    assert stds["orthogonal.weight"] is None
-    assert stds["orthogonal.bias"] == pytest.approx(1 / math.sqrt(16 * 3))
+def test_shapes_of_a_users_model():
+    assert_shapes(Own)
 
 
 def test_a_folder_is_not_read(tmp_path):
@@ -87,7 +67,6 @@ def test_a_folder_is_not_read(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     fake = build_fake(lambda: hf("llama", str(tmp_path)))
     assert {name: parameter.shape for name, parameter in fake.model.named_parameters()} == shapes
-    assert set(fake.initial_std.values()) == {None}
 
 
 def test_building_leaves_no_trace():
