@@ -20,6 +20,12 @@ def pytest_configure(config):
     selection.is_all = config.option.markexpr != "not long"
 
 
+def pytest_collection_modifyitems(items):
+    """Folders whose files take longest come first, so that no test process waits long for the other's last file."""
+    rooms = {name: place for place, name in enumerate(("slurm", "e2e", "parity", "distributed", "launch"))}
+    items.sort(key=lambda item: rooms.get(item.path.parent.name, len(rooms)))
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") is not None:
         import torch
