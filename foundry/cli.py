@@ -22,6 +22,7 @@ from foundry import __version__
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
+from foundry.config.help import list_groups
 from foundry.config.hydra_internals import take_over
 from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
@@ -106,7 +107,7 @@ def enter(task: Callable[[], object]) -> None:
     try:
         install(alone=True)
         register()
-        take_over(run_job, without_groups=bool({"-h", "--help"} & set(sys.argv)))
+        take_over(run_job, list_groups)
         if detect().rank > 0:
             sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
         with _masked_output() if "--resolve" in sys.argv else nullcontext():

@@ -181,14 +181,14 @@ def error_of(result: JobReturn) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def take_over(run_job: Callable[..., JobReturn], *, without_groups: bool) -> None:
+def take_over(run_job: Callable[..., JobReturn], list_groups: Callable[[ConfigLoader], str]) -> None:
     """Run jobs with `run_job`, and have errors come out of `hydra.main` as they are.
 
     Hydra would print a config error with its own remarks and leave with 1, and shorten the traceback of real failures.
 
     Args:
         run_job: in place of Hydra's own, which makes the directory and writes there before the task begins.
-        without_groups: leave out the list of groups in the page of `--help`, which takes two seconds.
+        list_groups: what the page of `--help` says of the groups; Hydra's own list takes two seconds.
 
     Raises:
         UnsupportedHydraError: this Hydra runs jobs in another way.
@@ -201,6 +201,7 @@ def take_over(run_job: Callable[..., JobReturn], *, without_groups: bool) -> Non
     for module in (hydra, basic_launcher):
         require(module, "run_job")
         module.run_job = run_job  # type: ignore[attr-defined]
-    if without_groups:
-        require(hydra.Hydra, "format_config_groups", "self", "predicate", "compact")
-        hydra.Hydra.format_config_groups = lambda self, predicate, compact=True: ""  # type: ignore[method-assign]
+    require(hydra.Hydra, "format_config_groups", "self", "predicate", "compact")
+    hydra.Hydra.format_config_groups = (  # type: ignore[method-assign]
+        lambda self, predicate, compact=True: list_groups(self.config_loader) if predicate("data") else ""
+    )

@@ -1,6 +1,7 @@
 """What Hydra refuses, wherever a configuration is composed."""
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,15 +131,21 @@ def test_refused_wherever_it_is_composed(words, shell):
     assert list(shell.cwd.iterdir()) == [], "nothing may be created"
 
 
-def test_help_lists_every_group(shell):
-    stdout = shell.run("--help")[0]
-    groups = [p.name for p in Path(config_dir()).iterdir() if p.is_dir() and p.name != "hydra"]
-    missing = [
-        group for group in groups if not any(line.strip().startswith(f"{group}=") for line in stdout.splitlines())
-    ]
-    assert missing == []
+def test_help_lists_every_option_of_every_group_and_those_of_the_user(shell):
+    own = shell.cwd / "own" / "scheduler" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("_target_: mine.Schedule\n")
+    stdout = shell.run("--config-dir", "own", "--help")[0]
+    listed = dict(re.findall(r"^  (\w+)= +(\S.*(?:\n {20}.*)*)$", stdout, re.MULTILINE))
+    for folder in (
+        path for path in Path(config_dir()).iterdir() if path.is_dir() and path.name not in ("hydra", "local")
+    ):
+        options = {path.stem for path in folder.glob("*.yaml")}
+        assert options | ({"mine"} if folder.name == "scheduler" else set()) == set(
+            re.findall(r"\w+", listed[folder.name].partition(":")[0])
+        )
+    assert "the learning rate as a function of the" in listed["scheduler"]
     assert stdout.count("python -m foundry") >= 5
-    assert list(shell.cwd.iterdir()) == []
 
 
 def test_help_and_composition_import_no_torch():

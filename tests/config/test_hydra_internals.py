@@ -3,6 +3,7 @@
 import re
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import initialize_config_dir
@@ -97,9 +98,11 @@ def test_jobs_and_errors_are_taken_over(monkeypatch):
     for owner, name in ((utils, "run_and_report"), (hydra, "run_job"), (basic_launcher, "run_job")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(hydra.Hydra, "format_config_groups", hydra.Hydra.format_config_groups)
-    internals.take_over(sorted, without_groups=True)
+    internals.take_over(sorted, lambda loader: "listed")
     assert hydra.run_job is basic_launcher.run_job is sorted
-    assert hydra.Hydra.format_config_groups(None, None) == ""
+    page = hydra.Hydra.format_config_groups
+    assert page(SimpleNamespace(config_loader=None), lambda group: not group.startswith("hydra/")) == "listed"
+    assert page(None, lambda group: group.startswith("hydra/")) == ""
     with pytest.raises(ZeroDivisionError):
         utils.run_and_report(lambda: 1 / 0)
 

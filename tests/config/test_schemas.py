@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from hydra.utils import get_method, get_object
-from omegaconf import OmegaConf
 
 from foundry.config.build import FOR_THE_BUILDER
 from foundry.config.compose import config_dir
@@ -106,28 +105,3 @@ def test_every_yaml_says_what_it_is(path):
         return
     assert re.match(r"# \S", top), top
     assert len(top) > 8
-
-
-def help_sections():
-    """What the help page says of each group."""
-    page = OmegaConf.load(Path(config_dir()) / "hydra" / "help" / "foundry.yaml")
-    template = OmegaConf.to_container(page, resolve=False)["template"]
-    return dict(re.findall(r"^ +(\w+)= +(.*)$", template[template.index("Groups") :], re.MULTILINE))
-
-
-def test_help_lists_every_option_of_every_group():
-    sections = help_sections()
-    assert set(sections) == set(GROUP_OPTIONS)
-    aliases = {"amp", "amp_bf16", "float32"}
-    # Options that fill in another one.
-    variants = {"model": {"hf_llama", "hf_gpt2"}}
-    for group, options in GROUP_OPTIONS.items():
-        said = set(re.findall(r"\w+", sections[group]))
-        assert set(options) - aliases - variants.get(group, set()) <= said, group
-
-
-def test_every_option_named_by_help_exists():
-    for group, text in help_sections().items():
-        first = re.split(r"[:;]", text)[0]
-        if "," in first and " of " not in first:
-            assert {word.strip() for word in first.split(",")} <= set(GROUP_OPTIONS[group]), group
