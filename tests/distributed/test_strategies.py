@@ -108,6 +108,7 @@ def test_two_ranks_train_as_one(two_ranks, name):
         assert max(of_rank[name][0]) < 2e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", named(FOUR_RANKS))
 def test_four_ranks_train_as_one(four_ranks, name):
     for of_rank in four_ranks:
@@ -172,6 +173,7 @@ def test_collectives_of_a_window(two_ranks, name):
         assert of_rank[name][1] == COLLECTIVES[name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HSDP_COLLECTIVES)
 def test_collectives_of_a_window_with_replicas(four_ranks, name):
     for of_rank in four_ranks:

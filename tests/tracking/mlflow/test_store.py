@@ -63,6 +63,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_one_makes_its_tables_and_the_others_wait(tmp_path):
     processes = [
         subprocess.Popen(
@@ -86,6 +87,7 @@ def test_one_makes_its_tables_and_the_others_wait(tmp_path):
     assert not list(tmp_path.glob("*.lock"))
 
 
+@pytest.mark.long
 def test_one_that_is_killed_while_it_makes_them_breaks_nothing(tmp_path):
     """At many moments: the next process makes what is missing, and nothing is left of the first but its run."""
     moments = ["1", "3", "10", "20", "40", "80", "120", "200", "300"]
