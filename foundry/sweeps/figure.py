@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from foundry.sweeps.panels import PRUNED, Frame, Palette, Parameter, draw_grid, draw_parameter, is_grid
+from foundry.sweeps.panels import PRUNED, Frame, Palette, Parameter, draw_parameter
 from foundry.sweeps.reading import evaluations
 from foundry.sweeps.results import JobReport, SweepReport
 from foundry.sweeps.table import metric_text, why_no_best
@@ -20,13 +20,14 @@ _MOST_PARAMETERS = 8
 _MOST_POINTS = 300  # of a curve
 _INCHES = (5.2, 3.9)  # of a panel with its labels
 _HEADER_INCHES = 0.85
+_LEFT_INCHES = 0.85
 
 Panel = Callable[["Axes"], None]
 Curve = tuple[JobReport, list[tuple[int, float]]]
 
 
 def sweep_figure(sweep: SweepReport) -> "Figure":
-    """A panel for each parameter, or a map of a grid of two, and one for the learning curves."""
+    """A panel for each parameter, and one for the learning curves."""
     palette = Palette(sweep)
     panels: list[Panel] = [*_parameter_panels(sweep, palette), partial(_draw_curves, sweep=sweep, palette=palette)]
     across = len(panels) if len(panels) <= 3 else (2 if len(panels) == 4 else 3)
@@ -34,7 +35,7 @@ def sweep_figure(sweep: SweepReport) -> "Figure":
     scale = 1.5 if len(panels) == 1 else (1.22 if across == 2 else 1.0)
     width, height = across * _INCHES[0] * scale, down * _INCHES[1] * min(scale, 1.15) + _HEADER_INCHES
     figure = blank((width, height), bottom=0.7 / height, top=1 - _HEADER_INCHES / height)
-    figure.subplots_adjust(left=_left_inches(sweep) / width, right=1 - 0.3 / width, wspace=0.22, hspace=0.28)
+    figure.subplots_adjust(left=_LEFT_INCHES / width, right=1 - 0.3 / width, wspace=0.22, hspace=0.28)
     for number, draw in enumerate(panels, start=1):
         draw(figure.add_subplot(down, across, number))
     _head(figure, sweep, width, height)
@@ -45,29 +46,10 @@ def _parameter_panels(sweep: SweepReport, palette: Palette) -> Iterator[Panel]:
     measured = [job for job in sweep.jobs if job.has_metric and not job.has_failed]
     if not measured:
         return
-    parameters = Parameter.read_all(sweep)
-    if is_grid(parameters, len(sweep.jobs)):
-        across, up = _as_axes(parameters)
-        yield partial(draw_grid, sweep=sweep, across=across, up=up, palette=palette)
-        return
     whole = [job for job in measured if job.is_complete] or measured
     frame = Frame.around(job.metric for job in whole if job.metric is not None)
-    for parameter in parameters[:_MOST_PARAMETERS]:
+    for parameter in Parameter.read_all(sweep)[:_MOST_PARAMETERS]:
         yield partial(draw_parameter, sweep=sweep, parameter=parameter, frame=frame, palette=palette)
-
-
-def _as_axes(parameters: Sequence[Parameter]) -> tuple[Parameter, Parameter]:
-    """The one with shorter names goes up."""
-    up, across = sorted(parameters, key=Parameter.widest_label)
-    return across, up
-
-
-def _left_inches(sweep: SweepReport) -> float:
-    """Room for the names at the left of a map."""
-    parameters = Parameter.read_all(sweep)
-    if not is_grid(parameters, len(sweep.jobs)):
-        return 0.85
-    return 0.6 + 0.085 * _as_axes(parameters)[1].widest_label()
 
 
 def _draw_curves(axes: "Axes", sweep: SweepReport, palette: Palette) -> None:

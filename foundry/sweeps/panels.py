@@ -1,4 +1,4 @@
-"""The panels of a sweep's picture: the metric against one parameter, or over a grid of two."""
+"""The panels of a sweep's picture: the metric against a parameter."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +8,6 @@ from statistics import median, median_low, quantiles
 from typing import TYPE_CHECKING
 
 from foundry.sweeps.results import JobReport, SweepReport
-from foundry.sweeps.table import metric_text
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, dress
 
 if TYPE_CHECKING:
@@ -21,7 +20,9 @@ WIDE_SPAN = 20.0
 PRUNED = "#c2a5cf"
 """Of jobs that a search ended early."""
 
-_PALE, _FAILED_CELL, _MOST_TICKS, _LONGEST_LABEL = "#cfd9f7", "#fdecec", 7, 22
+_PALE = "#cfd9f7"
+_MOST_TICKS = 7
+_LONGEST_LABEL = 22  # characters
 _MANY_JOBS = 60  # drawn smaller
 
 
@@ -250,50 +251,6 @@ def _scale_categories(axes: "Axes", parameter: Parameter, sweep: SweepReport) ->
     return lambda job: parameter.at[job.index] + offsets[job.index]
 
 
-def is_grid(parameters: Sequence[Parameter], num_jobs: int) -> bool:
-    """Whether jobs lie on a grid of two parameters, at most one at each point and few points empty."""
-    if len(parameters) != 2:
-        return False
-    first, second = parameters
-    points = {(first.at[index], second.at[index]) for index in first.at}
-    columns, rows = len(first.values), len(second.values)
-    return min(columns, rows) >= 2 and len(points) == num_jobs >= 0.75 * columns * rows
-
-
-def draw_grid(axes: "Axes", sweep: SweepReport, across: Parameter, up: Parameter, palette: Palette) -> None:
-    """A cell for each pair of values: shaded by the metric, crossed where the job failed, framed where it is best."""
-    from matplotlib.patches import Rectangle
-
-    columns, rows = across.values, up.values
-    _name_cells(axes, across, up)
-    shade = _shader(sweep)
-    size = max(5.5, min(11.0, 66 / max(len(columns), 0.7 * len(rows))))
-    for job in sweep.jobs:
-        x, y = columns.index(across.at[job.index]), rows.index(up.at[job.index])
-        cell = Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, facecolor="#f3f4f6", linewidth=0)
-        axes.add_patch(cell)
-        if job.has_failed:
-            cell.set_facecolor(_FAILED_CELL)
-            axes.plot([x], [y], "x", color=RED, markersize=9, markeredgewidth=2)
-        elif job.has_metric:
-            goodness = shade(job)
-            is_done = job.is_complete
-            if is_done:
-                cell.set_facecolor(shading()(goodness))
-            colour = "white" if is_done and goodness < 0.55 else ("#111827" if is_done else palette.colour(job))
-            weight = "bold" if job is palette.best else "normal"
-            text = metric_text(job.metric) + ("" if is_done else "*")
-            axes.text(x, y, text, ha="center", va="center", fontsize=size, color=colour, fontweight=weight)
-        else:
-            said = metric_text(job.metric) if job.has_diverged else job.state
-            axes.text(x, y, said, ha="center", va="center", fontsize=0.8 * size, color=GREY)
-        if job is palette.best:
-            frame = Rectangle(
-                (x - 0.47, y - 0.47), 0.94, 0.94, facecolor="none", edgecolor=ORANGE, linewidth=3, zorder=4
-            )
-            axes.add_patch(frame)
-
-
 def _name_columns(axes: "Axes", names: Sequence[str], *, room: int) -> None:
     """Write the names below the axes, aslant where they have more characters than there is room for."""
     is_long = sum(map(len, names)) > room
@@ -304,32 +261,6 @@ def _name_columns(axes: "Axes", names: Sequence[str], *, room: int) -> None:
         ha="right" if is_long else "center",
         rotation_mode="anchor",
     )
-
-
-def _name_cells(axes: "Axes", across: Parameter, up: Parameter) -> None:
-    _name_columns(axes, [across.label(value) for value in across.values], room=48)
-    axes.set_yticks(range(len(up.values)), [up.label(value) for value in up.values])
-    axes.set_xlabel(across.name)
-    axes.set_ylabel(up.name)
-    axes.set_xlim(-0.5, len(across.values) - 0.5)
-    axes.set_ylim(-0.5, len(up.values) - 0.5)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
-
-
-def _shader(sweep: SweepReport) -> Callable[[JobReport], float]:
-    """From a job's metric to 0 for the best and 1 for the bad; a few that are very bad do not hide differences."""
-    values = [job.metric for job in sweep.jobs if job.metric is not None and job.has_metric and not job.has_failed]
-    sign = 1.0 if sweep.minimize else -1.0
-    ordered = sorted(sign * value for value in values)
-    low, middle, high = ordered[0], median(ordered), ordered[-1]
-    high = min(high, middle + 3 * (middle - low)) if middle > low else high
-
-    def shade(job: JobReport) -> float:
-        assert job.metric is not None
-        return min(max((sign * job.metric - low) / ((high - low) or 1.0), 0.0), 1.0)
-
-    return shade
 
 
 def _number(text: str) -> float:
