@@ -49,7 +49,7 @@ class RunResult:
 
     @property
     def metric(self) -> float | None:
-        """The held-out loss at the end."""
+        """By which the run is judged, at its end; None where it is judged by none."""
         return self.result.get("metric")
 
 

@@ -83,7 +83,7 @@ class Manifest:
         state: what else a resumed run needs; any JSON.
         world_size: ranks that wrote it.
         versions: of the libraries that wrote it.
-        metric: the held-out loss at this step, where it was measured and finite.
+        metric: by which the run is judged, at this step, where it was measured and finite.
         files: every other file of the folder.
         optimizer: how nested state of optimizers is made up of tensors; empty for state that is tensors by name.
         data: what tells the data from other data; empty in checkpoints that did not say it.

@@ -125,7 +125,7 @@ class Checkpointer:
             tensors: gives what to save, as `collect` does; called at once.
             manifest: what the run knows: `samples`, `tokens`, `config_hash`, `config`, `strategy` and `state`.
             rank_state: plain JSON that only this rank knows.
-            metric: the held-out loss, finite, where it was measured at this step.
+            metric: by which the run is judged, finite, where it was measured at this step.
             is_best: no earlier step had a better one.
             wait: return only when it is on the disk.
 
