@@ -54,8 +54,12 @@ def keys_below(path, schema):
 def test_every_field_is_in_the_tables():
     text, options = PAGE.read_text(), Path(config_dir()).rglob("*.yaml")
     chosen = {pair for path in options for pair in re.findall(r"/schema/(\w+)/(\w+)@", path.read_text())}
-    places = {"launcher": "hydra.launcher", "sweep": "hydra.sweeper"}
-    keys = {key for group, name in chosen for key in keys_below(places.get(group, group), group_schemas(group)[name])}
+    places, modules = {"launcher": "hydra.launcher", "sweep": "hydra.sweeper"}, {"sweep": "sweeper"}
+    keys = {
+        key
+        for group, name in chosen
+        for key in keys_below(places.get(group, group), group_schemas(modules.get(group, group))[name])
+    }
     assert {"hparams.batch_ramp.start", "optimizer.groups.head.lr_mult"} <= keys
     assert {key for key in keys if not key.rpartition(".")[2].startswith("_") and f"| `{key}` |" not in text} == set()
 
