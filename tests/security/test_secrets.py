@@ -21,6 +21,7 @@ def own_model(monkeypatch):
     """A part of a user's own that takes a key, in a group's option; and variables that hold secrets."""
     install()
     monkeypatch.setattr(redact, "_known", {})
+    configure.cache_clear()  # composing is what takes note of secrets
     node = {
         "_target_": "builtins.dict",
         "api_key": None,
