@@ -10,15 +10,16 @@ from foundry.parallel.process_group import World
 from foundry.training.protocols import LossSum, Mean
 
 
-def add_metrics(totals: dict[str, Mean], metrics: Mapping[str, Mean], num_valid: int) -> None:
+def add_metrics(totals: dict[str, Mean], metrics: Mapping[str, Mean | Tensor], num_valid: int) -> None:
     """Add a microbatch's metrics to `totals`, in place and on the device.
 
     Args:
         totals: of the microbatches before.
-        metrics: of this microbatch.
+        metrics: of this microbatch; a bare tensor is a sum over the valid items.
         num_valid: its valid items, the count of a metric without its own.
     """
-    for name, mean in metrics.items():
+    for name, metric in metrics.items():
+        mean = Mean(metric) if isinstance(metric, Tensor) else metric
         value, count = mean.sum.detach(), num_valid if mean.count is None else mean.count
         if name in totals:
             before = totals[name]
