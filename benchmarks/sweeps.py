@@ -143,7 +143,7 @@ def kill_after(process, sweep, finished, pause):
 
 
 def kills(jobs, number):
-    """Kill a sweep so many times, let it go on, and compare its jobs with those of an undisturbed one."""
+    """Kill a sweep so many times, let it continue, and compare its jobs with those of an undisturbed one."""
     rng, begin, waits, stopped = random.Random(0), time.monotonic(), [], 0
     with tempfile.TemporaryDirectory(prefix="sweeps-") as temporary:
         folder = Path(temporary)

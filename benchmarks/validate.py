@@ -1,6 +1,6 @@
-"""How soon a mistake is said: seconds until `python -m foundry` has refused a wrong configuration.
+"""How soon an error is said: seconds until `python -m foundry` has refused a wrong configuration.
 
-Each command is started anew several times in an empty folder; the medians are printed, with how many mistakes the
+Each command is started anew several times in an empty folder; the medians are printed, with how many errors the
 answer names. It must exit with 2 and leave no file behind.
 
     python benchmarks/validate.py [--repeats 5]
@@ -20,7 +20,7 @@ MISTAKES = {
     "a misspelt key": ["hparams.leer=1e-3"],
     "a value out of bounds": ["hparams.lr=-1"],
     "batch sizes that do not divide": ["hparams.per_gpu_batch_size=7"],
-    "four mistakes at once": ["hparams.leer=1", "scheduler=wds", "hparams.per_gpu_batch_size=7", "precision.mode=fp8"],
+    "four errors at once": ["hparams.leer=1", "scheduler=wds", "hparams.per_gpu_batch_size=7", "precision.mode=fp8"],
     **{f"one of {jobs} jobs of a sweep": ["-m", f"hparams.seed=range(-1,{jobs - 1})"] for jobs in (1, 10, 100, 500)},
 }
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
     print(f"median of {repeats}, {os.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}\n")
-    print("| mistake | words | seconds | lines |\n|---|---|---|---|")
+    print("| error | words | seconds | lines |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name, words in MISTAKES.items():
             answers = [refuse(words, Path(folder)) for _ in range(repeats)]

@@ -70,11 +70,11 @@ def run(path: Path, *, at: str | None = None, environment: Mapping[str, str] = o
         for number, code in enumerate(blocks(path.read_text(encoding="utf-8"), at=at), start=1):
             began = time.monotonic()
             error = _run_block(code, copy, environment)
-            said = f"{path.relative_to(ROOT)} block {number}: {time.monotonic() - began:.1f} s"
+            message = f"{path.relative_to(ROOT)} block {number}: {time.monotonic() - began:.1f} s"
             if error is not None:
-                sys.stdout.write(f"{said}: FAILED\n{code}\n{error}\n")
+                sys.stdout.write(f"{message}: FAILED\n{code}\n{error}\n")
                 return False
-            sys.stdout.write(f"{said}\n")
+            sys.stdout.write(f"{message}\n")
             sys.stdout.flush()
     return True
 
@@ -83,12 +83,12 @@ def _run_block(code: str, directory: Path, environment: Mapping[str, str]) -> st
     """None, or what a failed block has said; what it has left running is ended."""
     cache = str(Path(tempfile.gettempdir()) / "foundry-docs-cache")
     path = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as message:
         bash = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", code],
             cwd=directory,
             env={"FOUNDRY_CACHE": cache, **environment, "PATH": path},
-            stdout=said,
+            stdout=message,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -100,8 +100,8 @@ def _run_block(code: str, directory: Path, environment: Mapping[str, str]) -> st
             with suppress(ProcessLookupError):
                 os.killpg(bash.pid, signal.SIGKILL)
             bash.wait()
-        said.seek(0)
-        return None if code_of_exit == 0 else f"exit code {code_of_exit}\n{said.read()[-4000:]}"
+        message.seek(0)
+        return None if code_of_exit == 0 else f"exit code {code_of_exit}\n{message.read()[-4000:]}"
 
 
 if __name__ == "__main__":

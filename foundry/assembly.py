@@ -200,7 +200,10 @@ def _build_frozen(setup: Setup, objective: Objective, precision: PrecisionPolicy
 
 
 def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
-    config, world, data, budget = setup.config, setup.world, setup.data, trained.budget
+    config = setup.config
+    world = setup.world
+    data = setup.data
+    budget = trained.budget
     return Trainer(
         step=TrainStep(
             model=trained.parallel.model,

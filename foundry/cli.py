@@ -52,7 +52,7 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
     except ConfigError as error:
         if HydraConfig.get().mode is RunMode.RUN:
             raise Refused(error) from None
-        raise  # a sweep goes on with its other jobs
+        raise  # a sweep continues with its other jobs
     except Stopped as stopped:
         if detect().rank == 0:
             with suppress(OSError):  # the terminal is gone, as after SIGHUP
@@ -67,10 +67,10 @@ def _how_it_goes_on(stopped: Stopped) -> str:
     if stopped.checkpoint is None:
         return ""
     if stopped.state == "requeued":
-        return "; the job is queued again and goes on from there"
+        return "; the job is queued again and resumes from there"
     hydra = HydraConfig.get()
     folder = f"run.dir={hydra.run.dir}" if hydra.mode is RunMode.RUN else f"sweep.dir={hydra.sweep.dir}"
-    return f"; the same command with hydra.{folder} goes on from there"
+    return f"; the same command with hydra.{folder} resumes from there"
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def _versions() -> str:
 
 def enter(task: Callable[[], object]) -> None:
     """Compose and do a task: exit code 2 and a line for each config error, 1 if the task failed."""
-    if flags := {"-m", "--multirun"} & set(sys.argv[2:]):  # argparse takes no flag between words
+    if flags := {"-m", "--multirun"} & set(sys.argv[2:]):  # argparse takes no flag between overrides
         sys.argv[1:] = [*flags, *(word for word in sys.argv[1:] if word not in flags)]
     try:
         install(alone=True)

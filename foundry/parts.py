@@ -130,7 +130,8 @@ def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:
 
 def build_schedule(config: Config, budget: Budget) -> Schedule:
     """Learning rate and weight decay along the run; says when that replaces the optimizer's own value."""
-    own, start = constant_weight_decay(config), getattr(config.scheduler, "start_weight_decay", None)
+    own = constant_weight_decay(config)
+    start = getattr(config.scheduler, "start_weight_decay", None)
     end = getattr(config.scheduler, "end_weight_decay", None)
     if start is not None and own not in (start, end):
         log.warning("optimizer.weight_decay=%g is not used: scheduler sets it from %g to %g", own, start, end)

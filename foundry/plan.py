@@ -29,7 +29,7 @@ _ROWS, _MOST_ROWS = 100_000, 10_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan beside the run itself."""
+    """What to plan besides the run itself."""
 
     every: int | None = setting(
         None,
@@ -148,7 +148,7 @@ def _measured(run_dir: Path) -> float:
 
 
 def main() -> None:
-    """The entry point; words that start with `plan.` are this command's, all others the run's."""
+    """The entry point; arguments that start with `plan.` are this command's, all others the run's."""
     own = [word.removeprefix(_PREFIX) for word in sys.argv[1:] if word.startswith(_PREFIX)]
     sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(_PREFIX)]
 

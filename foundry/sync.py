@@ -98,12 +98,12 @@ def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; 0 when nothing is pending any more, 1 when MLflow did not take it, 2 for a mistake."""
+    """The command; 0 when nothing is pending any more, 1 when MLflow did not take it, 2 for an error."""
     given = dict(argument.partition("=")[::2] for argument in arguments)
     run_dir = Path(given.get("dir", "").replace("\0", ""))
     if not given.get("dir") or not given.keys() <= {"dir", "uri"} or not run_dir.is_dir():
-        said = one_line(" ".join(arguments)) or "nothing"
-        sys.stderr.write(f"{said}: give an existing run directory: python -m foundry.sync dir=RUN_DIR [uri=URI]\n")
+        text = one_line(" ".join(arguments)) or "nothing"
+        sys.stderr.write(f"{text}: give an existing run directory: python -m foundry.sync dir=RUN_DIR [uri=URI]\n")
         return 2
     try:
         sent = send_pending(run_dir, given.get("uri") or None)

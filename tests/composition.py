@@ -10,14 +10,14 @@ from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.root import Config, to_config
 
 
-def compose(*words: str) -> DictConfig:
+def compose(*overrides: str) -> DictConfig:
     """As Hydra has it."""
     install()
     with initialize_config_dir(config_dir(), version_base="1.3"):
-        return hydra_compose(CONFIG_NAME, list(words))
+        return hydra_compose(CONFIG_NAME, list(overrides))
 
 
 @cache
-def configure(*words: str) -> Config:
+def configure(*overrides: str) -> Config:
     """As `run` takes it; frozen, so that the same words give the same object."""
-    return to_config(compose(*words))
+    return to_config(compose(*overrides))

@@ -15,9 +15,9 @@ class Shell:
         kept = {k: v for k, v in os.environ.items() if k not in NOT_PASSED_ON and not k.startswith(("SLURM", "MLFLOW"))}
         self.environment = {**kept, "FOUNDRY_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
 
-    def start(self, *words, module="foundry", variables=None, command=(sys.executable, "-m")):
+    def start(self, *overrides, module="foundry", variables=None, command=(sys.executable, "-m")):
         return subprocess.Popen(
-            [*command, module, *words],
+            [*command, module, *overrides],
             cwd=self.cwd,
             env={**self.environment, **(variables or {})},
             stdout=subprocess.PIPE,
@@ -25,9 +25,9 @@ class Shell:
             text=True,
         )
 
-    def run(self, *words, code=0, **options):
+    def run(self, *overrides, code=0, **options):
         """Run a command to its end, expect an exit code, and return (stdout, stderr)."""
-        process = self.start(*words, **options)
+        process = self.start(*overrides, **options)
         try:
             stdout, stderr = process.communicate(timeout=240)
         finally:

@@ -165,9 +165,9 @@ def checkout(tmp_path_factory):
     return root
 
 
-def foundry(checkout, *words, module="foundry"):
+def foundry(checkout, *overrides, module="foundry"):
     environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", module, *words]
+    command = [sys.executable, "-m", module, *overrides]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
 

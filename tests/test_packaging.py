@@ -80,9 +80,9 @@ def test_an_unpacked_wheel_composes_elsewhere(wheel, tmp_path):
     elsewhere.mkdir()
     zipfile.ZipFile(wheel).extractall(site)
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    words = ["-m", "foundry", "--cfg", "job", "--resolve", "hparams=diffusion", "scheduler=wsd"]
+    overrides = ["-m", "foundry", "--cfg", "job", "--resolve", "hparams=diffusion", "scheduler=wsd"]
     done = subprocess.run(
-        [sys.executable, *words], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *overrides], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "_target_: foundry.models.dit.DiT" in done.stdout

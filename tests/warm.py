@@ -96,7 +96,7 @@ class WarmShell:
         self.cwd, self.cache, self._number = cwd, cache, 0
         self._outputs = tempfile.TemporaryDirectory(prefix="foundry-warm-", ignore_cleanup_errors=True)
 
-    def start(self, *words, module="foundry", variables=None):
+    def start(self, *overrides, module="foundry", variables=None):
         """Start `python -m <module> <words>`."""
         self._number += 1
         stem = Path(self._outputs.name) / str(self._number)
@@ -104,7 +104,7 @@ class WarmShell:
             stem.with_suffix(suffix).touch()
         environment = {"FOUNDRY_CACHE": str(self.cache), **(variables or {})}
         start_server()
-        process = CONTEXT.Process(target=_be, args=(module, words, self.cwd, stem, environment))
+        process = CONTEXT.Process(target=_be, args=(module, overrides, self.cwd, stem, environment))
         process.start()
         return WarmProcess(process, stem)
 
@@ -117,9 +117,9 @@ class WarmShell:
         assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
         return out, err
 
-    def run(self, *words, code=0, **options):
+    def run(self, *overrides, code=0, **options):
         """`start` and `finish`."""
-        return self.finish(self.start(*words, **options), code)
+        return self.finish(self.start(*overrides, **options), code)
 
     def wait_for_steps(self, process, run_dir, steps):
         """Wait until the run has logged so many more lines than it had."""
@@ -130,7 +130,7 @@ class WarmShell:
             time.sleep(0.002)
 
 
-def _be(module, words, cwd, stem, environment):
+def _be(module, overrides, cwd, stem, environment):
     for number, suffix in ((1, ".out"), (2, ".err")):
         with stem.with_suffix(suffix).open("w") as file:
             os.dup2(file.fileno(), number)
@@ -139,7 +139,7 @@ def _be(module, words, cwd, stem, environment):
         del os.environ[name]
     os.environ |= environment
     os.chdir(cwd)
-    sys.argv = [module, *words]
+    sys.argv = [module, *overrides]
     # As `python -m` does; a folder of the user's own comes before what is installed, and is looked at anew.
     sys.path[:0] = [str(cwd), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     importlib.invalidate_caches()

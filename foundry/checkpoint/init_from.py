@@ -1,4 +1,4 @@
-"""`model.init_from`: weights of another run or another program, everything else afresh."""
+"""`model.init_from`: weights of another run or another program, everything else from scratch."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -61,7 +61,9 @@ def init_from(model: nn.Module, path: Path, world: World) -> None:
 def _copy_from(files: Iterable[Path], model: nn.Module) -> None:
     wanted: dict[str, Tensor] = dict(model.state_dict())
     own_name = hook(model, "import_name") or (lambda name: name)
-    unknown, misshapen, found = list[str](), list[str](), set[str]()
+    unknown = list[str]()
+    misshapen = list[str]()
+    found = set[str]()
     for file in files:
         with _opened(file) as opened:
             for stored in opened.keys():  # noqa: SIM118 # an opened file is no mapping
@@ -77,9 +79,9 @@ def _copy_from(files: Iterable[Path], model: nn.Module) -> None:
     buffers = {name for name, _ in model.named_buffers()}
     missing = [name for name in wanted if name not in found | tied | buffers]
     wrong = [("lacks", missing), ("has besides", [n for n in unknown if own_name(n) not in tied]), ("has", misshapen)]
-    said = [f"{verb} {_listed(names)}" for verb, names in wrong if names]
-    if said:
-        raise ConfigError(Violation(_KEY, f"does not fit the model: it {'; it '.join(said)}"))
+    text = [f"{verb} {_listed(names)}" for verb, names in wrong if names]
+    if text:
+        raise ConfigError(Violation(_KEY, f"does not fit the model: it {'; it '.join(text)}"))
 
 
 @contextmanager

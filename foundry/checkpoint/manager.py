@@ -123,7 +123,7 @@ class ShardedCheckpointManager:
     def roll_back(self) -> dict[str, Any] | None:
         """Bring back the weights and optimizers of the newest checkpoint; its trainer's state, None if there is none.
 
-        Random numbers go on: what they were drawn for is not read again.
+        Random numbers continue: what they were drawn for is not read again.
         """
         self.checkpointer.join()
         folder = verify_newest(self.checkpointer.run_dir, self.world)

@@ -63,8 +63,8 @@ def describe_state(inner: nn.Module, optimizers: Sequence[Optimizer]) -> dict[st
             states[name] = {"optimizer": type(optimizer).__name__, "state": node}
     groups = [{"parameters": names, "state": held.node} for names, held in _held_by_groups(inner, optimizers)]
     besides = [{"optimizer": number, "state": held.node} for number, held in _held_besides(optimizers)]
-    said = (("states", states), ("groups", groups), ("besides", besides))
-    return {name: value for name, value in said if value}
+    text = (("states", states), ("groups", groups), ("besides", besides))
+    return {name: value for name, value in text if value}
 
 
 def allocate_state(
@@ -116,8 +116,8 @@ def allocate_state(
             key: _empty_like(value, parameter, saved.get(f"{PREFIX}{name}.{key}")) for key, value in seen[kind].items()
         }
         allocated.append(ParameterState(_named(name, state), accept=_accepting(optimizer, parameter, state)))
-    allocated += [_allocate_groups(inner, optimizers, saved, said) for said in described.get("groups", [])]
-    return allocated + [_allocate_besides(optimizers, saved, said) for said in described.get("besides", [])]
+    allocated += [_allocate_groups(inner, optimizers, saved, text) for text in described.get("groups", [])]
+    return allocated + [_allocate_besides(optimizers, saved, text) for text in described.get("besides", [])]
 
 
 def _held(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> ParameterState:
@@ -188,14 +188,14 @@ def _held_besides(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, Parame
 
 
 def _allocate_besides(
-    optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Size], said: Mapping[str, Any]
+    optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Size], text: Mapping[str, Any]
 ) -> ParameterState:
-    if said["optimizer"] >= len(optimizers):
+    if text["optimizer"] >= len(optimizers):
         raise CheckpointError(f"the checkpoint has the state of more than {len(optimizers)} optimizers")
-    optimizer = optimizers[said["optimizer"]]
+    optimizer = optimizers[text["optimizer"]]
     device = optimizer.param_groups[0]["params"][0].device
     state, tensors = unflatten(
-        said["state"],
+        text["state"],
         lambda name, dtype, on_cpu: torch.zeros(saved[name], dtype=dtype, device="cpu" if on_cpu else device),
     )
 
@@ -211,25 +211,25 @@ def _allocate_nested(
     parameter: nn.Parameter,
     optimizer: Optimizer,
     saved: Mapping[str, torch.Size],
-    said: Mapping[str, Any],
+    text: Mapping[str, Any],
 ) -> ParameterState:
-    if said.get("optimizer") != type(optimizer).__name__:
-        raise _another(name, f"the state of {said.get('optimizer')}", "is chosen", optimizer)
+    if text.get("optimizer") != type(optimizer).__name__:
+        raise _another(name, f"the state of {text.get('optimizer')}", "is chosen", optimizer)
 
     def allocate(tensor: str, dtype: torch.dtype, on_cpu: bool) -> Tensor:
         if saved[tensor] == parameter.shape:
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
         return torch.zeros(saved[tensor], dtype=dtype, device="cpu" if on_cpu else parameter.device)
 
-    state, tensors = unflatten(said.get("state"), allocate)
+    state, tensors = unflatten(text.get("state"), allocate)
     return ParameterState(tensors, accept=_accepting(optimizer, parameter, state))
 
 
 def _allocate_groups(
-    inner: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Size], said: Mapping[str, Any]
+    inner: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Size], text: Mapping[str, Any]
 ) -> ParameterState:
     """State for the groups that have a saved group's parameters; another layout may have split it, or joined some."""
-    names = {name: parameter for name, parameter in inner.named_parameters() if name in said["parameters"]}
+    names = {name: parameter for name, parameter in inner.named_parameters() if name in text["parameters"]}
     own = [
         (optimizer, group)
         for optimizer in optimizers
@@ -238,7 +238,7 @@ def _allocate_groups(
     ]
     device = own[0][1]["params"][0].device if own else torch.device("cpu")
     state, tensors = unflatten(
-        said["state"],
+        text["state"],
         lambda name, dtype, on_cpu: torch.zeros(saved[name], dtype=dtype, device="cpu" if on_cpu else device),
     )
 

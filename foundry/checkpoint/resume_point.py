@@ -1,4 +1,4 @@
-"""Where a run goes on from: its own newest whole checkpoint, or another run's."""
+"""Where a run resumes from: its own newest whole checkpoint, or another run's."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ _DIGEST_SHOWN = 12
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A whole checkpoint that a run goes on from.
+    """A whole checkpoint that a run resumes from.
 
     Attributes:
         folder: the checkpoint.
@@ -55,9 +55,9 @@ class ResumePoint:
 
 
 def find_resume_point(resume: str, run_dir: Path, world: World) -> ResumePoint | None:
-    """The checkpoint to go on from; all ranks together, and with the same answer.
+    """The checkpoint to resume from; all ranks together, and with the same answer.
 
-    A run directory that has checkpoints of its own goes on from them, wherever it once started. Those that are damaged
+    A run directory that has checkpoints of its own resumes from them, wherever it once started. Those that are damaged
     and newer are put aside under a name that ends in `.corrupt`, so that they neither count nor are lost. Where none is
     whole, or one cannot be read, nothing is renamed and the run does not start: it would start from step 0.
 
@@ -157,7 +157,7 @@ def check_data(
         if name != changed[0] and (name != "tokenizer" or settings.get("tokenizer") is None):
             continue
         key = next((f"data.{key}" for key in _DATA_KEYS[name] if key in settings), "data")
-        was, is_now = (str(said[name])[:_DIGEST_SHOWN] for said in (resume_point.manifest.data, now))
+        was, is_now = (str(text[name])[:_DIGEST_SHOWN] for text in (resume_point.manifest.data, now))
         message = (
             f"gives other data than the checkpoint was trained on ({name} {was} -> {is_now}); give that, start from "
             "scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn"
@@ -188,7 +188,7 @@ def _told(value: Any) -> Any:
 
 
 def past_its_end(resume_point: ResumePoint) -> ResumePoint:
-    """The same checkpoint for a run that is to go on although early stopping had ended it."""
+    """The same checkpoint for a run that is to continue although early stopping had ended it."""
     return replace(
         resume_point,
         manifest=replace(resume_point.manifest, state={**resume_point.manifest.state, "stop_reason": None}),
@@ -196,7 +196,7 @@ def past_its_end(resume_point: ResumePoint) -> ResumePoint:
 
 
 def is_longer(resume_point: ResumePoint | None, config: Mapping[str, Any]) -> bool:
-    """Whether a finished run is asked to go on: a budget has grown, or is gone."""
+    """Whether a finished run is asked to continue: a budget has grown, or is gone."""
     if resume_point is None:
         return False
     budgets = [d for d in differences(resume_point.manifest.config, config) if d.is_budget and d.was is not None]

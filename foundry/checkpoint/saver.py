@@ -57,8 +57,8 @@ class Checkpointer:
     """Writes a run's checkpoints and keeps those that are wanted.
 
     All ranks construct it and call `save` and `finish` together. What goes wrong while writing is one line in the log
-    of rank 0: training goes on, and the checkpoints there were stay. Only a save that is waited for has to succeed, as
-    the last one of a run.
+    of rank 0: training continues, and the checkpoints there were stay. Only a save that is waited for has to succeed,
+    as the last one of a run.
 
     Attributes:
         run_dir: where the last checkpoint was written.

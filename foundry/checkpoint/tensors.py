@@ -53,7 +53,7 @@ def collect(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """What the manifest has to say of the optimizers' state beside the tensors that `collect` gives.
+    """What the manifest has to say of the optimizers' state besides the tensors that `collect` gives.
 
     Raises:
         CheckpointError: state that cannot be saved.
@@ -166,11 +166,11 @@ def _readable(folder: Path) -> Iterator[None]:
 
 def _check_names(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> None:
     wanted, saved = set(wanted), set(saved)
-    for names, said in ((wanted - saved, "lacks"), (saved - wanted, "holds, and this run does not,")):
+    for names, text in ((wanted - saved, "lacks"), (saved - wanted, "holds, and this run does not,")):
         if names:
             shown = ", ".join(sorted(names)[:_NUM_SHOWN])
             more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-            raise CheckpointError(f"{folder} {said} {shown}{more}")
+            raise CheckpointError(f"{folder} {text} {shown}{more}")
 
 
 def _read(

@@ -68,7 +68,7 @@ def together(work: Callable[[], _T], world: World, group: ProcessGroup | None = 
         result = work()
     except Exception as error:
         reason = f"rank {world.rank}: {type(error).__name__}: {error}"
-    said = gather((result, reason), world, group)
-    if reasons := [reason for _, reason in said if reason is not None]:
+    text = gather((result, reason), world, group)
+    if reasons := [reason for _, reason in text if reason is not None]:
         raise CheckpointError("; ".join(reasons))
-    return [result for result, _ in said]  # type: ignore[misc]
+    return [result for result, _ in text]  # type: ignore[misc]

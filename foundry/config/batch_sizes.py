@@ -97,12 +97,12 @@ class BatchSizes:
         Raises:
             ValueError: the text is no such list, or its first threshold is not 0, or one comes twice.
         """
-        words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
-        if not words:
+        overrides = [word for word in re.split(r"[\s,]+", text.strip()) if word]
+        if not overrides:
             raise ValueError('has no entry; write THRESHOLD:SIZE, such as "0:256 100M:512"')
-        if len(words) > MOST_STAGES:
-            raise ValueError(f"has {len(words):,} entries; a run may have at most {MOST_STAGES:,} batch sizes")
-        pairs = sorted((threshold // (tokens_per_sample or 1), size) for threshold, size in map(_entry, words))
+        if len(overrides) > MOST_STAGES:
+            raise ValueError(f"has {len(overrides):,} entries; a run may have at most {MOST_STAGES:,} batch sizes")
+        pairs = sorted((threshold // (tokens_per_sample or 1), size) for threshold, size in map(_entry, overrides))
         if pairs[0][0] != 0:
             raise ValueError(f"'{shown(text)}' starts at {pairs[0][0]} samples; the first threshold must be 0")
         for (earlier, _), (later, _) in pairwise(pairs):
@@ -156,7 +156,9 @@ class BatchSizes:
                 here = (end - stage.first_sample) / stage.global_batch_size
                 if steps <= here:
                     return total + steps * stage.global_batch_size
-                total, steps, end = total + end - stage.first_sample, steps - here, stage.first_sample
+                total = total + end - stage.first_sample
+                steps = steps - here
+                end = stage.first_sample
         return total + steps * self.stages[0].global_batch_size
 
     def _stage_at(self, samples: float) -> Stage:

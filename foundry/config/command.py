@@ -1,4 +1,4 @@
-"""The other commands' `key=value` words: the same grammar, types and errors as a run's."""
+"""The other commands' `key=value` arguments: the same grammar, types and errors as a run's."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ _OF_THE_PATH = (
 
 
 def command(schema: type[Options], run: Callable[[Options], object], *, name: str, doc: str) -> None:
-    """Run a command with the words after its name; exit code 2 and a line for each mistake in them.
+    """Run a command with the arguments after its name; exit code 2 and a line for each error in them.
 
     A file that cannot be read or written is a line, too: exit code 2 where the path is to blame, else 1.
 
@@ -52,12 +52,12 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
         name: as typed, for the help.
         doc: what it does, for the help.
     """
-    words = sys.argv[1:]
-    if {"-h", "--help"} & set(words):
+    overrides = sys.argv[1:]
+    if {"-h", "--help"} & set(overrides):
         sys.stdout.write(_help(schema, name, doc))
         return
     try:
-        run(parse_options(schema, words))
+        run(parse_options(schema, overrides))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
@@ -71,17 +71,17 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
         sys.exit(2 if error.errno in _OF_THE_PATH else 1)
 
 
-def parse_options(schema: type[Options], words: list[str]) -> Options:
-    """Read `key=value` words.
+def parse_options(schema: type[Options], overrides: list[str]) -> Options:
+    """Read `key=value` arguments.
 
     Raises:
-        ConfigError: with every mistake in them.
+        ConfigError: with every error in them.
     """
     options, violations = OmegaConf.structured(schema), list[Violation]()
     OmegaConf.set_readonly(options, None)
     OmegaConf.set_struct(options, True)
     names = [item.name for item in fields(schema)]  # type: ignore[arg-type] # a dataclass, by contract
-    for word in words:
+    for word in overrides:
         try:
             override = OverridesParser.create().parse_overrides([word])[0]
         except HydraException:

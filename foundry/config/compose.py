@@ -84,7 +84,7 @@ def _load(
     """Compose with Hydra's `compose`, and refuse what is foundry's and wrong; the rest is let through.
 
     Raises:
-        ConfigError: with every mistake.
+        ConfigError: with every error.
     """
     try:
         config = compose(overrides)
@@ -125,7 +125,7 @@ def _explained(
     compose: Callable[[list[str]], DictConfig],
     error: Exception,
 ) -> DictConfig:
-    """What a composition that failed should have been, if it was right, or every mistake in it.
+    """What a composition that failed should have been, if it was right, or every error in it.
 
     Raises:
         ConfigError: with these.

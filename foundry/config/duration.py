@@ -62,34 +62,36 @@ class Duration:
         Raises:
             ValueError: the text is none of these forms, is negative, is a share above 1, or beyond `LARGEST_COUNT`.
         """
-        match, said = _PATTERN.fullmatch(text.strip()), f"'{shown(text)}'"
+        match, message = _PATTERN.fullmatch(text.strip()), f"'{shown(text)}'"
         if match is None:
-            raise ValueError(f"{said} is not a duration; write {_FORMS}")
-        number, suffix, unit = match["number"], match["suffix"], match["unit"]
+            raise ValueError(f"{message} is not a duration; write {_FORMS}")
+        number = match["number"]
+        suffix = match["suffix"]
+        unit = match["unit"]
         # Decimal, since 2.01 * 1000 is no whole number in binary.
         exact = Decimal(number) * _SUFFIXES[suffix]
         if exact > LARGEST_COUNT:
-            raise ValueError(f"{said} is more than {LARGEST_COUNT:,}; give a smaller number")
+            raise ValueError(f"{message} is more than {LARGEST_COUNT:,}; give a smaller number")
         if 0 < exact * LARGEST_COUNT < 1:
-            raise ValueError(f"{said} is too short to be told from 0; give a larger number")
+            raise ValueError(f"{message} is too short to be told from 0; give a larger number")
         value = float(exact)
         if unit is None:
             if number.isdigit() or suffix:
                 if value != int(value):
-                    raise ValueError(f"{said} is not a whole number of steps; write {_FORMS}")
+                    raise ValueError(f"{message} is not a whole number of steps; write {_FORMS}")
                 return cls(value, Unit.steps)
             if value > 1:
-                raise ValueError(f"{said} has a decimal point, so it is a fraction of the run, which is at most 1.0")
+                raise ValueError(f"{message} has a decimal point, so it is a fraction of the run, which is at most 1.0")
             return cls(value, Unit.fraction)
         if unit == "run":
             if value > 1:
-                raise ValueError(f"{said} is longer than the run")
+                raise ValueError(f"{message} is longer than the run")
             return cls(value, Unit.run)
         name = unit if unit.endswith("s") else f"{unit}s"
         if name not in ("steps", "epochs", "samples", "tokens"):
-            raise ValueError(f"{said} has an unknown unit '{shown(unit)}'; write {_FORMS}")
+            raise ValueError(f"{message} has an unknown unit '{shown(unit)}'; write {_FORMS}")
         if name == "steps" and value != int(value):
-            raise ValueError(f"{said} is not a whole number of steps; write {_FORMS}")
+            raise ValueError(f"{message} is not a whole number of steps; write {_FORMS}")
         return cls(value, Unit(name))
 
     @classmethod

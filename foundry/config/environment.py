@@ -137,7 +137,8 @@ def _slurm(variables: Mapping[str, str]) -> LaunchEnvironment:
     if not 0 < num_nodes <= world_size:
         raise _error("SLURM_NNODES", str(num_nodes), f"must be between 1 and the {world_size} tasks of the step")
     nodelist = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    job, step = _integer(variables, "SLURM_JOB_ID", 0), _integer(variables, "SLURM_STEP_ID", 0)
+    job = _integer(variables, "SLURM_JOB_ID", 0)
+    step = _integer(variables, "SLURM_STEP_ID", 0)
     # The step's number keeps two steps of one job apart; both numbers are the same after a requeue.
     port = _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
     address, port = _master(variables, expand_hosts(nodelist)[0], port)

@@ -11,7 +11,7 @@ _LONGEST_VALUE, _LONGEST_LINE = 60, 400
 
 @dataclass(frozen=True)
 class Violation:
-    """One mistake in a configuration: the key, and what is wrong with its value and how to mend it.
+    """One config error: the key, and what is wrong with its value and how to mend it.
 
     As text it is one line without secrets and without what a terminal would obey.
     """
@@ -24,7 +24,7 @@ class Violation:
 
 
 class ConfigError(Exception):
-    """A user's mistake, found before anything was spent. Printed as one line per violation; exit code 2."""
+    """An error in a configuration, found before anything was spent. Printed as one line per violation; exit code 2."""
 
     def __init__(self, violations: Iterable[Violation] | Violation) -> None:
         self.violations = (violations,) if isinstance(violations, Violation) else tuple(violations)

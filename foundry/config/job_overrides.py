@@ -1,4 +1,4 @@
-"""The words that a job was given: keys, values, and the short names they are shown by."""
+"""The overrides that a job was given: keys, values, and the short names they are shown by."""
 
 import itertools
 import shlex
@@ -35,18 +35,18 @@ def brief(value: str) -> str:
         return value
 
 
-def format_command(words: Sequence[str], sweep_command: Sequence[str]) -> str:
+def format_command(overrides: Sequence[str], sweep_command: Sequence[str]) -> str:
     """The command that runs a job by itself, for a shell.
 
     Args:
-        words: the job's.
+        overrides: the job's.
         sweep_command: those that its sweep was started with; empty where they are not known.
     """
     is_sweep_by_words = not sweep_command or {"-m", "--multirun"} & set(sweep_command)
     # An option makes it a sweep, too.
-    is_sweep_by_option = not is_sweep_by_words or any(word.startswith("hparams_search=") for word in words)
+    is_sweep_by_option = not is_sweep_by_words or any(word.startswith("hparams_search=") for word in overrides)
     mode = ("hydra.mode=RUN",) if is_sweep_by_option else ()
-    return shlex.join(["python", "-m", "foundry", *_config_folder(sweep_command), *words, *mode])
+    return shlex.join(["python", "-m", "foundry", *_config_folder(sweep_command), *overrides, *mode])
 
 
 def _config_folder(command: Sequence[str]) -> list[str]:
@@ -60,9 +60,9 @@ def _config_folder(command: Sequence[str]) -> list[str]:
 
 
 def recorded_words(run_dir: Path) -> tuple[str, ...]:
-    """All words of a job, as Hydra wrote them into its run directory; none where it did not."""
+    """All overrides of a job, as Hydra wrote them into its run directory; none where it did not."""
     try:
-        words = read_yaml(run_dir / HYDRA / "overrides.yaml", max_bytes=_MOST_BYTES)
+        overrides = read_yaml(run_dir / HYDRA / "overrides.yaml", max_bytes=_MOST_BYTES)
     except (OSError, ValueError):
         return ()
-    return tuple(one_line(word) for word in words if isinstance(word, str)) if isinstance(words, list) else ()
+    return tuple(one_line(word) for word in overrides if isinstance(word, str)) if isinstance(overrides, list) else ()

@@ -84,7 +84,8 @@ def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
             return
         horizon = phases.horizon
         yield from _check_phases(config.scheduler, phases, budget)
-    ramped, last = budget.batch_sizes.stages[-1].first_sample, max(budget.total_samples, horizon)
+    ramped = budget.batch_sizes.stages[-1].first_sample
+    last = max(budget.total_samples, horizon)
     if ramped >= last:
         yield Violation(
             "hparams.batch_ramp" if config.hparams.batch_schedule is None else "hparams.batch_schedule",
@@ -102,17 +103,20 @@ def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
 
 
 def _check_phases(scheduler: Scheduler, phases: Phases, budget: Budget) -> Iterator[Violation]:
-    horizon, warmup, decay, sizes = phases.horizon, phases.warmup, phases.decay or 0.0, budget.batch_sizes
+    horizon = phases.horizon
+    warmup = phases.warmup
+    decay = phases.decay or 0.0
+    sizes = budget.batch_sizes
     whole = sizes.steps_at(horizon)
     # 0.2 and 0.8 of 3 samples sum to 3.0000000000000004.
     if warmup + decay > horizon * (1 + 1e-12) or (warmup == horizon and decay == 0 and whole > 1):
-        said, verb = f"warm-up of {sizes.steps_at(warmup):g} steps", "does"
+        text, verb = f"warm-up of {sizes.steps_at(warmup):g} steps", "does"
         if phases.decay is not None:
             length = whole - sizes.steps_at(max(0.0, horizon - decay))
-            said, verb = said + " and a", "do"
-            said += f" decay of {length:g} steps (scheduler.decay={getattr(scheduler, 'decay', '')})"
+            text, verb = text + " and a", "do"
+            text += f" decay of {length:g} steps (scheduler.decay={getattr(scheduler, 'decay', '')})"
         yield Violation(
             "scheduler.warmup",
-            f"is {scheduler.warmup}: a {said} {verb} not fit into the {whole:g} steps of the schedule; "
+            f"is {scheduler.warmup}: a {text} {verb} not fit into the {whole:g} steps of the schedule; "
             f"shorten them, or give a fraction such as 0.05",
         )

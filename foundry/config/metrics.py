@@ -83,6 +83,7 @@ def check_metrics(config: Config, measured: Iterable[str]) -> Iterator[Violation
 
 def check_sweeper(composed: DictConfig, config: Config) -> Iterator[Violation]:
     """Check what the jobs of a sweep are compared by, where the sweeper is one of foundry's."""
-    metric, measured = OmegaConf.select(composed, "hydra.sweeper.metric"), measured_by(config)
+    metric = OmegaConf.select(composed, "hydra.sweeper.metric")
+    measured = measured_by(config)
     if metric is not None and measured is not None and metric != config.evaluation.metric:
         yield from check_metric("hydra.sweeper.metric", str(metric), measured)

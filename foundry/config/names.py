@@ -29,7 +29,7 @@ def did_you_mean(key: str, known: Collection[str], groups: Collection[str] = ())
     Args:
         key: as it was given.
         known: dotted paths of the settings that there are.
-        groups: what can be chosen beside them.
+        groups: what can be chosen besides them.
     """
     group, _, leaf = key.rpartition(".")
     if leaf.startswith("_"):  # such as _target_, which every part has

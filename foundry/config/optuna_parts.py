@@ -60,7 +60,8 @@ def _built(kind: str, node: Any) -> Any:
     arguments = {str(name): _built(kind, value) for name, value in node.items() if name != "_target_"}
     if "_target_" not in node:
         return arguments
-    package, name = import_module(f"optuna.{kind}s"), str(node["_target_"]).rpartition(".")[2]
+    package = import_module(f"optuna.{kind}s")
+    name = str(node["_target_"]).rpartition(".")[2]
     if name not in package.__all__:
         raise ValueError(f"optuna.{kind}s has no {name}{nearest(name, package.__all__)}")
     return getattr(package, name)(**arguments)

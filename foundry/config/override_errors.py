@@ -1,4 +1,4 @@
-"""Finding every mistake of a composition that failed, where Hydra stops at the first."""
+"""Finding every error of a composition that failed, where Hydra stops at the first."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,9 @@ _NO_OVERRIDE = "is not of the form key=value; put a value with spaces, commas, =
 
 def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> bool:
     """Whether a primary configuration that does not compose is foundry's: its defaults lead to `base_config`."""
-    (repo, _), seen, ahead = _repository(loader, config_name, _parse(overrides)[0]), set[str](), [config_name]
+    (repo, _) = _repository(loader, config_name, _parse(overrides)[0])
+    seen = set[str]()
+    ahead = [config_name]
     while ahead:
         name = ahead.pop()
         if name in seen:
@@ -173,7 +175,7 @@ def master_over_options(
     here; each job is composed with all of them, and refused if its own options do not know one.
 
     Returns:
-        None where no option is swept, so that the mistake is every job's.
+        None where no option is swept, so that the error is every job's.
     """
     parsed, violations = _parse(overrides)
     repo, unreadable = _repository(loader, config_name, parsed)
@@ -197,7 +199,9 @@ def _lines(overrides: Iterable[Override]) -> list[str]:
 
 
 def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
-    parser, parsed, violations = OverridesParser.create(), list[Override](), list[Violation]()
+    parser = OverridesParser.create()
+    parsed = list[Override]()
+    violations = list[Violation]()
     for line in overrides:
         try:
             (override,) = parser.parse_overrides([line])
@@ -311,7 +315,9 @@ def _explain_mapping(key: str, override: Override, node: DictConfig, error: Exce
 
 def explain_value(override: Override, error: Exception) -> Violation:
     """What is wrong with a value, from OmegaConf's error about it."""
-    key, value, message = override.key_or_group, shown(override.get_value_string()), str(error)
+    key = override.key_or_group
+    value = shown(override.get_value_string())
+    message = str(error)
     if "is not Optional" in message:
         return Violation(key, "cannot be null; it must have a value")
     if "Cannot merge" in message:

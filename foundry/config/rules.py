@@ -107,11 +107,11 @@ def _check_choices(composed: DictConfig) -> Iterator[Violation]:
     given = OmegaConf.select(composed, "hydra.overrides.task")
     # Iterating would resolve interpolations in them.
     raw: Any = OmegaConf.to_container(given, resolve=False) if given is not None else []
-    words = [str(word).lstrip("+") for word in raw]
+    overrides = [str(word).lstrip("+") for word in raw]
     for group in (item.name for item in fields(Config)):
-        if group not in choices and any(word.startswith(f"{group}=[") for word in words):
+        if group not in choices and any(word.startswith(f"{group}=[") for word in overrides):
             yield Violation(group, "takes one option; to sweep over several add -m and leave out the brackets")
-        elif group not in choices and any(word == f"~{group}" or word.startswith(f"~{group}=") for word in words):
+        elif group not in choices and any(word == f"~{group}" or word.startswith(f"~{group}=") for word in overrides):
             yield Violation(group, f"cannot be removed; leave out ~{group}, or choose an option as {group}=...")
 
 
@@ -155,14 +155,16 @@ def _batch_schedule(config: Config) -> Iterator[Violation]:
     if hparams.batch_schedule is None:
         return
     if hparams.batch_ramp.start is not None:
-        yield Violation("hparams.batch_schedule", "is given beside hparams.batch_ramp; choose one of them")
+        yield Violation("hparams.batch_schedule", "is given together with hparams.batch_ramp; choose one of them")
     if hparams.batch_schedule_unit is ScheduleUnit.tokens and _has_no_tokens(config.data):
         yield Violation("hparams.batch_schedule_unit", "is tokens but a sample of this data has none; set samples")
 
 
 def _division(hparams: HParams, sizes: BatchSizes, ranks: int) -> Iterator[Violation]:
     """Every size is a multiple of what one microbatch on every rank takes, or may be rounded down to one."""
-    total, per_gpu, key = hparams.global_batch_size, hparams.per_gpu_batch_size, _staged(hparams)
+    total = hparams.global_batch_size
+    per_gpu = hparams.per_gpu_batch_size
+    key = _staged(hparams)
     step = per_gpu * ranks
     product = f"per_gpu_batch_size {per_gpu} x {ranks} {'rank' if ranks == 1 else 'ranks'} = {step}"
     wrong = [size for size in sizes.sizes if (size < step if hparams.allow_rounding else size % step)]
@@ -249,7 +251,8 @@ def _unit(text: str) -> Unit | None:
 
 
 def _loss(config: Config, launch: Launch) -> Iterator[Violation]:
-    loss, fitting = config.hparams.loss_function, getattr(config.objective, "loss_functions", None)
+    loss = config.hparams.loss_function
+    fitting = getattr(config.objective, "loss_functions", None)
     if fitting is not None and loss not in fitting:
         name = type(config.objective).__name__
         yield Violation(

@@ -94,9 +94,9 @@ def _check(leaf: _Leaf) -> Iterator[Violation]:
             remember(os.environ.get(variable, ""), f"${{oc.env:{variable}}}")
 
 
-def check_words(words: Iterable[str]) -> Iterator[Violation]:
+def check_words(overrides: Iterable[str]) -> Iterator[Violation]:
     """Refuse secrets in overrides, before a sweep writes them down; none of them is shown from here on."""
-    for word in words:
+    for word in overrides:
         key, sign, value = word.partition("=")
         name = key.lstrip("+~").rpartition(".")[2].partition("@")[0]
         bare = value.strip("'\"")

@@ -28,7 +28,7 @@ _DEEPEST = 8
 
 
 class NotThere(Exception):
-    """There is certainly no such thing; the message goes on after 'but'."""
+    """There is certainly no such thing; the message continues after 'but'."""
 
     def __init__(self, message: str, among: Iterable[str] = (), word: str = "") -> None:
         super().__init__(message)

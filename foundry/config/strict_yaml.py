@@ -60,6 +60,7 @@ def _check_plain(text: str) -> None:
 
 
 def _where(error: yaml.YAMLError) -> str:
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
     line = "" if mark is None else f"line {mark.line + 1}: "
     return line + " ".join(str(problem).split())

@@ -53,16 +53,16 @@ def worker_deaths_explained(ahead: Any = None) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError, EOFError) as error:
-        ends = _ends_of(getattr(ahead, "_workers", ()))
-        said = _TORCH_SAYS.search(str(error))
-        if not ends and said is None:
+        ends = _exit_codes(getattr(ahead, "_workers", ()))
+        text = _TORCH_SAYS.search(str(error))
+        if not ends and text is None:
             raise
-        if not ends and said is not None:
-            ends = {int(said["pid"]): _parse_exit_code(said)}
+        if not ends and text is not None:
+            ends = {int(text["pid"]): _parse_exit_code(text)}
         raise DataWorkerError(_how_it_died(*next(iter(ends.items())))) from error
 
 
-def _ends_of(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
+def _exit_codes(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
     """The exit codes of those that failed, by process.
 
     A process that dies closes its files, which breaks its connections, before its exit code can be had: it is waited
@@ -79,12 +79,12 @@ def _ends_of(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
     return {cast(int, worker.pid): worker.exitcode for worker in workers if worker.exitcode not in (None, 0)}
 
 
-def _parse_exit_code(said: "re.Match[str]") -> int | None:
+def _parse_exit_code(text: "re.Match[str]") -> int | None:
     """The exit code, negative for a signal, in torch's words."""
-    if said["code"]:
-        return int(said["code"])
+    if text["code"]:
+        return int(text["code"])
     names = {signal.strsignal(number): -number for number in signal.valid_signals()}
-    return names.get(said["signal"])
+    return names.get(text["signal"])
 
 
 def _how_it_died(pid: int, code: int | None) -> str:

@@ -79,7 +79,8 @@ def text_files(
 
 def _splits(corpus: Corpus, *, seq_len: int, vocab_size: int, tokenizer: str | None, cache_dir: str) -> DataSplits:
     tokens = tokenised(corpus, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
-    train, validation = TokenSequences(tokens.train, seq_len), TokenSequences(tokens.validation, seq_len)
+    train = TokenSequences(tokens.train, seq_len)
+    validation = TokenSequences(tokens.validation, seq_len)
     split, shorter = min(("training", train), ("validation", validation), key=lambda named: len(named[1].tokens))
     if not len(shorter):
         raise ConfigError(_too_short(split, len(shorter.tokens), seq_len))

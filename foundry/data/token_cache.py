@@ -23,7 +23,10 @@ from foundry.run_dir.files import read_text
 from foundry.run_dir.lock import LOCK, lock
 
 _FORMAT = 1
-_TOKENIZER, _TRAIN, _VALIDATION, _STATISTICS = "tokenizer.json", "train.npy", "validation.npy", "statistics.json"
+_TOKENIZER = "tokenizer.json"
+_TRAIN = "train.npy"
+_VALIDATION = "validation.npy"
+_STATISTICS = "statistics.json"
 log = logging.getLogger(__name__)
 _DOCUMENTS_PER_BATCH = 256
 
@@ -75,7 +78,7 @@ def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_d
     described = "" if chosen is None else chosen[0].to_str()
     if chosen is not None and chosen[1] != usual_end(chosen[0]):
         described += f" {chosen[1]}"
-    # The order of a run is drawn from it, so it stays what it was for runs that go on.
+    # The order of a run is drawn from it, so it stays what it was for runs that are resumed.
     settings = f"{_FORMAT} {vocab_size} {described} {corpus.fingerprint}"
     fingerprint = hashlib.sha256(settings.encode()).hexdigest()[:32]
     folder = Path(cache_dir).expanduser().resolve() / fingerprint

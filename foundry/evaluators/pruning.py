@@ -19,12 +19,12 @@ STEPS = 1000
 
 
 class Pruning:
-    """Reports the evaluations of a trial to its study, and asks the study's pruner whether the trial is to go on.
+    """Reports the evaluations of a trial to its study, and asks the study's pruner whether the trial is to continue.
 
     The file of the study is read by rank 0; the others are told. Every rank makes the same calls.
 
     Attributes:
-        reason: why the trial has been ended; None while it goes on.
+        reason: why the trial has been ended; None while it continues.
     """
 
     def __init__(self, link: TrialLink | None, run_dir: Path, world: World) -> None:
@@ -54,7 +54,7 @@ class Pruning:
             share: of the run that is done, from 0 to 1; at the end there is nothing to be ended.
 
         Returns:
-            Why the run is to stop; None: it goes on.
+            Why the run is to stop; None: it continues.
         """
         if share >= 1:
             return None
@@ -106,10 +106,10 @@ class _Trial:
                 trial.report(value, step)
             is_over = self._pruner.prune(self._study, self._study.get_trials(deepcopy=False)[self._number])
         except OSError as error:
-            log.warning("the search cannot be asked whether to go on (%s); the run does", error)
+            log.warning("the search cannot be asked whether to continue (%s); the run does", error)
             return None
-        said = f"pruned: {self._metric} {value:.4g} at {share:.0%} of the run promises less than other trials"
-        return said if is_over else None
+        text = f"pruned: {self._metric} {value:.4g} at {share:.0%} of the run promises less than other trials"
+        return text if is_over else None
 
 
 def _refused(run_dir: Path, error: Exception) -> ConfigError:

@@ -26,7 +26,7 @@ _OWN_FILES = (LOCK, MARK, CONFIG, PLAN, TOKENIZER)
 
 
 class Refused(BaseException):
-    """Carries mistakes past Hydra, which would add remarks to an exception of the task."""
+    """Carries errors past Hydra, which would add remarks to an exception of the task."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Claim:
 
 
 def check_free(given: str, key: str) -> Path:
-    """The directory of a run, plan or sweep that is about to begin or to go on, absolute; nothing is written.
+    """The directory of a run, plan or sweep that is about to begin or to be resumed, absolute; nothing is written.
 
     Args:
         given: the directory as the user said it.
@@ -114,7 +114,7 @@ def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: s
             raise UnsafeFileError(folder / output_subdir, "a symbolic link", "a folder")
         before = {path: _content(path) for path in hydra_files}
         own_files = {path: _content(path, max_bytes=0) for path in (folder / name for name in (*_OWN_FILES, log_name))}
-        # Of a run that goes on, what is there already is not this process's to remove.
+        # Of a run that is resumed, what is there already is not this process's to remove.
         claimed = Claim(folder, tuple(missing), before | {path: None for path, was in own_files.items() if was is None})
     except OSError as error:
         raise _unusable(folder, key, error) from None

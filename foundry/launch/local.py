@@ -48,7 +48,10 @@ class WorkerFailed(RuntimeError):
     """
 
     def __init__(self, rank: int, reason: str, trace: str = "", exit_code: int = 1) -> None:
-        self.rank, self.reason, self.trace, self.exit_code = rank, reason, trace, exit_code
+        self.rank = rank
+        self.reason = reason
+        self.trace = trace
+        self.exit_code = exit_code
         super().__init__(reason if reason.startswith("rank") else f"rank {rank} failed: {reason}")
 
 
@@ -71,7 +74,7 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
 
     Args:
         nproc: processes to start, at least 1.
-        function: importable from a module, as are its arguments' types; each process starts afresh (spawn).
+        function: importable from a module, as are its arguments' types; each process starts from scratch (spawn).
         args: the same for every process.
 
     Raises:
@@ -189,7 +192,11 @@ def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -
     Returns:
         The exit codes, by rank, of those that ended by themselves, the first first; whether a signal had all killed.
     """
-    ends, failed_at, is_told, num_passed, killing = dict[int, int](), math.inf, False, 0, False
+    ends = dict[int, int]()
+    failed_at = math.inf
+    is_told = False
+    num_passed = 0
+    killing = False
     while True:
         alive = []
         for number, rank in enumerate(ranks):
@@ -241,7 +248,7 @@ def _note(error: BaseException) -> None:
 
 
 def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
-    """The error to show: a user's mistake, else the earliest that is not the consequence of another rank's end."""
+    """The error to show: a config error, else the earliest that is not the consequence of another rank's end."""
     notes = _notes(folder)
     for note in notes:
         if note["violations"]:

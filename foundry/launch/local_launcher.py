@@ -3,7 +3,7 @@
 A job is a process that forks from a server that has imported torch and foundry once, so that it starts in a fraction of
 a second. It has a session of its own, out of the reach of the terminal's Ctrl-C, which this process passes on once.
 
-Where this process dies without a word, its jobs get SIGTERM: they save and stop, and the same command goes on from
+Where this process dies without a word, its jobs get SIGTERM: they save and stop, and the same command resumes from
 there. Were they to train on, a sweep started again would run beside them, more jobs than the machine has room for.
 """
 
@@ -83,7 +83,7 @@ class LocalLauncher(FrozenLauncher):
             if noted:
                 raise ended_by(noted[0])
         except (KeyboardInterrupt, SystemExit):
-            say(f"the same command with hydra.sweep.dir={self._master.hydra.sweep.dir} goes on from there")
+            say(f"the same command with hydra.sweep.dir={self._master.hydra.sweep.dir} resumes from there")
             raise
 
 
@@ -128,8 +128,8 @@ class _Pool:
         """Have jobs save and stop after a signal, whichever it is; kill them after a second Ctrl-C."""
         if self._noted and not self._stopping:
             self._stopping = True
-            said = f"{len(self._running)} running, which save and stop, {len(self._waiting)} waiting"
-            say(f"{self._noted[0].name}: {said}; a second Ctrl-C kills those that run")
+            text = f"{len(self._running)} running, which save and stop, {len(self._waiting)} waiting"
+            say(f"{self._noted[0].name}: {text}; a second Ctrl-C kills those that run")
             for process in self._running:
                 process.terminate()
         if list(self._noted).count(signal.SIGINT) > 1:

@@ -77,11 +77,11 @@ class ErrorOutput:
             return None
         with open_regular(self._path, "rb") as file:
             file.seek(self._start)
-            said = _RANK_ENDED.search(file.read(_MOST_BYTES).decode(errors="replace"))
-        if said is None:
+            text = _RANK_ENDED.search(file.read(_MOST_BYTES).decode(errors="replace"))
+        if text is None:
             return None
-        hint = " (out of memory?)" if said["how"] == "Killed" else ""
-        return f"rank {said['ranks']} on {said['node']}: {said['how']}{hint}"
+        hint = " (out of memory?)" if text["how"] == "Killed" else ""
+        return f"rank {text['ranks']} on {text['node']}: {text['how']}{hint}"
 
 
 def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
@@ -102,9 +102,9 @@ def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
         why = "was it cancelled while it waited?" if status.get("state") == "queued" else "it left no word"
         write_status(run_dir, state="lost", reason=f"Slurm does not know job {job_id} any more; {why}")
         return
-    said = _last_words(run_dir)
+    text = _last_words(run_dir)
     state = "lost" if found.state in _LOST else "stopped" if found.state == "CANCELLED" else "failed"
-    write_status(run_dir, state=state, reason=f"{found}{f'; it said last: {said}' if said else ''}")
+    write_status(run_dir, state=state, reason=f"{found}{f'; it said last: {text}' if text else ''}")
 
 
 def _last_words(run_dir: Path) -> str:

@@ -84,7 +84,7 @@ class SlurmLauncher(FrozenLauncher):
 
     def _leave(self, ids: dict[int, str], sweep_dir: Path) -> None:
         self.detached = True
-        say(f"{_counted(ids)} left to go on: {_listed(ids.values())}")
+        say(f"{_counted(ids)} left to continue: {_listed(ids.values())}")
         say(f"to watch them: python -m foundry.report dir={sweep_dir} watch=true")
         say(f"to end them: scancel {_listed(ids.values(), ' ')}")
 
@@ -107,7 +107,7 @@ def check_partition(settings: Slurm) -> None:
         raise ConfigError(Violation("hydra.launcher.partition", f"is {unknown[0]}, which is not here; {listed}"))
     limit = max(limits[name] for name in wanted.split(","))
     if settings.timeout_min > limit:
-        message = f"is {settings.timeout_min} but partition {wanted} allows {limit:g}; jobs go on after their limit"
+        message = f"is {settings.timeout_min} but partition {wanted} allows {limit:g}; jobs continue after their limit"
         raise ConfigError(Violation("hydra.launcher.timeout_min", message))
 
 
@@ -130,7 +130,7 @@ class _Watch:
                 found = query(list(self._going.values()))
             except Unreachable as error:
                 if not self._complained:
-                    say(f"Slurm does not answer, the wait goes on: {error}")
+                    say(f"Slurm does not answer, the wait continues: {error}")
                 self._complained = True
                 continue
             for job, job_id in list(self._going.items()):
@@ -233,11 +233,11 @@ def _still_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:
 
 
 def _is_to_cancel() -> bool:
-    """Ask what becomes of the jobs; without a terminal, or on another Ctrl-C, they go on."""
+    """Ask what becomes of the jobs; without a terminal, or on another Ctrl-C, they continue."""
     if not sys.stdin.isatty():
         return False
     try:
-        say("\nCancel the jobs (c), or leave them to go on by themselves (any other key)?")
+        say("\nCancel the jobs (c), or leave them to continue by themselves (any other key)?")
         return input().strip().lower().startswith("c")
     except (KeyboardInterrupt, EOFError):
         say("")

@@ -68,11 +68,11 @@ def partitions() -> tuple[dict[str, float], str | None]:
     Raises:
         Unreachable: Slurm does not answer now.
     """
-    said = _ask(["scontrol", "--oneliner", "show", "partition"])
-    if said.returncode:
-        raise Unreachable(said.stderr.strip())
+    message = _ask(["scontrol", "--oneliner", "show", "partition"])
+    if message.returncode:
+        raise Unreachable(message.stderr.strip())
     limits, default = {}, None
-    for line in said.stdout.splitlines():
+    for line in message.stdout.splitlines():
         fields = _fields(line)
         limits[fields["PartitionName"]] = _minutes(fields["MaxTime"])
         if fields.get("Default") == "YES":
@@ -86,10 +86,10 @@ def cluster_name() -> str:
     Raises:
         Unreachable: none does.
     """
-    said = _ask(["scontrol", "show", "config"])
-    match = re.search(r"^ClusterName\s*= (\S+)$", said.stdout, re.MULTILINE)
+    message = _ask(["scontrol", "show", "config"])
+    match = re.search(r"^ClusterName\s*= (\S+)$", message.stdout, re.MULTILINE)
     if match is None:
-        raise Unreachable(said.stderr.strip())
+        raise Unreachable(message.stderr.strip())
     return match[1]
 
 
@@ -104,11 +104,11 @@ def refusal(script: str) -> str | None:
     """
     if _ask(["sbatch", "--test-only"], script).returncode == 0:
         return None
-    said = _ask(["sbatch", "--parsable", "--begin=now+1hour"], script)
-    if said.returncode == 0:
-        cancel([said.stdout.strip().partition(";")[0]])
+    message = _ask(["sbatch", "--parsable", "--begin=now+1hour"], script)
+    if message.returncode == 0:
+        cancel([message.stdout.strip().partition(";")[0]])
         return None
-    lines = (line.removeprefix("sbatch: error: ") for line in said.stderr.splitlines())
+    lines = (line.removeprefix("sbatch: error: ") for line in message.stderr.splitlines())
     return "; ".join(line for line in lines if line and not line.startswith("Try "))
 
 
@@ -117,8 +117,8 @@ def is_requeued() -> bool:
 
     A requeue counts as a restart once it is ordered.
     """
-    said = _ask(["scontrol", "--oneliner", "show", "job", os.environ.get("SLURM_JOB_ID", "")])
-    restarts = _fields(said.stdout).get("Restarts")
+    message = _ask(["scontrol", "--oneliner", "show", "job", os.environ.get("SLURM_JOB_ID", "")])
+    restarts = _fields(message.stdout).get("Restarts")
     return restarts is None or int(restarts) > int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
@@ -133,10 +133,10 @@ def _from_controller(array: str) -> Iterator[tuple[str, QueuedJob]]:
     Raises:
         Unreachable: the controller does not answer.
     """
-    said = _ask(["scontrol", "--oneliner", "show", "job", array])
-    if said.returncode and "Invalid job id" not in said.stderr:
-        raise Unreachable(said.stderr.strip())
-    for line in said.stdout.splitlines():
+    message = _ask(["scontrol", "--oneliner", "show", "job", array])
+    if message.returncode and "Invalid job id" not in message.stderr:
+        raise Unreachable(message.stderr.strip())
+    for line in message.stdout.splitlines():
         fields = _fields(line)
         if "JobState" not in fields:
             continue
@@ -151,7 +151,7 @@ def _from_controller(array: str) -> Iterator[tuple[str, QueuedJob]]:
 
 
 def _fields(line: str) -> dict[str, str]:
-    """`Name=value` words; of two with one name the first, since a command line may hold anything."""
+    """`Name=value` fields; of two with one name the first, since a command line may hold anything."""
     return dict(reversed(re.findall(r"(?:^|\s)(\w+)=(\S*)", line)))
 
 
@@ -176,8 +176,8 @@ def _tasks(text: str) -> list[str]:
 def _from_accounting(job_ids: Collection[str]) -> Iterator[tuple[str, QueuedJob]]:
     """What the accounting database has, where a cluster keeps one."""
     columns = "JobID,State,Reason,ExitCode,NodeList"
-    said = _ask(["sacct", "--noheader", "--parsable2", "--format", columns, "--jobs", ",".join(job_ids)])
-    for line in said.stdout.splitlines():
+    message = _ask(["sacct", "--noheader", "--parsable2", "--format", columns, "--jobs", ",".join(job_ids)])
+    for line in message.stdout.splitlines():
         values = line.split("|")
         if len(values) == 5 and "." not in values[0]:
             job_id, state, reason, exit_code, nodes = values

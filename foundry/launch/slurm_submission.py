@@ -30,8 +30,8 @@ def check_script(settings: Slurm, num_jobs: int) -> None:
         executor = _executor(settings, None)._executor
         if num_jobs > 1:
             executor.parameters["map_count"] = num_jobs
-        if said := refusal(executor._make_submission_file_text(executor._submitit_command_str, "")):
-            raise _refused(said)
+        if text := refusal(executor._make_submission_file_text(executor._submitit_command_str, "")):
+            raise _refused(text)
 
 
 def submit(
@@ -61,8 +61,8 @@ def submit(
     return [(job.job_id, job.paths.stderr) for job in jobs]
 
 
-def _refused(said: str) -> ConfigError:
-    return ConfigError(Violation("hydra.launcher", f"Slurm refuses such jobs: {said}"))
+def _refused(text: str) -> ConfigError:
+    return ConfigError(Violation("hydra.launcher", f"Slurm refuses such jobs: {text}"))
 
 
 def _executor(settings: Slurm, code: Path | None) -> Any:

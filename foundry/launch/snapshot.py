@@ -44,7 +44,7 @@ def snapshot(sweep_dir: Path) -> Path:
 def _tracked() -> list[str]:
     """The Python files below the working directory that git tracks and that are there; none where git knows nothing."""
     try:
-        said = subprocess.run(["git", "ls-files", "-z", "--", "*.py"], capture_output=True, text=True, check=True)
+        message = subprocess.run(["git", "ls-files", "-z", "--", "*.py"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [name for name in said.stdout.split("\0") if name and Path(name).is_file()]
+    return [name for name in message.stdout.split("\0") if name and Path(name).is_file()]

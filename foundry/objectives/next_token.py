@@ -32,7 +32,7 @@ class NextToken:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is measured beside the loss."""
+        """What is measured besides the loss."""
         return ("cross_entropy", "z_loss") if self.z_loss_coefficient else ()
 
     def num_valid(self, microbatch: Microbatch) -> int:

@@ -75,7 +75,9 @@ class Muon(Optimizer):
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
-        weight, grad, velocity = _local(matrix), _local(matrix.grad), _local(state["momentum_buffer"])
+        weight = _local(matrix)
+        grad = _local(matrix.grad)
+        velocity = _local(state["momentum_buffer"])
         moved = velocity.lerp(grad, 1 - group["momentum"])
         ahead = grad.lerp(moved, group["momentum"]) if group["nesterov"] else moved
         iteration = {"num_steps": group["ns_steps"], "dtype": group["ns_dtype"]}

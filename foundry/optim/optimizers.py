@@ -159,13 +159,14 @@ def not_covered(optimizers: object, model: nn.Module) -> str | None:
     if wrong := [each for each in optimizers if not isinstance(each, Optimizer)]:
         return f"returns a list with {_kind(wrong[0])}, which is no torch.optim.Optimizer"
     taken = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    names, counts = {p: name for name, p in model.named_parameters()}, Counter(map(id, taken))
+    names = {p: name for name, p in model.named_parameters()}
+    counts = Counter(map(id, taken))
     if twice := [name for p, name in names.items() if counts[id(p)] > 1]:
         return f"takes {_some(twice)} more than once; give each parameter to one group of one optimizer"
     trainable = [name for p, name in names.items() if p.requires_grad]
     if left := [name for p, name in names.items() if p.requires_grad and not counts[id(p)]]:
-        said = f"leaves out {len(left)} of {len(trainable)} trainable parameters: {_some(left)}"
-        return f"{said}; take them too, or freeze them in the model with requires_grad_(False)"
+        text = f"leaves out {len(left)} of {len(trainable)} trainable parameters: {_some(left)}"
+        return f"{text}; take them too, or freeze them in the model with requires_grad_(False)"
     if strangers := sum(p not in names for p in taken):
         return f"takes {strangers} tensors that are no parameters of the model it is given; take model.parameters()"
     return None

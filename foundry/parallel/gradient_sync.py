@@ -125,7 +125,9 @@ class FSDPSync:
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if not self._units:
             raise _cannot_act(policy, "the model has no module sharded by FSDP2")
-        self._root, self._policy, self._world = self._units[0], policy, world
+        self._root = self._units[0]
+        self._policy = policy
+        self._world = world
         self._replicated = [parameter for parameter in replicated if parameter.requires_grad]
         self._reshard_after_forward = reshard_after_forward
         self._keep_params = keep_params or policy is GradientSync.last_keep_params

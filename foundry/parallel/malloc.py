@@ -5,7 +5,9 @@ import os
 import sys
 
 # malloc.h
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 _NEVER, _PAD_BYTES = 2**31 - 1, 2**28
 
 

@@ -27,15 +27,23 @@ class RollCall:
     def __init__(self, store: Store, *, rank: int, world_size: int, seconds: float, host: int | None) -> None:
         # A connection of its own: a rank that waits for the store holds the one it waits by.
         self._store = PrefixStore("roll call", store.clone())  # type: ignore[attr-defined]
-        self._rank, self._world_size, self._seconds, self._host = rank, world_size, seconds, host
-        self._wanted, self._asked, self._answered_to, self._doing = False, 0, 0, (0, "starting")
+        self._rank = rank
+        self._world_size = world_size
+        self._seconds = seconds
+        self._host = host
+        self._wanted = False
+        self._asked = 0
+        self._answered_to = 0
+        self._doing = (0, "starting")
         self._answers = dict[int, tuple[int, str]]()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="roll call", daemon=True)
 
     def ask(self) -> None:
         """Ask all ranks, at the next look."""
-        self._asked, self._answers, self._wanted = 0, {}, True
+        self._asked = 0
+        self._answers = {}
+        self._wanted = True
 
     def note(self, step: int, doing: str) -> None:
         """What this rank is at, for its answers."""

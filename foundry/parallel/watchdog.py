@@ -96,7 +96,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = min(self._timeout_seconds / TICKS, _LONGEST_TICK)
-        seen, waited, before = self._last, 0.0, time.monotonic()
+        seen = self._last
+        waited = 0.0
+        before = time.monotonic()
         while not self._over.wait(tick):
             now = time.monotonic()
             passed, before = now - before, now

@@ -101,7 +101,8 @@ def estimate_memory(
     objective = build_objective(config, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer)
     frozen = _build_frozen(config, objective, fake, policy, world_size)
     activations, activations_note = _activations(config, objective, model, fake.mode, policy, layout, microbatch)
-    shards, gradients = layout.parts(_num_bytes), layout.gradients(config.distributed.gradient_sync, accumulates)
+    shards = layout.parts(_num_bytes)
+    gradients = layout.gradients(config.distributed.gradient_sync, accumulates)
     optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
     ema = layout.parts(lambda p: _FLOAT32_BYTES * p.numel() if config.hparams.ema_decay is not None else 0)
     frozen_parts = [each.parts(_num_bytes) for each, _ in frozen]

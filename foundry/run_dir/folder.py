@@ -57,7 +57,7 @@ class RunFolder:
             self.path, self.times_lost = fresh, self.times_lost + 1
             self._known = self._hold()
             log.error(
-                "%s was %s while the run trains; the run goes on in %s, without what was in there before",
+                "%s was %s while the run trains; the run continues in %s, without what was in there before",
                 was,
                 "emptied" if is_same else "deleted or moved",
                 fresh,

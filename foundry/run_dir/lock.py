@@ -23,7 +23,7 @@ def lock(folder: Path, held: ExitStack) -> bool:
     """Make a directory if need be and lock it until `held` is closed or this process ends; whether that could be done.
 
     By a POSIX lock, which no forked process inherits: those that read data outlive this one by seconds if it is killed.
-    Where the file system has no locks, the work goes on without one.
+    Where the file system has no locks, the work continues without one.
 
     Raises:
         UnsafeFileError: `.lock` is no regular file.

@@ -37,7 +37,7 @@ class RunLog(logging.FileHandler):
         try:
             return open_regular(Path(self.baseFilename), "a")  # type: ignore[return-value]
         except OSError as error:
-            log.warning("nothing is written to foundry.log: %s (the run goes on)", error)
+            log.warning("nothing is written to foundry.log: %s (the run continues)", error)
             return Path(os.devnull).open("a")
 
     def move(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class RunLog(logging.FileHandler):
         self.close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once what keeps the file from being written; any other error is a mistake in the call, and shown whole.
+        """Say once what keeps the file from being written; any other error is an error in the call, and shown whole.
 
         What a few kilobytes hold of the unwritten records follows when there is room.
         """
@@ -55,7 +55,7 @@ class RunLog(logging.FileHandler):
             super().handleError(record)
         elif not self._is_said:
             self._is_said = True  # first: this line comes here as well
-            log.warning("%s: %s (the run goes on; said once)", self.baseFilename, error)
+            log.warning("%s: %s (the run continues; logged once)", self.baseFilename, error)
 
 
 def move_logs(folder: Path) -> None:

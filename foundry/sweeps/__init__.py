@@ -1,1 +1,1 @@
-"""Sweeps: from words that vary to composed jobs, to what came of them."""
+"""Sweeps: from overrides that vary to composed jobs, to what came of them."""

@@ -33,7 +33,8 @@ def sweep_figure(sweep: SweepReport) -> "Figure":
     across = len(panels) if len(panels) <= 3 else (2 if len(panels) == 4 else 3)
     down = math.ceil(len(panels) / across)
     scale = 1.5 if len(panels) == 1 else (1.22 if across == 2 else 1.0)
-    width, height = across * _INCHES[0] * scale, down * _INCHES[1] * min(scale, 1.15) + _HEADER_INCHES
+    width = across * _INCHES[0] * scale
+    height = down * _INCHES[1] * min(scale, 1.15) + _HEADER_INCHES
     figure = blank((width, height), bottom=0.7 / height, top=1 - _HEADER_INCHES / height)
     figure.subplots_adjust(left=_LEFT_INCHES / width, right=1 - 0.3 / width, wspace=0.22, hspace=0.28)
     for number, draw in enumerate(panels, start=1):
@@ -121,8 +122,8 @@ def _head(figure: "Figure", sweep: SweepReport, width: float, height: float) -> 
         figure.text(left, 1 - 1.85 * line, why_no_best(sweep), color=GREY, va="center")
     else:
         settled = "best" if best.is_complete else "best so far"
-        said = [f"{settled}: job {best.index}", metric_text(best.metric), sweep.settings(best)]
-        text = "   ".join(part for part in said if part)
+        message = [f"{settled}: job {best.index}", metric_text(best.metric), sweep.settings(best)]
+        text = "   ".join(part for part in message if part)
         longest = int(11.5 * width)
         text = text if len(text) <= longest else f"{text[: longest - 1]}…"
         figure.text(left, 1 - 1.85 * line, text, color=ORANGE, va="center")

@@ -79,8 +79,8 @@ def _check_size(swept: dict[str, Override], zipped: Sequence[Sequence[str]], mos
     axes = dict.fromkeys(group_of.get(key, (key,)) for key in lengths)
     total = math.prod(max(lengths.get(key, 1) for key in axis) for axis in axes)
     if total > most:
-        said = ", ".join(f"{key} has {_written(length)} values" for key, length in lengths.items() if length > 1)
-        message = f"is {most} but the sweep has {_written(total)} jobs ({said}); sweep over less, or raise it"
+        lines = ", ".join(f"{key} has {_written(length)} values" for key, length in lengths.items() if length > 1)
+        message = f"is {most} but the sweep has {_written(total)} jobs ({lines}); sweep over less, or raise it"
         yield Violation("hydra.sweeper.max_jobs", message)
 
 
@@ -111,8 +111,8 @@ def _check_zip(zipped: Sequence[Sequence[str]], values: dict[str, list[str]]) ->
     for group in zipped:
         lengths = {key: len(values[key]) for key in group if key in values}
         if len(set(lengths.values())) > 1:
-            said = " and ".join(f"{key} has {length}" for key, length in lengths.items())
-            yield Violation(_ZIP, f"pairs lists of different lengths: {said}; give each the same number of values")
+            lines = " and ".join(f"{key} has {length}" for key, length in lengths.items())
+            yield Violation(_ZIP, f"pairs lists of different lengths: {lines}; give each the same number of values")
 
 
 def _product(
@@ -135,7 +135,7 @@ def format_override(override: Override) -> str:
 
 
 def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
-    """The jobs that no exclusion names; one that names none is a mistake, most likely of spelling."""
+    """The jobs that no exclusion names; one that names none is an error, most likely of spelling."""
     violations, left = [], jobs
     for text in map(str, excluded):
         try:

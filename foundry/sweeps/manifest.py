@@ -108,7 +108,7 @@ class SweepManifest:
         return replace(self, jobs=tuple(merged[index] for index in sorted(merged)))
 
     def check(self, sweep_dir: Path, jobs: Sequence[Job], configs: Sequence[Config]) -> None:
-        """Refuse to go on with a sweep whose jobs are to be others than they were.
+        """Refuse to resume a sweep whose jobs are to be others than they were.
 
         Raises:
             ConfigError: with each setting that differs, and the jobs where it does.
@@ -119,13 +119,13 @@ class SweepManifest:
             if job.id in known and known[job.id].config_hash != job.config_hash:
                 for difference in _changes(sweep_dir / known[job.id].dir, config):
                     changed.setdefault(str(difference), []).append(job)
-        said = [f"holds this sweep with {text} in {_listed(jobs)}; give what it had" for text, jobs in changed.items()]
+        lines = [f"holds this sweep with {text} in {_listed(jobs)}; give what it had" for text, jobs in changed.items()]
         for job in jobs:
             status = read_status(sweep_dir / job.dir)
             if job.id not in known and status and status.get("config_hash") != job.config_hash:
-                said.append(f"holds another run in {job.dir}, where {job} would be")
-        if said:
-            raise ConfigError([Violation(_KEY, f"{sweep_dir} {text}, or choose another directory") for text in said])
+                lines.append(f"holds another run in {job.dir}, where {job} would be")
+        if lines:
+            raise ConfigError([Violation(_KEY, f"{sweep_dir} {text}, or choose another directory") for text in lines])
 
 
 def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:

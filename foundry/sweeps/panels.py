@@ -183,7 +183,9 @@ def draw_parameter(axes: "Axes", sweep: SweepReport, parameter: Parameter, frame
 def _draw_job(axes: "Axes", x: float, job: JobReport, frame: Frame, palette: Palette, size: float) -> None:
     assert job.metric is not None
     y = min(max(job.metric, frame.low), frame.high)
-    is_inside, is_done, is_best = y == job.metric, job.is_complete, job is palette.best
+    is_inside = y == job.metric
+    is_done = job.is_complete
+    is_best = job is palette.best
     axes.plot(
         [x],
         [y],

@@ -22,7 +22,7 @@ from foundry.sweeps.results import JobReport, SweepReport, Which
 from foundry.tracking.humanize import duration
 from foundry.tracking.metrics_file import read_metrics
 
-NOT_RUNNING = "the sweep is not running; the same command goes on with it"
+NOT_RUNNING = "the sweep is not running; the same command resumes it"
 """Said of jobs that nobody will start."""
 
 _QUIET_SECONDS = 300.0  # a run that logs rarely, or evaluates for long, is silent for a while
@@ -55,7 +55,8 @@ def read_sweep(
         ConfigError: there are no jobs in it, or what lists them is damaged.
     """
     facts = _facts(folder)
-    metric, minimize = one_line(facts.get("metric", "val_loss")), facts.get("direction") != "maximize"
+    metric = one_line(facts.get("metric", "val_loss"))
+    minimize = facts.get("direction") != "maximize"
     reader = _Reader(
         metric=metric,
         minimize=minimize,

@@ -16,7 +16,7 @@ Found = tuple[int, Job, Violation]
 
 
 def refusals(jobs: Sequence[Job], results: Sequence[object]) -> list[Violation]:
-    """A line for each mistake, with the jobs that make it.
+    """A line for each error, with the jobs that make it.
 
     Args:
         jobs: of a sweep.

@@ -110,7 +110,7 @@ def _watch_changes(looks: _Looks, console: Console, seconds: float) -> None:
 
 
 def _change(sweep: SweepReport, job: JobReport) -> str:
-    said = f"{datetime.now():%H:%M:%S} job {job.index} {job.state}"
+    text = f"{datetime.now():%H:%M:%S} job {job.index} {job.state}"
     step = f"step {job.step}" if job.step is not None else ""
     measured = f"{sweep.metric} {metric_text(job.metric)}" if job.metric is not None else ""
-    return ", ".join(part for part in (said, sweep.settings(job), step, measured, job.note) if part)
+    return ", ".join(part for part in (text, sweep.settings(job), step, measured, job.note) if part)

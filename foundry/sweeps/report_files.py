@@ -45,7 +45,7 @@ def write_csv(sweep: SweepReport) -> Path:
 
 
 def write_json(sweep: SweepReport) -> Path:
-    """The same for scripts, with the best job and the words of each."""
+    """The same for scripts, with the best job and the overrides of each."""
     best = sweep.best
     content = {
         "metric": sweep.metric,

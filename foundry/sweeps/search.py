@@ -1,7 +1,7 @@
 """`hydra/sweeper=optuna`: a sweep whose jobs Optuna proposes, each by the results of those before it.
 
 The study is kept in the sweep's directory, in a file of JSON lines. What Optuna proposes as number k depends on the
-seed, on k and on the results so far, and on nothing else: a search that was interrupted goes on as if it had not been.
+seed, on k and on the results so far, and on nothing else: an interrupted search continues as if it had not been.
 """
 
 import hashlib
@@ -141,7 +141,7 @@ class OptunaSweeper(CheckedSweeper):
         """Compose a point, and those that differ from it in one key, which is at an end of its values.
 
         Raises:
-            ConfigError: with each mistake once.
+            ConfigError: with each error once.
         """
         corners = list(space.corners(values))
         results = compose_jobs(self.hydra_context.config_loader, self.config, [job.overrides for job in corners])
@@ -158,20 +158,20 @@ class OptunaSweeper(CheckedSweeper):
             )
 
     def _check_same(self, study: "optuna.Study", space: "Space") -> None:
-        """Refuse to go on with a search for something else.
+        """Refuse to resume a search for something else.
 
         Raises:
             ConfigError: it had other values, or another metric.
         """
         now = self._facts(space)
         was = study.user_attrs.get(_FACTS, now)
-        said = [f"{key} {was.get(key, 'not searched')}" for key in {**was, **now} if was.get(key) != now.get(key)]
-        if said:
-            message = f"is {self.sweep_dir}, which holds a search with {', '.join(said)}; give that, or choose another"
+        text = [f"{key} {was.get(key, 'not searched')}" for key in {**was, **now} if was.get(key) != now.get(key)]
+        if text:
+            message = f"is {self.sweep_dir}, which holds a search with {', '.join(text)}; give that, or choose another"
             raise ConfigError(Violation("hydra.sweep.dir", message))
 
     def _facts(self, space: "Space") -> dict[str, str]:
-        """What may not change while a search goes on."""
+        """What may not change while a search continues."""
         searched = {dimension.key: str(dimension.distribution) for dimension in space.dimensions}
         return {**searched, "metric": self._metric, "direction": self._search.direction.value}
 
@@ -207,8 +207,8 @@ class OptunaSweeper(CheckedSweeper):
         try:
             return build_part(name, node)
         except (TypeError, ValueError) as error:
-            said = " ".join(str(error.__cause__ or error).splitlines()[:2])
-            raise ConfigError(Violation(f"hydra.sweeper.{name}", f"cannot be built: {said}")) from None
+            text = " ".join(str(error.__cause__ or error).splitlines()[:2])
+            raise ConfigError(Violation(f"hydra.sweeper.{name}", f"cannot be built: {text}")) from None
 
     def _next(self, study: "optuna.Study", space: "Space") -> list[int]:
         """The trials to run now: those that were interrupted, then new ones; none when there are enough."""
@@ -282,7 +282,7 @@ class OptunaSweeper(CheckedSweeper):
                 self._fail(study, number)
         elif state in FAILED:
             self._fail(study, number)
-        else:  # it was stopped, and goes on when the search is started again
+        else:  # it was stopped, and continues when the search is started again
             self._left.add(number)
 
     def _fail(self, study: "optuna.Study", number: int) -> None:

@@ -45,14 +45,14 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched, and the words that all jobs share."""
+    """What is searched, and the overrides that all jobs share."""
 
     fixed: tuple[str, ...]
     dimensions: tuple[Dimension, ...]
 
     @classmethod
     def parse(cls, overrides: Sequence[Override]) -> "Space":
-        """Take the words of a search; of several for one key the last one counts.
+        """Take the overrides of a search; of several for one key the last one counts.
 
         Raises:
             ConfigError: with everything that is wrong with them.
@@ -118,7 +118,9 @@ def _range_distribution(override: Override, value: RangeSweep, *, is_log: bool) 
     Raises:
         ValueError: there is none in it, or no end to them.
     """
-    count, start, step = count_values(override), value.start, value.step
+    count = count_values(override)
+    start = value.start
+    step = value.step
     if count == 0:
         raise ValueError("there is no number in it")
     assert start is not None

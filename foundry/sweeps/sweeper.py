@@ -257,7 +257,7 @@ class CheckedSweeper(Sweeper):
             self.launcher.check(configs)
         elif manifest.jobs:
             chosen = self.config.hydra.runtime.choices["hydra/launcher"]
-            message = f"is {chosen}, which cannot go on with a sweep; choose sequential, local or slurm"
+            message = f"is {chosen}, which cannot resume a sweep; choose sequential, local or slurm"
             raise ConfigError(Violation("hydra/launcher", message))
 
 

@@ -61,12 +61,12 @@ def screen(sweep: SweepReport, console: Console, *, scrolls: bool = True) -> Gro
         used = _ROWS_BESIDES + len(console.render_lines(Group(*below)))
         jobs = _most_telling(jobs, max(console.height - used, 3))
     left_out = len(sweep.jobs) - len(jobs)
-    said = [Text(f"and {left_out} more jobs", style="dim")] if left_out else []
+    message = [Text(f"and {left_out} more jobs", style="dim")] if left_out else []
     table = _table(sweep, jobs)
     if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum > console.width:
         table = _table(sweep, jobs, with_log=False)
     title = Text(one_line(str(sweep.folder)), style="bold", no_wrap=True, overflow="ellipsis")
-    return Group(title, table, *said, *below)
+    return Group(title, table, *message, *below)
 
 
 def summary(sweep: SweepReport) -> Iterator[Text]:
@@ -84,8 +84,8 @@ def summary(sweep: SweepReport) -> Iterator[Text]:
         yield Text(why_no_best(sweep))
         return
     settled = "best" if best.is_complete else "best so far"
-    said = [f"job {best.index}", f"{sweep.metric_name} {metric_text(best.metric)}", sweep.settings(best)]
-    yield Text(f"{settled}: ", style="bold") + Text(", ".join(part for part in said if part))
+    message = [f"job {best.index}", f"{sweep.metric_name} {metric_text(best.metric)}", sweep.settings(best)]
+    yield Text(f"{settled}: ", style="bold") + Text(", ".join(part for part in message if part))
     yield Text("repeat: ", style="bold") + Text(one_line(sweep.repeat(best)))
 
 
@@ -139,9 +139,9 @@ def _notes(sweep: SweepReport) -> Iterator[Text]:
     for note, jobs in by_note.items():
         numbers = ", ".join(str(job.index) for job in jobs[:_MOST_NUMBERS])
         more = f" and {len(jobs) - _MOST_NUMBERS} more" if len(jobs) > _MOST_NUMBERS else ""
-        said = Text(f"job{'s' * (len(jobs) > 1)} {numbers}{more}: ", style=_STYLES.get(jobs[0].state, ""))
+        message = Text(f"job{'s' * (len(jobs) > 1)} {numbers}{more}: ", style=_STYLES.get(jobs[0].state, ""))
         log = next((f"; {one_line(os.path.relpath(job.log))}" for job in jobs if job.log.is_file()), "")
-        yield said + Text(f"{note}{log}")
+        yield message + Text(f"{note}{log}")
 
 
 def _columns(sweep: SweepReport) -> list[_Column]:

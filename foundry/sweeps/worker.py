@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 _NOTES = ".failures"
 _PATIENCE_SECONDS = 3.0  # for another rank to say why it failed; Slurm's KillWait may be as short as 5
-_OUT_OF_TIME = "its time is up, as often as hydra.launcher.max_num_timeout allows; the same command goes on with it"
+_OUT_OF_TIME = "its time is up, as often as hydra.launcher.max_num_timeout allows; the same command resumes it"
 _LOCKED_SECONDS = 120.0  # for a process of the run's last attempt to save and end
 
 

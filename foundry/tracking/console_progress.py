@@ -163,7 +163,7 @@ def header(event: RunStarted) -> dict[str, str]:
     if place:
         rows["device"] = ", ".join(place)
     if event.step > 0:
-        rows["goes on"] = f"after step {event.step}"
+        rows["continues"] = f"after step {event.step}"
     return rows | {"run directory": str(event.run_dir)}
 
 

@@ -9,7 +9,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, GREY, RED = "#2563eb", "#ea580c", "#059669", "#6b7280", "#dc2626"
+BLUE = "#2563eb"
+ORANGE = "#ea580c"
+GREEN = "#059669"
+GREY = "#6b7280"
+RED = "#dc2626"
 
 
 def frame(title: str, x: str, y: str) -> "tuple[Figure, Axes]":

@@ -79,7 +79,8 @@ class Plots:
 
     def _draw(self, step: int) -> None:
         folder = make_folder(self._run_dir / PLOTS)
-        points, held_out = sorted(self._loss.items()), sorted(self._measured.get(LOSS, {}).items())
+        points = sorted(self._loss.items())
+        held_out = sorted(self._measured.get(LOSS, {}).items())
         judged = None if self._metric in (None, LOSS) else sorted(self._measured.get(self._metric or "", {}).items())
         if points or held_out or judged:
             figure = loss_figure(points, held_out, self._entropy)

@@ -19,11 +19,11 @@ def tolerant(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], N
         try:
             method(self, event)
         except Exception as error:
-            said: set[Any] = self.__dict__.setdefault("_errors_said", set())
-            if (kind := (method.__name__, type(error))) not in said:
-                said.add(kind)
+            text: set[Any] = self.__dict__.setdefault("_errors_said", set())
+            if (kind := (method.__name__, type(error))) not in text:
+                text.add(kind)
                 logging.getLogger(method.__module__).warning(
-                    "%s.%s: %s: %s (the run goes on; said once)",
+                    "%s.%s: %s: %s (the run continues; logged once)",
                     getattr(self, "name", type(self).__name__),
                     method.__name__,
                     type(error).__name__,

@@ -16,7 +16,7 @@ class StatusFile:
 
     Args:
         run_dir: the run directory.
-        seconds_between_updates: `status.json` is replaced at most this often while the run goes on.
+        seconds_between_updates: `status.json` is replaced at most this often while the run continues.
         clock: monotonic seconds.
     """
 

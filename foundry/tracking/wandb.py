@@ -47,7 +47,7 @@ class WandB:
         self._run: Any = None
 
     def on_start(self, event: RunStarted) -> None:
-        """Begin the run, or go on with it where it was recorded before."""
+        """Begin the run, or continue with it where it was recorded before."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reports its own crashes over the network
         import wandb
 

@@ -38,7 +38,7 @@ class EarlyStopping:
             share: of the run that is done; it does not matter.
 
         Returns:
-            Why the run is to stop; None: it goes on.
+            Why the run is to stop; None: it continues.
 
         Raises:
             ConfigError: the metric is none of those measured.
@@ -52,7 +52,9 @@ class EarlyStopping:
         if not math.isfinite(value):
             return f"{name} is {value}"
         if self._improves(value):
-            self.best, self.wait, self._best_epoch = torch.tensor(value, dtype=torch.float32).item(), 0, epoch
+            self.best = torch.tensor(value, dtype=torch.float32).item()
+            self.wait = 0
+            self._best_epoch = epoch
             return None
         is_epochs = self._settings.unit is PatienceUnit.epochs
         self.wait = epoch - self._best_epoch if is_epochs else self.wait + 1
@@ -73,13 +75,16 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self.best, self.wait, self._best_epoch = state["best"], int(state["wait"]), int(state["best_epoch"])
+        self.best = state["best"]
+        self.wait = int(state["wait"])
+        self._best_epoch = int(state["best_epoch"])
 
     def _improves(self, value: float) -> bool:
         if self.best is None:
             return True
         # Tensors of torch's default type, as in Lightning.
-        now, best = torch.tensor(value, dtype=torch.float32), torch.tensor(self.best, dtype=torch.float32)
+        now = torch.tensor(value, dtype=torch.float32)
+        best = torch.tensor(self.best, dtype=torch.float32)
         if self._settings.mode is Mode.max:
             return bool(now - self._settings.min_delta > best)
         return bool(now + self._settings.min_delta < best)

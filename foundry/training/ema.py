@@ -49,7 +49,7 @@ class WeightAverage:
             average.lerp_(weight.float(), towards)
 
     def state_dict(self) -> dict[str, int]:
-        """How many updates it has seen; plain JSON. The averages are tensors, saved beside the weights."""
+        """How many updates it has seen; plain JSON. The averages are tensors, saved with the weights."""
         return {"updates": int(self._updates)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -125,7 +125,7 @@ class UpdateGuard:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether a run goes on after an update that was left out without the host's knowledge."""
+        """Whether a run continues after an update that was left out without the host's knowledge."""
         return self._on_device and self._config.max_non_finite > 0
 
     def should_skip(self, attempt: Attempt) -> Tensor | bool:
@@ -205,11 +205,12 @@ class UpdateGuard:
     def _leave_out_non_finite(self, attempt: Attempt) -> None:
         ranks, samples = self._locate(attempt)
         cause = f"the loss on rank {', '.join(map(str, ranks))}" if ranks else "the gradient norm"
-        said, allowed = f"step {attempt.step}: {cause} is not finite", self._config.max_non_finite
+        text = f"step {attempt.step}: {cause} is not finite"
+        allowed = self._config.max_non_finite
         self._in_a_row += 1
         if self._in_a_row > allowed:
-            raise NonFiniteError(self._last_words(said, samples))
-        self._warn(said, samples)
+            raise NonFiniteError(self._last_words(text, samples))
+        self._warn(text, samples)
 
     def _leave_out_spike(self, attempt: Attempt, spike: LossSpike) -> None:
         if self._config.spike_action is SpikeAction.rollback:
@@ -220,19 +221,20 @@ class UpdateGuard:
             raise PersistentSpikeError(self._last_words(str(spike), samples))
         self._warn(str(spike), samples)
 
-    def _last_words(self, said: str, samples: str) -> str:
+    def _last_words(self, text: str, samples: str) -> str:
         before, most = self._in_a_row - 1, self._config.max_skips
         row = f", after {before} updates in a row that were left out (guard.max_skips={most})" if before else ""
-        return f"{said}{row}; the weights are as they were before this step{samples}"
+        return f"{text}{row}; the weights are as they were before this step{samples}"
 
-    def _warn(self, said: str, samples: str) -> None:
+    def _warn(self, text: str, samples: str) -> None:
         if self._world.is_main:
             row = f"{self._in_a_row} in a row of at most {self._config.max_skips}"
-            log.warning("%s; its update is left out, %s%s", said, row, samples)
+            log.warning("%s; its update is left out, %s%s", text, row, samples)
 
     def _locate(self, attempt: Attempt) -> tuple[list[int], str]:
         """The ranks whose own loss is not finite, and the samples of the global batch, in words."""
-        world, known = self._world, [p for positions in attempt.positions for p in positions.tolist() if p >= 0]
+        world = self._world
+        known = [p for positions in attempt.positions for p in positions.tolist() if p >= 0]
         # float64 holds every position exactly.
         rows = torch.zeros(world.world_size, 3, dtype=torch.float64, device=world.device)
         own = [float(not math.isfinite(attempt.local_loss.item())), min(known, default=-1), max(known, default=-1)]

@@ -172,7 +172,8 @@ def _remedies(
     config: Config, distributed: Resolved, world_size: int, *, activations_first: bool
 ) -> list[tuple[str, str]]:
     """Settings and what each does, the most promising first."""
-    activations, states = list(_less_activations(config)), list(_less_states(config, distributed, world_size))
+    activations = list(_less_activations(config))
+    states = list(_less_states(config, distributed, world_size))
     ordered = [*activations, *states] if activations_first else [*states, *activations]
     return ordered or [("every setting that saves memory is on", "take a smaller model, shorter samples or more GPUs")]
 
@@ -247,7 +248,8 @@ def _in_use(device: torch.device) -> dict[str, Any]:
     """Memory in tensors, taken and there, in bytes; of a CPU, what this process has in it."""
     if device.type == "cuda":
         stats, (_, capacity) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
-        taken, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.current"]
+        taken = stats["allocated_bytes.all.peak"]
+        reserved = stats["reserved_bytes.all.current"]
         return {"allocated": taken, "reserved": reserved, "capacity": capacity, "where": "GPU"}
     resident = peak_memory_bytes(device)
     return {"allocated": resident, "reserved": resident, "capacity": _host_capacity(), "where": "CPU"}

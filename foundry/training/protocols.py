@@ -167,7 +167,7 @@ class Evaluator(Protocol):
         """Measure the model, which is in evaluation mode, without gradients, with averaged weights where there are any.
 
         Every rank calls it together and returns the same numbers. Randomness comes from generators of its own, since
-        training goes on with the global ones. `accuracy` is called `val_accuracy` in metrics.jsonl and settings.
+        training continues with the global ones. `accuracy` is called `val_accuracy` in metrics.jsonl and settings.
         """
         ...
 
@@ -184,7 +184,7 @@ class StopRule(Protocol):
             share: of the run that is done, from 0 to 1.
 
         Returns:
-            Why the run is to stop; None: it goes on.
+            Why the run is to stop; None: it continues.
         """
         ...
 

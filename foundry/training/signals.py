@@ -107,7 +107,7 @@ class SignalHandler:
         """Have the job queued again where that is due; called by every rank after the save and the record.
 
         Where submitit handles `signum`, rank 0 calls its handler, which writes the job down again and runs `scontrol
-        requeue`. The other ranks sleep until Slurm ends them: going on would train past the checkpoint, and leaving
+        requeue`. The other ranks sleep until Slurm ends them: continuing would train past the checkpoint, and leaving
         could have srun end rank 0 too early.
 
         A job that Slurm preempts it requeues itself, but only if it is still there when the grace time ends; one that
@@ -182,12 +182,12 @@ def _leave_preempted(job: str, *, is_main: bool) -> None:
 
 def _asked(job: str) -> dict[str, str]:
     """What Slurm's controller says of a job; nothing where it does not answer."""
-    said = _scontrol("show", "job", "--oneliner", job)
-    return dict(word.split("=", 1) for word in said.split() if "=" in word)
+    message = _scontrol("show", "job", "--oneliner", job)
+    return dict(word.split("=", 1) for word in message.split() if "=" in word)
 
 
-def _scontrol(*words: str) -> str:
+def _scontrol(*overrides: str) -> str:
     try:
-        return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10, check=True).stdout
+        return subprocess.run(["scontrol", *overrides], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -27,7 +27,7 @@ class StepResult:
         loss: () float32, the mean over valid items.
         grad_norm: () float32, before clipping.
         metrics: sums and counts by name.
-        skipped: whether the update was left out, and the run goes on; a () bool tensor where only the device knows.
+        skipped: whether the update was left out, and the run continues; a () bool tensor where only the device knows.
     """
 
     loss: Tensor

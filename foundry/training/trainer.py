@@ -143,7 +143,7 @@ class Trainer:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs beside tensors and random numbers; plain JSON, the same on every rank."""
+        """All that a resumed run needs besides tensors and random numbers; plain JSON, the same on every rank."""
         return {
             "progress": self.progress.state_dict(),
             "source": self.source.state_dict(),
@@ -181,7 +181,8 @@ class Trainer:
         tokens = (
             None if window.num_tokens is None else (progress.tokens or 0, (progress.tokens or 0) + window.num_tokens)
         )
-        lr, weight_decay = self.schedule.lr(before, after), self.schedule.weight_decay(before, after)
+        lr = self.schedule.lr(before, after)
+        weight_decay = self.schedule.weight_decay(before, after)
         result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
         self.checkpoints.check_state()
         progress.advance(window.num_samples, window.num_tokens)
@@ -261,7 +262,8 @@ class Trainer:
         self.source.load_tensors(tensors)
         self.source.rewind(self.progress.samples)
         step = self.progress.steps
-        self._rollbacks, self._rolled_back_to = self._rollbacks + 1 if step == self._rolled_back_to else 1, step
+        self._rollbacks = self._rollbacks + 1 if step == self._rolled_back_to else 1
+        self._rolled_back_to = step
         if self._rollbacks > self.max_rollbacks:
             log.error("%s; going back to step %d %d times has not helped", spike, step, self.max_rollbacks)
             raise spike

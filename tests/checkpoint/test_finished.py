@@ -58,14 +58,14 @@ def recorded(config):
     return json.loads(encode(plain(config)))
 
 
-def ask(run_dir, words, *, kept="config.yaml"):
+def ask(run_dir, overrides, *, kept="config.yaml"):
     """Ask a finished run for its result with other words."""
     was, now = (
         configured(*BASE),
-        configured(*BASE, *[word for word in words if not word.startswith("hparams.max_steps")]),
+        configured(*BASE, *[word for word in overrides if not word.startswith("hparams.max_steps")]),
     )
-    if any(word.startswith("hparams.max_steps") for word in words):
-        now = configured(*words)
+    if any(word.startswith("hparams.max_steps") for word in overrides):
+        now = configured(*overrides)
     result = {"config_hash": hash_config(was), "metric": 1.5}
     resume_point = None
     if kept == "config.yaml":
@@ -77,18 +77,18 @@ def ask(run_dir, words, *, kept="config.yaml"):
 
 
 @pytest.mark.parametrize("kept", ["config.yaml", "manifest"])
-@pytest.mark.parametrize("words", OTHER_RESULTS, ids=" ".join)
-def test_another_result_is_refused_by_name(tmp_path, words, kept):
+@pytest.mark.parametrize("overrides", OTHER_RESULTS, ids=" ".join)
+def test_another_result_is_refused_by_name(tmp_path, overrides, kept):
     with pytest.raises(ConfigError) as refused:
-        ask(tmp_path, words, kept=kept)
+        ask(tmp_path, overrides, kept=kept)
     keys = [violation.key for violation in refused.value.violations]
-    assert any(key.startswith(words[0].partition("=")[0]) for key in keys)
+    assert any(key.startswith(overrides[0].partition("=")[0]) for key in keys)
     assert all("holds a finished run with" in violation.message for violation in refused.value.violations)
 
 
-@pytest.mark.parametrize("words", [[], *SAME_RESULT], ids=" ".join)
-def test_the_same_result_is_answered(tmp_path, words, caplog):
-    ask(tmp_path, words)
+@pytest.mark.parametrize("overrides", [[], *SAME_RESULT], ids=" ".join)
+def test_the_same_result_is_answered(tmp_path, overrides, caplog):
+    ask(tmp_path, overrides)
     assert "holds a finished run" in caplog.text
 
 

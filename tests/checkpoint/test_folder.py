@@ -13,11 +13,11 @@ from foundry.checkpoint.verification import verify_newest
 
 def test_the_manifest_says_what_the_checkpoint_is(tmp_path):
     folder = write(tmp_path, 200, Net(1), metric=0.25)
-    said = read_manifest(folder)
-    assert (said.step, said.metric, said.world_size, said.state) == (200, 0.25, 1, {"position": 200})
-    assert {name: getattr(said, name) for name in KNOWN} == KNOWN
-    assert set(said.versions) == {"foundry", "python", "torch"}
-    sizes = {name: facts.bytes for name, facts in said.files.items()}
+    message = read_manifest(folder)
+    assert (message.step, message.metric, message.world_size, message.state) == (200, 0.25, 1, {"position": 200})
+    assert {name: getattr(message, name) for name in KNOWN} == KNOWN
+    assert set(message.versions) == {"foundry", "python", "torch"}
+    sizes = {name: facts.bytes for name, facts in message.files.items()}
     assert sizes == {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST}
     json.loads((folder / MANIFEST).read_text(), parse_constant=lambda name: pytest.fail(name))
 
@@ -98,11 +98,11 @@ def test_damage_is_named_and_the_one_before_is_taken(tmp_path, damage, caplog):
     bad = write(tmp_path, 2, Net(2))
     assert problems(good) == problems(bad) == []
     assert verify_newest(tmp_path, ALONE) == bad
-    harm, said = DAMAGE[damage]
+    harm, message = DAMAGE[damage]
     harm(bad)
     (problem,) = problems(bad)
     size = (bad / SHARD).stat().st_size if (bad / SHARD).exists() else None
-    assert said.format(size) in problem
+    assert message.format(size) in problem
     assert verify_newest(tmp_path, ALONE) == good
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert str(bad) in record.getMessage()

@@ -196,9 +196,9 @@ class Hooked(Counting):
     def __init__(self, params, *, read=True):
         super().__init__(params)
         self.own = {"calls": 0, "scale": torch.tensor(1.0)}
-        self.register_state_dict_post_hook(lambda self, said: said.update({"own": self.own | {"pickled": b"x"}}))
+        self.register_state_dict_post_hook(lambda self, message: message.update({"own": self.own | {"pickled": b"x"}}))
         if read:
-            self.register_load_state_dict_pre_hook(lambda self, said: self.own.update(said["own"]))
+            self.register_load_state_dict_pre_hook(lambda self, message: self.own.update(message["own"]))
 
     def step(self):
         super().step()

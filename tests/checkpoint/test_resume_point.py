@@ -1,4 +1,4 @@
-"""Where a run goes on from, and what must not make it start from scratch."""
+"""Where a run resumes from, and what must not make it start from scratch."""
 
 import errno
 import json
@@ -73,16 +73,16 @@ def test_a_denied_permission_is_no_run_without_checkpoints(tmp_path):
             os.setgid(65534)
             os.setuid(65534)
             try:
-                said = str(find_resume_point("auto", tmp_path, ALONE))
+                text = str(find_resume_point("auto", tmp_path, ALONE))
             except ConfigError as error:
-                said = str(error)
-            os.write(writing, said.encode())
+                text = str(error)
+            os.write(writing, text.encode())
             os._exit(0)
         os.waitpid(child, 0)
-        said = os.read(reading, 10_000).decode()
+        text = os.read(reading, 10_000).decode()
         locked.chmod(mode)
-        assert "Permission denied" in said
-        assert said.startswith("checkpoint.resume: is auto, but")
+        assert "Permission denied" in text
+        assert text.startswith("checkpoint.resume: is auto, but")
     assert problems(folder) == []
 
 

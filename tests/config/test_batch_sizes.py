@@ -29,7 +29,7 @@ def test_no_counts(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (" ", "has no entry"),
         ("0:16 100", "'100' is not THRESHOLD:SIZE"),
@@ -38,8 +38,8 @@ def test_no_counts(text):
         ("0:16 100:32 0.1k:64", "has two sizes from 100 samples on"),
     ],
 )
-def test_schedules_that_cannot_be_read(text, said):
-    with pytest.raises(ValueError, match=said):
+def test_schedules_that_cannot_be_read(text, message):
+    with pytest.raises(ValueError, match=message):
         BatchSizes.parse(text)
 
 

@@ -24,15 +24,15 @@ class Options:
 
 
 def test_words_become_typed_options():
-    words = ["run=runs/a b", "out=x", "num_tokens=5", "temperature=0.5", "labels=[3,1]", "ema=false"]
+    overrides = ["run=runs/a b", "out=x", "num_tokens=5", "temperature=0.5", "labels=[3,1]", "ema=false"]
     expected = Options(run="runs/a b", out="x", num_tokens=5, temperature=0.5, labels=[3, 1], ema=False)
-    assert parse_options(Options, words) == expected
+    assert parse_options(Options, overrides) == expected
     assert parse_options(Options, ["run=a", "out=b"]) == Options(run="a", out="b")
     assert parse_options(Options, ["run=a", "out=b", "temperature=null"]).temperature is None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (["num_tokns=5"], "num_tokns: is no option; did you mean num_tokens? (options: run, out, num_tokens,"),
         (["zzz=5"], "zzz: is no option (options: run, out,"),
@@ -45,12 +45,12 @@ def test_words_become_typed_options():
         (["num_tokens=[1"], "num_tokens=[1: is not of the form key=value"),
     ],
 )
-def test_a_mistake_is_one_line(words, said):
+def test_a_mistake_is_one_line(overrides, message):
     with pytest.raises(ConfigError) as refused:
-        parse_options(Options, ["run=a", "out=b", *words])
+        parse_options(Options, ["run=a", "out=b", *overrides])
     assert len(refused.value.violations) == 1
     assert "\n" not in str(refused.value)
-    assert str(refused.value).startswith(said)
+    assert str(refused.value).startswith(message)
 
 
 def test_all_mistakes_come_at_once():
@@ -91,15 +91,15 @@ def test_help_is_answered_without_torch(module, options):
 
 
 @pytest.mark.parametrize(
-    ("module", "words", "said"),
+    ("module", "overrides", "message"),
     [
         ("foundry.sample", [], "run: has no value; give it as run=..."),
         ("foundry.export", ["run=nowhere", "out=new"], "run: nowhere is not a run directory: it has no config.yaml"),
         ("foundry.sample", ["rum=x", "run=y"], "rum: is no option; did you mean run?"),
     ],
 )
-def test_a_mistake_exits_with_2_and_a_line(shell, module, words, said):
-    stdout, stderr = shell.run(*words, module=module, code=2)
+def test_a_mistake_exits_with_2_and_a_line(shell, module, overrides, message):
+    stdout, stderr = shell.run(*overrides, module=module, code=2)
     assert stdout == ""
-    assert stderr.startswith(said)
+    assert stderr.startswith(message)
     assert stderr.count("\n") == 1

@@ -24,18 +24,18 @@ TASKS = {"llm": ("transformer", "stdlib"), "diffusion": ("dit", "digits")}
     [(g, o) for g, o in itertools.chain.from_iterable([(g, o) for o in options] for g, options in OPTIONS.items())],
 )
 def test_every_option_composes(compose, group, option):
-    words = [f"{group}={option}"]
+    overrides = [f"{group}={option}"]
     if group in ("model", "data", "objective") and option in ("dit", "digits", "diffusion"):
-        words.append("hparams=diffusion")
+        overrides.append("hparams=diffusion")
     if option == "text":
-        words.append("data.path=setup.cfg")
+        overrides.append("data.path=setup.cfg")
     if option == "hsdp":
-        words.append("distributed.num_replicas=1")
+        overrides.append("distributed.num_replicas=1")
     if option == "hf":
-        words.append("+model.config={hidden_size: 32}")
+        overrides.append("+model.config={hidden_size: 32}")
     if option == "constant":
-        words.append("scheduler.min_lr=0")
-    config = to_config(compose(*words))
+        overrides.append("scheduler.min_lr=0")
+    config = to_config(compose(*overrides))
     assert plain(config)[group] is not None
 
 
@@ -59,8 +59,8 @@ def test_aliases_mean_what_they_stand_for(compose):
 
 
 def test_accumulation_is_computed(compose):
-    words = ["hparams.global_batch_size=64", "hparams.per_gpu_batch_size=8", "distributed.nproc_per_node=2"]
-    assert compose(*words).hparams.accum_freq == 4
+    overrides = ["hparams.global_batch_size=64", "hparams.per_gpu_batch_size=8", "distributed.nproc_per_node=2"]
+    assert compose(*overrides).hparams.accum_freq == 4
     with pytest.raises(ConfigError, match=r"hparams\.accum_freq: is computed"):
         compose("hparams.accum_freq=7")
 
@@ -88,10 +88,10 @@ def test_a_users_own_part_needs_no_schema(compose, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("_target_: mypkg.MyModel\nwidth: 3\nnested: {a: [1, 2]}\n")
-    words = [f"hydra.searchpath=[{tmp_path}]", "model=mine", "model.width=9"]
-    assert to_config(compose(*words)).model == {"_target_": "mypkg.MyModel", "width": 9, "nested": {"a": [1, 2]}}
+    overrides = [f"hydra.searchpath=[{tmp_path}]", "model=mine", "model.width=9"]
+    assert to_config(compose(*overrides)).model == {"_target_": "mypkg.MyModel", "width": 9, "nested": {"a": [1, 2]}}
     with pytest.raises(ConfigError, match=r"model\.widht: is no key of model; did you mean model\.width"):
-        compose(*words, "model.widht=9")
+        compose(*overrides, "model.widht=9")
 
 
 def test_a_wrong_yaml_is_named(compose, tmp_path):
@@ -103,8 +103,8 @@ def test_a_wrong_yaml_is_named(compose, tmp_path):
 
 
 def test_saved_configuration_reads_back_typed(compose, tmp_path):
-    for words in (["hparams=diffusion", "scheduler=wsd"], ["distributed=hsdp", "distributed.num_replicas=1"], []):
-        config = to_config(compose(*words))
+    for overrides in (["hparams=diffusion", "scheduler=wsd"], ["distributed=hsdp", "distributed.num_replicas=1"], []):
+        config = to_config(compose(*overrides))
         save_config(config, tmp_path)
         assert load_config(tmp_path) == config
 
@@ -113,7 +113,7 @@ WRONG = ["hparams.per_gpu_batch_size=7"]
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         WRONG,
         [*WRONG, "--cfg", "job"],
@@ -124,8 +124,8 @@ WRONG = ["hparams.per_gpu_batch_size=7"]
     ],
     ids=["run", "cfg", "sweep", "sweep-two", "sweep-option", "sweep-fixed"],
 )
-def test_refused_wherever_it_is_composed(words, shell):
-    stderr = shell.run(*words, code=2)[1]
+def test_refused_wherever_it_is_composed(overrides, shell):
+    stderr = shell.run(*overrides, code=2)[1]
     assert "Traceback" not in stderr
     assert "HYDRA_FULL_ERROR" not in stderr
     assert list(shell.cwd.iterdir()) == [], "nothing may be created"

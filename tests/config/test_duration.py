@@ -89,9 +89,11 @@ def test_a_share_of_whole_samples_is_due_at_the_step_that_reaches_it(percent):
     assert [step for step in range(1, 101) if share.due(step, step - 1, step)] == [*range(percent, 101, percent)]
 
 
-@pytest.mark.parametrize(("text", "said"), [("0", "no length"), ("0.0", "no length"), ("101", "101 steps, but .* 100")])
-def test_intervals_that_never_come(text, said):
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(
+    ("text", "message"), [("0", "no length"), ("0.0", "no length"), ("101", "101 steps, but .* 100")]
+)
+def test_intervals_that_never_come(text, message):
+    with pytest.raises(ValueError, match=message):
         Interval.parse(text, BUDGET)
 
 
@@ -162,7 +164,7 @@ def test_an_epoch_has_as_many_evaluations_as_fit(size, epoch, steps, every):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (101, "is 101, 101 steps, but the run has only 100"),
         ("101", "is 101, 101 steps, but the run has only 100"),
@@ -174,8 +176,8 @@ def test_an_epoch_has_as_many_evaluations_as_fit(size, epoch, steps, every):
         ("0 run", "no length"),
     ],
 )
-def test_evaluations_that_never_come(value, said):
-    with pytest.raises(ValueError, match=said):
+def test_evaluations_that_never_come(value, message):
+    with pytest.raises(ValueError, match=message):
         Evaluation(interval=value).interval_in(BUDGET)
 
 

@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import foundry.optim.schedules  # noqa: F401 # its import of torch is no part of a composition's time
-from foundry.config import override_errors as mistakes
+from foundry.config import override_errors as errors
 from foundry.config.build import build
 from foundry.config.compose import config_dir, install
 from foundry.config.errors import ConfigError
@@ -142,12 +142,12 @@ def repository():
 
 def settled(repository, base, key, text):
     """The configuration with a value set, or why not: what composing it ends in, at a twentieth of the time."""
-    parsed, violations = mistakes._parse([f"{key}={text}"])
+    parsed, violations = errors._parse([f"{key}={text}"])
     config = pickle.loads(base)
     for override in parsed:
-        if mistakes._is_choice(repository, override):
+        if errors._is_choice(repository, override):
             return None, violations  # the choice of an option, which other tests are about
-        violations += mistakes._apply(repository, config, override, sweeping=False)
+        violations += errors._apply(repository, config, override, sweeping=False)
     if not violations:
         violations += check(config) or sweeper_violations(config)
     return config, violations
@@ -210,9 +210,9 @@ def problems(repository, base, key, text):
 
 @pytest.mark.parametrize("option", list(options()))
 def test_every_value_of_every_setting(option, repository, tmp_path, monkeypatch):
-    words = [option, *NEEDED.get(option, [])]
+    overrides = [option, *NEEDED.get(option, [])]
     with initialize_config_dir(config_dir(), version_base="1.3"):
-        composed = compose("config", words, return_hydra_config=True)
+        composed = compose("config", overrides, return_hydra_config=True)
     base, group = pickle.dumps(composed), option.partition("=")[0].replace("/", ".")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "setup.cfg").touch()

@@ -109,8 +109,10 @@ def test_jobs_and_errors_are_taken_over(monkeypatch):
 
 def test_another_hydra_is_refused_with_its_version(monkeypatch, loader):
     monkeypatch.setattr(ConfigLoaderImpl, "_apply_overrides_to_config", lambda cfg: None)
-    said = rf"hydra-core {re.escape(version('hydra-core'))} takes cfg in ConfigLoaderImpl\._apply_overrides_to_config"
-    with pytest.raises(internals.UnsupportedHydraError, match=rf"{said}.*; install hydra-core>=1\.3\.8,<1\.4"):
+    message = (
+        rf"hydra-core {re.escape(version('hydra-core'))} takes cfg in ConfigLoaderImpl\._apply_overrides_to_config"
+    )
+    with pytest.raises(internals.UnsupportedHydraError, match=rf"{message}.*; install hydra-core>=1\.3\.8,<1\.4"):
         internals.apply_overrides([], None)
     monkeypatch.delattr(ConfigLoaderImpl, "_process_config_searchpath")
     with pytest.raises(internals.UnsupportedHydraError, match=r"has no ConfigLoaderImpl\._process_config_searchpath"):

@@ -27,7 +27,7 @@ def test_defaults(compose):
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "said"),
+    ("overrides", "key", "text"),
     [
         (["model.init_std=wnag"], "model.init_std", "is wnag but must be a number above 0, or small or wang; did you"),
         (["model.init_std=wnag"], "model.init_std", "did you mean wang?"),
@@ -52,12 +52,12 @@ def test_defaults(compose):
     ],
     ids=str,
 )
-def test_mistakes_are_a_line_each(compose, words, key, said):
+def test_mistakes_are_a_line_each(compose, overrides, key, text):
     with pytest.raises(ConfigError) as refused:
-        compose(*words)
+        compose(*overrides)
     (violation,) = refused.value.violations
     assert violation.key == key
-    assert said in violation.message
+    assert text in violation.message
     assert "\n" not in violation.message
 
 

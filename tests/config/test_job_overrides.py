@@ -44,9 +44,11 @@ def test_the_command_of_a_job():
     assert format_command(["a=1"], ["hparams_search=lr_range"]) == "python -m foundry a=1 hydra.mode=RUN"
 
 
-@pytest.mark.parametrize(("text", "words"), [("- a=1\n- b=2\n", ("a=1", "b=2")), ("{", ()), ("a: 1", ()), (None, ())])
-def test_words_are_read_where_hydra_left_them(tmp_path, text, words):
+@pytest.mark.parametrize(
+    ("text", "overrides"), [("- a=1\n- b=2\n", ("a=1", "b=2")), ("{", ()), ("a: 1", ()), (None, ())]
+)
+def test_words_are_read_where_hydra_left_them(tmp_path, text, overrides):
     (tmp_path / ".hydra").mkdir()
     if text is not None:
         (tmp_path / ".hydra" / "overrides.yaml").write_text(text)
-    assert recorded_words(tmp_path) == words
+    assert recorded_words(tmp_path) == overrides

@@ -59,12 +59,12 @@ def test_a_ramp_must_end_within_the_run_or_the_horizon(compose):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["hparams.global_batch_size=0"], r"^hparams\.global_batch_size: is 0 but must be at least 1$"),
         (["hparams.global_batch_size=3", "hparams.allow_rounding=true"], r"^hparams\.global_batch_size: has 3, below"),
     ],
 )
-def test_no_batch_is_empty(compose, overrides, said):
-    with pytest.raises(ConfigError, match=said):
+def test_no_batch_is_empty(compose, overrides, message):
+    with pytest.raises(ConfigError, match=message):
         compose(*overrides)

@@ -20,9 +20,9 @@ KEYS = ["checkpoint.keep_best.metric", "evaluation.early_stopping.metric", "hydr
 Z_LOSS = "hparams.z_loss_coefficient=0.1"
 
 
-def refusal(*words):
+def refusal(*overrides):
     with pytest.raises(ConfigError) as refused:
-        compose(*words)
+        compose(*overrides)
     return str(refused.value).splitlines()
 
 
@@ -87,9 +87,9 @@ def test_every_objective_of_the_schemas_is_among_them():
     assert known == {name for name, _ in SHIPPED}
 
 
-@pytest.mark.parametrize(("name", "words"), SHIPPED)
-def test_an_objective_measures_what_its_schema_declares(name, words):
-    schema = configure(*words).objective
+@pytest.mark.parametrize(("name", "overrides"), SHIPPED)
+def test_an_objective_measures_what_its_schema_declares(name, overrides):
+    schema = configure(*overrides).objective
     assert type(schema).__name__ == name
     objective = build(schema)
     returned = objective.loss(Model(), microbatch(schema.wants)).metrics
@@ -144,16 +144,16 @@ def own(folder, monkeypatch, declaration):
     monkeypatch.delitem(sys.modules, "own_objective", raising=False)
 
 
-def evaluators(*words):
-    config = configure(*words)
+def evaluators(*overrides):
+    config = configure(*overrides)
     return build_evaluators(config, build_objective(config), DATA)
 
 
 def test_one_that_declares_is_checked_before_the_first_step(tmp_path, monkeypatch):
     own(tmp_path, monkeypatch, 'metrics = ("accuracy",)')
-    words = ["objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_acuracy"]
+    overrides = ["objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_acuracy"]
     with pytest.raises(ConfigError, match=r"is val_acuracy but .* val_loss, val_accuracy; did you mean val_accuracy\?"):
-        evaluators(*words)
+        evaluators(*overrides)
 
 
 def test_one_that_is_silent_is_not_refused(tmp_path, monkeypatch):
@@ -168,8 +168,12 @@ def test_what_follows_the_metric_of_the_run_goes_its_way():
 
 
 def test_another_metric_than_the_runs_has_its_own_direction():
-    words = ["evaluation.metric=val_z_loss", "evaluation.direction=maximize", "checkpoint.keep_best.metric=val_loss"]
-    config = configure(Z_LOSS, *words)
+    overrides = [
+        "evaluation.metric=val_z_loss",
+        "evaluation.direction=maximize",
+        "checkpoint.keep_best.metric=val_loss",
+    ]
+    config = configure(Z_LOSS, *overrides)
     assert (config.checkpoint.keep_best.mode, config.evaluation.early_stopping.mode) == (Mode.min, Mode.max)
 
 

@@ -1,4 +1,4 @@
-"""Wrong words on the command line: exit code 2, at most a line per mistake, no traceback, no file."""
+"""Wrong words on the command line: exit code 2, at most a line per error, no traceback, no file."""
 
 import pytest
 
@@ -7,7 +7,7 @@ def ramp(start, increment, over_samples):
     return f"hparams.batch_ramp={{start: {start}, increment: {increment}, over_samples: {over_samples}}}"
 
 
-# (words, mistakes, what the answer must contain)
+# (words, errors, what the answer must contain)
 CASES = [
     (["hparams.leer=1e-3"], 1, "did you mean hparams.lr?"),
     (["hparms.lr=1e-3"], 1, "hparms"),
@@ -109,11 +109,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "mistakes", "said"), CASES, ids=[" ".join(words) for words, _, _ in CASES])
-def test_one_line_each(words, mistakes, said, shell):
-    stdout, stderr = shell.run(*words, code=2)
-    assert len(stderr.splitlines()) == mistakes, stderr
-    assert said in stderr
+@pytest.mark.parametrize(
+    ("overrides", "errors", "message"), CASES, ids=[" ".join(overrides) for overrides, _, _ in CASES]
+)
+def test_one_line_each(overrides, errors, message, shell):
+    stdout, stderr = shell.run(*overrides, code=2)
+    assert len(stderr.splitlines()) == errors, stderr
+    assert message in stderr
     assert "Traceback" not in stderr
     assert stdout == ""
     assert list(shell.cwd.iterdir()) == []

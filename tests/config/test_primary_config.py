@@ -29,20 +29,20 @@ WRONG = [
 ]
 
 
-def compose_own(folder: Path, name: str, *words: str):
+def compose_own(folder: Path, name: str, *overrides: str):
     install()
     with initialize_config_dir(str(folder), version_base="1.3"):
-        return hydra_compose(name, list(words))
+        return hydra_compose(name, list(overrides))
 
 
 @pytest.mark.parametrize("text", OWN.values(), ids=OWN.keys())
 def test_a_primary_configuration_of_ones_own_is_checked(text, tmp_path):
     (tmp_path / "own.yaml").write_text(text + SEARCHPATH)
     assert to_config(compose_own(tmp_path, "own")).hparams.seed in (7, 42)
-    for words, said in WRONG:
+    for overrides, message in WRONG:
         with pytest.raises(ConfigError) as refused:
-            compose_own(tmp_path, "own", *words)
-        assert said in str(refused.value)
+            compose_own(tmp_path, "own", *overrides)
+        assert message in str(refused.value)
 
 
 def test_a_mistake_in_it_is_named(tmp_path):
@@ -60,9 +60,9 @@ def test_other_applications_stay_as_they_are(name, tmp_path):
     assert not isinstance(refused.value, ConfigError)
 
 
-def foundry(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def foundry(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "foundry", *words],
+        [sys.executable, "-m", "foundry", *overrides],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -81,15 +81,15 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), COMMANDS, ids=[" ".join(words) for words, _ in COMMANDS])
-def test_the_command_checks_it(words, said, tmp_path):
+@pytest.mark.parametrize(("overrides", "message"), COMMANDS, ids=[" ".join(overrides) for overrides, _ in COMMANDS])
+def test_the_command_checks_it(overrides, message, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "own.yaml").write_text("defaults: [config, _self_]\nhparams: {grad_clip_norm: -1}\n")
     (mine / "foreign.yaml").write_text("hparams: {grad_clip_norm: -1}\n")
-    done = foundry(*[word.format(folder=mine) for word in words], cwd=tmp_path)
+    done = foundry(*[word.format(folder=mine) for word in overrides], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 

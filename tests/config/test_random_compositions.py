@@ -60,7 +60,7 @@ hydra = st.builds(
     st.sampled_from(["null", "x", "3", "[1]", "{a: 1}", "foundry", "local", "slurm", "${nope}"]),
 )
 packaged = st.builds("{}@{}={}".format, st.sampled_from(GROUPS), st.sampled_from(["a", "_global_", ""]), st.just("x"))
-words = st.lists(
+overrides = st.lists(
     st.one_of(choices, wrong_choices, good, bad, signed, deleted, hydra, packaged, st.sampled_from(BROKEN)),
     min_size=1,
     max_size=4,
@@ -77,7 +77,7 @@ def problems(given_words):
 
 
 @settings(derandomize=True, max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(words)
+@given(overrides)
 def test_any_mixture_of_words(given_words):
     install()
     begin = time.process_time()

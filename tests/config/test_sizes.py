@@ -10,7 +10,7 @@ DIGITS = "hparams=diffusion"
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "named"),
+    ("overrides", "key", "named"),
     [
         ([DIGITS, "model.image_size=16"], "model.image_size", "must be data.image_size=8"),
         ([DIGITS, "model.image_size=4"], "model.image_size", "must be data.image_size=8"),
@@ -23,17 +23,17 @@ DIGITS = "hparams=diffusion"
         ([LLAMA, "model.max_seq_len=100"], "model.max_seq_len", "at least data.seq_len=256"),
     ],
 )
-def test_a_contradiction_is_one_line(words, key, named):
+def test_a_contradiction_is_one_line(overrides, key, named):
     with pytest.raises(ConfigError) as refused:
-        configure(*words)
+        configure(*overrides)
     (violation,) = refused.value.violations
     assert violation.key == key
     assert named in violation.message
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [[DIGITS, "model.num_classes=11"], ["model.vocab_size=5000"], ["model.max_seq_len=1024"], ["data.vocab_size=300"]],
 )
-def test_more_than_the_data_need_is_accepted(words):
-    configure(*words)
+def test_more_than_the_data_need_is_accepted(overrides):
+    configure(*overrides)

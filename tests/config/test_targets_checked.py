@@ -300,9 +300,9 @@ def test_composing_says_it_and_imports_nothing(own):
         "try: main()\n"
         "finally: assert not {'torch', 'own_parts', 'own_package', 'transformers'} & set(sys.modules)\n"
     )
-    words = ["--config-dir", str(yaml.parent.parent), "model=mine", "--cfg", "job"]
+    overrides = ["--config-dir", str(yaml.parent.parent), "model=mine", "--cfg", "job"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *words],
+        [sys.executable, "-c", code, *overrides],
         env={**os.environ, "PYTHONPATH": f"{own}:{':'.join(sys.path)}"},
         capture_output=True,
         text=True,

@@ -42,7 +42,7 @@ def read(source):
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "message"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL: out of memory?"),
         (lambda: os.kill(os.getpid(), signal.SIGBUS), "was killed by SIGBUS: shared memory is full"),
@@ -50,14 +50,14 @@ def read(source):
         (lambda: os._exit(3), "ended with exit code 3: data.num_workers=0"),
     ],
 )
-def test_a_worker_that_dies_is_named_with_its_cause(end, said):
+def test_a_worker_that_dies_is_named_with_its_cause(end, message):
     source = loader(end)
     with (
         pytest.raises(DataWorkerError, match=r"a data loader worker \(process \d+\) ") as caught,
         worker_deaths_explained(),
     ):
         read(source)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -84,7 +84,7 @@ def test_an_error_of_the_dataset_speaks_for_itself():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("DataLoader worker (pid 12) is killed by signal: Killed. ", "(process 12) was killed by SIGKILL"),
         (
@@ -95,7 +95,7 @@ def test_an_error_of_the_dataset_speaks_for_itself():
         ("DataLoader worker (pid 12) exited unexpectedly with exit code 1. Details", "ended with exit code 1"),
     ],
 )
-def test_torch_says_so_in_the_middle_of_other_work(text, said):
+def test_torch_says_so_in_the_middle_of_other_work(text, message):
     with pytest.raises(DataWorkerError) as caught, worker_deaths_explained():
         raise RuntimeError(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

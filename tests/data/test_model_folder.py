@@ -102,23 +102,23 @@ def test_the_path_of_a_model_brings_tokenizer_and_vocabulary(model_folder, tmp_p
     assert build(config.model).config.vocab_size == 300
 
 
-@pytest.mark.parametrize("words", [[], ["model=hf_llama"], ["model=hf_gpt2"]])
-def test_without_one_a_tokenizer_is_trained_as_before(words):
-    data = configure(*words).data
+@pytest.mark.parametrize("overrides", [[], ["model=hf_llama"], ["model=hf_gpt2"]])
+def test_without_one_a_tokenizer_is_trained_as_before(overrides):
+    data = configure(*overrides).data
     assert (data.tokenizer, data.vocab_size) == (None, 4096)
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "named"),
+    ("overrides", "key", "named"),
     [
         (["data.vocab_size=301"], "data.vocab_size", "is 301 but the model in"),
         (["data.seq_len=65"], "data.seq_len", "has 64 positions"),
         (["data.tokenizer=null", "data.vocab_size=256"], "data.vocab_size", "at least 257"),
     ],
 )
-def test_sizes_that_contradict_the_folder_are_refused_at_composition(model_folder, words, key, named):
+def test_sizes_that_contradict_the_folder_are_refused_at_composition(model_folder, overrides, key, named):
     with pytest.raises(ConfigError) as refused:
-        configure("model=hf", f"model.path={model_folder}", "data.seq_len=16", *words)
+        configure("model=hf", f"model.path={model_folder}", "data.seq_len=16", *overrides)
     (violation,) = refused.value.violations
     assert violation.key == key
     assert named in violation.message

@@ -107,7 +107,7 @@ def load_all(world, root, reference):
     for name, config in LAYOUTS[world.world_size].items():
         for kind in OPTIMIZERS:
             parts = build(kind, config, world, seed=2)
-            # Its own last: training goes on from there.
+            # Its own last: training resumes from there.
             for other in sorted(NAMES, key=name.__eq__):
                 restore_into(find(root / f"{other}-{kind}"), parts[0].model, *parts[1:])
                 wrong += [(name, other, kind, key) for key in differing(world, parts, reference[f"{other}-{kind}"][0])]

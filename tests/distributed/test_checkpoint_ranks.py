@@ -140,11 +140,11 @@ def verify(world, run_dir):
 
     from foundry.checkpoint.verification import verify_newest
 
-    said = []
+    message = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: message.append(record.getMessage())
     logging.getLogger("foundry").addHandler(handler)
-    return verify_newest(run_dir, world), said
+    return verify_newest(run_dir, world), message
 
 
 def save_three(world, run_dir):
@@ -188,5 +188,5 @@ def collect_odd_state(world):
 
 
 def test_state_that_is_no_part_of_a_sharded_whole_is_refused():
-    for said in spawn(collect_odd_state, 2):
-        assert "optimizer.embedding.weight.rows has the shape (29,) beside a sharded parameter of (29, 12)" in said
+    for message in spawn(collect_odd_state, 2):
+        assert "optimizer.embedding.weight.rows has the shape (29,) beside a sharded parameter of (29, 12)" in message

@@ -70,11 +70,11 @@ def stop(world):
         before = whole_parameters(parallel)
         try:
             step(window(world, 1, True), 1e-2, 2)
-            said = "nothing"
+            message = "nothing"
         except NonFiniteError as error:
-            said = str(error)
+            message = str(error)
         after = whole_parameters(parallel)
-        results[name] = good, said, all(bool((after[key] == before[key]).all()) for key in before)
+        results[name] = good, message, all(bool((after[key] == before[key]).all()) for key in before)
     return results
 
 
@@ -82,9 +82,9 @@ def test_all_ranks_stop_and_name_the_one():
     first, second = spawn(stop, 2)
     for name in WRAPPERS:
         assert first[name] == second[name]
-        loss, said, unchanged = first[name]
+        loss, message, unchanged = first[name]
         assert 1.0 < loss < 50.0
-        assert said == "step 2: the loss on rank 1 is not finite; the weights are as they were before this step"
+        assert message == "step 2: the loss on rank 1 is not finite; the weights are as they were before this step"
         assert unchanged
 
 
@@ -99,9 +99,9 @@ def skip(world, on_device):
     from foundry.training.ema import WeightAverage
     from foundry.training.guards import UpdateGuard
 
-    said, results = [], {}
+    message, results = [], {}
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: message.append(record.getMessage())
     logging.getLogger("foundry.training.guards").addHandler(handler)
     guard = Guard(non_finite=NonFinite.skip)
     options = {"lr": 1e-2, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1}
@@ -123,13 +123,13 @@ def skip(world, on_device):
         ours, skipped = run(config, (1, 2, 3), bad=2)
         theirs, _ = run(config, (1, 3), bad=None)
         results[name] = skipped, all(bool((ours[key] == theirs[key]).all()) for key in ours | theirs)
-    return results, said
+    return results, message
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_all_ranks_skip_and_go_on(on_device):
-    (first, said), (second, unsaid) = spawn(skip, 2, on_device)
+    (first, message), (second, unsaid) = spawn(skip, 2, on_device)
     assert first == second == dict.fromkeys(WRAPPERS, ([False, True, False], True))
     line = "step 2: the loss on rank 1 is not finite; its update is left out, 1 in a row of at most 3"
-    assert said == [f"{line} (samples 32 to 47 of the global order)"] * len(WRAPPERS)
+    assert message == [f"{line} (samples 32 to 47 of the global order)"] * len(WRAPPERS)
     assert unsaid == []

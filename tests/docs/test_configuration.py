@@ -32,8 +32,8 @@ def source_table():
 
 
 @functools.cache
-def composed(*words):
-    return compose(*words, "hparams.per_gpu_batch_size=1")
+def composed(*overrides):
+    return compose(*overrides, "hparams.per_gpu_batch_size=1")
 
 
 def test_the_tables_are_up_to_date():
@@ -73,22 +73,24 @@ def test_types_are_said_in_words():
     assert "| `model.init_std` | number or rule | `0.02` |" in generated
 
 
-def mistakes():
+def errors():
     """(words, what they cost) for each `$ python -m foundry` that documentation shows to be refused."""
     for page in (PAGE, ROOT / "README.md"):
         for block in re.findall(
             r"^```text\n(\$ python -m foundry .*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
         ):
             for entry in block.split("$ python -m foundry ")[1:]:
-                words, _, said = entry.partition("\n")
-                yield page.name, words, said.strip()
+                overrides, _, message = entry.partition("\n")
+                yield page.name, overrides, message.strip()
 
 
-@pytest.mark.parametrize(("page", "words", "said"), [pytest.param(*row, id=" ".join(row[:2])) for row in mistakes()])
-def test_mistakes_cost_what_the_page_says(page, words, said):
+@pytest.mark.parametrize(
+    ("page", "overrides", "message"), [pytest.param(*row, id=" ".join(row[:2])) for row in errors()]
+)
+def test_mistakes_cost_what_the_page_says(page, overrides, message):
     with pytest.raises(ConfigError) as caught:
-        compose(*shlex.split(words))
-    assert str(caught.value) == said
+        compose(*shlex.split(overrides))
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(("names", "key", "where"), [pytest.param(*row, id=row[0]) for row in source_table()])
@@ -109,8 +111,8 @@ def test_every_name_elsewhere_is_in_the_table():
     for group in GROUPS:
         for schema in group_schemas(group).values():
             for item in fields(schema):
-                said = {name.strip() for name in item.metadata.get("source", "").split(",") if name.strip()}
-                assert said <= listed, f"{group}.{item.name}"
+                message = {name.strip() for name in item.metadata.get("source", "").split(",") if name.strip()}
+                assert message <= listed, f"{group}.{item.name}"
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +122,16 @@ def plan(tmp_path_factory):
     from foundry.train import train
 
     folder = tmp_path_factory.mktemp("plan")
-    words = ["hparams=diffusion", "scheduler=wsd", "tracking=none", "tracking.progress=false", "hparams.max_steps=1"]
+    overrides = [
+        "hparams=diffusion",
+        "scheduler=wsd",
+        "tracking=none",
+        "tracking.progress=false",
+        "hparams.max_steps=1",
+    ]
     small = ["model.hidden_size=16", "model.num_layers=1", "model.num_heads=1", "evaluation.write_samples=false"]
     batch = ["hparams.global_batch_size=4", "evaluation.max_samples=8", "checkpoint.save_final=false"]
-    train(to_config(composed(*words, *small, *batch)), folder)
+    train(to_config(composed(*overrides, *small, *batch)), folder)
     return json.loads((folder / PLAN).read_text())
 
 

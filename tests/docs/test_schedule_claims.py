@@ -51,8 +51,8 @@ def test_transformers_schedules_are_those_read_at_the_start(name):
     from transformers import optimization
 
     arguments, own = HUGGING_FACE[name]
-    words = name.partition(" ")[0].split("_with_")
-    make = getattr(optimization, f"get_{words[0]}_schedule" + "".join(f"_with_{word}" for word in words[1:]))
+    overrides = name.partition(" ")[0].split("_with_")
+    make = getattr(optimization, f"get_{overrides[0]}_schedule" + "".join(f"_with_{word}" for word in overrides[1:]))
     theirs = rates_of(lambda held: make(held, num_warmup_steps=WARMUP, **arguments))
     assert theirs[0] == 0.0
     assert max(abs(a - b) for a, b in zip(theirs, ours(**own), strict=True)) < 2.3e-16

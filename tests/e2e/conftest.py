@@ -8,8 +8,8 @@ from warm import WarmShell
 def lm(tmp_path_factory, cache):
     """The run directory of a finished small language model, and what was said; not to be changed."""
     shell = Shell(tmp_path_factory.mktemp("lm"), cache)
-    said = shell.run(*TINY_LM, "hydra.run.dir=run", "hparams.ema_decay=0.9")
-    return shell.cwd / "run", *said
+    message = shell.run(*TINY_LM, "hydra.run.dir=run", "hparams.ema_decay=0.9")
+    return shell.cwd / "run", *message
 
 
 @pytest.fixture(scope="session")

@@ -49,10 +49,10 @@ def found_in(folder):
 
 @pytest.mark.long
 def test_a_secret_of_the_environment_is_nowhere_else(warm):
-    def do(*words, code=0, **options):
-        said = warm.run(*words, code=code, variables=VARIABLES, **options)
-        assert CANARY not in "".join(said)
-        return said
+    def do(*overrides, code=0, **options):
+        message = warm.run(*overrides, code=code, variables=VARIABLES, **options)
+        assert CANARY not in "".join(message)
+        return message
 
     run = [*OWN, *WORDS, *STORE, "hydra.run.dir=run"]
     do(*run)
@@ -76,7 +76,7 @@ def test_a_secret_of_the_environment_is_nowhere_else(warm):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["tracking.uri=http://ann:{}@host"],
         ["+model.hf_token={}"],
@@ -89,8 +89,10 @@ def test_a_secret_of_the_environment_is_nowhere_else(warm):
     ],
     ids=str,
 )
-def test_a_secret_that_is_written_down_is_nowhere_at_all(warm, words):
-    own = [word.format(*[CANARY] * word.count("{}")) for word in words]
-    said = warm.run(*own, *OWN, *WORDS, "hydra.run.dir=refused", "hydra.sweep.dir=refused", code=2, variables=VARIABLES)
-    assert CANARY not in "".join(said)
+def test_a_secret_that_is_written_down_is_nowhere_at_all(warm, overrides):
+    own = [word.format(*[CANARY] * word.count("{}")) for word in overrides]
+    message = warm.run(
+        *own, *OWN, *WORDS, "hydra.run.dir=refused", "hydra.sweep.dir=refused", code=2, variables=VARIABLES
+    )
+    assert CANARY not in "".join(message)
     assert not (warm.cwd / "refused").exists()

@@ -26,7 +26,7 @@ def shell(tmp_path, cache, disk):
 
 
 @pytest.fixture
-def words(tmp_path):
+def overrides(tmp_path):
     return [*WORDS, write_text(tmp_path)]
 
 
@@ -42,9 +42,9 @@ def words(tmp_path):
     ],
     ids=["asynchronous", "synchronous", "two ranks"],
 )
-def test_training_goes_on_to_its_end_which_is_then_no_success(shell, words, disk, more):
+def test_training_goes_on_to_its_end_which_is_then_no_success(shell, overrides, disk, more):
     run_dir = shell.cwd / "small" / "run"
-    stderr = shell.run(*words, *more, code=1)[1]
+    stderr = shell.run(*overrides, *more, code=1)[1]
     (first,) = list_checkpoints(run_dir)
     assert first.name == "step_00000010"
     assert problems(first) == []
@@ -61,7 +61,7 @@ def test_training_goes_on_to_its_end_which_is_then_no_success(shell, words, disk
     assert not (run_dir / "result.json").exists()
     assert list(losses(run_dir)) == list(range(1, 41))
     disk("8m")
-    assert "after step 10" in shell.run(*words, *more)[0]
+    assert "after step 10" in shell.run(*overrides, *more)[0]
     assert status(run_dir)["state"] == "finished"
     assert find(run_dir).name == "step_00000040"
     assert list(losses(run_dir)) == list(range(1, 41))
@@ -69,20 +69,20 @@ def test_training_goes_on_to_its_end_which_is_then_no_success(shell, words, disk
 
 @pytest.mark.long
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_the_best_at_the_end_has_to_be_saved_too(shell, words, asynchronous):
+def test_the_best_at_the_end_has_to_be_saved_too(shell, overrides, asynchronous):
     run_dir = shell.cwd / "small" / "run"
     only_best = ["checkpoint.save_final=false", "checkpoint.interval=null", "checkpoint.every_minutes=null"]
-    first = [*words, *only_best, f"checkpoint.asynchronous={asynchronous}", "evaluation.interval=20"]
+    first = [*overrides, *only_best, f"checkpoint.asynchronous={asynchronous}", "evaluation.interval=20"]
     stderr = shell.run(*first, code=1)[1]
     assert "SaveError: no checkpoint of step 40" in stderr
     assert status(run_dir)["state"] == "failed"
     assert find(run_dir, "best").name == "step_00000020"
 
 
-def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, words, disk):
+def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, overrides, disk):
     run_dir = shell.cwd / "small" / "run"
     disk("8m")
-    many = [*words, "checkpoint.interval=null", "hparams.max_steps=200"]
+    many = [*overrides, "checkpoint.interval=null", "hparams.max_steps=200"]
     process = shell.start(*many)
     shell.wait_for_steps(process, run_dir, 5)
     (run_dir / "result.json").mkdir()
@@ -94,9 +94,9 @@ def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, words, dis
     assert status(run_dir)["state"] == "finished"
 
 
-def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, words):
+def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, overrides):
     run_dir = shell.cwd / "small" / "run"
-    process = shell.start(*words, "hparams.max_steps=4000")
+    process = shell.start(*overrides, "hparams.max_steps=4000")
     shell.wait_for_steps(process, run_dir, 30)
     process.send_signal(signal.SIGTERM)
     stderr = shell.finish(process, code=143)[1]
@@ -106,23 +106,23 @@ def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, words):
     assert status(run_dir)["reason"].startswith("SIGTERM; no checkpoint of step ")
 
 
-def test_strict_saves_end_the_run_which_goes_on_when_there_is_room(shell, words, disk):
+def test_strict_saves_end_the_run_which_goes_on_when_there_is_room(shell, overrides, disk):
     run_dir = shell.cwd / "small" / "run"
-    stderr = shell.run(*words, "checkpoint.strict_saves=true", code=1)[1]
+    stderr = shell.run(*overrides, "checkpoint.strict_saves=true", code=1)[1]
     assert "SaveError: no checkpoint of step 20" in stderr
     assert "No space left on device" in stderr
     assert status(run_dir)["state"] == "failed"
     assert "SaveError" in status(run_dir)["reason"]
     disk("8m")
-    assert "after step 10" in shell.run(*words, "checkpoint.strict_saves=true")[0]
+    assert "after step 10" in shell.run(*overrides, "checkpoint.strict_saves=true")[0]
     assert [folder.name[-2:] for folder in list_checkpoints(run_dir)] == ["40", "30", "20", "10"]
     assert list(losses(run_dir)) == list(range(1, 41))
 
 
 @pytest.mark.long
-def test_a_disk_without_a_byte_left_costs_records_and_the_last_checkpoint(shell, words, disk):
-    run_dir, words = shell.cwd / "small" / "run", [*words, "hparams.max_steps=400"]
-    process = shell.start(*words)
+def test_a_disk_without_a_byte_left_costs_records_and_the_last_checkpoint(shell, overrides, disk):
+    run_dir, overrides = shell.cwd / "small" / "run", [*overrides, "hparams.max_steps=400"]
+    process = shell.start(*overrides)
     shell.wait_for_steps(process, run_dir, 20)
     fill(run_dir.parent / "ballast")
     stderr = shell.finish(process, code=1)[1]
@@ -131,6 +131,6 @@ def test_a_disk_without_a_byte_left_costs_records_and_the_last_checkpoint(shell,
     (run_dir.parent / "ballast").unlink()
     disk("8m")
     assert all(problems(folder) == [] for folder in list_checkpoints(run_dir))
-    assert "goes on" in shell.run(*words)[0]
+    assert "continues" in shell.run(*overrides)[0]
     assert status(run_dir)["state"] == "finished"
     assert losses(run_dir)[400] > 0

@@ -36,10 +36,10 @@ def faulty(shell):
     folder.mkdir(parents=True)
     (folder / "faulty.yaml").write_text("_target_: faulty.Objective\n")
 
-    def start(fault, rank, *words, **variables):
+    def start(fault, rank, *overrides, **variables):
         own = {"FAULT": fault, "FAULTY_RANK": str(rank), **variables}
         own["PYTHONPATH"] = str(Path(__file__).parent)
-        return shell.start(*WORDS, "distributed.timeout_seconds=10", *words, variables=own)
+        return shell.start(*WORDS, "distributed.timeout_seconds=10", *overrides, variables=own)
 
     return start
 
@@ -49,7 +49,7 @@ def status(shell):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words", "code", "reason", "in_log"),
+    ("fault", "overrides", "code", "reason", "in_log"),
     [
         ("fail", [], 1, "ValueError: first line$", "in fail"),
         ("ask_for_memory", [], 1, MEMORY, "in ask_for_memory"),
@@ -57,8 +57,8 @@ def status(shell):
         pytest.param("hang", [], 74, STALLED, "in hang", marks=pytest.mark.long),  # waits for ten seconds
     ],
 )
-def test_one_process(faulty, shell, fault, words, code, reason, in_log):
-    process = faulty(fault, 0, *words)
+def test_one_process(faulty, shell, fault, overrides, code, reason, in_log):
+    process = faulty(fault, 0, *overrides)
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == code, stderr
     end = status(shell)
@@ -101,8 +101,8 @@ def test_a_rank_that_survives_rank_zero_says_that_the_run_has_failed(faulty, she
         port = str(free.getsockname()[1])
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [faulty("kill", 0, "distributed=ddp", **place, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
-    said = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [-9, 1], said
+    message = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [-9, 1], message
     end = status(shell)
     assert end["state"] == "failed"
     assert end["reason"].startswith("rank 0 is gone, killed perhaps; rank 1, step ")

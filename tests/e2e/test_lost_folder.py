@@ -40,8 +40,8 @@ CASES = {
 def test_the_run_ends_with_its_weights_in_a_new_folder(shell, case):
     lose, more, name = case
     run_dir, fresh = shell.cwd / "run", shell.cwd / name
-    words = [*WORDS, *more, write_text(shell.cwd)]
-    process = shell.start(*words)
+    overrides = [*WORDS, *more, write_text(shell.cwd)]
+    process = shell.start(*overrides)
     shell.wait_for_steps(process, run_dir, 40)
     lose(run_dir)
     stderr = shell.finish(process)[1]
@@ -56,7 +56,7 @@ def test_the_run_ends_with_its_weights_in_a_new_folder(shell, case):
     assert "run trains" in (fresh / "foundry.log").read_text()
     shell.run(f"run={fresh}", "out=exported", module="foundry.export")
     if name == "run":
-        assert "holds a finished run" in shell.run(*words)[1]
+        assert "holds a finished run" in shell.run(*overrides)[1]
     else:
         assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
         assert (run_dir / "config.yaml").read_text() == "somebody else's"
@@ -64,8 +64,8 @@ def test_the_run_ends_with_its_weights_in_a_new_folder(shell, case):
 
 def test_where_nothing_can_be_written_a_line_says_why(shell):
     run_dir = shell.cwd / "deep" / "run"
-    words = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", f"hydra.run.dir={run_dir}", write_text(shell.cwd)]
-    process = shell.start(*words)
+    overrides = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", f"hydra.run.dir={run_dir}", write_text(shell.cwd)]
+    process = shell.start(*overrides)
     shell.wait_for_steps(process, run_dir, 40)
     run_dir.parent.rename(shell.cwd / "elsewhere")
     run_dir.parent.write_text("in the way")

@@ -60,8 +60,8 @@ def evaluations(shell):
 
 
 def test_success_judges_a_run_and_the_held_out_loss_is_left_out(shell):
-    words = [*TINY_LM, *ONLY, *STEPS, ROBOT, "evaluation.metric=val_success", "evaluation.direction=maximize"]
-    stdout, _ = shell.run(*words, "hydra.run.dir=run")
+    overrides = [*TINY_LM, *ONLY, *STEPS, ROBOT, "evaluation.metric=val_success", "evaluation.direction=maximize"]
+    stdout, _ = shell.run(*overrides, "hydra.run.dir=run")
     assert [line["val_success"] for line in evaluations(shell)] == [0.5, 0.75, 0.5]
     assert all("val_loss" not in line for line in evaluations(shell))
     result = read(shell, "result.json")
@@ -81,19 +81,19 @@ def test_a_stop_rule_of_ones_own_ends_the_run(shell):
 
 
 def test_a_run_and_a_sweep_may_be_judged_by_nothing(shell):
-    words = [*TINY_LM, *ONLY, "evaluation.metric=null", "tracking.mlflow=true", "hparams.max_steps=2"]
-    shell.run(*words, "hydra.run.dir=run")
+    overrides = [*TINY_LM, *ONLY, "evaluation.metric=null", "tracking.mlflow=true", "hparams.max_steps=2"]
+    shell.run(*overrides, "hydra.run.dir=run")
     result = read(shell, "result.json")
     assert (result["metric"], result["best"], result["step"]) == (None, None, 2)
     assert read(shell, "status.json")["state"] == "finished"
-    stdout, _ = shell.run("-m", *words, "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
+    stdout, _ = shell.run("-m", *overrides, "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
     assert "no metric to compare jobs by" in stdout
     assert read(shell, "result.json", "sweep/1")["metric"] is None
 
 
 def test_a_sweep_follows_the_metric_of_its_runs(shell):
-    words = [*TINY_LM, *ONLY, ROBOT, "evaluation.metric=val_success", "evaluation.direction=maximize"]
-    shell.run("-m", *words, "hparams.max_steps=2", "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
+    overrides = [*TINY_LM, *ONLY, ROBOT, "evaluation.metric=val_success", "evaluation.direction=maximize"]
+    shell.run("-m", *overrides, "hparams.max_steps=2", "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
     sweep = read(shell, "sweep.json", "sweep")
     assert (sweep["metric"], sweep["direction"]) == ("val_success", "maximize")
 

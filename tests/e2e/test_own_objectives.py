@@ -114,8 +114,8 @@ def weights(shell, name):
 @pytest.mark.distributed
 def test_a_frozen_copy_is_the_first_model_on_any_layout_and_after_a_resume(shell):
     stay = [*SMALL, "objective._target_=own.Stay", "hparams.max_steps=4", "evaluation.interval='1 steps'"]
-    for name, words in LAYOUTS.items():
-        shell.run(*stay, *words, f"hydra.run.dir={name}")
+    for name, overrides in LAYOUTS.items():
+        shell.run(*stay, *overrides, f"hydra.run.dir={name}")
     one = metrics(shell, "one")
     assert one[0]["distance"] == 0.0, "at the start the model is its reference"
     assert one[-1]["val_distance"] > 0
@@ -134,28 +134,28 @@ def test_a_teacher_of_another_shape_is_counted_in_the_plan(shell):
     (shell.cwd / "conf" / "objective" / "taught.yaml").write_text(
         "_target_: own.Stay\nteacher: ${model}\n_recursive_: false\n"
     )
-    words = ["--config-dir=conf", *[w for w in SMALL if not w.startswith("objective.")], "objective=taught"]
-    shell.run(*words, "hydra.run.dir=plan", module="foundry.plan")
+    overrides = ["--config-dir=conf", *[w for w in SMALL if not w.startswith("objective.")], "objective=taught"]
+    shell.run(*overrides, "hydra.run.dir=plan", module="foundry.plan")
     memory = json.loads((shell.cwd / "plan" / "plan.json").read_text())["memory"]
     assert memory["frozen"] == memory["weights"] + memory["buffers"] > 0
     assert memory["activations_estimated"] > 0
-    shell.run(*words, "hydra.run.dir=run")
+    shell.run(*overrides, "hydra.run.dir=run")
     assert metrics(shell, "run")[0]["distance"] == 0.0
 
 
 def test_a_source_of_ones_own_is_killed_and_resumed_bit_for_bit(shell):
-    words = [*SMALL, "objective._target_=own.Twice", "hparams.max_steps=6", "checkpoint.interval='1 steps'"]
-    words += ["checkpoint.asynchronous=false", "evaluation.interval=null"]
-    shell.run(*words, "hydra.run.dir=whole")
+    overrides = [*SMALL, "objective._target_=own.Twice", "hparams.max_steps=6", "checkpoint.interval='1 steps'"]
+    overrides += ["checkpoint.asynchronous=false", "evaluation.interval=null"]
+    shell.run(*overrides, "hydra.run.dir=whole")
     lines = metrics(shell, "whole")
     totals = [line["total"] for line in lines if "total" in line]
     assert [total > 0 for total in totals] == [True, False] * 3
     assert totals[::2] == [-total for total in totals[1::2]]
     assert [line["tokens"] for line in lines if "tokens" in line] == [10, 17, 27, 34, 44, 51]
-    shell.run(*words, "hydra.run.dir=killed", variables={"DIE_AT": "4"}, code=-signal.SIGKILL)
+    shell.run(*overrides, "hydra.run.dir=killed", variables={"DIE_AT": "4"}, code=-signal.SIGKILL)
     kept = weights(shell, "killed")
     assert kept["source.total"].tolist() == [totals[2]]
-    shell.run(*words, "hydra.run.dir=killed")
+    shell.run(*overrides, "hydra.run.dir=killed")
     assert metrics(shell, "killed") == lines
     whole, resumed = weights(shell, "whole"), weights(shell, "killed")
     assert whole.keys() == resumed.keys()

@@ -88,8 +88,8 @@ def shell(tmp_path, cache):
     return shell
 
 
-def run(shell, *words, code=0):
-    return shell.run("--config-dir=conf", *SMALL, *words, code=code)
+def run(shell, *overrides, code=0):
+    return shell.run("--config-dir=conf", *SMALL, *overrides, code=code)
 
 
 def test_a_schedule_needs_no_warm_up_and_data_no_number_of_workers(shell):
@@ -104,7 +104,7 @@ def test_what_the_run_reads_of_a_part_of_ones_own_can_be_added(shell):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("bare", "returns an object of type SGD, not a list of optimizers; return [optimizer]"),
         ("nothing", "returns nothing, not a list of optimizers; return [torch.optim.AdamW(...)]"),
@@ -117,25 +117,25 @@ def test_what_the_run_reads_of_a_part_of_ones_own_can_be_added(shell):
         ("strange", "takes 1 tensors that are no parameters of the model it is given; take model.parameters()"),
     ],
 )
-def test_optimizers_take_each_trainable_parameter_once(shell, name, said):
+def test_optimizers_take_each_trainable_parameter_once(shell, name, message):
     _, stderr = run(shell, f"optimizer={name}", code=2)
     (line,) = [line for line in stderr.splitlines() if line.startswith("optimizer")]
-    assert line.startswith(f"optimizer._target_: is own.{name}, which {said}")
+    assert line.startswith(f"optimizer._target_: is own.{name}, which {message}")
     assert not (shell.cwd / "run").exists()
 
 
 def test_a_metric_that_only_evaluating_shows_to_be_wrong_fails_the_run(shell):
     _, stderr = run(shell, "objective._target_=own.Judged", "checkpoint.keep_best.metric=val_extr", code=2)
-    said = "checkpoint.keep_best.metric: is val_extr but evaluations measure val_loss, val_extra; did you mean "
-    said += "val_extra?"
-    assert stderr.splitlines()[-1] == said
+    message = "checkpoint.keep_best.metric: is val_extr but evaluations measure val_loss, val_extra; did you mean "
+    message += "val_extra?"
+    assert stderr.splitlines()[-1] == message
     status = json.loads((shell.cwd / "run" / "status.json").read_text())
-    assert (status["state"], status["reason"]) == ("failed", said)
+    assert (status["state"], status["reason"]) == ("failed", message)
 
 
 def test_a_target_that_is_not_there_is_refused_in_every_job_of_a_sweep(shell):
     (shell.cwd / "conf" / "optimizer" / "misspelt.yaml").write_text("_target_: own.hole\n")
-    words = ["-m", "--config-dir=conf", *SMALL[:-1], "optimizer=whole,misspelt", "hparams.seed=range(20)"]
-    _, stderr = shell.run(*words, "hydra.sweep.dir=sweep", code=2)
+    overrides = ["-m", "--config-dir=conf", *SMALL[:-1], "optimizer=whole,misspelt", "hparams.seed=range(20)"]
+    _, stderr = shell.run(*overrides, "hydra.sweep.dir=sweep", code=2)
     assert stderr.startswith("optimizer._target_: is own.hole but own has no hole; did you mean whole? (20 of 40 jobs")
     assert not (shell.cwd / "sweep").exists()

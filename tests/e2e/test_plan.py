@@ -28,7 +28,7 @@ def logged(run_dir):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         pytest.param([*TINY_LM, *FULL], id="constant batch, cosine", marks=pytest.mark.long),
         pytest.param(
@@ -48,10 +48,10 @@ def logged(run_dir):
         ),
     ],
 )  # fmt: skip
-def test_a_run_logs_what_was_planned_row_by_row(shell, words):
-    words = [*words, "tracking.log_every_n_steps=1", "tracking.mlflow=false", "evaluation.write_samples=false"]
-    shell.run(*words, "hydra.run.dir=plan", module="foundry.plan")
-    shell.run(*words, "hydra.run.dir=run")
+def test_a_run_logs_what_was_planned_row_by_row(shell, overrides):
+    overrides = [*overrides, "tracking.log_every_n_steps=1", "tracking.mlflow=false", "evaluation.write_samples=false"]
+    shell.run(*overrides, "hydra.run.dir=plan", module="foundry.plan")
+    shell.run(*overrides, "hydra.run.dir=run")
     planned = rows(shell.cwd / "plan")
     assert len(planned) == 40
     assert logged(shell.cwd / "run") == planned
@@ -62,25 +62,25 @@ def test_a_run_logs_what_was_planned_row_by_row(shell, words):
 
 def test_every_nth_row_and_the_length_of_the_run(shell, lm):
     run_dir, _, _ = lm
-    words = [*TINY_LM, *FULL, "plan.every=8", f"plan.measured={run_dir}", "hydra.run.dir=plan"]
-    stdout, _ = shell.run(*words, module="foundry.plan")
+    overrides = [*TINY_LM, *FULL, "plan.every=8", f"plan.measured={run_dir}", "hydra.run.dir=plan"]
+    stdout, _ = shell.run(*overrides, module="foundry.plan")
     assert [row["step"] for row in rows(shell.cwd / "plan")] == [8, 16, 24, 32, 40]
     plan = read(shell.cwd / "plan" / "plan.json")
     assert plan["run_seconds"] == plan["step_seconds"] * 40 > 0
     assert (shell.cwd / "plan" / "schedule.png").read_bytes().startswith(b"\x89PNG\r\n")
-    for said in (
+    for message in (
         "run length",
         "samples per step",
         "2 per rank x 1 rank x 8 accumulated = 16",
         "activations (estimate)",
     ):
-        assert said in stdout
+        assert message in stdout
     assert "1.0 = 40 steps = 640 samples" in stdout
     assert not (shell.cwd / "plan" / "status.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (["plan.evry=2"], "plan.evry: is no option; did you mean every?"),
         (["plan.every=0"], "plan.every: is 0 but must be at least 1"),
@@ -91,9 +91,9 @@ def test_every_nth_row_and_the_length_of_the_run(shell, lm):
         ),
     ],
 )
-def test_mistakes_in_a_plan(shell, words, said):
-    _, stderr = shell.run(*TINY_LM, *words, module="foundry.plan", code=2)
-    assert said.format(cwd=shell.cwd) in stderr
+def test_mistakes_in_a_plan(shell, overrides, message):
+    _, stderr = shell.run(*TINY_LM, *overrides, module="foundry.plan", code=2)
+    assert message.format(cwd=shell.cwd) in stderr
     assert "Traceback" not in stderr
     assert list(shell.cwd.iterdir()) == []
 

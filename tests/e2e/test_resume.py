@@ -53,7 +53,7 @@ def finished(tmp_path_factory, cache, text):
 @pytest.fixture
 def go(shell, text):
     """Run the command in the directory `run`, with more words."""
-    return lambda *words, code=0: shell.run(*RUN, *SMALL, text, "hydra.run.dir=run", *words, code=code)
+    return lambda *overrides, code=0: shell.run(*RUN, *SMALL, text, "hydra.run.dir=run", *overrides, code=code)
 
 
 @pytest.fixture
@@ -139,19 +139,23 @@ def test_another_run_is_refused_in_a_line_for_each_setting(broken_off, go):
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_in_a_line(run_dir, go):
-    words = ["hparams.max_steps=45", "checkpoint.on_changed_config=warn", "checkpoint.scheduler_on_resume=checkpoint"]
+    overrides = [
+        "hparams.max_steps=45",
+        "checkpoint.on_changed_config=warn",
+        "checkpoint.scheduler_on_resume=checkpoint",
+    ]
     wrong = {"model.hidden_size=32": "as (300, 16), this run as (300, 32)", "hparams.ema_decay=0.9": "lacks ema."}
-    for word, said in wrong.items():
-        stderr = go(*words, word, code=2)[1]
+    for word, message in wrong.items():
+        stderr = go(*overrides, word, code=2)[1]
         (line,) = [line for line in stderr.splitlines() if line.startswith("checkpoint.resume")]
-        assert said in line
+        assert message in line
         assert "Traceback" not in stderr
     assert status(run_dir)["state"] == "finished"
 
 
 def test_how_a_run_is_watched_kept_and_cut_up_may_change(broken_off, go, finished):
-    words = ["tracking.log_every_n_steps=3", "checkpoint.interval=7", "checkpoint.asynchronous=false"]
-    go(MAX, *words, "hparams.per_gpu_batch_size=4", "data.num_workers=1", "hparams.grad_checkpointing=true")
+    overrides = ["tracking.log_every_n_steps=3", "checkpoint.interval=7", "checkpoint.asynchronous=false"]
+    go(MAX, *overrides, "hparams.per_gpu_batch_size=4", "data.num_workers=1", "hparams.grad_checkpointing=true")
     ours, theirs = outcome(broken_off), outcome(finished)
     assert ours["result"]["samples"] == theirs["result"]["samples"]
     assert ours["result"]["loss"] == pytest.approx(theirs["result"]["loss"], rel=1e-5)
@@ -186,16 +190,16 @@ def test_other_data_is_refused(broken_off, shell, text, kind):
     path = shell.cwd / "text.txt"
     path.write_text(OTHER_DATA[kind](Path(text.partition("=")[2]).read_text()))
     before = losses(broken_off)
-    words = [*RUN, *SMALL, MAX, f"data.path={path}"]
+    overrides = [*RUN, *SMALL, MAX, f"data.path={path}"]
     for place in (["hydra.run.dir=run"], ["hydra.run.dir=other", f"checkpoint.resume={broken_off}"]):
-        stdout, stderr = shell.run(*words, *place, code=2)
+        stdout, stderr = shell.run(*overrides, *place, code=2)
         assert stdout == ""
         (line,) = stderr.splitlines()
         assert line.startswith("data.path: gives other data than the checkpoint was trained on (content ")
         assert "checkpoint.on_changed_config=warn" in line
     assert losses(broken_off) == before
     assert not (shell.cwd / "other").exists()
-    stderr = shell.run(*words, "hydra.run.dir=run", "checkpoint.on_changed_config=warn")[1]
+    stderr = shell.run(*overrides, "hydra.run.dir=run", "checkpoint.on_changed_config=warn")[1]
     assert "resumed although data.path: gives other data" in stderr
     assert list(losses(broken_off)) == list(range(1, STEPS + 1))
 
@@ -208,12 +212,12 @@ def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_o
     last = max(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
     del tokenizer["model"]["vocab"][last]
     other.write_text(json.dumps(tokenizer))
-    words = [*RUN, *SMALL, text, MAX, "hydra.run.dir=run"]
+    overrides = [*RUN, *SMALL, text, MAX, "hydra.run.dir=run"]
     (line,) = [
-        line for line in shell.run(*words, f"data.tokenizer={other}", code=2)[1].splitlines() if "tokenizer" in line
+        line for line in shell.run(*overrides, f"data.tokenizer={other}", code=2)[1].splitlines() if "tokenizer" in line
     ]
     assert line.startswith("data.tokenizer: gives other data than the checkpoint was trained on (tokenizer ")
-    shell.run(*words, f"data.tokenizer={same}")
+    shell.run(*overrides, f"data.tokenizer={same}")
     assert outcome(broken_off) == outcome(finished)
 
 
@@ -227,28 +231,28 @@ def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_o
     ],
 )
 def test_an_optimizer_with_nested_state_is_resumed_bit_identically(shell, text, layout):
-    words = [*RUN, *SMALL, text, "hparams.max_steps=30", "optimizer=sgd", *layout]
-    words += ["optimizer._target_=nested_optimizer.build_nested", "checkpoint.interval=10"]
-    shell.run(*words, "hydra.run.dir=whole")
-    shell.run(*words, "hydra.run.dir=run")
+    overrides = [*RUN, *SMALL, text, "hparams.max_steps=30", "optimizer=sgd", *layout]
+    overrides += ["optimizer._target_=nested_optimizer.build_nested", "checkpoint.interval=10"]
+    shell.run(*overrides, "hydra.run.dir=whole")
+    shell.run(*overrides, "hydra.run.dir=run")
     newest, before = list_checkpoints(shell.cwd / "run")[:2]
     shutil.rmtree(newest)
     (shell.cwd / "run" / "result.json").unlink()
     (shell.cwd / "run" / "status.json").write_text(json.dumps({**status(shell.cwd / "run"), "state": "running"}))
-    assert f"after step {before.name[-2:]}" in shell.run(*words, "hydra.run.dir=run")[0]
+    assert f"after step {before.name[-2:]}" in shell.run(*overrides, "hydra.run.dir=run")[0]
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
 
 
 def test_state_that_cannot_be_saved_is_said_after_the_first_step(shell, text):
-    words = [*RUN, *SMALL, text, MAX, "optimizer=sgd", "optimizer._target_=nested_optimizer.build_unsaved"]
-    stderr = shell.run(*words, "hydra.run.dir=run", code=2)[1]
+    overrides = [*RUN, *SMALL, text, MAX, "optimizer=sgd", "optimizer._target_=nested_optimizer.build_unsaved"]
+    stderr = shell.run(*overrides, "hydra.run.dir=run", code=2)[1]
     (line,) = stderr.splitlines()
     assert line.startswith("optimizer: Unsaved keeps optimizer.")
     assert "history/0 as a object, which a checkpoint cannot hold" in line
     assert not (shell.cwd / "run" / "checkpoints").exists()
     assert status(shell.cwd / "run")["state"] == "failed"
     assert "Unsaved" in status(shell.cwd / "run")["reason"]
-    shell.run(*words, "checkpoint=none", "checkpoint.interval=null", "hydra.run.dir=other")
+    shell.run(*overrides, "checkpoint=none", "checkpoint.interval=null", "hydra.run.dir=other")
 
 
 @pytest.mark.distributed
@@ -274,12 +278,14 @@ def test_another_runs_checkpoint_is_gone_on_from(shell, go, finished):
     assert sorted(path.name for path in finished.rglob("*")) == before
 
 
-@pytest.mark.parametrize("words", [["checkpoint.resume=nowhere"], ["model.init_from=nowhere"]], ids=["resume", "init"])
-def test_a_path_without_a_checkpoint_is_one_line_and_no_files(shell, go, words):
-    stdout, stderr = go(MAX, *words, code=2)
+@pytest.mark.parametrize(
+    "overrides", [["checkpoint.resume=nowhere"], ["model.init_from=nowhere"]], ids=["resume", "init"]
+)
+def test_a_path_without_a_checkpoint_is_one_line_and_no_files(shell, go, overrides):
+    stdout, stderr = go(MAX, *overrides, code=2)
     assert stdout == ""
     assert stderr.count("\n") == 1
-    assert stderr.startswith(f"{words[0].partition('=')[0]}: is nowhere")
+    assert stderr.startswith(f"{overrides[0].partition('=')[0]}: is nowhere")
     assert not (shell.cwd / "run").exists()
 
 
@@ -310,8 +316,8 @@ def test_weights_of_a_run_a_checkpoint_and_an_export_are_the_same_start(shell, t
 def test_weights_that_do_not_fit_are_one_line_and_no_files(shell, text, finished):
     shell.run(f"run={finished}", "out=exported", module="foundry.export")
     for path in (finished, "exported"):
-        words = [*RUN, *SMALL, text, MAX, "model.hidden_size=32", f"model.init_from={path}", "hydra.run.dir=run"]
-        stdout, stderr = shell.run(*words, code=2)
+        overrides = [*RUN, *SMALL, text, MAX, "model.hidden_size=32", f"model.init_from={path}", "hydra.run.dir=run"]
+        stdout, stderr = shell.run(*overrides, code=2)
         assert stdout == ""
         assert stderr.startswith("model.init_from: ")
         assert stderr.count("\n") == 1
@@ -324,13 +330,13 @@ def test_weights_that_do_not_fit_are_one_line_and_no_files(shell, text, finished
 )
 def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_start):
     """It is started together with the first, while that one starts up, or while it trains."""
-    words = [*RUN, *SMALL, text, LONG, "hydra.run.dir=run"]
-    first = shell.start(*words)
+    overrides = [*RUN, *SMALL, text, LONG, "hydra.run.dir=run"]
+    first = shell.start(*overrides)
     if head_start is None:
         shell.wait_for_steps(first, shell.cwd / "run", 3)
     else:
         time.sleep(head_start)
-    second = shell.start(*words)
+    second = shell.start(*overrides)
     for process in (first, second):
         process.wait(60)
     refused, trained = sorted((first, second), key=lambda process: -process.returncode)
@@ -347,14 +353,14 @@ def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_star
 
 
 def test_without_checkpoints_a_run_starts_afresh(shell, go):
-    words = [MAX, "checkpoint=none", "checkpoint.interval=null"]
-    go(*words)
+    overrides = [MAX, "checkpoint=none", "checkpoint.interval=null"]
+    go(*overrides)
     assert not (shell.cwd / "run" / "checkpoints").exists()
     first = losses(shell.cwd / "run")
     (shell.cwd / "run" / "status.json").write_text(json.dumps({**status(shell.cwd / "run"), "state": "stopped"}))
-    go(*words)
+    go(*overrides)
     assert losses(shell.cwd / "run") == first
-    assert "finished run" in go(*words)[1]
+    assert "finished run" in go(*overrides)[1]
 
 
 @pytest.mark.parametrize(
@@ -390,11 +396,11 @@ def test_where_all_are_corrupt_the_run_does_not_start_from_scratch(broken_off, g
     assert losses(broken_off) == before
 
 
-def interrupt_again_and_again(shell, words, run_dir):
+def interrupt_again_and_again(shell, overrides, run_dir):
     """SIGTERM, SIGINT and SIGUSR1 to one start after another, then to the end."""
     done = 0
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)):
-        process = shell.start(*words)
+        process = shell.start(*overrides)
         shell.wait_for_steps(process, run_dir, done + 5)
         kill(process, number)
         stdout, stderr = shell.finish(process, code=code)
@@ -403,36 +409,36 @@ def interrupt_again_and_again(shell, words, run_dir):
         assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", number.name)
         assert f"step_{status(run_dir)['step']:08d}" == find(run_dir).name
         done = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
-    shell.run(*words)
+    shell.run(*overrides)
     assert status(run_dir)["state"] == "finished"
 
 
 def test_signals_stop_and_the_same_command_ends_bit_identically(shell, text):
-    words = [*RUN, *SMALL, text, LONG, "data.num_workers=1"]
-    shell.run(*words, "hydra.run.dir=whole")
-    interrupt_again_and_again(shell, [*words, "hydra.run.dir=run"], shell.cwd / "run")
+    overrides = [*RUN, *SMALL, text, LONG, "data.num_workers=1"]
+    shell.run(*overrides, "hydra.run.dir=whole")
+    interrupt_again_and_again(shell, [*overrides, "hydra.run.dir=run"], shell.cwd / "run")
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
 
 
 def test_a_run_that_is_killed_twice_ends_bit_identically(shell, text):
-    words, run_dir, done = [*RUN, *SMALL, text, LONG], shell.cwd / "run", 0
-    shell.run(*words, "hydra.run.dir=whole")
+    overrides, run_dir, done = [*RUN, *SMALL, text, LONG], shell.cwd / "run", 0
+    shell.run(*overrides, "hydra.run.dir=whole")
     for _ in range(2):
-        process = shell.start(*words, "hydra.run.dir=run")
+        process = shell.start(*overrides, "hydra.run.dir=run")
         shell.wait_for_steps(process, run_dir, done + 15)
         kill(process, signal.SIGKILL)
         shell.finish(process, code=-signal.SIGKILL)
         done = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
-    shell.run(*words, "hydra.run.dir=run")
+    shell.run(*overrides, "hydra.run.dir=run")
     assert outcome(run_dir) == outcome(shell.cwd / "whole")
 
 
 @pytest.mark.long
 @pytest.mark.distributed
 def test_signals_stop_two_processes_as_well(shell, text):
-    words = [*RUN, *SMALL, text, "hparams.max_steps=160", "distributed=fsdp", "distributed.nproc_per_node=2"]
-    shell.run(*words, "hydra.run.dir=whole")
-    interrupt_again_and_again(shell, [*words, "hydra.run.dir=run"], shell.cwd / "run")
+    overrides = [*RUN, *SMALL, text, "hparams.max_steps=160", "distributed=fsdp", "distributed.nproc_per_node=2"]
+    shell.run(*overrides, "hydra.run.dir=whole")
+    interrupt_again_and_again(shell, [*overrides, "hydra.run.dir=run"], shell.cwd / "run")
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
 
 

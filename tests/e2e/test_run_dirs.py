@@ -22,7 +22,7 @@ def mine(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "words", "key"),
+    ("module", "overrides", "key"),
     [
         ("foundry", ["hydra.run.dir=mine"], "hydra.run.dir"),
         ("foundry", ["hydra.run.dir=mine", REFUSED_BY_THE_DATA], "hydra.run.dir"),
@@ -35,9 +35,9 @@ def mine(tmp_path):
         ("foundry", ["hydra.run.dir=mine/data/a.txt"], "hydra.run.dir"),
     ],
 )  # fmt: skip
-def test_a_folder_of_the_users_own_is_refused_and_kept(shell, mine, module, words, key):
+def test_a_folder_of_the_users_own_is_refused_and_kept(shell, mine, module, overrides, key):
     before, times = contents(shell.cwd), snapshot(mine)
-    _, err = shell.run(*WORDS, *words, module=module, code=2)
+    _, err = shell.run(*WORDS, *overrides, module=module, code=2)
     assert err.startswith(f"{key}: is "), err
     assert err.count("\n") == 1
     assert contents(shell.cwd) == before

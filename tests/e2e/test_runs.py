@@ -108,7 +108,7 @@ def test_diffusion_draws_a_picture(digits):
 
 
 @pytest.mark.parametrize(
-    ("words", "key"),
+    ("overrides", "key"),
     [
         (["data=text", "data.path=tiny.txt"], "data."),
         ([*TINY_LM, "data.seq_len=1000000"], "data.seq_len"),
@@ -116,9 +116,9 @@ def test_diffusion_draws_a_picture(digits):
     ],
     ids=["tiny-text", "seq-len", "warmup"],
 )
-def test_what_only_the_data_shows_is_one_line_and_no_files(shell, words, key):
+def test_what_only_the_data_shows_is_one_line_and_no_files(shell, overrides, key):
     (shell.cwd / "tiny.txt").write_text("too little\n")
-    stdout, stderr = shell.run(*words, code=2)
+    stdout, stderr = shell.run(*overrides, code=2)
     assert stdout == ""
     assert stderr.startswith(key)
     assert stderr.count("\n") == 1
@@ -130,8 +130,8 @@ def test_a_failing_part_leaves_its_traceback(shell):
     (shell.cwd / "conf" / "model" / "mine.yaml").write_text("_target_: mine.Broken\nwidth: 3\n")
     code = "class Broken:\n    def __init__(self, *, width):\n        raise ValueError(f'no model of width {width}')\n"
     (shell.cwd / "mine.py").write_text(code)
-    words = ["--config-dir=conf", *TINY_DIT[:2], "model=mine", "hydra.run.dir=run"]
-    stderr = shell.run(*words, code=1, variables={"PYTHONPATH": str(shell.cwd)})[1]
+    overrides = ["--config-dir=conf", *TINY_DIT[:2], "model=mine", "hydra.run.dir=run"]
+    stderr = shell.run(*overrides, code=1, variables={"PYTHONPATH": str(shell.cwd)})[1]
     assert "Traceback" in stderr
     assert "no model of width 3" in stderr
     assert "mine.py" in stderr
@@ -152,8 +152,8 @@ def test_a_part_that_fails_while_training_is_recorded(shell):
         ]
     )
     (shell.cwd / "mine.py").write_text(code)
-    words = ["--config-dir=conf", *TINY_LM[:7], "objective=mine", "hydra.run.dir=run"]
-    stderr = shell.run(*words, code=1, variables={"PYTHONPATH": str(shell.cwd)})[1]
+    overrides = ["--config-dir=conf", *TINY_LM[:7], "objective=mine", "hydra.run.dir=run"]
+    stderr = shell.run(*overrides, code=1, variables={"PYTHONPATH": str(shell.cwd)})[1]
     assert "last line" in stderr
     assert "mine.py" in stderr
     status = read(shell.cwd / "run", "status.json")
@@ -163,8 +163,8 @@ def test_a_part_that_fails_while_training_is_recorded(shell):
 
 
 def test_a_loss_that_is_not_finite_names_the_step(shell):
-    words = [*TINY_LM, "hparams.lr=1e30", "optimizer=adamw", "scheduler.warmup=0", "hparams.grad_clip_norm=null"]
-    stderr = shell.run(*words, "hydra.run.dir=run", code=1)[1]
+    overrides = [*TINY_LM, "hparams.lr=1e30", "optimizer=adamw", "scheduler.warmup=0", "hparams.grad_clip_norm=null"]
+    stderr = shell.run(*overrides, "hydra.run.dir=run", code=1)[1]
     status = read(shell.cwd / "run", "status.json")
     assert status["state"] == "failed"
     assert "NonFiniteError: step 2: " in status["reason"]
@@ -186,23 +186,23 @@ def assert_one_run(shell, stdout, stderr, expected):
     assert [path.name for path in shell.cwd.iterdir()] == ["runs"]
     assert read(run_dir, "plan.json")["world_size"] == 2
     assert read(run_dir, "status.json")["state"] == "finished"
-    said = [line for line in stdout.splitlines() if line.startswith("step ")]
-    assert len(said) == len(set(said)), "nothing is said twice"
-    assert sum("step 1/3" in line for line in said) == 1
+    message = [line for line in stdout.splitlines() if line.startswith("step ")]
+    assert len(message) == len(set(message)), "nothing is said twice"
+    assert sum("step 1/3" in line for line in message) == 1
     assert "Warning" not in stderr
     assert "Traceback" not in stderr
 
 
 @pytest.mark.distributed
 def test_two_processes_are_one_run(cold_shell, alone):
-    words = ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4"]
-    assert_one_run(cold_shell, *cold_shell.run(*TINY_LM, *LAYOUT, *words), alone)
+    overrides = ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4"]
+    assert_one_run(cold_shell, *cold_shell.run(*TINY_LM, *LAYOUT, *overrides), alone)
 
 
 @pytest.mark.long
 def test_compiled_and_checkpointed_blocks_train_alike(shell, alone):
-    words = ["hparams.per_gpu_batch_size=8", "hparams.torchcompile=true", "hparams.grad_checkpointing=true"]
-    shell.run(*TINY_LM, *LAYOUT, *words, "hydra.run.dir=run")
+    overrides = ["hparams.per_gpu_batch_size=8", "hparams.torchcompile=true", "hparams.grad_checkpointing=true"]
+    shell.run(*TINY_LM, *LAYOUT, *overrides, "hydra.run.dir=run")
     assert losses(shell.cwd / "run") == pytest.approx(alone, rel=1e-5)
 
 
@@ -210,28 +210,28 @@ def test_compiled_and_checkpointed_blocks_train_alike(shell, alone):
 @pytest.mark.distributed
 def test_torchrun_is_one_run(cold_shell, alone):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    said = cold_shell.run(*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=4", command=[*torchrun, "-m"])
-    assert_one_run(cold_shell, *said, alone)
+    message = cold_shell.run(*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=4", command=[*torchrun, "-m"])
+    assert_one_run(cold_shell, *message, alone)
 
 
 @pytest.mark.distributed
 def test_a_slurm_step_is_one_run(shell, alone):
     step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     step |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
-    words = [*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=4"]
+    overrides = [*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=4"]
     tasks = [
-        shell.start(*words, variables={**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+        shell.start(*overrides, variables={**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
         for rank in range(2)
     ]
-    said = [task.communicate(timeout=240) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], said
-    assert said[1][0] == ""
-    assert_one_run(shell, said[0][0] + said[1][0], said[0][1] + said[1][1], alone)
+    message = [task.communicate(timeout=240) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], message
+    assert message[1][0] == ""
+    assert_one_run(shell, message[0][0] + message[1][0], message[0][1] + message[1][1], alone)
 
 
 def test_a_sweep_runs_every_job(shell):
-    words = [*TINY_DIT, "hparams.max_steps=2", "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep"]
-    shell.run("-m", *words)
+    overrides = [*TINY_DIT, "hparams.max_steps=2", "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep"]
+    shell.run("-m", *overrides)
     jobs = sorted(path for path in (shell.cwd / "sweep").iterdir() if path.is_dir())
     assert [path.name for path in jobs] == ["0", "1"]
     for job, lr in zip(jobs, (1e-3, 2e-3), strict=True):
@@ -246,11 +246,11 @@ def test_a_model_of_transformers_trains(shell, model):
         "hf_llama": "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}",
         "hf_gpt2": "{n_embd: 32, n_layer: 2, n_head: 2}",
     }
-    words = [w for w in TINY_LM if not w.startswith("model.")]
+    overrides = [w for w in TINY_LM if not w.startswith("model.")]
     if model == "hf_llama":
-        words += ["model.config.num_key_value_heads=2"]
+        overrides += ["model.config.num_key_value_heads=2"]
     config = [f"model.config.{item.strip(' {}').replace(': ', '=')}" for item in sizes[model].split(",")]
-    shell.run(*words, f"model={model}", *config, "hydra.run.dir=run")
+    shell.run(*overrides, f"model={model}", *config, "hydra.run.dir=run")
     assert len(losses(shell.cwd / "run")) == 5
     assert (shell.cwd / "run" / "plots" / "samples.txt").is_file()
     shell.run("run=run", "out=exported", module="foundry.export")
@@ -258,12 +258,12 @@ def test_a_model_of_transformers_trains(shell, model):
 
 
 def test_text_is_sampled_from_a_checkpoint(lm, shell):
-    words = [f"run={lm[0]}", "out=drawn", "prompt='def main('", "num_tokens=8", "temperature=0"]
-    stdout = shell.run(*words, module="foundry.sample")[0]
+    overrides = [f"run={lm[0]}", "out=drawn", "prompt='def main('", "num_tokens=8", "temperature=0"]
+    stdout = shell.run(*overrides, module="foundry.sample")[0]
     assert "def main(" in stdout
     text = (shell.cwd / "drawn.txt").read_text()
     assert "def main(" in text
-    assert shell.run(*words, module="foundry.sample")[0] == stdout
+    assert shell.run(*overrides, module="foundry.sample")[0] == stdout
 
 
 def test_digits_are_drawn_from_a_checkpoint(digits, shell):

@@ -67,9 +67,9 @@ def test_trials_of_little_promise_are_ended_early(undisturbed):
 def test_values_are_those_of_the_words(undisturbed):
     _, sweep, _ = undisturbed
     for trial, job in zip(trials(sweep), jobs(sweep), strict=True):
-        words = dict(word.split("=") for word in job["overrides"])
-        assert float(words["hparams.lr"]) == pytest.approx(trial.params["hparams.lr"], rel=1e-3)
-        assert words["scheduler.warmup"] == trial.params["scheduler.warmup"]
+        overrides = dict(word.split("=") for word in job["overrides"])
+        assert float(overrides["hparams.lr"]) == pytest.approx(trial.params["hparams.lr"], rel=1e-3)
+        assert overrides["scheduler.warmup"] == trial.params["scheduler.warmup"]
 
 
 def test_an_interrupted_search_is_the_undisturbed_one(undisturbed, shell):
@@ -105,9 +105,9 @@ def test_another_search_is_refused_there(undisturbed):
 def test_failures_are_marked_and_end_the_search(shell):
     """Two jobs at a time on this machine, at a rate that diverges."""
     local = ["hydra/launcher=local", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
-    words = [*SEARCH, *local, "hydra.sweeper.n_trials=12", "hydra.sweeper.max_failures=2"]
-    words += ["hparams.lr=1e30", "scheduler.warmup='0.1'", "optimizer.weight_decay=0.0", "hparams.seed=range(50)"]
-    _, stderr = shell.run(*words, code=1)
+    overrides = [*SEARCH, *local, "hydra.sweeper.n_trials=12", "hydra.sweeper.max_failures=2"]
+    overrides += ["hparams.lr=1e30", "scheduler.warmup='0.1'", "optimizer.weight_decay=0.0", "hparams.seed=range(50)"]
+    _, stderr = shell.run(*overrides, code=1)
     sweep = shell.cwd / "sweep"
     states = [trial.state for trial in trials(sweep)]
     assert states.count(TrialState.FAIL) == 2
@@ -127,9 +127,9 @@ def test_ranks_of_a_pruned_trial_end_together(shell):
     options = shell.cwd / "own" / "hydra" / "sweeper" / "pruner"
     options.mkdir(parents=True)
     (options / "mine.yaml").write_text("_target_: optuna.pruners.ThresholdPruner\nupper: 0.0\n")
-    words = [word for word in SEARCH if "pruner" not in word]
+    overrides = [word for word in SEARCH if "pruner" not in word]
     two = ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=8"]
-    shell.run("--config-dir=own", *words, "hydra/sweeper/pruner=mine", *two, "hydra.sweeper.n_trials=1")
+    shell.run("--config-dir=own", *overrides, "hydra/sweeper/pruner=mine", *two, "hydra.sweeper.n_trials=1")
     result = read(shell.cwd / "sweep" / "0" / "result.json")
     assert result["step"] == 2
     assert result["pruned"].startswith("pruned: val_loss ")
@@ -137,7 +137,7 @@ def test_ranks_of_a_pruned_trial_end_together(shell):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (
             ["hydra.sweeper.metric=val_los"],
@@ -162,9 +162,9 @@ def test_ranks_of_a_pruned_trial_end_together(shell):
         (["hydra/launcher=slurm", "hydra.launcher.detach=true"], ["hydra.launcher.detach: is true but a search"]),
     ],
 )
-def test_a_wrong_search_is_refused_whole(shell, words, said):
-    _, stderr = shell.run(*SEARCH, *words, code=2)
-    assert [part in line for part, line in zip(said, stderr.splitlines(), strict=True)] == [True] * len(said)
+def test_a_wrong_search_is_refused_whole(shell, overrides, message):
+    _, stderr = shell.run(*SEARCH, *overrides, code=2)
+    assert [part in line for part, line in zip(message, stderr.splitlines(), strict=True)] == [True] * len(message)
     assert list(shell.cwd.iterdir()) == []
 
 
@@ -180,10 +180,10 @@ def test_a_search_without_its_package_says_how_to_install_it(cold_shell):
 @pytest.mark.long
 def test_a_combination_that_does_not_go_together_is_said_and_counts_as_failed(shell):
     """Each value goes with the first point's others, so that only a proposal shows it."""
-    words = [*SEARCH, "hydra.sweeper.n_trials=7", "hydra.sweeper.pruner=null", "hydra/sweeper/sampler=random"]
-    words += ["hparams.lr=1e-3", "scheduler.warmup=choice('0.1','0.6')", "optimizer.weight_decay=0.0"]
-    words += ["scheduler=wsd", "scheduler.decay=choice('0.2','0.5')"]
-    _, stderr = shell.run(*words, code=1)
+    overrides = [*SEARCH, "hydra.sweeper.n_trials=7", "hydra.sweeper.pruner=null", "hydra/sweeper/sampler=random"]
+    overrides += ["hparams.lr=1e-3", "scheduler.warmup=choice('0.1','0.6')", "optimizer.weight_decay=0.0"]
+    overrides += ["scheduler=wsd", "scheduler.decay=choice('0.2','0.5')"]
+    _, stderr = shell.run(*overrides, code=1)
     sweep = shell.cwd / "sweep"
     failed = [trial.params for trial in trials(sweep) if trial.state is TrialState.FAIL]
     assert failed

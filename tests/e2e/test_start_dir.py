@@ -48,22 +48,22 @@ def test_a_run_that_is_moved_reads_and_writes_where_it_was_started(warm):
 
 @pytest.mark.parametrize("launcher", ["sequential", pytest.param("local", marks=pytest.mark.long)])
 def test_so_do_the_jobs_of_a_sweep(warm, launcher):
-    words = ["tracking=none", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep", "hparams.seed=1,2"]
-    warm.run("-m", *WORDS, MOVED, *words)
+    overrides = ["tracking=none", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep", "hparams.seed=1,2"]
+    warm.run("-m", *WORDS, MOVED, *overrides)
     assert names(warm.cwd) == {"texts", "cache", "sweep"}
     for number in (0, 1):
         assert status(warm.cwd / "sweep" / str(number))["state"] == "finished"
         assert not {"cache", "sweep"} & names(warm.cwd / "sweep" / str(number))
     finished = (warm.cwd / "sweep" / "0" / "result.json").stat().st_mtime_ns
-    warm.run("-m", *WORDS, MOVED, *words)
+    warm.run("-m", *WORDS, MOVED, *overrides)
     assert (warm.cwd / "sweep" / "0" / "result.json").stat().st_mtime_ns == finished
 
 
 @pytest.mark.long
 @pytest.mark.distributed
 def test_so_do_several_processes(warm):
-    words = ["tracking=none", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=2"]
-    warm.run(*WORDS, MOVED, *words, "hydra.run.dir=run")
+    overrides = ["tracking=none", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=2"]
+    warm.run(*WORDS, MOVED, *overrides, "hydra.run.dir=run")
     assert names(warm.cwd) == {"texts", "cache", "run"}
 
 
@@ -85,13 +85,13 @@ def test_an_option_in_a_folder_of_ones_own_is_hinted_at(warm):
 
 
 def test_the_version_is_said_without_importing_torch(tmp_path):
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "foundry", "--version"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert said.stdout.startswith("foundry ")
-    assert all(name in said.stdout for name in ("Python 3", "torch 2", "hydra-core 1.3"))
-    assert "| torch\n" not in said.stderr
+    assert message.stdout.startswith("foundry ")
+    assert all(name in message.stdout for name in ("Python 3", "torch 2", "hydra-core 1.3"))
+    assert "| torch\n" not in message.stderr

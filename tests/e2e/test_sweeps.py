@@ -29,8 +29,8 @@ def states(sweep):
 def begun(tmp_path_factory, cache):
     """A sweep whose second of three jobs has failed, and what was said; not to be changed."""
     shell = WarmShell(tmp_path_factory.mktemp("sweeps"), cache)
-    said = shell.run("-m", *TINY, f"hparams.lr=1e-3,{DIVERGES},2e-3", code=1)
-    return shell, shell.cwd / "sweep", *said
+    message = shell.run("-m", *TINY, f"hparams.lr=1e-3,{DIVERGES},2e-3", code=1)
+    return shell, shell.cwd / "sweep", *message
 
 
 def test_one_dead_job_neither_kills_nor_hides_the_others(begun):
@@ -63,7 +63,7 @@ def test_what_would_be_another_job_is_refused(begun):
     (line,) = stderr.splitlines()
     assert line.startswith("hydra.sweep.dir: sweep holds this sweep with hparams.grad_clip_norm: 1 -> 0.5 in job 0")
     _, stderr = shell.run("-m", *TINY, "hparams.lr=1e-3,2e-3", "hydra/launcher=basic", code=2)
-    assert stderr.startswith("hydra/launcher: is basic, which cannot go on with a sweep")
+    assert stderr.startswith("hydra/launcher: is basic, which cannot resume a sweep")
     assert {path: path.stat().st_mtime_ns for path in sweep.rglob("*")} == before
 
 
@@ -81,8 +81,8 @@ def test_the_same_command_runs_what_has_not_finished(shell):
 
 
 def test_ctrl_c_saves_the_job_and_leaves_the_rest_queued(shell):
-    sweep, words = shell.cwd / "sweep", [*TINY, "hparams.max_steps=120", "hparams.seed=1,2"]
-    process = shell.start("-m", *words)
+    sweep, overrides = shell.cwd / "sweep", [*TINY, "hparams.max_steps=120", "hparams.seed=1,2"]
+    process = shell.start("-m", *overrides)
     for line in process.stdout:
         if line.split()[:2] == ["step", "3/120"]:
             process.send_signal(signal.SIGINT)
@@ -90,13 +90,13 @@ def test_ctrl_c_saves_the_job_and_leaves_the_rest_queued(shell):
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    assert "the same command with hydra.sweep.dir=sweep goes on from there" in stderr
+    assert "the same command with hydra.sweep.dir=sweep resumes from there" in stderr
     assert states(sweep) == {0: "stopped", 1: "queued"}
     stopped = read(sweep / "0" / "status.json")["step"]
-    shell.run("-m", *words)
+    shell.run("-m", *overrides)
     assert states(sweep) == {0: "finished", 1: "finished"}
     steps = [json.loads(line)["step"] for line in (sweep / "0" / "metrics.jsonl").read_text().splitlines()]
-    assert steps.count(stopped - 1) == 1, "a job goes on from its checkpoint"
+    assert steps.count(stopped - 1) == 1, "a job continues from its checkpoint"
 
 
 @pytest.mark.long
@@ -113,8 +113,8 @@ def test_a_sweep_that_is_killed_goes_on_and_ends_as_if_undisturbed():
 def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
     from mlflow import MlflowClient
 
-    words = [word for word in TINY if word != "tracking=none"]
-    shell.run("-m", *words, "tracking.plots=false", "tracking.mlflow=true", f"hparams.lr=1e-3,{DIVERGES}", code=1)
+    overrides = [word for word in TINY if word != "tracking=none"]
+    shell.run("-m", *overrides, "tracking.plots=false", "tracking.mlflow=true", f"hparams.lr=1e-3,{DIVERGES}", code=1)
     for pending in (shell.cwd / "sweep").glob("*/mlflow_pending.jsonl"):  # a slow machine
         shell.run(f"dir={pending.parent}", module="foundry.sync")
     client = MlflowClient(f"sqlite:///{shell.cwd}/mlflow.db")
@@ -131,15 +131,15 @@ def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
 def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(shell, launcher):
     write_options(shell.cwd)
     before = set(shell.cwd.rglob("*"))
-    for name, (words, _) in WRONG_SWEEPS.items():
-        stdout, stderr = shell.run("-m", *words, f"hydra/launcher={launcher}", code=2)
+    for name, (overrides, _) in WRONG_SWEEPS.items():
+        stdout, stderr = shell.run("-m", *overrides, f"hydra/launcher={launcher}", code=2)
         assert_said(name, stderr)
         assert stdout == ""
     assert set(shell.cwd.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (
             ["hparams.global_batch_size=8,24", "hparams.per_gpu_batch_size=4", "distributed.nproc_per_node=1,2,3"],
@@ -158,15 +158,15 @@ def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(shell, launcher):
         (["hparams.lr=1,2", "hydra.sweeper.zippp=[]"], ["hydra.sweeper.zippp"]),
     ],
 )
-def test_a_wrong_sweep_is_refused_whole(shell, words, said):
-    _, stderr = shell.run("-m", *words, code=2)
-    assert [part in line for part, line in zip(said, stderr.splitlines(), strict=True)] == [True] * len(said)
+def test_a_wrong_sweep_is_refused_whole(shell, overrides, message):
+    _, stderr = shell.run("-m", *overrides, code=2)
+    assert [part in line for part, line in zip(message, stderr.splitlines(), strict=True)] == [True] * len(message)
     assert list(shell.cwd.iterdir()) == []
 
 
 def test_a_learning_rate_range_test_is_ready(shell):
-    words = [word for word in TINY_DIT if word != "debug=fast"]
-    words += ["hparams_search=lr_range", "hparams.max_steps=2", "evaluation.max_samples=16", "tracking=none"]
-    shell.run(*words, "hparams.lr=1e-4,1e-3", "hydra.sweep.dir=sweep")
+    overrides = [word for word in TINY_DIT if word != "debug=fast"]
+    overrides += ["hparams_search=lr_range", "hparams.max_steps=2", "evaluation.max_samples=16", "tracking=none"]
+    shell.run(*overrides, "hparams.lr=1e-4,1e-3", "hydra.sweep.dir=sweep")
     assert states(shell.cwd / "sweep") == {0: "finished", 1: "finished"}
     assert not (shell.cwd / "sweep" / "0" / "checkpoints").exists()

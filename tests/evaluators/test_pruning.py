@@ -40,8 +40,8 @@ def test_a_worse_trial_is_ended_with_the_reason(trial):
     assert pruning.update({"val_loss": 0.95, "val_other": 0.0}, 0, 0.2) is None  # within the warm-up
     assert pruning.update({"val_loss": 0.85}, 0, 0.25) is None
     assert pruning.reason is None
-    said = "pruned: val_loss 0.85 at 50% of the run promises less than other trials"
-    assert pruning.update({"val_loss": 0.85}, 0, 0.5) == pruning.reason == said
+    message = "pruned: val_loss 0.85 at 50% of the run promises less than other trials"
+    assert pruning.update({"val_loss": 0.85}, 0, 0.5) == pruning.reason == message
     assert reported() == {200: 0.95, 250: 0.85, 500: 0.85}
 
 
@@ -64,4 +64,4 @@ def test_a_study_that_cannot_be_read_ends_nothing(trial, caplog):
     journal.unlink()
     journal.mkdir()
     assert pruning.update({"val_loss": 9.0}, 0, 0.5) is None
-    assert "the search cannot be asked whether to go on" in caplog.text
+    assert "the search cannot be asked whether to continue" in caplog.text

@@ -40,14 +40,14 @@ class Sweeps:
         self.cwd = cwd
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
 
-    def start(self, *words):
-        with (self.cwd / "said.txt").open("w") as said:
+    def start(self, *overrides):
+        with (self.cwd / "said.txt").open("w") as message:
             return subprocess.Popen(
-                [sys.executable, "-m", "foundry", "-m", *TINY, *words],
+                [sys.executable, "-m", "foundry", "-m", *TINY, *overrides],
                 cwd=self.cwd,
                 env=self.environment,
-                stdout=said,
-                stderr=said,
+                stdout=message,
+                stderr=message,
                 start_new_session=True,
             )
 
@@ -56,12 +56,12 @@ class Sweeps:
         os.killpg(driver.pid, signal.SIGINT)
 
     @property
-    def said(self):
+    def message(self):
         return (self.cwd / "said.txt").read_text()
 
     def finish(self, driver, code=0):
         driver.wait(100)
-        assert driver.returncode == code, self.said
+        assert driver.returncode == code, self.output
 
     def status(self, job):
         return json.loads((self.cwd / "s" / str(job) / "status.json").read_text())
@@ -69,7 +69,7 @@ class Sweeps:
     def wait(self, condition, seconds=60):
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, self.said
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
     def wait_for_steps(self, job, steps):
@@ -134,29 +134,29 @@ def test_one_that_fails_and_one_that_is_killed_do_not_end_the_others(sweeps):
     assert "partial" in sweeps.status(1)["reason"]
     log = (sweeps.cwd / "s" / "1" / "foundry.log").read_text()
     assert "Traceback (most recent call last)" in log
-    assert "job 0 (hparams.seed=1 " in sweeps.said
-    assert "3 failed, 1 finished" in sweeps.said
+    assert "job 0 (hparams.seed=1 " in sweeps.output
+    assert "3 failed, 1 finished" in sweeps.output
 
 
 @pytest.mark.long
 def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_goes_on(sweeps):
-    words = ["hparams.max_steps=120", "hparams.seed=1,2"]
-    driver = sweeps.start(*words)
+    overrides = ["hparams.max_steps=120", "hparams.seed=1,2"]
+    driver = sweeps.start(*overrides)
     for job in (0, 1):
         sweeps.wait_for_steps(job, 5)
     sweeps.ctrl_c(driver)
     sweeps.finish(driver, code=130)
     assert [sweeps.status(job)["state"] for job in (0, 1)] == ["stopped"] * 2
-    assert "SIGINT: 2 running, which save and stop, 0 waiting; a second Ctrl-C kills those that run" in sweeps.said
-    assert sweeps.said.endswith("the same command with hydra.sweep.dir=s goes on from there\n")
+    assert "SIGINT: 2 running, which save and stop, 0 waiting; a second Ctrl-C kills those that run" in sweeps.output
+    assert sweeps.output.endswith("the same command with hydra.sweep.dir=s resumes from there\n")
 
-    driver = sweeps.start(*words)
+    driver = sweeps.start(*overrides)
     for job in (0, 1):
         sweeps.wait_for_steps(job, sweeps.status(job)["step"] + 5)
     driver.kill()
     driver.wait()
     sweeps.wait(lambda: [sweeps.status(job)["state"] for job in (0, 1)] == ["stopped"] * 2)
-    driver = sweeps.start(*words)
+    driver = sweeps.start(*overrides)
     sweeps.finish(driver)
     for job in (0, 1):
         assert sweeps.status(job)["state"] == "finished"
@@ -165,19 +165,24 @@ def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_goes_on(sweeps):
 
 def test_ctrl_c_while_nothing_runs_yet_ends_the_sweep_quietly(sweeps):
     driver = sweeps.start("hparams.seed=1,2")
-    sweeps.wait(lambda: "at a time" in sweeps.said)
+    sweeps.wait(lambda: "at a time" in sweeps.output)
     time.sleep(0.3)
     sweeps.ctrl_c(driver)
     sweeps.finish(driver, code=130)
-    expected = ["2 jobs, 2 at a time", "the same command with hydra.sweep.dir=s goes on from there"]
-    assert sweeps.said.splitlines() == expected
+    expected = ["2 jobs, 2 at a time", "the same command with hydra.sweep.dir=s resumes from there"]
+    assert sweeps.output.splitlines() == expected
     assert [sweeps.status(job)["state"] for job in (0, 1)] == ["queued"] * 2
 
 
 @pytest.mark.long
 def test_ctrl_c_reaches_each_rank_of_a_job_and_a_second_one_kills(sweeps):
-    words = ["hparams.max_steps=5000", "hparams.seed=1,2", "distributed.nproc_per_node=2", "hydra.launcher.n_jobs=1"]
-    driver = sweeps.start(*words, "hparams.per_gpu_batch_size=2")
+    overrides = [
+        "hparams.max_steps=5000",
+        "hparams.seed=1,2",
+        "distributed.nproc_per_node=2",
+        "hydra.launcher.n_jobs=1",
+    ]
+    driver = sweeps.start(*overrides, "hparams.per_gpu_batch_size=2")
     sweeps.wait_for_steps(0, 5)
     sweeps.ctrl_c(driver)
     sweeps.finish(driver, code=130)
@@ -185,11 +190,11 @@ def test_ctrl_c_reaches_each_rank_of_a_job_and_a_second_one_kills(sweeps):
     saved = sweeps.status(0)["step"]
     assert saved >= 5
 
-    driver = sweeps.start(*words, "hparams.per_gpu_batch_size=2")
+    driver = sweeps.start(*overrides, "hparams.per_gpu_batch_size=2")
     sweeps.wait_for_steps(0, saved + 5)
     os.kill(sweeps.process_of(0), signal.SIGSTOP)  # it cannot save
     sweeps.ctrl_c(driver)
-    sweeps.wait(lambda: "SIGINT: 1 running" in sweeps.said)
+    sweeps.wait(lambda: "SIGINT: 1 running" in sweeps.output)
     sweeps.ctrl_c(driver)
     sweeps.finish(driver, code=130)
     sweeps.wait(lambda: not is_held(sweeps.cwd / "s" / "0"))

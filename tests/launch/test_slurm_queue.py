@@ -68,8 +68,8 @@ def test_a_script_is_refused_only_if_slurm_would_not_let_it_wait(commands, tmp_p
     commands(sbatch=f"{test_only.format(1)}; cat >> {log}; echo '31;lab'", scancel=f"echo $1 >> {log}")
     assert refusal("#!/bin/sh\n") is None
     assert log.read_text() == "#!/bin/sh\n31\n"
-    said = "sbatch: error: Memory cannot be had\\nsbatch: error: Batch job submission failed\\n"
-    commands(sbatch=f"printf '{said}' >&2; exit 1", scancel="exit 3")
+    message = "sbatch: error: Memory cannot be had\\nsbatch: error: Batch job submission failed\\n"
+    commands(sbatch=f"printf '{message}' >&2; exit 1", scancel="exit 3")
     assert refusal("#!/bin/sh") == "Memory cannot be had; Batch job submission failed"
 
 

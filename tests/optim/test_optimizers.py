@@ -225,8 +225,8 @@ def test_in_fp32_a_last_bit_stays_one(pair):
     ],
 )
 def test_the_iteration_follows_precision_unless_told(mode, dtype):
-    def dtype_of(*words):
-        config = configure("optimizer=muon", f"precision={mode}", *words)
+    def dtype_of(*overrides):
+        config = configure("optimizer=muon", f"precision={mode}", *overrides)
         return build_optimizers(config, Model())[0].param_groups[0]["ns_dtype"]
 
     assert dtype_of() == dtype_of("optimizer.ns_dtype=null") == dtype
@@ -236,7 +236,7 @@ def test_the_iteration_follows_precision_unless_told(mode, dtype):
 
 @pytest.mark.parametrize(("word", "refused"), [("null", []), ("bf16", ["optimizer.ns_dtype"])])
 def test_a_resumed_run_keeps_the_arithmetic(word, refused):
-    was, now = (plain(configure("optimizer=muon", *words)) for words in ([], [f"optimizer.ns_dtype={word}"]))
+    was, now = (plain(configure("optimizer=muon", *overrides)) for overrides in ([], [f"optimizer.ns_dtype={word}"]))
     del was["optimizer"]["ns_dtype"]  # as a checkpoint written before there was the field
     found = [difference.key for difference in differences(was, now) if not difference.is_allowed]
     assert found == refused
@@ -305,7 +305,7 @@ def test_embeddings_and_head_left_alone_are_no_groups():
 
 
 @pytest.mark.parametrize(
-    ("groups", "said"),
+    ("groups", "message"),
     [
         ({"patterns": {"mine": {"match": "nothing"}}}, "patterns.mine: is given but no trainable parameter matches"),
         ({"patterns": {"mine": {"match": "frozen"}}}, "patterns.mine: is given but no trainable parameter matches"),
@@ -316,6 +316,6 @@ def test_embeddings_and_head_left_alone_are_no_groups():
         ),
     ],
 )
-def test_groups_that_cannot_be(groups, said):
-    with pytest.raises(ConfigError, match=said):
+def test_groups_that_cannot_be(groups, message):
+    with pytest.raises(ConfigError, match=message):
         param_groups(Model(), 0.1, groups)

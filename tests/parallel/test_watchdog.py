@@ -111,7 +111,7 @@ class Roll:
 
 
 @pytest.mark.parametrize(
-    ("silent", "answers", "blamed", "said"),
+    ("silent", "answers", "blamed", "message"),
     [
         ([1], {2: (5, "training")}, 1, "rank 1 gave no sign of life (stopped, or out of reach); rank 0 waited for"),
         ([1, 3], {}, 1, "ranks 1, 3 gave no sign of life"),
@@ -120,10 +120,10 @@ class Roll:
         ([], {1: (5, "training")}, 0, "rank 0 has not moved for 9 s"),
     ],
 )
-def test_the_rank_that_is_missing_is_blamed_not_the_one_that_waits(silent, answers, blamed, said):
+def test_the_rank_that_is_missing_is_blamed_not_the_one_that_waits(silent, answers, blamed, message):
     rank, line = Watchdog(9.0, rank=0, roll_call=Roll(silent, answers))._verdict(9.0, 5, "training")
     assert rank == blamed
-    assert said in line
+    assert message in line
     assert "\n" not in line
 
 

@@ -1,7 +1,7 @@
 """Megatron's recorded cases: reading them, and saying them in foundry's words.
 
-`words` and `batch_words` turn a case into overrides of foundry's command line; `by_hand` computes what foundry should
-make of it with nothing of foundry's in it.
+`case_overrides` and `batch_words` turn a case into overrides of foundry's command line; `by_hand` computes what foundry
+should make of it with nothing of foundry's in it.
 """
 
 import json
@@ -112,7 +112,7 @@ def group_of(case: Case) -> Case:
 def resolved_words(config: Case) -> list[str]:
     """Overrides that say Megatron's resolved numbers: a batch of one sample, so that a step is a sample."""
     style = config["lr_decay_style"]
-    said = {
+    settings = {
         "scheduler": CURVES.get(style, (None, style))[1],
         "hparams.global_batch_size": 1,
         "hparams.per_gpu_batch_size": 1,
@@ -125,21 +125,21 @@ def resolved_words(config: Case) -> list[str]:
         "scheduler.weight_decay_incr_style": config["wd_incr_style"],
     }
     if style != "constant":  # foundry would not have a floor ignored
-        said["scheduler.min_lr"] = config["min_lr"]
+        settings["scheduler.min_lr"] = config["min_lr"]
     if style == "WSD":
         decay = config["wsd_decay_steps"]
-        said["scheduler.decay"] = None if decay is None else f'"{decay} samples"'
-        said["scheduler.decay_style"] = config["lr_wsd_decay_style"]
+        settings["scheduler.decay"] = None if decay is None else f'"{decay} samples"'
+        settings["scheduler.decay_style"] = config["lr_wsd_decay_style"]
     if config["wd_incr_style"] in ("linear", "cosine"):
-        said["scheduler.weight_decay_horizon"] = f'"{config["wd_incr_steps"]} samples"'
-    return _lines(said)
+        settings["scheduler.weight_decay_horizon"] = f'"{config["wd_incr_steps"]} samples"'
+    return _lines(settings)
 
 
 def batch_words(config: Case) -> list[str]:
     """Overrides of a case about batch sizes, in a run that is long enough for any of them."""
     ramp, text, ranks = (config.get(n) for n in ("rampup_batch_size", "step_batch_size_schedule", "data_parallel_size"))
     total, tokens = config.get("global_batch_size"), config.get("seq_length")
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "distributed": "none" if ranks == 1 else "ddp",
         "distributed.nproc_per_node": ranks,
         "hparams.per_gpu_batch_size": config["micro_batch_size"],
@@ -149,11 +149,11 @@ def batch_words(config: Case) -> list[str]:
     }
     if text is not None:
         total = total or _final(text)
-        said["hparams.batch_schedule"] = f'"{text}"'
-        said["hparams.batch_schedule_unit"] = "tokens" if tokens else "samples"
+        settings["hparams.batch_schedule"] = f'"{text}"'
+        settings["hparams.batch_schedule_unit"] = "tokens" if tokens else "samples"
         if tokens:
-            said["data.seq_len"] = tokens
-    return _lines({**said, "hparams.global_batch_size": total, **_ramp(ramp)})
+            settings["data.seq_len"] = tokens
+    return _lines({**settings, "hparams.global_batch_size": total, **_ramp(ramp)})
 
 
 def fields_of(case: Case) -> Case:
@@ -168,7 +168,7 @@ def fields_of(case: Case) -> Case:
     return {name: value for part in parts for name, value in part.items() if not isinstance(value, dict)}
 
 
-def words(f: Case) -> list[str]:
+def case_overrides(f: Case) -> list[str]:
     """Overrides that say what a user set of Megatron-Bridge's and Megatron-LM's fields.
 
     A purpose has one field in foundry, so two of Megatron's for the same purpose make a text that is no length.
@@ -177,7 +177,7 @@ def words(f: Case) -> list[str]:
     horizon = _length(f, "max_steps") or _length(f, "lr_decay_iters", "lr_decay_samples")
     decays = [f.get(name) for name in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style")]
     start, end, way = (0.01, 0.1, "linear") if decays == [None] * 3 else (*decays[:2], decays[2] or "linear")
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "scheduler": CURVES.get(style, (None, style))[1],
         "hparams.global_batch_size": f["global_batch_size"],
         "hparams.per_gpu_batch_size": 1,
@@ -195,20 +195,20 @@ def words(f: Case) -> list[str]:
         **_ramp(f.get("rampup_batch_size")),
     }
     if f.get("step_batch_size_schedule"):
-        said |= {
+        settings |= {
             "hparams.batch_schedule": f'"{f["step_batch_size_schedule"]}"',
             "hparams.batch_schedule_unit": "samples",
         }
     if decay := _length(f, "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
-        said["scheduler.decay"] = decay
+        settings["scheduler.decay"] = decay
     if style == "WSD" and f.get("lr_wsd_decay_style"):
-        said["scheduler.decay_style"] = f["lr_wsd_decay_style"]
+        settings["scheduler.decay_style"] = f["lr_wsd_decay_style"]
     if _outlives_run(f):
         # Megatron's weight decay ends with the run, foundry's with the longer of run and horizon.
-        said["scheduler.weight_decay_horizon"] = _length(f, "train_iters") or _length(f, "train_samples")
+        settings["scheduler.weight_decay_horizon"] = _length(f, "train_iters") or _length(f, "train_samples")
     if f.get("override_opt_param_scheduler") and f.get("use_checkpoint_opt_param_scheduler"):
-        said["checkpoint.scheduler_on_resume"] = "both"
-    return _lines(said)
+        settings["checkpoint.scheduler_on_resume"] = "both"
+    return _lines(settings)
 
 
 def by_hand(f: Case) -> dict[str, Any]:
@@ -270,15 +270,15 @@ def _ramp(values: list[int] | None) -> dict[str, Any]:
 
 def _length(f: Case, *names: str) -> str | None:
     """Given lengths as foundry writes one; a warm-up or decay of 0 steps counts as not given."""
-    said = []
+    settings = []
     for name in names:
         value = f.get(name)
         if name.endswith("fraction") and value is not None:
             text = format(Decimal(repr(float(value))), "f")
-            said.append(text if "." in text else f"{text}.0")
+            settings.append(text if "." in text else f"{text}.0")
         elif value or (value == 0 and name in ("max_steps", "lr_decay_iters", "lr_decay_samples")):
-            said.append(f"{value} samples" if name.endswith("samples") else f"{value} steps")
-    return f'"{" and ".join(said)}"' if said else None
+            settings.append(f"{value} samples" if name.endswith("samples") else f"{value} steps")
+    return f'"{" and ".join(settings)}"' if settings else None
 
 
 def _final(text: str) -> int:
@@ -288,5 +288,5 @@ def _final(text: str) -> int:
         return 32
 
 
-def _lines(said: dict[str, Any]) -> list[str]:
-    return [f"{key}={'null' if value is None else value}" for key, value in said.items()]
+def _lines(settings: dict[str, Any]) -> list[str]:
+    return [f"{key}={'null' if value is None else value}" for key, value in settings.items()]

@@ -13,6 +13,7 @@ from golden_cases import (
     Case,
     assert_equal,
     batch_words,
+    case_overrides,
     compose,
     fields_of,
     group_of,
@@ -20,7 +21,6 @@ from golden_cases import (
     resolve,
     resolved_words,
     schedule_of,
-    words,
 )
 
 from foundry.config.batch_sizes import BatchSizes
@@ -57,11 +57,11 @@ def check_schedule(case: Case) -> None:
 
 def check_error(case: Case) -> None:
     c = case["config"]
-    said = resolved_words(c)
+    message = resolved_words(c)
     if case.get("use_checkpoint_opt_param_scheduler") and case.get("override_opt_param_scheduler"):
-        said.append("checkpoint.scheduler_on_resume=both")
-    keys = {line.partition(":")[0] for line in refused(*said).splitlines()}
-    assert keys <= set(offences(c)) | {line.partition("=")[0] for line in said if line.endswith(("null", "=both"))}
+        message.append("checkpoint.scheduler_on_resume=both")
+    keys = {line.partition(":")[0] for line in refused(*message).splitlines()}
+    assert keys <= set(offences(c)) | {line.partition("=")[0] for line in message if line.endswith(("null", "=both"))}
 
 
 def offences(c: Case) -> list[str]:
@@ -92,14 +92,14 @@ def offences(c: Case) -> list[str]:
 def check_derived(case: Case) -> None:
     f = fields_of(case)
     if "exception" in case:
-        keys = [line.partition(":")[0] for line in refused(*words(f)).splitlines()]
+        keys = [line.partition(":")[0] for line in refused(*case_overrides(f)).splitlines()]
         assert all(key.startswith(("hparams.", "scheduler", "checkpoint.")) for key in keys), keys
     else:
         assert_lengths(case, f, case["computed"])
 
 
 def assert_lengths(case: Case, f: Case, expected: Case, *more: str) -> None:
-    budget, schedule = resolve(*words(f), *more)
+    budget, schedule = resolve(*case_overrides(f), *more)
     curve = schedule.weight_decay_curve
     assert curve is not None
     ours = {
@@ -115,7 +115,7 @@ def assert_lengths(case: Case, f: Case, expected: Case, *more: str) -> None:
 
 
 def check_epochs(case: Case) -> None:
-    budget, schedule = resolve(*words(case["config"]), samples_per_epoch=case["config"]["dataset_size"])
+    budget, schedule = resolve(*case_overrides(case["config"]), samples_per_epoch=case["config"]["dataset_size"])
     expected = [case["train_iters"], case["lr_decay_steps"]]
     assert_equal(case, [budget.total_steps, schedule.horizon], expected)
 
@@ -209,7 +209,7 @@ def own_run(case: Case) -> Schedule:
     """foundry's schedule of the run that the user described; its batch sizes are Megatron's."""
     c = case["config"]
     shape = {"lr": c["max_lr"], "min_lr": c["min_lr"], "lr_warmup_init": c["init_lr"]}
-    budget, schedule = resolve(*words({**fields_of(case), **shape}))
+    budget, schedule = resolve(*case_overrides({**fields_of(case), **shape}))
     along = [budget.batch_sizes.at(before) for before in accumulate(case["batch_size"][:-1], initial=0)]
     assert along == case["batch_size"]
     assert (budget.total_steps, budget.total_samples) == (len(case["batch_size"]), case["consumed_samples"])
@@ -232,8 +232,8 @@ def check_std(case: Case) -> None:
                 continue
             if re.search("hybrid|mup", name):  # foundry has neither
                 continue
-            rules = [rule for rule, said in (("small", SMALL), ("wang", WANG)) if re.search(said, name.lower())]
-            rules = rules or [rule for rule, said in (("small", SMALL), ("wang", WANG)) if re.search(said, texts)]
+            rules = [rule for rule, message in (("small", SMALL), ("wang", WANG)) if re.search(message, name.lower())]
+            rules = rules or [rule for rule, message in (("small", SMALL), ("wang", WANG)) if re.search(message, texts)]
             assert len(rules) == 1 or name in ("hidden_std", "output_layer_std"), f"unknown number {name!r} in {row}"
             ours = resolve_std(rules[0] if rules else std, width)
             # The rules were computed by hand, perhaps in another order.
@@ -319,9 +319,9 @@ def _check_mismatch(case: Case) -> None:
     with pytest.raises(ConfigError) as refusal:
         reconcile(here, there.state_dict(), _mode(case))
     for name in differing:
-        said = next(str(v) for v in refusal.value.violations if v.key == f"scheduler.{name}")
+        message = next(str(v) for v in refusal.value.violations if v.key == f"scheduler.{name}")
         for value in (ours.get(name), theirs.get(name)):
-            assert ("not set" if value is None else str(value)) in said
+            assert ("not set" if value is None else str(value)) in message
     assert len(refusal.value.violations) == len(differing) >= 1
 
 

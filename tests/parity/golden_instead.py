@@ -10,13 +10,13 @@ from golden_cases import (
     assert_equal,
     batch_words,
     by_hand,
+    case_overrides,
     compose,
     fields_of,
     refused,
     resolve,
     resolved_words,
     schedule_of,
-    words,
 )
 from golden_checks import (
     assert_lengths,
@@ -55,14 +55,14 @@ def refuses_nothing(case: Case) -> None:
 
 def accepts_beside_schedule(case: Case) -> None:
     c, f = case["config"], fields_of(case)
-    said = batch_words(c) if case["kind"] == "step_batch_error" else words(f)
+    message = batch_words(c) if case["kind"] == "step_batch_error" else case_overrides(f)
     ranks, total = c.get("data_parallel_size", 1), f["global_batch_size"]
     microbatch = ranks * (c["micro_batch_size"] if case["kind"] == "step_batch_error" else 1)
     sizes = BatchSizes.parse(f["step_batch_size_schedule"], tokens_per_sample=c.get("seq_length"))
     if total not in (None, sizes.final) or min(sizes.sizes) < microbatch:
-        assert re.match(r"hparams\.(global_batch_size|batch_schedule)", refused(*said))
+        assert re.match(r"hparams\.(global_batch_size|batch_schedule)", refused(*message))
         return
-    own = resolve_batch_sizes(compose(*said).hparams, world_size=ranks, tokens_per_sample=c.get("seq_length"))
+    own = resolve_batch_sizes(compose(*message).hparams, world_size=ranks, tokens_per_sample=c.get("seq_length"))
     assert own.sizes == [size // microbatch * microbatch for size in sizes.sizes]
 
 
@@ -91,21 +91,21 @@ def refuses_overlap(case: Case) -> None:
 
 
 def refuses_filled(case: Case) -> None:
-    assert re.match(DOES_NOT_FIT, refused(*words(fields_of(case))))
+    assert re.match(DOES_NOT_FIT, refused(*case_overrides(fields_of(case))))
 
 
 def counts_by_hand(case: Case) -> None:
     f = fields_of(case)
     expected = by_hand(f)
     if expected["train_iters"] == 0:
-        assert "not one optimizer step" in refused(*words(f))
+        assert "not one optimizer step" in refused(*case_overrides(f))
     else:
         assert_lengths(case, f, expected)
 
 
 def refuses_other_styles_decay(case: Case) -> None:
-    said = refused(*words(fields_of(case)))
-    assert said.startswith("scheduler.decay: is not a setting of the chosen scheduler; it belongs to scheduler=wsd")
+    message = refused(*case_overrides(fields_of(case)))
+    assert message.startswith("scheduler.decay: is not a setting of the chosen scheduler; it belongs to scheduler=wsd")
 
 
 def decays_three_tenths(case: Case) -> None:
@@ -117,7 +117,7 @@ def decays_three_tenths(case: Case) -> None:
 
 def counts_epochs_in_samples(case: Case) -> None:
     c = case["config"]
-    budget, schedule = resolve(*words(c), samples_per_epoch=c["dataset_size"])
+    budget, schedule = resolve(*case_overrides(c), samples_per_epoch=c["dataset_size"])
     steps = int(c["num_epochs"] * c["dataset_size"]) // c["global_batch_size"]
     assert (budget.total_steps, schedule.horizon) == (steps, steps * c["global_batch_size"])
 

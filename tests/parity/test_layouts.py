@@ -48,10 +48,10 @@ def trained(configure, tmp_path_factory):
     @cache
     def train(task, optimizer):
         runs, jobs = {}, []
-        for layout, (processes, microbatch, words) in LAYOUTS.items():
+        for layout, (processes, microbatch, overrides) in LAYOUTS.items():
             config = configure(
                 task,
-                *words,
+                *overrides,
                 *OPTIMIZERS[optimizer],
                 "hparams.max_steps=20",
                 f"hparams.per_gpu_batch_size={microbatch}",

@@ -1,4 +1,4 @@
-"""A run that goes on in another layout, or in other microbatches, ends as one that stayed in one process.
+"""A run that is resumed in another layout, or in other microbatches, ends as one that stayed in one process.
 
 Twenty steps in one layout and twenty in another against forty of one process, in fp32, with AdamW and with Muon. The
 suite takes every layout once on each side; all pairs, as a table:
@@ -38,7 +38,7 @@ def trained(configure, tmp_path_factory):
     """Weights by optimizer and name: one process undisturbed, a layout after twenty steps, a pair after forty."""
     root, runs = tmp_path_factory.mktemp("resumed"), {}
 
-    def job(optimizer, layout, name, steps, *words):
+    def job(optimizer, layout, name, steps, *overrides):
         processes, microbatch, own = {**LAYOUTS, OTHER_MICROBATCH: (1, 2, [])}[layout]
         config = configure(
             "lm",
@@ -48,7 +48,7 @@ def trained(configure, tmp_path_factory):
             f"hparams.max_steps={steps}",
             f"hparams.per_gpu_batch_size={microbatch}",
             f"distributed.nproc_per_node={processes}",
-            *words,
+            *overrides,
         )
         runs[optimizer, name] = run = config, root / f"{optimizer} {name}"
         run[1].mkdir()

@@ -27,10 +27,12 @@ def test_rows_that_are_asked_for_are_written_or_refused():
         _written(1, 10**8)
 
 
-@pytest.mark.parametrize("words", [[], ["hparams.grad_checkpointing=true"], ["hparams=diffusion", "model.num_heads=2"]])
-def test_activations_of_many_samples_are_those_of_a_few_times_more(configure, words, monkeypatch):
+@pytest.mark.parametrize(
+    "overrides", [[], ["hparams.grad_checkpointing=true"], ["hparams=diffusion", "model.num_heads=2"]]
+)
+def test_activations_of_many_samples_are_those_of_a_few_times_more(configure, overrides, monkeypatch):
     config = configure(
-        *SMALL[:1], "model.num_layers=2", *words, "hparams.per_gpu_batch_size=100", "hparams.global_batch_size=100"
+        *SMALL[:1], "model.num_layers=2", *overrides, "hparams.per_gpu_batch_size=100", "hparams.global_batch_size=100"
     )
     batch = microbatch_of(config, seq_len=8)
     counted = memory(config, microbatch=batch).activations_estimated

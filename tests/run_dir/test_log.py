@@ -35,7 +35,7 @@ def test_a_full_disk_is_one_line_and_when_there_is_room_the_log_goes_on(tmp_path
             log.info("%d %s", number, "x" * 80)
         stderr = capsys.readouterr().err
         assert stderr.count("\n") == 1
-        assert "foundry.log: [Errno 28] No space left on device (the run goes on; said once)" in stderr
+        assert "foundry.log: [Errno 28] No space left on device (the run continues; logged once)" in stderr
         (tmp_path / "ballast").unlink()
         log.info("the last")
         assert capsys.readouterr().err == ""

@@ -78,7 +78,7 @@ def test_another_is_made_and_said_once(tmp_path, run_dir, folder, how, caplog):
     assert folder.times_lost == 1
     (record,) = caplog.records
     assert str(run_dir) in record.getMessage()
-    assert f"the run goes on in {fresh}" in record.getMessage()
+    assert f"the run continues in {fresh}" in record.getMessage()
     shutil.rmtree(fresh)
     assert folder.ensure().is_dir()
     assert folder.times_lost == 2

@@ -13,9 +13,9 @@ from foundry.train import train
 def finished(tmp_path_factory):
     """A folder with the finished runs `lm` and `dit`."""
     folder = tmp_path_factory.mktemp("finished")
-    for name, words in (("lm", TINY_LM), ("dit", TINY_DIT)):
+    for name, overrides in (("lm", TINY_LM), ("dit", TINY_DIT)):
         train(
-            configure(*words, "tracking=none", "evaluation.write_samples=false", "tracking.progress=false"),
+            configure(*overrides, "tracking=none", "evaluation.write_samples=false", "tracking.progress=false"),
             folder / name,
         )
     return folder

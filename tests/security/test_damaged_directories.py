@@ -169,11 +169,11 @@ def shown(call, capsys):
     except SystemExit as ended:
         code = ended.code
     assert time.monotonic() - begin < 120, "waits for somebody"
-    said = "".join(capsys.readouterr())
-    assert said
-    assert "Traceback" not in said
-    assert not set(said) & set("\x1b\x07\x08\x9b\r\0")
-    return said, code
+    message = "".join(capsys.readouterr())
+    assert message
+    assert "Traceback" not in message
+    assert not set(message) & set("\x1b\x07\x08\x9b\r\0")
+    return message, code
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -208,10 +208,10 @@ def test_any_damage_is_a_line_or_a_row(folder, damaged):
 def test_a_jobs_damage_is_in_its_row_and_the_others_are_shown(tmp_path, capsys):
     whole(tmp_path / "sweep")
     damage(tmp_path / "sweep", "0/status.json", "empty")
-    said, code = shown(lambda: report(tmp_path / "sweep", Console(width=300), picture=False), capsys)
+    message, code = shown(lambda: report(tmp_path / "sweep", Console(width=300), picture=False), capsys)
     assert code == 3
-    assert "status.json is empty, or no JSON" in said
-    assert "1 finished, 1 unknown" in said
+    assert "status.json is empty, or no JSON" in message
+    assert "1 finished, 1 unknown" in message
 
 
 @pytest.mark.parametrize("dir", ["nowhere", "file", "sweep/0/foundry.log", "sweep/empty", "x\0y"])
@@ -243,7 +243,7 @@ def test_escape_sequences_of_a_directory_do_not_reach_the_terminal(is_terminal, 
     console = Console(width=200, color_system=None, force_terminal=is_terminal)
     report(sweep_dir, console, picture=False)
     watch(sweep_dir, Console(width=200, color_system=None), which=Which.last, seconds=1)
-    said = capsys.readouterr().out
-    assert "boom" in said
+    message = capsys.readouterr().out
+    assert "boom" in message
     for text in ("owned", "\x07", "\x08", "\x9b", "\x1b]0"):
-        assert text not in said, "link targets of rich are OSC 8"
+        assert text not in message, "link targets of rich are OSC 8"

@@ -36,9 +36,9 @@ VALUES = st.one_of(
 """What a setting may be replaced by."""
 
 
-def ask(name, words, capsys):
+def ask(name, overrides, capsys):
     """A command in this process: exit code 0, or 2 and lines on stderr; anything else is raised."""
-    before, sys.argv = sys.argv, [name, *words]
+    before, sys.argv = sys.argv, [name, *overrides]
     try:
         command(*COMMANDS[name], name=name, doc="")
         code = 0
@@ -132,12 +132,12 @@ def test_files_that_are_none(finished, tmp_path, capsys, run, name):
             path = run_dir / file.replace("CHECKPOINT", str(newest(run_dir).relative_to(run_dir)))
             if os.path.lexists(path):
                 spoil(path, how, 0.5)
-                words = [
+                overrides = [
                     f"run={run_dir}",
                     f"out={tmp_path / 'out'}",
                     *(["num_tokens=1"] if name + run == "samplelm" else []),
                 ]
-                code, _ = ask(name, words, capsys)
+                code, _ = ask(name, overrides, capsys)
                 tried, accepted = tried + 1, accepted + (code == 0)
                 assert code == 2 or file in UNREAD or (file, how) in HARMLESS, (
                     file,
@@ -175,8 +175,8 @@ def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
                 (run_dir / file).write_text(yaml.safe_dump(content))
             else:
                 (run_dir / file).write_text(json.dumps(replaced(json.loads(text), at, value)))
-        words = ["num_tokens=1"] if (name, run) == ("sample", "lm") else []
-        code, _ = ask(name, [f"run={run_dir}", f"out={folder / 'out'}", *words], capsys)
+        overrides = ["num_tokens=1"] if (name, run) == ("sample", "lm") else []
+        code, _ = ask(name, [f"run={run_dir}", f"out={folder / 'out'}", *overrides], capsys)
         counts[code] += 1
         shutil.rmtree(folder)
 
@@ -234,7 +234,7 @@ def test_a_machine_that_fails_is_told_from_a_wrong_path(lm, tmp_path, capsys, mo
 
 
 @pytest.mark.parametrize(
-    ("words", "key"),
+    ("overrides", "key"),
     [
         (["prompt=''"], "prompt"),
         (["prompt='\\${x}'"], None),
@@ -247,15 +247,15 @@ def test_a_machine_that_fails_is_told_from_a_wrong_path(lm, tmp_path, capsys, mo
         (["steps=3"], "steps"),
     ],
 )
-def test_options_of_a_drawing(lm, tmp_path, capsys, words, key):
-    code, err = ask("sample", [f"run={lm}", f"out={tmp_path / 'out'}", "num_tokens=2", *words], capsys)
+def test_options_of_a_drawing(lm, tmp_path, capsys, overrides, key):
+    code, err = ask("sample", [f"run={lm}", f"out={tmp_path / 'out'}", "num_tokens=2", *overrides], capsys)
     assert code == (2 if key else 0), err
     assert key is None or err.startswith(f"{key}: ")
 
 
-@pytest.mark.parametrize("words", [["labels=[]"], ["labels=[99]"], ["labels=[-1]"], ["steps=100000"], ["prompt=x"]])
-def test_options_of_a_picture(dit, tmp_path, capsys, words):
-    code, err = ask("sample", [f"run={dit}", f"out={tmp_path / 'out'}", *words], capsys)
+@pytest.mark.parametrize("overrides", [["labels=[]"], ["labels=[99]"], ["labels=[-1]"], ["steps=100000"], ["prompt=x"]])
+def test_options_of_a_picture(dit, tmp_path, capsys, overrides):
+    code, err = ask("sample", [f"run={dit}", f"out={tmp_path / 'out'}", *overrides], capsys)
     assert (code, err.count("\n")) == (2, 1)
 
 

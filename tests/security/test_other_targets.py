@@ -49,8 +49,8 @@ def test_samplers_and_pruners_are_optunas_own(kind, tmp_path):
     for attack in hostile(canary):
         with pytest.raises(ValueError, match=r"optuna|_args_|_partial_|_target_"):
             build_part(kind, attack)
-        said = [violation.key for violation in Search(**{kind: attack}).check()]
-        is_named = any(key.startswith(f"hydra.sweeper.{kind}") for key in said)
+        message = [violation.key for violation in Search(**{kind: attack}).check()]
+        is_named = any(key.startswith(f"hydra.sweeper.{kind}") for key in message)
         assert is_named or attack["_target_"] == "optuna.pruners.TYPE_CHECKING", attack
         tried += 1
     assert tried >= 25
@@ -135,11 +135,11 @@ def test_weights_of_a_run_are_taken_and_its_parts_are_not_built(lm, tmp_path):
     settings = yaml.safe_load((lm / "config.yaml").read_text())
     settings["model"] = {"_target_": "torch.utils.collect_env.run", "command": f"touch {canary}"}
     (lm / "config.yaml").write_text(yaml.safe_dump(settings))
-    words = [*TINY_LM, *QUIET, "hparams.max_steps=1"]
+    overrides = [*TINY_LM, *QUIET, "hparams.max_steps=1"]
     for number, start in enumerate((lm, lm / "checkpoints" / "latest")):
-        train(configure(*words, f"model.init_from={start}"), tmp_path / str(number))
+        train(configure(*overrides, f"model.init_from={start}"), tmp_path / str(number))
     longer = [f"checkpoint.resume={lm}", "hparams.max_steps=9", "checkpoint.scheduler_on_resume=config"]
-    train(configure(*words, *longer, "checkpoint.on_changed_config=warn"), tmp_path / "resumed")
+    train(configure(*overrides, *longer, "checkpoint.on_changed_config=warn"), tmp_path / "resumed")
     assert not canary.exists()
 
 

@@ -54,10 +54,10 @@ LITERAL = [
 ]
 
 
-@pytest.mark.parametrize("words", LITERAL, ids=str)
-def test_a_secret_that_is_written_down_is_refused_and_not_repeated(words):
+@pytest.mark.parametrize("overrides", LITERAL, ids=str)
+def test_a_secret_that_is_written_down_is_refused_and_not_repeated(overrides):
     with pytest.raises(ConfigError) as refused:
-        compose(*(word.format(CANARY) for word in words))
+        compose(*(word.format(CANARY) for word in overrides))
     assert CANARY not in str(refused.value)
     assert CANARY not in "".join(str(violation) for violation in refused.value.violations)
     assert "environment" in str(refused.value)
@@ -84,7 +84,7 @@ def test_a_mistake_about_a_secret_does_not_repeat_it(word):
 
 
 @pytest.mark.parametrize(
-    ("words", "recorded"),
+    ("overrides", "recorded"),
     [
         (["model.api_key=${oc.env:OWN_SECRET}"], {"api_key": "${oc.env:OWN_SECRET}"}),
         (["model.header='Bearer ${oc.env:OWN_SECRET}'"], {"header": "Bearer ${oc.env:OWN_SECRET}"}),
@@ -105,8 +105,8 @@ def test_a_mistake_about_a_secret_does_not_repeat_it(word):
     ],
     ids=str,
 )
-def test_of_a_secret_in_the_environment_the_variable_is_recorded(words, recorded, tmp_path, monkeypatch):
-    config = configure(OWN_MODEL, *words)
+def test_of_a_secret_in_the_environment_the_variable_is_recorded(overrides, recorded, tmp_path, monkeypatch):
+    config = configure(OWN_MODEL, *overrides)
     assert str(config.model).count(CANARY) + str(config.model).count("77") > 0, "the run has the value"
     assert recorded.items() <= plain(config)["model"].items()
     text = save_config(config, tmp_path).read_text()
@@ -115,7 +115,7 @@ def test_of_a_secret_in_the_environment_the_variable_is_recorded(words, recorded
     before = hash_config(config)
     monkeypatch.setenv("OWN_SECRET", "renewed-4f1d9c77")
     monkeypatch.setenv("DATABASE", "postgresql://ann:renewed@host/db")
-    assert hash_config(configure(OWN_MODEL, *words)) == before, "a renewed key is the same run"
+    assert hash_config(configure(OWN_MODEL, *overrides)) == before, "a renewed key is the same run"
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_a_sweep_says_so_before_it_writes_anything(monkeypatch):
     from foundry.config.compose import config_dir
 
     loader = ConfigLoaderImpl(create_config_search_path(config_dir()))
-    for words in ([OWN_MODEL, f"model.api_key={CANARY},other"], [f"tracking.uri=http://ann:{CANARY}@host"]):
+    for overrides in ([OWN_MODEL, f"model.api_key={CANARY},other"], [f"tracking.uri=http://ann:{CANARY}@host"]):
         with pytest.raises(ConfigError, match="environment") as refused:
-            loader.load_configuration("config", words, RunMode.MULTIRUN)
+            loader.load_configuration("config", overrides, RunMode.MULTIRUN)
         assert CANARY not in str(refused.value)
 
 
@@ -156,8 +156,8 @@ def test_logs_and_errors_do_not_show_what_the_environment_holds(tmp_path, capsys
         raise ValueError(f"401 for {CANARY} \x1b[2Jand http://ann:hidden-pw@host")
     except ValueError:
         logger.exception("failed with %s", CANARY)
-    said = (tmp_path / "foundry.log").read_text(), capsys.readouterr().err
-    for text in said:
+    message = (tmp_path / "foundry.log").read_text(), capsys.readouterr().err
+    for text in message:
         assert "Traceback" in text
         assert CANARY not in text
         assert "hidden-pw" not in text

@@ -46,8 +46,8 @@ def sockets(pid):
 
 def address(text):
     """The address that /proc/net writes as 32-bit words in the machine's byte order."""
-    words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
-    return ip_address(b"".join(words))
+    overrides = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
+    return ip_address(b"".join(overrides))
 
 
 def listening(pids):
@@ -73,18 +73,18 @@ def watched(process):
 
 def started(tmp_path, *command, **variables):
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "GLOO"))}
-    words = [*TINY_LM, "hparams.per_gpu_batch_size=2", "data.num_workers=1", "hydra.run.dir=run"]
-    with (tmp_path / f"said-{len(list(tmp_path.glob('said*')))}").open("w") as said:
+    overrides = [*TINY_LM, "hparams.per_gpu_batch_size=2", "data.num_workers=1", "hydra.run.dir=run"]
+    with (tmp_path / f"said-{len(list(tmp_path.glob('said*')))}").open("w") as message:
         return subprocess.Popen(
-            [sys.executable, "-m", "foundry", *words, *command],
+            [sys.executable, "-m", "foundry", *overrides, *command],
             cwd=tmp_path,
             env={**keep, **variables},
-            stdout=said,
-            stderr=said,
+            stdout=message,
+            stderr=message,
         )
 
 
-def said(tmp_path):
+def message(tmp_path):
     return "\n".join(path.read_text() for path in sorted(tmp_path.glob("said*")))
 
 
@@ -96,7 +96,7 @@ def test_the_look_sees_a_socket_that_listens_everywhere():
 def test_two_processes_on_one_machine_listen_on_its_loopback_interface_only(tmp_path):
     process = started(tmp_path, "distributed=fsdp", "distributed.nproc_per_node=2")
     seen, most, looks = watched(process)
-    assert process.returncode == 0, said(tmp_path)
+    assert process.returncode == 0, message(tmp_path)
     assert most >= 3
     assert looks > 20
     assert [where for where in seen if not where[1].is_loopback] == []
@@ -113,6 +113,6 @@ def test_the_tasks_of_a_step_on_one_node_listen_on_its_loopback_interface_only(t
         started(tmp_path, "distributed=fsdp", **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")
     )
     seen, _, _ = watched(first)
-    assert (first.returncode, second.wait(60)) == (0, 0), said(tmp_path)
+    assert (first.returncode, second.wait(60)) == (0, 0), message(tmp_path)
     assert seen
     assert [where for where in seen if not where[1].is_loopback] == []

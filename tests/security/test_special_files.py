@@ -138,8 +138,8 @@ WRITERS = {
 def test_nothing_is_written_through_what_is_no_file(name, kind, target, tmp_path):
     put(kind, target / name, tmp_path)
     with seconds(20):
-        said = complaint(lambda: WRITERS[name](target), UnsafeFileError)
-    assert not said or name.rpartition("/")[2] in said
+        message = complaint(lambda: WRITERS[name](target), UnsafeFileError)
+    assert not message or name.rpartition("/")[2] in message
 
 
 @pytest.mark.parametrize("name", ["plots", ".hydra", ".failures"])
@@ -172,8 +172,8 @@ READERS = {
 def test_nothing_is_read_from_or_waited_on_that_is_no_file(name, kind, target, tmp_path):
     put(kind, target / name, tmp_path)
     with seconds():
-        said = complaint(lambda: READERS[name](target), UnsafeFileError, DamagedFileError)
-    assert not said or name in said
+        message = complaint(lambda: READERS[name](target), UnsafeFileError, DamagedFileError)
+    assert not message or name in message
 
 
 BROKEN = {
@@ -199,8 +199,8 @@ def test_a_record_that_is_damaged_is_no_traceback(name, content, target):
     with path.open("wb") as file:
         file.truncate(2**40) if BROKEN[content] is None else file.write(BROKEN[content])
     with seconds():
-        said = complaint(lambda: READERS[name](target), OSError, ValueError)
-    assert not said or (name in said and len(said) < 500)
+        message = complaint(lambda: READERS[name](target), OSError, ValueError)
+    assert not message or (name in message and len(message) < 500)
 
 
 @pytest.mark.parametrize("content", BROKEN)
@@ -228,7 +228,7 @@ def test_a_lock_that_is_no_file_is_refused(kind, target, tmp_path):
 def test_a_log_that_is_no_file_is_a_line(target, tmp_path, capfd, caplog):
     put("pipe", target / "foundry.log", tmp_path)
     with seconds():
-        RunLog(target / "foundry.log").emit(logging.makeLogRecord({"msg": "said"}))
+        RunLog(target / "foundry.log").emit(logging.makeLogRecord({"msg": "message"}))
     assert "foundry.log is a named pipe" in caplog.text
 
 

@@ -76,15 +76,15 @@ def test_files_that_are_not_the_runs_are_refused_and_nothing_is_sent(run_dir, se
     LINKED.get(record["file"], lambda run_dir: None)(run_dir)
     given(run_dir, *RECORDS, record)
     assert sync.main([f"dir={run_dir}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("nothing is sent: ")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("nothing is sent: ")
+    assert message.count("\n") == 1
     assert sent == []
     assert (run_dir / "mlflow_pending.jsonl").exists()
 
 
 def test_a_file_that_is_refused_later_is_left_out(run_dir, caplog):
-    """By a store that a running run sends to: a warning, and the run goes on."""
+    """By a store that a running run sends to: a warning, and the run continues."""
     uploaded = []
 
     class Client:
@@ -113,8 +113,8 @@ SERVERS = ["http://evil.example:5000", "databricks", "postgresql://host/db", "sq
 def test_the_directory_does_not_choose_the_store(run_dir, sent, capsys, uri, monkeypatch):
     given(run_dir, uri=uri)
     assert sync.main([f"dir={run_dir}"]) == 2
-    said = capsys.readouterr().err
-    assert f"uri={uri}" in said, "it says what to do"
+    message = capsys.readouterr().err
+    assert f"uri={uri}" in message, "it says what to do"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mine.example")
     assert sync.main([f"dir={run_dir}"]) == 2
     assert sent == []
@@ -148,8 +148,8 @@ def test_the_command_that_a_run_prints_is_the_one_that_works(run_dir, sent):
         command = shlex.split(sync_command(run_dir, uri))
         assert sync.main(command[3:]) == 0
     assert sent == [tracking_uri(), "http://one.example"]
-    said = sync_command(run_dir, "http://ann:hidden-pw@one.example")
-    assert said.startswith("MLFLOW_TRACKING_URI=http://***@one.example python ")
+    message = sync_command(run_dir, "http://ann:hidden-pw@one.example")
+    assert message.startswith("MLFLOW_TRACKING_URI=http://***@one.example python ")
 
 
 def test_a_database_that_came_with_the_run_does_not_write_elsewhere(run_dir, tmp_path, capsys):
@@ -187,9 +187,9 @@ def test_records_that_are_not_foundrys_are_a_line(run_dir, sent, capsys, content
     given(run_dir)
     (run_dir / "mlflow_pending.jsonl").write_bytes(json.dumps(RECORDS[0]).encode() + b"\n" + PENDING[content])
     assert sync.main([f"dir={run_dir}"]) == 2
-    said = capsys.readouterr().err
-    assert "mlflow_pending.jsonl:2" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "mlflow_pending.jsonl:2" in message
+    assert message.count("\n") == 1
     assert sent == []
 
 

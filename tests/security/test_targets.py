@@ -33,9 +33,9 @@ def secret(monkeypatch):
 def ask(monkeypatch, capsys, tmp_path):
     """Run a command in this process; its exit code and what it said."""
 
-    def ask(name, run_dir, *words):
-        words = [f"run={run_dir}", *([f"out={tmp_path / 'out'}"] if name == "export" else []), *words]
-        monkeypatch.setattr(sys, "argv", [name, *words])
+    def ask(name, run_dir, *overrides):
+        overrides = [f"run={run_dir}", *([f"out={tmp_path / 'out'}"] if name == "export" else []), *overrides]
+        monkeypatch.setattr(sys, "argv", [name, *overrides])
         try:
             command(*COMMANDS[name], name=name, doc="")
             code = 0
@@ -66,10 +66,10 @@ def test_no_hostile_target_is_built(lm, tmp_path, ask):
             write(lm, bad)
             with pytest.raises(ConfigError) as refused:
                 load_config(lm)
-            said = str(refused.value)
-            assert all("trust=true" in line for line in said.splitlines()), place
-            assert said.count("\n") < 6, place
-            assert all(target in said for target in set(hydra_targets(bad)) - own), place
+            message = str(refused.value)
+            assert all("trust=true" in line for line in message.splitlines()), place
+            assert message.count("\n") < 6, place
+            assert all(target in message for target in set(hydra_targets(bad)) - own), place
             assert not canary.exists(), place
             tried += 1
     assert tried >= 500
@@ -269,8 +269,8 @@ def test_a_run_that_started_from_a_folder_does_not_need_it_again(lm, tmp_path, a
     config = AutoConfig.for_model("llama", vocab_size=4096, max_position_embeddings=32, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     shutil.copy(lm / "tokenizer.json", folder)
-    words = ["model=hf", f"model.path={folder}", "debug=fast", "data.seq_len=32", "tracking=none"]
-    train(configure(*words, "evaluation.write_samples=false", "tracking.progress=false"), tmp_path / "run")
+    overrides = ["model=hf", f"model.path={folder}", "debug=fast", "data.seq_len=32", "tracking=none"]
+    train(configure(*overrides, "evaluation.write_samples=false", "tracking.progress=false"), tmp_path / "run")
     shutil.rmtree(folder)
     assert ask("export", tmp_path / "run")[0] == 0
     assert load_file(tmp_path / "out" / "model.safetensors").keys() >= {"model.embed_tokens.weight"}

@@ -43,7 +43,7 @@ class Terminal:
     """A command that somebody has typed at a terminal."""
 
     def __init__(self, command, environment, cwd):
-        self.said = ""
+        self.output = ""
         self._pid, self._file = pty.fork()
         if self._pid == 0:
             os.chdir(cwd)
@@ -54,9 +54,9 @@ class Terminal:
 
     def wait_for(self, text, seconds=300):
         deadline = time.monotonic() + seconds
-        while text not in self.said:
-            assert self._read(), self.said
-            assert time.monotonic() < deadline, self.said
+        while text not in self.output:
+            assert self._read(), self.output
+            assert time.monotonic() < deadline, self.output
 
     def end(self):
         """Read all it says; returns its exit code."""
@@ -72,7 +72,7 @@ class Terminal:
             new = os.read(self._file, 4096)
         except OSError:  # Linux's way to say that nobody is there any more
             return False
-        self.said += new.decode()
+        self.output += new.decode()
         return bool(new)
 
 
@@ -84,25 +84,25 @@ class Cluster:
         done = subprocess.run(command, env=self.environment, cwd=self.cwd, capture_output=True, text=True, check=False)
         return done.stdout
 
-    def sweep(self, *words):
+    def sweep(self, *overrides):
         """Start a sweep; what it says goes into said.txt."""
-        with (self.cwd / "said.txt").open("w") as said:
+        with (self.cwd / "said.txt").open("w") as message:
             driver = subprocess.Popen(
-                self._command(*words),
+                self._command(*overrides),
                 cwd=self.cwd,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=message,
+                stderr=message,
             )
         self.drivers.append(driver)
         return driver
 
-    def sweep_at_terminal(self, *words):
-        return Terminal(self._command(*words), self.environment, self.cwd)
+    def sweep_at_terminal(self, *overrides):
+        return Terminal(self._command(*overrides), self.environment, self.cwd)
 
-    def _command(self, *words):
-        return [sys.executable, "-m", "foundry", "-m", *sorted(words, key=lambda word: word[0] != "-"), *TINY]
+    def _command(self, *overrides):
+        return [sys.executable, "-m", "foundry", "-m", *sorted(overrides, key=lambda word: word[0] != "-"), *TINY]
 
     def own_objective(self, *, slow=True):
         """Make an objective that takes 0.3 s while there is a file `slow`; rank 1 of job n fails if there is `raise`n.
@@ -131,20 +131,20 @@ class Cluster:
             return sorted(database.execute("select name, status from runs").fetchall())
 
     @property
-    def said(self):
+    def message(self):
         path = self.cwd / "said.txt"
         return path.read_text() if path.exists() else ""
 
     def finish(self, driver, code=0):
         driver.wait(300)
-        assert driver.returncode == code, self.said
+        assert driver.returncode == code, self.output
 
     def wait(self, condition, seconds=300, *, detached=False):
         """Until the condition holds; fails if the sweep ends before, unless it was to leave its jobs."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, self.said
-            assert detached or self.drivers[-1].poll() is None, self.said
+            assert time.monotonic() < deadline, self.output
+            assert detached or self.drivers[-1].poll() is None, self.output
             time.sleep(0.1)
 
     def wait_for_steps(self, job, steps, *, detached=False):
@@ -155,8 +155,8 @@ class Cluster:
         return json.loads((self.cwd / sweep / str(job) / "slurm.json").read_text())["job_id"]
 
     def state_in_slurm(self, job, sweep="s"):
-        said = self.ask("scontrol", "--oneliner", "show", "job", self.slurm_id(job, sweep))
-        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+        message = self.ask("scontrol", "--oneliner", "show", "job", self.slurm_id(job, sweep))
+        return dict(word.split("=", 1) for word in message.split() if "=" in word)
 
     def status(self, job, sweep="s"):
         status = json.loads((self.cwd / sweep / str(job) / "status.json").read_text())

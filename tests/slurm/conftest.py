@@ -117,10 +117,10 @@ def _start(command, log, environment):
 
 def _wait_until_idle(environment, folder):
     for _ in range(60):
-        said = subprocess.run(
+        message = subprocess.run(
             ["sinfo", "-h", "-t", "idle", "-o", "%D"], env=environment, capture_output=True, text=True, check=False
         )
-        if said.stdout.strip() == "2":
+        if message.stdout.strip() == "2":
             return
         time.sleep(0.5)
     logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("*.out"))

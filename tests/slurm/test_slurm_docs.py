@@ -26,7 +26,7 @@ def test_of_the_job_with_gpus_only_the_partition_is_missing_here(cluster, run_bl
     own = run_blocks.blocks(PAGE.read_text())
     (code,) = (block for block in run_blocks.blocks(PAGE.read_text(), at="elsewhere") if block not in own)
     (cluster.cwd / "text").mkdir()
-    said = subprocess.run(
+    message = subprocess.run(
         ["bash", "-c", code.replace("/shared", str(cluster.cwd))],
         cwd=cluster.cwd,
         env=cluster.environment,
@@ -34,6 +34,6 @@ def test_of_the_job_with_gpus_only_the_partition_is_missing_here(cluster, run_bl
         text=True,
         check=False,
     )
-    assert said.returncode == 2
-    assert said.stderr.startswith("hydra.launcher.partition: is gpu, which is not here; partitions here: main, ")
-    assert said.stderr.count("\n") == 1
+    assert message.returncode == 2
+    assert message.stderr.startswith("hydra.launcher.partition: is gpu, which is not here; partitions here: main, ")
+    assert message.stderr.count("\n") == 1

@@ -30,19 +30,19 @@ def resolve_num_tasks(job_id):
 
 
 def test_a_time_limit_costs_nothing_and_the_last_one_leaves_a_checkpoint(cluster):
-    """Real limits of a minute, in mid-training: of a job of two ranks that may go on, and of one that may not."""
+    """Real limits of a minute, in mid-training: of a job of two ranks that may continue, and of one that may not."""
     limit = ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1"]  # Slurm is up to 30 s early
     own, steps = cluster.own_objective(), ["hparams.max_steps=200", "tracking.mlflow=true"]
     last = [*SLURM, *own, *limit, *steps, "hydra.sweep.dir=last", "hydra.launcher.max_num_timeout=0"]
     cluster.finish(cluster.sweep(*last, "hydra.launcher.detach=true"))
     driver = cluster.sweep(*SLURM, *own, *limit, *steps, "hydra.launcher.tasks_per_node=2")
-    cluster.wait(lambda: "job 0: requeued (" in cluster.said and cluster.status(0, "last")[0] == "stopped", 120)
+    cluster.wait(lambda: "job 0: requeued (" in cluster.output and cluster.status(0, "last")[0] == "stopped", 120)
     (cluster.cwd / "slow").unlink()
     cluster.finish(driver)
     assert cluster.status(0) == ("finished", "")
     assert int(cluster.state_in_slurm(0)["Restarts"]) >= 1
 
-    why = "its time is up, as often as hydra.launcher.max_num_timeout allows; the same command goes on with it"
+    why = "its time is up, as often as hydra.launcher.max_num_timeout allows; the same command resumes it"
     assert cluster.status(0, "last") == ("stopped", why)
     state = cluster.state_in_slurm(0, "last")
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "140:0", "0")
@@ -77,13 +77,13 @@ def test_a_job_whose_time_is_up_before_it_trains_has_not_failed(cluster):
 
 def test_ranks_that_fail_are_named_and_others_go_on(cluster):
     """Rank 1 of job 0 raises an error, rank 1 of job 1 is killed, job 2 finishes."""
-    words = ["hydra.launcher.tasks_per_node=2", SMALL, "hparams.max_steps=300", "hparams.seed=1,2,3"]
-    driver = cluster.sweep(*SLURM, *cluster.own_objective(), *words)
+    overrides = ["hydra.launcher.tasks_per_node=2", SMALL, "hparams.max_steps=300", "hparams.seed=1,2,3"]
+    driver = cluster.sweep(*SLURM, *cluster.own_objective(), *overrides)
     for job in range(3):
         cluster.wait_for_steps(job, 2)
     (cluster.cwd / "raise0").touch()
     os.kill(resolve_num_tasks(cluster.state_in_slurm(1)["JobId"])[1], 9)
-    cluster.wait(lambda: cluster.said.count(": failed (") == 2)
+    cluster.wait(lambda: cluster.output.count(": failed (") == 2)
     (cluster.cwd / "slow").unlink()
     cluster.finish(driver, code=1)
     assert cluster.status(0) == ("failed", "rank 1: ArithmeticError: the teacher has no answer")
@@ -99,15 +99,15 @@ def test_ranks_that_fail_are_named_and_others_go_on(cluster):
 def test_a_node_that_goes_down_loses_nothing_and_a_drained_one_only_time(cluster):
     """One of the two nodes is drained from the start; the other goes down under the job that runs on it."""
     cluster.ask("scontrol", "update", "nodename=n2", "state=drain", "reason=upkeep")
-    words = [*cluster.own_objective(), "hparams.max_steps=30", "hparams.seed=1,2"]
-    driver = cluster.sweep(*SLURM, *words)
+    overrides = [*cluster.own_objective(), "hparams.max_steps=30", "hparams.seed=1,2"]
+    driver = cluster.sweep(*SLURM, *overrides)
     cluster.wait_for_steps(0, 2)
-    cluster.wait(lambda: "job 1 (hparams.seed=2): queued (" in cluster.said)
+    cluster.wait(lambda: "job 1 (hparams.seed=2): queued (" in cluster.output)
     cluster.ask("scontrol", "update", "nodename=n1", "state=down", "reason=broken")
-    cluster.wait(lambda: "job 0 (hparams.seed=1): requeued (" in cluster.said)
-    said, code = cluster.report()
+    cluster.wait(lambda: "job 0 (hparams.seed=1): requeued (" in cluster.output)
+    message, code = cluster.report()
     assert code == 3
-    assert "2 jobs: 1 requeued, 1 queued" in said
+    assert "2 jobs: 1 requeued, 1 queued" in message
     (cluster.cwd / "slow").unlink()
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
     cluster.finish(driver)
@@ -118,8 +118,8 @@ def test_a_node_that_goes_down_loses_nothing_and_a_drained_one_only_time(cluster
 @pytest.mark.parametrize("end", ["node", "preemption"])
 def test_a_job_that_may_not_be_queued_again_is_stopped(cluster, end):
     no_requeue = "+hydra.launcher.additional_parameters.no-requeue=true"
-    words = [*cluster.own_objective(), no_requeue, "hydra.launcher.partition=spare", "hparams.max_steps=50"]
-    driver = cluster.sweep(*SLURM, *words)
+    overrides = [*cluster.own_objective(), no_requeue, "hydra.launcher.partition=spare", "hparams.max_steps=50"]
+    driver = cluster.sweep(*SLURM, *overrides)
     cluster.wait_for_steps(0, 2)
     node = cluster.state_in_slurm(0)["NodeList"]
     if end == "node":
@@ -144,12 +144,12 @@ def test_a_partition_that_cancels_what_it_preempts(cluster, may_requeue):
         scontrol.write_text('#!/bin/sh\n[ "$1" = requeue ] && exit 1\nexec /usr/bin/scontrol "$@"\n')
         scontrol.chmod(0o755)
         cluster.environment["PATH"] = f"{scontrol.parent}:{cluster.environment['PATH']}"
-    words = [*cluster.own_objective(), "hydra.launcher.partition=spare", "hparams.max_steps=50"]
-    driver = cluster.sweep(*SLURM, *words)
+    overrides = [*cluster.own_objective(), "hydra.launcher.partition=spare", "hparams.max_steps=50"]
+    driver = cluster.sweep(*SLURM, *overrides)
     cluster.wait_for_steps(0, 2)
     cluster.ask("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true")
     if may_requeue:
-        cluster.wait(lambda: "job 0: requeued (" in cluster.said)
+        cluster.wait(lambda: "job 0: requeued (" in cluster.output)
         (cluster.cwd / "slow").unlink()
         cluster.finish(driver)
         assert cluster.status(0) == ("finished", "")
@@ -164,12 +164,17 @@ def test_a_partition_that_cancels_what_it_preempts(cluster, may_requeue):
 @pytest.mark.parametrize("keys", ["c\n", "x\n", "\x03"])
 def test_ctrl_c_asks_what_becomes_of_the_jobs(cluster, keys):
     """One job runs, the other waits for it."""
-    words = [*cluster.own_objective(), "hydra.launcher.array_parallelism=1", "hparams.max_steps=50", "hparams.seed=1,2"]
-    terminal = cluster.sweep_at_terminal(*SLURM, *words)
+    overrides = [
+        *cluster.own_objective(),
+        "hydra.launcher.array_parallelism=1",
+        "hparams.max_steps=50",
+        "hparams.seed=1,2",
+    ]
+    terminal = cluster.sweep_at_terminal(*SLURM, *overrides)
     terminal.wait_for("job 0 (hparams.seed=1): running")
     cluster.wait_for_steps(0, 2, detached=True)
     terminal.type("\x03")
-    terminal.wait_for("Cancel the jobs (c), or leave them to go on by themselves (any other key)?")
+    terminal.wait_for("Cancel the jobs (c), or leave them to continue by themselves (any other key)?")
     terminal.type(keys)
     assert terminal.end() == 130
     if keys == "c\n":
@@ -180,24 +185,24 @@ def test_ctrl_c_asks_what_becomes_of_the_jobs(cluster, keys):
             assert why.startswith(reason)
         assert cluster.report()[1] == 3
     else:
-        assert f"to end them: scancel {cluster.slurm_id(0).partition('_')[0]}\r\n" in terminal.said
+        assert f"to end them: scancel {cluster.slurm_id(0).partition('_')[0]}\r\n" in terminal.output
         (cluster.cwd / "slow").unlink()
         cluster.wait(lambda: cluster.report()[1] == 0, detached=True)
         assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2
 
 
 def test_jobs_go_on_when_the_process_that_waits_is_killed(cluster):
-    words = [*SLURM, *cluster.own_objective(), "hydra.launcher.array_parallelism=1", "hparams.seed=1,2"]
-    driver = cluster.sweep(*words, "hparams.max_steps=30")
+    overrides = [*SLURM, *cluster.own_objective(), "hydra.launcher.array_parallelism=1", "hparams.seed=1,2"]
+    driver = cluster.sweep(*overrides, "hparams.max_steps=30")
     cluster.wait_for_steps(0, 2)
     driver.kill()
     driver.wait()
-    said, code = cluster.report()
+    message, code = cluster.report()
     assert code == 3
-    assert "2 jobs: 1 running, 1 queued" in said
+    assert "2 jobs: 1 running, 1 queued" in message
     submitted = [cluster.slurm_id(job) for job in (0, 1)]
-    driver = cluster.sweep(*words, "hparams.max_steps=30")
-    cluster.wait(lambda: f"job 1 (hparams.seed=2) is in the queue already, as {submitted[1]}" in cluster.said)
+    driver = cluster.sweep(*overrides, "hparams.max_steps=30")
+    cluster.wait(lambda: f"job 1 (hparams.seed=2) is in the queue already, as {submitted[1]}" in cluster.output)
     (cluster.cwd / "slow").unlink()
     cluster.finish(driver)
     assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2
@@ -206,17 +211,22 @@ def test_jobs_go_on_when_the_process_that_waits_is_killed(cluster):
 
 def test_the_report_asks_slurm_about_jobs_that_nobody_waits_for(cluster):
     """Of a detached sweep one job finishes, and one is cancelled while it waits; then its run in MLflow ends, too."""
-    words = ["hydra.launcher.array_parallelism=1", "hparams.seed=1,2", "hparams.max_steps=10", "tracking.mlflow=true"]
-    cluster.finish(cluster.sweep(*SLURM, *cluster.own_objective(), *words, "hydra.launcher.detach=true"))
+    overrides = [
+        "hydra.launcher.array_parallelism=1",
+        "hparams.seed=1,2",
+        "hparams.max_steps=10",
+        "tracking.mlflow=true",
+    ]
+    cluster.finish(cluster.sweep(*SLURM, *cluster.own_objective(), *overrides, "hydra.launcher.detach=true"))
     cluster.wait_for_steps(0, 2, detached=True)
     cluster.ask("scancel", cluster.slurm_id(1))
     cluster.wait(lambda: cluster.status(0)[0] == "finished", detached=True)
     cluster.wait(lambda: not cluster.ask("squeue", "--noheader"), detached=True)
     assert cluster.status(1) == ("queued", "")
     assert [status for _, status in cluster.mlflow_runs()] == ["FINISHED", "RUNNING"], "the job's and the sweep's"
-    said, code = cluster.report()
+    message, code = cluster.report()
     assert code == 3
-    assert "2 jobs: 1 finished, 1 stopped" in said
+    assert "2 jobs: 1 finished, 1 stopped" in message
     state, reason = cluster.status(1)
     assert state == "stopped"
     assert reason.startswith("Slurm: CANCELLED")

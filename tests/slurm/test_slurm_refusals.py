@@ -10,9 +10,9 @@ from wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
 def test_slurm_gets_no_job_of_a_sweep_in_which_one_is_wrong(cluster):
     write_options(cluster.cwd)
     files, before = set(cluster.cwd.rglob("*")), cluster.next_job_id()
-    for name, (words, _) in WRONG_SWEEPS.items():
-        cluster.finish(cluster.sweep(*SLURM, *words), code=2)
-        assert_said(name, cluster.said)
+    for name, (overrides, _) in WRONG_SWEEPS.items():
+        cluster.finish(cluster.sweep(*SLURM, *overrides), code=2)
+        assert_said(name, cluster.output)
     left = {path.name for path in set(cluster.cwd.rglob("*")) - files}
     assert left <= {"said.txt", f"slurm-{before}.out"}, "but for Slurm's own file of the job that asked for its number"
     assert cluster.next_job_id() == before + 1

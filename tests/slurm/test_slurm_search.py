@@ -15,19 +15,19 @@ def trials(sweep):
 
 def test_a_search_finds_the_jobs_again_that_its_process_has_left(cluster):
     """Two at a time; the process that proposes is killed while they run, and started again."""
-    words = [
+    overrides = [
         *SLURM,
         *["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2", "hydra.sweeper.n_trials=3"],
         *["hparams.max_steps=400", "hparams.lr=tag(log,interval(1e-4,1e-1))"],
     ]
-    killed = cluster.sweep(*words)
+    killed = cluster.sweep(*overrides)
     cluster.wait_for_steps(0, 2)
     cluster.wait_for_steps(1, 2)
     killed.kill()
     killed.wait()
     submitted = [cluster.slurm_id(job) for job in (0, 1)]
-    cluster.finish(cluster.sweep(*words))
-    assert "is in the queue already, as " in cluster.said
+    cluster.finish(cluster.sweep(*overrides))
+    assert "is in the queue already, as " in cluster.output
     assert [cluster.slurm_id(job) for job in (0, 1)] == submitted
     assert [trial.state.name for trial in trials(cluster.cwd / "s")] == ["COMPLETE"] * 3
     assert [cluster.status(job) for job in range(3)] == [("finished", "")] * 3

@@ -26,7 +26,7 @@ def test_a_sweep_with_a_wrong_job_submits_nothing(cluster):
         ),
     ):
         cluster.finish(cluster.sweep(*SLURM, *wrong, "hparams.lr=1e-3,2e-3"), code=2)
-        assert message in cluster.said
+        assert message in cluster.output
     assert not (cluster.cwd / "s").exists()
     assert cluster.next_job_id() == before + 1
 
@@ -37,7 +37,7 @@ def test_a_job_that_slurm_refuses_is_a_line_and_leaves_nothing(cluster):
     for state in ("resume", "drain"):
         cluster.ask("scontrol", "update", "nodename=n1,n2", f"state={state}", "reason=upkeep")
         cluster.finish(cluster.sweep(*SLURM, "hydra.launcher.mem_gb=100"), code=2)
-        assert "hydra.launcher: Slurm refuses such jobs: Memory specification can not be satisfied" in cluster.said
+        assert "hydra.launcher: Slurm refuses such jobs: Memory specification can not be satisfied" in cluster.output
     assert not (cluster.cwd / "s").exists()
     assert cluster.ask("squeue", "--noheader") == ""
 
@@ -57,11 +57,11 @@ def test_what_was_submitted_runs_and_every_end_is_told(cluster):
         "data.path=here.jsonl,gone.jsonl",
         "hparams.seed=1,2",
     )
-    cluster.wait(lambda: "4 jobs in the queue" in cluster.said and cluster.said.count(": queued (") >= 4)
+    cluster.wait(lambda: "4 jobs in the queue" in cluster.output and cluster.output.count(": queued (") >= 4)
     (options / "mine.yaml").write_text(yaml.replace("0.003", "9.9"))
     (cluster.cwd / "gone.jsonl").unlink()
     cluster.ask("scancel", cluster.slurm_id(3))
-    cluster.wait(lambda: "job 3 (data.path=gone.jsonl hparams.seed=2): lost" in cluster.said)
+    cluster.wait(lambda: "job 3 (data.path=gone.jsonl hparams.seed=2): lost" in cluster.output)
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
     cluster.wait(lambda: cluster.state_in_slurm(1)["JobState"] == "RUNNING")
     cluster.ask("scancel", "--signal=KILL", "--full", cluster.slurm_id(1))
@@ -91,7 +91,7 @@ def test_a_job_told_that_its_time_is_up_goes_on_at_the_same_step(cluster):
     cluster.finish(driver)
     assert cluster.state_in_slurm(1)["Restarts"] == "1"
     assert cluster.state_in_slurm(0)["Restarts"] == "0"
-    assert "job 1 (tracking.run_name=disturbed): requeued" in cluster.said
+    assert "job 1 (tracking.run_name=disturbed): requeued" in cluster.output
     assert steps(cluster.cwd / "s/1") == steps(cluster.cwd / "s/0") == list(range(1, 61))
     assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "s/1")
 
@@ -99,29 +99,34 @@ def test_a_job_told_that_its_time_is_up_goes_on_at_the_same_step(cluster):
 @pytest.mark.long
 def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
     """FSDP on two nodes of two tasks each; a job of the higher partition takes both nodes."""
-    words = ["distributed=fsdp", "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=4", "hparams.max_steps=25"]
-    driver = cluster.sweep(*SLURM, *words, "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2")
+    overrides = [
+        "distributed=fsdp",
+        "hparams.global_batch_size=16",
+        "hparams.per_gpu_batch_size=4",
+        "hparams.max_steps=25",
+    ]
+    driver = cluster.sweep(*SLURM, *overrides, "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2")
     cluster.wait_for_steps(0, 3)
     cluster.ask("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true")
     cluster.finish(driver)
     assert cluster.state_in_slurm(0)["Restarts"] == "1"
-    assert "job 0: requeued" in cluster.said
+    assert "job 0: requeued" in cluster.output
     local = ["hydra/launcher=local", "distributed.nproc_per_node=4", "hydra.sweep.dir=local"]
-    cluster.finish(cluster.sweep(*words, *local))
+    cluster.finish(cluster.sweep(*overrides, *local))
     assert steps(cluster.cwd / "s/0") == steps(cluster.cwd / "local/0") == list(range(1, 26))
     assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "local/0")
 
 
 @pytest.mark.long
 def test_a_detached_sweep_goes_on_and_is_found_again(cluster):
-    words = [*SLURM, "hydra.launcher.snapshot_code=true", "hparams.max_steps=3", "hparams.lr=1e-3,2e-3"]
+    overrides = [*SLURM, "hydra.launcher.snapshot_code=true", "hparams.max_steps=3", "hparams.lr=1e-3,2e-3"]
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")
-    cluster.finish(cluster.sweep(*words, "hydra.launcher.detach=true"))
+    cluster.finish(cluster.sweep(*overrides, "hydra.launcher.detach=true"))
     array = cluster.slurm_id(0).partition("_")[0]
-    assert f"scancel {array}" in cluster.said
+    assert f"scancel {array}" in cluster.output
     assert cluster.status(0) == ("queued", "")
-    driver = cluster.sweep(*words)
-    cluster.wait(lambda: f"is in the queue already, as {array}_1" in cluster.said)
+    driver = cluster.sweep(*overrides)
+    cluster.wait(lambda: f"is in the queue already, as {array}_1" in cluster.output)
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
     cluster.finish(driver)
     assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2

@@ -22,9 +22,9 @@ WORDS = [
 ]
 
 
-def srun(environment, cwd, *words):
+def srun(environment, cwd, *overrides):
     """`python -m foundry` as two tasks on two nodes."""
-    command = ["srun", "-N2", "-n2", sys.executable, "-m", "foundry", *words]
+    command = ["srun", "-N2", "-n2", sys.executable, "-m", "foundry", *overrides]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 

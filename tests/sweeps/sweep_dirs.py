@@ -21,17 +21,17 @@ class SweepDir:
         self.facts |= {"direction": "minimize", "launcher": "basic", "jobs": [], **facts}
         folder.mkdir()
 
-    def job(self, *words, state="finished", losses=(3.0, 2.0), reason="", step=200, shared=()):
+    def job(self, *overrides, state="finished", losses=(3.0, 2.0), reason="", step=200, shared=()):
         """Add a job that has come to a state, with evaluations on the way; returns its run directory."""
         index = len(self.facts["jobs"])
         run_dir = self.folder / str(index)
-        entry = {"index": index, "dir": str(index), "overrides": words, "config_hash": "c0ffee", "id": str(index)}
+        entry = {"index": index, "dir": str(index), "overrides": overrides, "config_hash": "c0ffee", "id": str(index)}
         self.facts["jobs"].append(entry)
         (self.folder / "sweep.json").write_text(json.dumps(self.facts))
         if state != "queued":
             self._run(run_dir, state, losses, reason, step)
             (run_dir / ".hydra").mkdir()
-            (run_dir / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*shared, *words]))
+            (run_dir / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*shared, *overrides]))
         return run_dir
 
     def prune(self, run_dir):

@@ -33,7 +33,7 @@ def marks(axes, marker):
     ]
 
 
-def said(axes):
+def message(axes):
     return [text.get_text() for text in axes.texts]
 
 
@@ -47,7 +47,7 @@ def test_one_number_over_a_wide_span_is_drawn_on_a_logarithmic_axis(sweep_dir):
     assert [label.get_text() for label in panel.get_xticklabels()] == ["0.0001", "0.001", "0.01"]
     best = max(curves.lines, key=lambda line: line.get_linewidth())
     assert (to_hex(best.get_color()), list(best.get_ydata())) == (ORANGE, [3.0, 1.5])
-    assert said(curves) == ["job 1"]
+    assert message(curves) == ["job 1"]
 
 
 def test_a_narrow_span_is_drawn_on_a_linear_axis(sweep_dir):
@@ -92,8 +92,8 @@ def test_pruned_jobs_are_hollow_and_do_not_widen_the_frame(sweep_dir):
 def test_keys_that_go_together_are_one_parameter(sweep_dir):
     for lr, clip in (("1e-3", "1.0"), ("3e-3", "0.5")):
         for seed, loss in ((0, 1.0), (1, math.nan)):
-            words = (f"hparams.lr={lr}", f"hparams.grad_clip_norm={clip}", f"hparams.seed={seed}")
-            sweep_dir.job(*words, losses=(3.0, loss + float(lr)))
+            overrides = (f"hparams.lr={lr}", f"hparams.grad_clip_norm={clip}", f"hparams.seed={seed}")
+            sweep_dir.job(*overrides, losses=(3.0, loss + float(lr)))
     panel, seeds, _ = drawn(sweep_dir)
     assert (panel.get_xlabel(), seeds.get_xlabel()) == ("lr, grad_clip_norm", "seed")
     assert [label.get_text() for label in panel.get_xticklabels()] == ["0.001, 1", "0.003, 0.5"]
@@ -136,7 +136,7 @@ def test_three_parameters_and_words_among_them(sweep_dir):
 def test_a_single_job_in_any_state_has_a_picture(sweep_dir, state):
     sweep_dir.job("hparams.lr=1", state=state)
     (panel,) = drawn(sweep_dir)
-    assert said(panel) == (["no learning curves"] if state == "queued" else [] if state == "failed" else ["job 0"])
+    assert message(panel) == (["no learning curves"] if state == "queued" else [] if state == "failed" else ["job 0"])
 
 
 def test_before_the_first_evaluations_the_training_loss_is_shown(sweep_dir):

@@ -103,7 +103,7 @@ def test_a_shuffled_list_makes_the_same_jobs():
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "said"),
+    ("words", "options", "message"),
     [
         (["a=range(5,5)"], {}, "a: is range(5,5), which gives no value"),
         (["a=1,2", "b=1,2,3"], {"zipped": [["a", "b"]]}, "different lengths: a has 2 and b has 3; give each"),
@@ -118,9 +118,9 @@ def test_a_shuffled_list_makes_the_same_jobs():
         (["a=interval(0,1)"], {}, "a: is interval(0,1), which cannot be enumerated"),
     ],
 )
-def test_mistakes_are_a_line_each(words, options, said):
+def test_mistakes_are_a_line_each(words, options, message):
     (line,) = refusal(*words, **options)
-    assert said in line
+    assert message in line
     assert "\n" not in line
 
 

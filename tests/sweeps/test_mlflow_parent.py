@@ -65,7 +65,7 @@ def test_one_parent_from_the_first_job_to_the_last(sweep):
     close_parent(sweep, stopped=True)
     assert (parent().info.status, parent().data.tags["best_job"]) == ("KILLED", "0")
     store_of(sweep / "1").connect()
-    assert parent().info.status == "RUNNING", "a sweep that goes on has the same parent"
+    assert parent().info.status == "RUNNING", "a sweep that is resumed has the same parent"
     end(sweep / "1", "finished")
     end(sweep / "2", "failed")
     assert (parent().info.status, parent().data.tags["jobs"]) == ("FAILED", "2 finished, 1 failed")
@@ -96,10 +96,10 @@ def test_a_picture_that_cannot_be_drawn_leaves_no_run_open(sweep, caplog):
 
 
 def test_a_job_is_compared_by_what_was_swept(with_database, events):
-    words = ("hparams.lr=0.0012345678901234", "optimizer=muon", f"data.hf_token={SECRET}")
+    overrides = ("hparams.lr=0.0012345678901234", "optimizer=muon", f"data.hf_token={SECRET}")
     sweep_dir = SweepDir(with_database / "sweep", type(events), command=["hparams_search=mine"])
-    run_dir = sweep_dir.job(*words[:2])
-    ParentLink.write(run_dir, sweep_dir.folder, 0, words)
+    run_dir = sweep_dir.job(*overrides[:2])
+    ParentLink.write(run_dir, sweep_dir.folder, 0, overrides)
     tracker = MLflowTracker(run_dir=run_dir, finish_seconds=60)
     start = events.start()
     start.config["hparams"]["lr"] = 0.0012345678901234

@@ -70,7 +70,7 @@ def test_another_metric_is_read_from_the_evaluations(tmp_path, events):
 
 
 @pytest.mark.parametrize(
-    ("words", "names"),
+    ("overrides", "names"),
     [
         ([["hparams.lr=1", "a.b=1"], ["hparams.lr=2", "a.b=1"]], {"hparams.lr": "lr"}),
         ([["a.size=1", "b.size=1"], ["a.size=2", "b.size=2"]], {"a.size": "a.size", "b.size": "b.size"}),
@@ -79,8 +79,8 @@ def test_another_metric_is_read_from_the_evaluations(tmp_path, events):
         ([["a=1"]], {}),
     ],
 )
-def test_only_what_differs_is_named_and_briefly(sweep_dir, words, names):
-    for job in words:
+def test_only_what_differs_is_named_and_briefly(sweep_dir, overrides, names):
+    for job in overrides:
         sweep_dir.job(*job)
     assert read_sweep(sweep_dir.folder).names == names
 
@@ -125,7 +125,7 @@ def test_jobs_that_wait_for_a_sweep_which_has_ended_do_not_go_on(sweep_dir, stat
         assert (order(sweep), sweep.is_going) == ([(0, "finished"), (1, state)], True)
     sweep = read_sweep(sweep_dir.folder)
     assert (order(sweep), sweep.is_going, sweep.exit_code) == ([(0, "finished"), (1, state)], False, 3)
-    assert sweep.jobs[1].note == "the sweep is not running; the same command goes on with it"
+    assert sweep.jobs[1].note == "the sweep is not running; the same command resumes it"
     with held(run_dir):
         assert read_sweep(sweep_dir.folder).is_going  # a job outlives the sweep that started it
     with held(sweep_dir.folder, host="elsewhere"):

@@ -71,7 +71,7 @@ def test_every_choice_and_both_ends_are_among_the_corners():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["lr=1e-3"], "hydra.sweeper.params: has nothing to search for"),
         (["lr=interval(2,1)"], r"lr: is interval\(2,1\): `low <= high`"),
@@ -82,7 +82,7 @@ def test_every_choice_and_both_ends_are_among_the_corners():
         (["lr=tag(log,range(1,9,2))"], "lr: is .*: "),
     ],
 )
-def test_what_is_no_space_is_a_line(words, said):
-    with pytest.raises(ConfigError, match=said) as refused:
+def test_what_is_no_space_is_a_line(words, message):
+    with pytest.raises(ConfigError, match=message) as refused:
         space(*words)
     assert len(refused.value.violations) == 1

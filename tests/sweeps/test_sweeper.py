@@ -1,4 +1,4 @@
-"""How many jobs a sweep may have, what refusing one costs, and how its mistakes are said."""
+"""How many jobs a sweep may have, what refusing one costs, and how its errors are said."""
 
 import time
 
@@ -98,7 +98,7 @@ def sweep():
         yield loader, lambda *words: loader.load_configuration(CONFIG_NAME, list(words), RunMode.MULTIRUN)
 
 
-def said(sweep, *words):
+def message(sweep, *words):
     loader, master = sweep
     jobs = expand(parse(*words), Sweep())
     results = compose_jobs(loader, master(*words), [job.overrides for job in jobs])
@@ -107,7 +107,7 @@ def said(sweep, *words):
 
 def test_hundreds_of_wrong_jobs_are_a_line_in_seconds(sweep):
     start = time.process_time()
-    (line,) = said(sweep, "optimizer=adamw,sgd", "optimizer.momentum=range(0,0.0995,0.001)", "hparams.max_steps=9")
+    (line,) = message(sweep, "optimizer=adamw,sgd", "optimizer.momentum=range(0,0.0995,0.001)", "hparams.max_steps=9")
     assert time.process_time() - start < 8.0
     assert line.startswith("optimizer.momentum: is not a setting of ")
     assert line.endswith("(100 of 200 jobs: 0, 1, 2, …; the first, job 0: optimizer=adamw, optimizer.momentum=0.0)")
@@ -130,12 +130,12 @@ def test_explained_once_or_alone_a_job_says_the_same(sweep):
 
 
 def test_one_wrong_job_is_named_with_its_values(sweep):
-    (line,) = said(sweep, "hparams.lr=1e-3,-1", "hparams.max_steps=9")
+    (line,) = message(sweep, "hparams.lr=1e-3,-1", "hparams.max_steps=9")
     assert line == "job 1 (hparams.lr=-1): hparams.lr: is -1 but must be above 0"
 
 
 def test_a_line_for_each_mistake_in_the_order_of_jobs(sweep):
-    lines = said(sweep, "hparams.lr=-1,-2,1e-3", "hparams.seed=1,-1", "hparams.max_steps=9")
+    lines = message(sweep, "hparams.lr=-1,-2,1e-3", "hparams.seed=1,-1", "hparams.max_steps=9")
     assert [line.partition(" but")[0] for line in lines] == [
         "hparams.lr: is -1",
         "hparams.seed: is -1",
@@ -146,7 +146,7 @@ def test_a_line_for_each_mistake_in_the_order_of_jobs(sweep):
 
 def test_values_that_are_wrong_alike_are_one_line(sweep):
     words = [f"hparams.lr={','.join(str(-number) for number in range(1, 40))}", "hparams.max_steps=9"]
-    (line,) = said(sweep, *words)
+    (line,) = message(sweep, *words)
     assert line == (
         "hparams.lr: is -1 but must be above 0 (39 of 39 jobs, each with a value of its own: 0, 1, 2, …; "
         "the first, job 0: hparams.lr=-1)"

@@ -68,8 +68,17 @@ def test_a_narrow_terminal_still_shows_values_states_and_errors(mixed):
     lines = shown(read_sweep(mixed), force_terminal=True, width=80, color_system=None)
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
-    for said in ("lr", "2e-3", "finished", "queued", "1.5000", "2.0000*", "job 2: ValueError: long [word]", "repeat:"):
-        assert said in text
+    for message in (
+        "lr",
+        "2e-3",
+        "finished",
+        "queued",
+        "1.5000",
+        "2.0000*",
+        "job 2: ValueError: long [word]",
+        "repeat:",
+    ):
+        assert message in text
 
 
 def test_on_a_narrow_terminal_the_logs_go_first_and_then_long_values(sweep_dir):
@@ -90,10 +99,10 @@ def test_what_is_the_same_of_several_jobs_is_said_once(sweep_dir):
         sweep_dir.job(f"a={number}", state="failed", reason="ValueError: as ever")
     sweep_dir.job("a=10", state="failed", reason="KeyError: another")
     lines = shown(read_sweep(sweep_dir.folder), force_terminal=True, width=300, color_system=None)
-    said = [line for line in lines if "Error" in line]
-    assert said[0].startswith("jobs 0, 1, 2, 3, 4, 5, 6, 7 and 2 more: ValueError: as ever; ")
-    assert said[0].endswith("sweep/0/foundry.log")
-    assert said[1].startswith("job 10: KeyError: another; ")
+    message = [line for line in lines if "Error" in line]
+    assert message[0].startswith("jobs 0, 1, 2, 3, 4, 5, 6, 7 and 2 more: ValueError: as ever; ")
+    assert message[0].endswith("sweep/0/foundry.log")
+    assert message[1].startswith("job 10: KeyError: another; ")
 
 
 def test_a_screen_that_does_not_scroll_shows_what_runs_and_the_best(sweep_dir):

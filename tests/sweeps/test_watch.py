@@ -68,8 +68,8 @@ def test_a_terminal_shows_the_table_until_all_is_over(sweep_dir, meanwhile):
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     assert watch(sweep_dir.folder, console, which=Which.last, seconds=2.0)
     assert left == []
-    said = console.file.getvalue()
-    assert said.index("queued") < said.index("requeued") < said.index("1 finished")
+    message = console.file.getvalue()
+    assert message.index("queued") < message.index("requeued") < message.index("1 finished")
 
 
 def test_a_sweep_whose_process_has_died_is_not_waited_for(sweep_dir):
@@ -81,7 +81,7 @@ def test_a_sweep_whose_process_has_died_is_not_waited_for(sweep_dir):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (3, "")
     assert "job 0 finished" in done.stdout.splitlines()[0]
-    assert "the sweep is not running; the same command goes on with it" in done.stdout
+    assert "the sweep is not running; the same command resumes it" in done.stdout
     assert json.loads((sweep_dir.folder / "report.json").read_text())["is_going"] is False
 
 
@@ -123,7 +123,7 @@ def test_a_directory_that_cannot_be_written_is_reported_on(sweep_dir):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         ([], "dir: has no value; give it as dir=..."),
         (["dir=nowhere"], "dir: is nowhere, which is no folder; give the directory of a sweep"),
@@ -132,9 +132,9 @@ def test_a_directory_that_cannot_be_written_is_reported_on(sweep_dir):
         (["dir=.", "seconds=0"], "seconds: is 0 but must be above 0"),
     ],
 )
-def test_mistakes(tmp_path, words, said):
-    command = [sys.executable, "-m", "foundry.report", *words]
+def test_mistakes(tmp_path, overrides, message):
+    command = [sys.executable, "-m", "foundry.report", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith(message)
     assert len(done.stderr.splitlines()) == 1

@@ -155,7 +155,7 @@ def test_what_a_tracker_raises_is_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert run(compose([*QUIET, *own]), tmp_path / "run").result["step"] == 2
     assert [record.getMessage() for record in caplog.records if "no such table" in record.getMessage()] == [
-        "broken.on_step: LookupError: no such table (the run goes on; said once)"
+        "broken.on_step: LookupError: no such table (the run continues; logged once)"
     ]
 
 

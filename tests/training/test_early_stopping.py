@@ -24,15 +24,15 @@ def test_it_is_off_by_default():
 
 
 def test_patience_in_evaluations():
-    said = verdicts(Settings(patience=2, unit=EVALUATIONS), [1.0, 1.1, 0.9, 0.9, 0.8995])
-    assert said == [None] * 4 + ["val_loss has not improved on 0.9 by more than 0.001 in 2 evaluations"]
+    message = verdicts(Settings(patience=2, unit=EVALUATIONS), [1.0, 1.1, 0.9, 0.9, 0.8995])
+    assert message == [None] * 4 + ["val_loss has not improved on 0.9 by more than 0.001 in 2 evaluations"]
 
 
 def test_patience_in_epochs_counts_epochs_however_often_one_is_evaluated():
     epochs = [0, 0, 0, 1, 1, 1, 2, 2]
-    said = verdicts(Settings(patience=2), [1.0] * 8, epochs)
-    assert [reason is not None for reason in said] == [False] * 6 + [True] * 2
-    assert said[6] == "val_loss has not improved on 1 by more than 0.001 in 2 epochs"
+    message = verdicts(Settings(patience=2), [1.0] * 8, epochs)
+    assert [reason is not None for reason in message] == [False] * 6 + [True] * 2
+    assert message[6] == "val_loss has not improved on 1 by more than 0.001 in 2 epochs"
 
 
 def test_an_improvement_of_just_min_delta_is_none():
@@ -43,13 +43,13 @@ def test_an_improvement_of_just_min_delta_is_none():
 
 def test_higher_may_be_better():
     settings = Settings(patience=1, unit=EVALUATIONS, metric="val_accuracy", mode=Mode.max, min_delta=0.0)
-    said = verdicts(settings, [0.5, 0.6, 0.6])
-    assert said == [None, None, "val_accuracy has not improved on 0.6 by more than 0 in 1 evaluation"]
+    message = verdicts(settings, [0.5, 0.6, 0.6])
+    assert message == [None, None, "val_accuracy has not improved on 0.6 by more than 0 in 1 evaluation"]
 
 
-@pytest.mark.parametrize(("value", "said"), [(math.nan, "val_loss is nan"), (math.inf, "val_loss is inf")])
-def test_what_is_not_finite_stops_at_once(value, said):
-    assert verdicts(Settings(patience=10), [1.0, value]) == [None, said]
+@pytest.mark.parametrize(("value", "message"), [(math.nan, "val_loss is nan"), (math.inf, "val_loss is inf")])
+def test_what_is_not_finite_stops_at_once(value, message):
+    assert verdicts(Settings(patience=10), [1.0, value]) == [None, message]
 
 
 def test_a_metric_that_is_not_measured():
@@ -63,14 +63,14 @@ def test_the_state_is_json_and_continues(unit):
     settings = Settings(patience=3, unit=unit)
     values, epochs = [1.0, 1.0, 1.0, 1.0], [0, 1, 2, 3]
     whole, first = EarlyStopping(settings), EarlyStopping(settings)
-    said = [whole.update({"val_loss": value}, epoch) for value, epoch in zip(values, epochs, strict=True)]
+    message = [whole.update({"val_loss": value}, epoch) for value, epoch in zip(values, epochs, strict=True)]
     for value, epoch in list(zip(values, epochs, strict=True))[:2]:
         first.update({"val_loss": value}, epoch)
     second = EarlyStopping(settings)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     rest = [second.update({"val_loss": value}, epoch) for value, epoch in list(zip(values, epochs, strict=True))[2:]]
-    assert rest == said[2:]
-    assert said[3] is not None
+    assert rest == message[2:]
+    assert message[3] is not None
 
 
 def test_the_state_before_any_evaluation():

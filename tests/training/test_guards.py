@@ -1,4 +1,4 @@
-"""Faults inside training: what is left out, what goes on, and what ends the run."""
+"""Faults inside training: what is left out, what continues, and what ends the run."""
 
 import json
 import logging
@@ -101,10 +101,10 @@ def test_more_in_a_row_than_allowed_end_the_run(place):
     for number, bad in enumerate([True, True, False, True, True], start=1):
         take(number, bad)
     before = weights(step._model)
-    said = (
+    message = (
         r"^step 6: the loss on rank 0 is not finite, after 2 updates in a row that were left out \(guard.max_skips=2\)"
     )
-    with pytest.raises(NonFiniteError, match=said):
+    with pytest.raises(NonFiniteError, match=message):
         take(6, True)
     assert same(before, weights(step._model))
 
@@ -250,7 +250,7 @@ def test_a_run_resumed_on_a_device_still_counts():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({}, []),
         ({"spike_window": 64}, ["guard.spike_window: is 64 but guard.spike_zscore is null"]),
@@ -260,10 +260,10 @@ def test_a_run_resumed_on_a_device_still_counts():
         ({"max_skips": 5, "spike_window": 64, "spike_zscore": 6.0, "spike_action": SpikeAction.rollback}, []),
     ],
 )
-def test_settings_that_would_be_ignored_are_refused(options, said):
+def test_settings_that_would_be_ignored_are_refused(options, message):
     found = [str(violation) for violation in Guard(**options).check()]
-    assert len(found) == len(said)
-    assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
+    assert len(found) == len(message)
+    assert all(line.startswith(start) for line, start in zip(found, message, strict=True))
 
 
 @pytest.mark.gpu

@@ -189,7 +189,7 @@ NOT_TO_BE_REQUEUED = "JobId=3 JobState=RUNNING Requeue=0 Restarts=0 PreemptTime=
 
 
 @pytest.mark.parametrize(
-    ("said", "restarts", "state"),
+    ("message", "restarts", "state"),
     [
         (CANCELLED, None, "stopped"),
         (REQUEUED, None, "requeued"),
@@ -200,9 +200,9 @@ NOT_TO_BE_REQUEUED = "JobId=3 JobState=RUNNING Requeue=0 Restarts=0 PreemptTime=
         (None, None, "stopped"),
     ],
 )
-def test_whether_slurm_requeues_after_sigterm(tmp_path, monkeypatch, said, restarts, state):
+def test_whether_slurm_requeues_after_sigterm(tmp_path, monkeypatch, message, restarts, state):
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\necho '{said}'\n" if said else "#!/bin/sh\necho unreachable >&2\nexit 1\n")
+    scontrol.write_text(f"#!/bin/sh\necho '{message}'\n" if message else "#!/bin/sh\necho unreachable >&2\nexit 1\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "3")

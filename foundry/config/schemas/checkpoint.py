@@ -1,4 +1,4 @@
-"""`checkpoint=`: what is kept of a run, and how it goes on."""
+"""`checkpoint=`: what is kept of a run, and how it resumes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class OnChangedConfig(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBest:
-    """The checkpoint of the best evaluation, beside the newest ones."""
+    """The checkpoint of the best evaluation, kept in addition to the newest ones."""
 
     metric: str | None = setting(
         "${evaluation.metric}",
@@ -44,7 +44,7 @@ class Checkpoint:
 
     resume: str = setting(
         "auto",
-        "auto: go on from the newest whole checkpoint of the run directory; never; or the path of a run or checkpoint",
+        "auto: resume from the newest whole checkpoint of the run directory; never; or the path of a run or checkpoint",
         aliases="resume_from_checkpoint, ckpt_path, load, load_checkpoint",
     )
     interval: str | None = setting(

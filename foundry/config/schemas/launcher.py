@@ -67,7 +67,7 @@ class Slurm(Launcher):
         dict, "further options of sbatch, as in +hydra.launcher.additional_parameters.reservation=NAME"
     )
     stderr_to_stdout: bool = setting(False, "one file for all that a job prints")
-    detach: bool = setting(False, "submit and leave; the jobs go on without this process")
+    detach: bool = setting(False, "submit and leave; the jobs continue without this process")
     snapshot_code: bool = setting(
         False, "run a copy, in the sweep's directory, of foundry and of the git-tracked Python files below this folder"
     )
@@ -108,7 +108,7 @@ class Slurm(Launcher):
         ):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
-                yield Violation(f"hydra.launcher.{given[1]}", f"is set beside {given[0]}; choose one of them")
+                yield Violation(f"hydra.launcher.{given[1]}", f"is set together with {given[0]}; choose one of them")
 
     def _check_texts(self) -> Iterator[Violation]:
         """What would end its line in the batch script, so that the rest of it would be another option or a command."""

@@ -24,7 +24,7 @@ class Model:
     _target_: str
     init_from: str | None = setting(
         None,
-        "weights to start from, all else afresh: a run, a checkpoint, a .safetensors file or transformers' folder",
+        "weights to start from, all else new: a run, a checkpoint, a .safetensors file or transformers' folder",
         path=True,
         on_resume=OnResume.allowed,
         runtime=True,
@@ -149,7 +149,8 @@ class HuggingFace(Model):
         if self.path is None:
             return
         known = folder_settings(self.path) | self.config
-        entries, positions = known.get("vocab_size"), known.get("max_position_embeddings", known.get("n_positions"))
+        entries = known.get("vocab_size")
+        positions = known.get("max_position_embeddings", known.get("n_positions"))
         if isinstance(entries, int) and entries < self.vocab_size:
             message = (
                 f"is {self.vocab_size} but the model in {self.path} knows {entries} tokens; set it to {entries}, for "

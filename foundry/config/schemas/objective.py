@@ -39,7 +39,7 @@ class NextToken:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is measured beside the loss."""
+        """What is measured besides the loss."""
         return ("cross_entropy", "z_loss") if self.z_loss_coefficient else ()
 
     _target_: str = "foundry.objectives.next_token.NextToken"

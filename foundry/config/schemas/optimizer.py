@@ -54,7 +54,8 @@ class ParamGroups:
     def check(self) -> Iterator[Violation]:
         """Say which patterns cannot be read."""
         for name, mapping in self.patterns.items():
-            key, names = f"optimizer.groups.patterns.{name}", [item.name for item in fields(Matched)]
+            key = f"optimizer.groups.patterns.{name}"
+            names = [item.name for item in fields(Matched)]
             if not isinstance(mapping, dict) or "match" not in mapping:
                 yield Violation(key, f"is {mapping} but must be a mapping such as {{match: norm, lr_mult: 0.5}}")
             elif unknown := [word for word in mapping if word not in names]:

@@ -48,8 +48,8 @@ class Sweep(Sweeper):
         for group in self.zip:
             is_list = isinstance(group, list) and all(isinstance(key, str) for key in group)
             if not is_list or len(group) < 2:
-                said = str(group).replace("'", "")
-                yield Violation("hydra.sweeper.zip", f"has {said}, not a list of two keys or more; write [[key1,key2]]")
+                text = str(group).replace("'", "")
+                yield Violation("hydra.sweeper.zip", f"has {text}, not a list of two keys or more; write [[key1,key2]]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Search(Sweeper):
     _recursive_: bool = False
     n_trials: int = setting(20, "jobs in all, those of earlier starts of the same search included", ge=1, le=10**6)
     n_jobs: int = setting(1, "jobs proposed at a time, for launchers that run several", ge=1, le=1024)
-    max_failures: int | None = setting(5, "failed jobs after which the search ends; null: it goes on", ge=1, le=10**6)
+    max_failures: int | None = setting(5, "failed jobs after which the search ends; null: it continues", ge=1, le=10**6)
     sampler: dict[str, Any] = setting(dict, "a sampler of Optuna: `_target_` and its arguments; `seed` makes it repeat")
     pruner: dict[str, Any] | None = setting(
         None,

@@ -145,7 +145,7 @@ class Delivery:
     def _failed(self, error: Exception) -> None:
         self._failures += 1
         if self._failures == 1:
-            _log.warning("MLflow cannot be reached, the run goes on and will try again: %s", one_line(error))
+            _log.warning("MLflow cannot be reached, the run continues and will try again: %s", one_line(error))
         with self._lock:
             if len(self._backlog) > _KEPT_IN_MEMORY and not self._abandoned:
                 self._move_to_disk()

@@ -91,8 +91,13 @@ def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_se
         tmp_path / "profile", f"{mlflow_server.uri}/#/experiments/{experiment_id}/runs/{parent_id}", "--dump-dom"
     )
     read = words_of(page)
-    for said in ("a grid", "0: optimizer=adamw", "1: optimizer=muon", "best: job 1, val_loss 1.5000, optimizer=muon"):
-        assert said in read
+    for message in (
+        "a grid",
+        "0: optimizer=adamw",
+        "1: optimizer=muon",
+        "best: job 1, val_loss 1.5000, optimizer=muon",
+    ):
+        assert message in read
     chosen = f"runs={quote(json.dumps(run_ids))}&experiments={quote(json.dumps([experiment_id]))}"
     page = browse(tmp_path / "profile", f"{mlflow_server.uri}/#/compare-runs?{chosen}", "--dump-dom")
     read = words_of(page)

@@ -81,9 +81,9 @@ def test_one_makes_its_tables_and_the_others_wait(tmp_path):
     for process in processes:
         process.stdin.close()
         process.stdin = None
-    said = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], said
-    assert [out for out, _ in said] == ["a\n", "b\n", "c\n"]
+    message = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], message
+    assert [out for out, _ in message] == ["a\n", "b\n", "c\n"]
     assert not list(tmp_path.glob("*.lock"))
 
 

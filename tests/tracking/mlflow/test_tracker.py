@@ -166,11 +166,11 @@ def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, ca
     assert time.monotonic() - began < 60
     pending = events.run_dir / "mlflow_pending.jsonl"
     assert pending.exists()
-    (said,) = [record.getMessage() for record in caplog.records if "were not delivered" in record.getMessage()]
-    words = [f"dir={events.run_dir}", f"uri={own_server.uri}"]
-    assert said.endswith(f"send them with: python -m foundry.sync {' '.join(words)}")
-    assert main(words[:1]) == 2
-    assert main(words) == 1
+    (message,) = [record.getMessage() for record in caplog.records if "were not delivered" in record.getMessage()]
+    overrides = [f"dir={events.run_dir}", f"uri={own_server.uri}"]
+    assert message.endswith(f"send them with: python -m foundry.sync {' '.join(overrides)}")
+    assert main(overrides[:1]) == 2
+    assert main(overrides) == 1
     assert pending.exists()
 
     own_server.start()
