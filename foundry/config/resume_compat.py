@@ -104,7 +104,15 @@ def differences(
 
 def _default(item: "Field[Any]", now: Any) -> Any:
     """A field's default as plain containers; what follows another setting is compared by that one, and is as now."""
-    value = plain(item.default if item.default_factory is MISSING else item.default_factory())
+    return _followed(plain(item.default if item.default_factory is MISSING else item.default_factory()), now)
+
+
+def _followed(value: Any, now: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _followed(inner, now[key] if isinstance(now, Mapping) and key in now else inner)
+            for key, inner in value.items()
+        }
     return now if isinstance(value, str) and value.startswith("${") else value
 
 

@@ -334,9 +334,13 @@ def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_star
     first = shell.start(*overrides)
     if head_start is None:
         shell.wait_for_steps(first, shell.cwd / "run", 3)
+        os.kill(first.pid, signal.SIGSTOP)  # or it might end before the second one looks
     else:
         time.sleep(head_start)
     second = shell.start(*overrides)
+    if head_start is None:
+        second.wait(60)
+        os.kill(first.pid, signal.SIGCONT)
     for process in (first, second):
         process.wait(60)
     refused, trained = sorted((first, second), key=lambda process: -process.returncode)

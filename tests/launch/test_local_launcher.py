@@ -56,7 +56,7 @@ class Sweeps:
         os.killpg(driver.pid, signal.SIGINT)
 
     @property
-    def message(self):
+    def output(self):
         return (self.cwd / "said.txt").read_text()
 
     def finish(self, driver, code=0):

@@ -131,7 +131,7 @@ class Cluster:
             return sorted(database.execute("select name, status from runs").fetchall())
 
     @property
-    def message(self):
+    def output(self):
         path = self.cwd / "said.txt"
         return path.read_text() if path.exists() else ""
 
