@@ -181,8 +181,8 @@ def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
         shutil.rmtree(folder)
 
     try_one()
-    assert sum(counts.values()) >= 60
-    assert counts[2] >= 15
+    assert sum(counts.values()) >= examples(60)
+    assert counts[2] >= examples(15)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

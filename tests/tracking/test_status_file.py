@@ -88,7 +88,7 @@ def test_a_lost_directory_does_not_stop_the_run(events, caplog):
     observer.on_step(events.step(1))
     observer.on_step(events.step(2))
     assert len(caplog.records) == 1
-    assert "said once" in caplog.text
+    assert "logged once" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"step": null}', "[]"])

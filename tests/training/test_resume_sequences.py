@@ -12,8 +12,8 @@ from sequence_parts import TRAP, Killed, Watcher
 
 from foundry.checkpoint import retention, saver
 from foundry.checkpoint.folder import find, list_checkpoints, problems, read_manifest
-from foundry.config.schemas.checkpoint import Checkpoint
-from foundry.config.schemas.evaluation import EarlyStopping, Evaluation, PatienceUnit
+from foundry.config.schemas.checkpoint import Checkpoint, KeepBest
+from foundry.config.schemas.evaluation import EarlyStopping, Evaluation, Mode, PatienceUnit
 from foundry.config.schemas.guard import Guard, SpikeAction
 from foundry.config.schemas.hparams import BatchRamp, HParams
 from foundry.config.schemas.optimizer import AdamW
@@ -39,7 +39,12 @@ PLAIN = Config(
     data={"_target_": "sequence_parts.whole_numbers", "has_spike": False},
     objective={"_target_": "sequence_parts.Sum", "is_noisy": False},
     evaluation=Evaluation(interval="3", write_samples=False),
-    checkpoint=Checkpoint(interval=str(INTERVAL), every_minutes=None, asynchronous=False),
+    checkpoint=Checkpoint(
+        interval=str(INTERVAL),
+        every_minutes=None,
+        asynchronous=False,
+        keep_best=KeepBest(metric="val_loss", mode=Mode.min),
+    ),
     tracking=Tracking(log_every_n_steps=1, progress=False, plots=False, mlflow=False),
 )
 NOISY = replace(PLAIN, objective={"_target_": "sequence_parts.Sum", "is_noisy": True})
@@ -116,7 +121,7 @@ def outcome(config, run_dir):
     records = [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
     final = read_manifest(find(run_dir))
     state = {**final.state, "loss": 0.0, "best": {}, "early_stopping": {}, "step": {}}
-    rounded = [records, [final.state[name] for name in ("loss", "best", "early_stopping")], result["val_loss"]]
+    rounded = [records, [final.state[name] for name in ("loss", "best", "stop_rules")], result["val_loss"]]
     return rounded, (dict(final.files), state, result["step"], result["best"]["step"], len(records))
 
 
