@@ -120,7 +120,7 @@ def outcome(config, run_dir):
     result = train(config, run_dir).result
     records = [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
     final = read_manifest(find(run_dir))
-    state = {**final.state, "loss": 0.0, "best": {}, "early_stopping": {}, "step": {}}
+    state = {**final.state, "loss": 0.0, "best": {}, "stop_rules": {}, "step": {}}
     rounded = [records, [final.state[name] for name in ("loss", "best", "stop_rules")], result["val_loss"]]
     return rounded, (dict(final.files), state, result["step"], result["best"]["step"], len(records))
 
