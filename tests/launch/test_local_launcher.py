@@ -140,7 +140,7 @@ def test_one_that_fails_and_one_that_is_killed_do_not_end_the_others(sweeps):
 
 @pytest.mark.long
 def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_goes_on(sweeps):
-    overrides = ["hparams.max_steps=120", "hparams.seed=1,2"]
+    overrides = ["hparams.max_steps=400", "hparams.seed=1,2"]
     driver = sweeps.start(*overrides)
     for job in (0, 1):
         sweeps.wait_for_steps(job, 5)
@@ -160,7 +160,7 @@ def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_goes_on(sweeps):
     sweeps.finish(driver)
     for job in (0, 1):
         assert sweeps.status(job)["state"] == "finished"
-        assert steps(sweeps.cwd / "s" / str(job)) == list(range(1, 121))
+        assert steps(sweeps.cwd / "s" / str(job)) == list(range(1, 401))
 
 
 def test_ctrl_c_while_nothing_runs_yet_ends_the_sweep_quietly(sweeps):

@@ -7,6 +7,7 @@ from urllib.parse import quote
 import pytest
 from sweep_dirs import SweepDir
 
+from foundry.sweeps.mlflow_parent import close_parent
 from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
@@ -83,6 +84,7 @@ def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_se
         tracker.on_step(events.step(1, loss=3.0 - number))
         tracker.on_end(events.end())
         run_ids.append(json.loads((run_dir / "mlflow.json").read_text())["run_id"])
+    close_parent(sweep_dir.folder, uri=mlflow_server.uri)  # as the last job's process does
     from mlflow import MlflowClient
 
     child = MlflowClient(mlflow_server.uri).get_run(run_ids[1])
