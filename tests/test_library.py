@@ -167,6 +167,7 @@ def test_another_thread_trains_one_process_and_refuses_several(tmp_path):
     assert not (tmp_path / "several").exists()
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_several_processes_are_started_as_by_the_command(tmp_path):
     config, before = (

@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -35,7 +34,6 @@ from foundry.config.setting import check_fields
 from foundry.config.store import GROUPS
 
 SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30 if selection.is_all else 150
-LIMIT_SECONDS = 5.0
 
 NUMBERS = ["0", "-1", "-0", "-0.0", "1e309", "1e308", "-1e308", "1e-320", "nan", "inf", "-inf", "1.5", "1e18", "1e15"]
 INTEGERS = [
@@ -196,7 +194,6 @@ def wrong_rates(config, budget):
 
 def problems(repository, base, key, text):
     """What is wrong with how a value ends."""
-    begin = time.process_time()
     try:
         config, violations = settled(repository, base, key, text)
         yield from badly_said(violations)
@@ -204,8 +201,6 @@ def problems(repository, base, key, text):
             yield from nonsense(config)
     except Exception as error:
         yield f"raises {type(error).__name__}: {str(error)[:300]}"
-    if time.process_time() - begin > LIMIT_SECONDS:
-        yield "takes too long"
 
 
 @pytest.mark.parametrize("option", list(options()))

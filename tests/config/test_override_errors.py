@@ -1,6 +1,11 @@
 """Wrong words on the command line: exit code 2, at most a line per error, no traceback, no file."""
 
+import re
+
 import pytest
+from composition import compose
+
+from foundry.config.errors import ConfigError
 
 
 def ramp(start, increment, over_samples):
@@ -109,10 +114,25 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "errors", "message"), CASES, ids=[" ".join(overrides) for overrides, _, _ in CASES]
-)
-def test_one_line_each(overrides, errors, message, shell):
+IDS = [" ".join(overrides) for overrides, _, _ in CASES]
+
+
+@pytest.mark.parametrize(("overrides", "errors", "message"), CASES, ids=IDS)
+def test_one_line_each(overrides, errors, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        compose(*overrides)
+    assert len(str(caught.value).splitlines()) == errors
+
+
+def one_in_twelve_by_default(cases):
+    return [
+        pytest.param(*case, id=name, marks=() if number % 12 == 0 else pytest.mark.long)
+        for number, (case, name) in enumerate(zip(cases, IDS, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(("overrides", "errors", "message"), one_in_twelve_by_default(CASES))
+def test_the_command_prints_no_more(overrides, errors, message, shell):
     stdout, stderr = shell.run(*overrides, code=2)
     assert len(stderr.splitlines()) == errors, stderr
     assert message in stderr

@@ -81,6 +81,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("overrides", "message"), COMMANDS, ids=[" ".join(overrides) for overrides, _ in COMMANDS])
 def test_the_command_checks_it(overrides, message, tmp_path):
     mine = tmp_path / "mine"

@@ -1,7 +1,5 @@
 """Choices, values, deletions and broken syntax in any mixture: a configuration that makes sense, or a line each."""
 
-import time
-
 from examples import examples
 from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given, settings
@@ -76,11 +74,9 @@ def problems(given_words):
         yield from nonsense(config)
 
 
-@settings(derandomize=True, max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True, max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(overrides)
 def test_any_mixture_of_words(given_words):
     install()
-    begin = time.process_time()
     with initialize_config_dir(config_dir(), version_base="1.3"):
         assert list(problems(given_words)) == []
-    assert time.process_time() - begin < 5

@@ -94,6 +94,7 @@ def test_a_folder_that_contradicts_itself_is_a_line(tmp_path, files, named):
     assert "\n" not in violation.message
 
 
+@pytest.mark.long
 def test_the_path_of_a_model_brings_tokenizer_and_vocabulary(model_folder, tmp_path):
     config = configure("model=hf", f"model.path={model_folder}", "data.seq_len=16", f"data.cache_dir={tmp_path}")
     assert (config.data.tokenizer, config.data.vocab_size, config.model.vocab_size) == (str(model_folder), 300, 300)

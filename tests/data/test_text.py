@@ -140,6 +140,7 @@ def test_a_single_document_gives_its_end_for_validation(folder):
     assert splits.tokenizer.decode(list(splits.validation.tokens)) == text[cut:]
 
 
+@pytest.mark.long
 def test_processes_that_race_publish_one_folder(folder):
     code = (
         "from foundry.data.text import text_files\n"

@@ -153,6 +153,7 @@ def test_ranks_hold_what_was_planned(world_size, cases):
             assert found["gathered"] == planned.gathered, case
 
 
+@pytest.mark.long
 def test_offloaded_bytes():
     """What is sharded goes to the host, and nothing else."""
     config = of_ranks(2, "distributed=fsdp", "distributed.cpu_offload=true", "distributed.gradient_sync=every")

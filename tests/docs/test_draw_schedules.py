@@ -11,6 +11,7 @@ def script():
     return load_script("draw_schedules")
 
 
+@pytest.mark.long
 def test_it_draws_what_the_pages_show(script, tmp_path):
     script.main(tmp_path)
     drawn = {path.name for path in tmp_path.iterdir()}

@@ -30,6 +30,7 @@ def overrides(tmp_path):
     return [*WORDS, write_text(tmp_path)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [
@@ -79,6 +80,7 @@ def test_the_best_at_the_end_has_to_be_saved_too(shell, overrides, asynchronous)
     assert find(run_dir, "best").name == "step_00000020"
 
 
+@pytest.mark.long
 def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, overrides, disk):
     run_dir = shell.cwd / "small" / "run"
     disk("8m")
@@ -106,6 +108,7 @@ def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, overrides):
     assert status(run_dir)["reason"].startswith("SIGTERM; no checkpoint of step ")
 
 
+@pytest.mark.long
 def test_strict_saves_end_the_run_which_goes_on_when_there_is_room(shell, overrides, disk):
     run_dir = shell.cwd / "small" / "run"
     stderr = shell.run(*overrides, "checkpoint.strict_saves=true", code=1)[1]

@@ -94,6 +94,7 @@ def test_two_processes(faulty, shell, fault, rank, code, reason, in_log):
     assert end["reason"] in stderr
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_rank_that_survives_rank_zero_says_that_the_run_has_failed(faulty, shell):
     with socket.socket() as free:

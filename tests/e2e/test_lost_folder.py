@@ -36,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_run_ends_with_its_weights_in_a_new_folder(shell, case):
     lose, more, name = case

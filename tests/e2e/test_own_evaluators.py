@@ -80,6 +80,7 @@ def test_a_stop_rule_of_ones_own_ends_the_run(shell):
     assert read(shell, "status.json")["reason"] == "enough at 67%"
 
 
+@pytest.mark.long
 def test_a_run_and_a_sweep_may_be_judged_by_nothing(shell):
     overrides = [*TINY_LM, *ONLY, "evaluation.metric=null", "tracking.mlflow=true", "hparams.max_steps=2"]
     shell.run(*overrides, "hydra.run.dir=run")
@@ -91,6 +92,7 @@ def test_a_run_and_a_sweep_may_be_judged_by_nothing(shell):
     assert read(shell, "result.json", "sweep/1")["metric"] is None
 
 
+@pytest.mark.long
 def test_a_sweep_follows_the_metric_of_its_runs(shell):
     overrides = [*TINY_LM, *ONLY, ROBOT, "evaluation.metric=val_success", "evaluation.direction=maximize"]
     shell.run("-m", *overrides, "hparams.max_steps=2", "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
@@ -98,6 +100,7 @@ def test_a_sweep_follows_the_metric_of_its_runs(shell):
     assert (sweep["metric"], sweep["direction"]) == ("val_success", "maximize")
 
 
+@pytest.mark.long
 def test_two_evaluators_do_not_measure_the_same(shell):
     twice = ROBOT.replace(".robot=", ".again=")
     _, stderr = shell.run(*TINY_LM, *ONLY, ROBOT, twice, "evaluation.metric=val_success", code=2)

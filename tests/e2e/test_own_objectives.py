@@ -111,6 +111,7 @@ def weights(shell, name):
     return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_frozen_copy_is_the_first_model_on_any_layout_and_after_a_resume(shell):
     stay = [*SMALL, "objective._target_=own.Stay", "hparams.max_steps=4", "evaluation.interval='1 steps'"]
@@ -129,6 +130,7 @@ def test_a_frozen_copy_is_the_first_model_on_any_layout_and_after_a_resume(shell
     assert metrics(shell, "cut")[-2:] == metrics(shell, "whole")[-2:]
 
 
+@pytest.mark.long
 def test_a_teacher_of_another_shape_is_counted_in_the_plan(shell):
     (shell.cwd / "conf" / "objective").mkdir(parents=True)
     (shell.cwd / "conf" / "objective" / "taught.yaml").write_text(
@@ -143,6 +145,7 @@ def test_a_teacher_of_another_shape_is_counted_in_the_plan(shell):
     assert metrics(shell, "run")[0]["distance"] == 0.0
 
 
+@pytest.mark.long
 def test_a_source_of_ones_own_is_killed_and_resumed_bit_for_bit(shell):
     overrides = [*SMALL, "objective._target_=own.Twice", "hparams.max_steps=6", "checkpoint.interval='1 steps'"]
     overrides += ["checkpoint.asynchronous=false", "evaluation.interval=null"]

@@ -92,6 +92,7 @@ def run(shell, *overrides, code=0):
     return shell.run("--config-dir=conf", *SMALL, *overrides, code=code)
 
 
+@pytest.mark.long
 def test_a_schedule_needs_no_warm_up_and_data_no_number_of_workers(shell):
     run(shell, "scheduler=own", "optimizer=whole", "+data.num_workers=1")
     assert json.loads((shell.cwd / "run" / "status.json").read_text())["state"] == "finished"
@@ -124,6 +125,7 @@ def test_optimizers_take_each_trainable_parameter_once(shell, name, message):
     assert not (shell.cwd / "run").exists()
 
 
+@pytest.mark.long
 def test_a_metric_that_only_evaluating_shows_to_be_wrong_fails_the_run(shell):
     _, stderr = run(shell, "objective._target_=own.Judged", "checkpoint.keep_best.metric=val_extr", code=2)
     message = "checkpoint.keep_best.metric: is val_extr but evaluations measure val_loss, val_extra; did you mean "

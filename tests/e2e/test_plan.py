@@ -60,6 +60,7 @@ def test_a_run_logs_what_was_planned_row_by_row(shell, overrides):
     assert planned[-1]["samples"] == ran["total_samples"] == sum(row["global_batch_size"] for row in planned)
 
 
+@pytest.mark.long
 def test_every_nth_row_and_the_length_of_the_run(shell, lm):
     run_dir, _, _ = lm
     overrides = [*TINY_LM, *FULL, "plan.every=8", f"plan.measured={run_dir}", "hydra.run.dir=plan"]

@@ -110,6 +110,7 @@ def test_a_longer_budget_goes_on_under_the_same_schedule(run_dir, go):
     assert status(run_dir)["state"] == "finished"
 
 
+@pytest.mark.long
 def test_a_longer_budget_stretches_the_schedule_only_when_asked_to(run_dir, go):
     stderr = go("hparams.max_steps=45", code=2)[1]
     (line,) = [line for line in stderr.splitlines() if line.startswith("scheduler.horizon")]
@@ -138,6 +139,7 @@ def test_another_run_is_refused_in_a_line_for_each_setting(broken_off, go):
     assert list(losses(broken_off)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_does_not_fit_is_refused_in_a_line(run_dir, go):
     overrides = [
         "hparams.max_steps=45",
@@ -153,6 +155,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_a_line(run_dir, go):
     assert status(run_dir)["state"] == "finished"
 
 
+@pytest.mark.long
 def test_how_a_run_is_watched_kept_and_cut_up_may_change(broken_off, go, finished):
     overrides = ["tracking.log_every_n_steps=3", "checkpoint.interval=7", "checkpoint.asynchronous=false"]
     go(MAX, *overrides, "hparams.per_gpu_batch_size=4", "data.num_workers=1", "hparams.grad_checkpointing=true")
@@ -161,6 +164,7 @@ def test_how_a_run_is_watched_kept_and_cut_up_may_change(broken_off, go, finishe
     assert ours["result"]["loss"] == pytest.approx(theirs["result"]["loss"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_same_data_elsewhere_is_gone_on_with(broken_off, shell, text, finished):
     """Under another name too, from which a fresh run would draw another order."""
     elsewhere = shell.cwd / "elsewhere" / "renamed.txt"
@@ -204,6 +208,7 @@ def test_other_data_is_refused(broken_off, shell, text, kind):
     assert list(losses(broken_off)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.long
 def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_off, shell, text, finished):
     tokenizer = json.loads((finished / "tokenizer.json").read_text())
     same, other = shell.cwd / "same.json", shell.cwd / "other.json"
@@ -221,6 +226,7 @@ def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_o
     assert outcome(broken_off) == outcome(finished)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [
@@ -243,6 +249,7 @@ def test_an_optimizer_with_nested_state_is_resumed_bit_identically(shell, text, 
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
 
 
+@pytest.mark.long
 def test_state_that_cannot_be_saved_is_said_after_the_first_step(shell, text):
     overrides = [*RUN, *SMALL, text, MAX, "optimizer=sgd", "optimizer._target_=nested_optimizer.build_unsaved"]
     stderr = shell.run(*overrides, "hydra.run.dir=run", code=2)[1]
@@ -262,6 +269,7 @@ def test_the_number_of_processes_may_change(broken_off, go, finished):
     assert list(losses(broken_off)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.long
 def test_another_runs_checkpoint_is_gone_on_from(shell, go, finished):
     before = sorted(path.name for path in finished.rglob("*"))
     go(MAX, f"checkpoint.resume={finished}/checkpoints/step_00000020")
@@ -313,6 +321,7 @@ def test_weights_of_a_run_a_checkpoint_and_an_export_are_the_same_start(shell, t
     assert losses(shell.cwd / "hf_llama")[1] == pytest.approx(first["run"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_weights_that_do_not_fit_are_one_line_and_no_files(shell, text, finished):
     shell.run(f"run={finished}", "out=exported", module="foundry.export")
     for path in (finished, "exported"):
@@ -356,6 +365,7 @@ def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_star
     assert (run_dir / "tokenizer.json").is_file()
 
 
+@pytest.mark.long
 def test_without_checkpoints_a_run_starts_afresh(shell, go):
     overrides = [MAX, "checkpoint=none", "checkpoint.interval=null"]
     go(*overrides)
@@ -384,6 +394,7 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(broken_off, go
     assert (newest.parent / f"{newest.name}.corrupt").is_dir()
 
 
+@pytest.mark.long
 def test_where_all_are_corrupt_the_run_does_not_start_from_scratch(broken_off, go):
     folders, before = list_checkpoints(broken_off), losses(broken_off)
     for folder in folders:
@@ -417,6 +428,7 @@ def interrupt_again_and_again(shell, overrides, run_dir):
     assert status(run_dir)["state"] == "finished"
 
 
+@pytest.mark.long
 def test_signals_stop_and_the_same_command_ends_bit_identically(shell, text):
     overrides = [*RUN, *SMALL, text, LONG, "data.num_workers=1"]
     shell.run(*overrides, "hydra.run.dir=whole")

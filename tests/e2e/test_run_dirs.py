@@ -62,6 +62,7 @@ def test_a_refused_command_leaves_a_run_as_it_was(shell):
     assert {path: after[path] for path in before} == before
 
 
+@pytest.mark.long
 def test_a_plans_folder_takes_the_run(shell):
     shell.run(*WORDS, "hydra.run.dir=run", module="foundry.plan")
     shell.run(*WORDS, "hydra.run.dir=run")

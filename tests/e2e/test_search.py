@@ -72,6 +72,7 @@ def test_values_are_those_of_the_words(undisturbed):
         assert overrides["scheduler.warmup"] == trial.params["scheduler.warmup"]
 
 
+@pytest.mark.long
 def test_an_interrupted_search_is_the_undisturbed_one(undisturbed, shell):
     _, expected, _ = undisturbed
     process = shell.start(*SEARCH, "hydra.sweeper.n_trials=5")
@@ -89,6 +90,7 @@ def test_an_interrupted_search_is_the_undisturbed_one(undisturbed, shell):
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == finished
 
 
+@pytest.mark.long
 def test_another_search_is_refused_there(undisturbed):
     shell, sweep, _ = undisturbed
     before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}

@@ -30,6 +30,7 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.long
 def test_a_run_that_is_moved_reads_and_writes_where_it_was_started(warm):
     out, _ = warm.run(*WORDS, MOVED, "hydra.run.dir=runs/one", "tracking.mlflow=true")
     run_dir = warm.cwd / "runs" / "one"
@@ -46,6 +47,7 @@ def test_a_run_that_is_moved_reads_and_writes_where_it_was_started(warm):
     assert [status(warm.cwd / "runs" / name)["step"] for name in ("one", "two", "three")] == [5, 6, 6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["sequential", pytest.param("local", marks=pytest.mark.long)])
 def test_so_do_the_jobs_of_a_sweep(warm, launcher):
     overrides = ["tracking=none", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep", "hparams.seed=1,2"]
@@ -67,6 +69,7 @@ def test_so_do_several_processes(warm):
     assert names(warm.cwd) == {"texts", "cache", "run"}
 
 
+@pytest.mark.long
 def test_a_plan_that_is_moved_takes_its_time_from_a_run_beside_it(warm):
     warm.run(*WORDS, "tracking=none", "hydra.run.dir=run", "tracking.log_every_n_steps=1")
     warm.run(*WORDS, MOVED, "hydra.run.dir=plan", "plan.measured=run", module="foundry.plan")

@@ -56,6 +56,7 @@ def test_the_directory_says_what_the_sweep_is(begun):
     assert read(sweep / "0" / "result.json")["config_hash"] == manifest["jobs"][0]["config_hash"]
 
 
+@pytest.mark.long
 def test_what_would_be_another_job_is_refused(begun):
     shell, sweep, *_ = begun
     before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}
@@ -67,6 +68,7 @@ def test_what_would_be_another_job_is_refused(begun):
     assert {path: path.stat().st_mtime_ns for path in sweep.rglob("*")} == before
 
 
+@pytest.mark.long
 def test_the_same_command_runs_what_has_not_finished(shell):
     sweep = shell.cwd / "sweep"
     shell.run("-m", *TINY, f"hparams.lr=1e-3,{DIVERGES}", code=1)
@@ -80,6 +82,7 @@ def test_the_same_command_runs_what_has_not_finished(shell):
     assert len(states(sweep)) == 3, "what an earlier start has run stays in the table"
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_the_job_and_leaves_the_rest_queued(shell):
     sweep, overrides = shell.cwd / "sweep", [*TINY, "hparams.max_steps=120", "hparams.seed=1,2"]
     process = shell.start("-m", *overrides)
@@ -164,6 +167,7 @@ def test_a_wrong_sweep_is_refused_whole(shell, overrides, message):
     assert list(shell.cwd.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_learning_rate_range_test_is_ready(shell):
     overrides = [word for word in TINY_DIT if word != "debug=fast"]
     overrides += ["hparams_search=lr_range", "hparams.max_steps=2", "evaluation.max_samples=16", "tracking=none"]

@@ -108,6 +108,7 @@ def test_workers_save_and_the_run_is_stopped_by_that_signal(start, tmp_path, sen
     assert out == f"stopped by {sent.name} after step {steps[0]}; the checkpoint is {tmp_path}"
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_terminal_counts_once(start, tmp_path):
     process = start("train")
     os.killpg(process.pid, signal.SIGINT)
@@ -117,6 +118,7 @@ def test_ctrl_c_in_a_terminal_counts_once(start, tmp_path):
     assert len(list(tmp_path.glob("*.saved"))) == 2
 
 
+@pytest.mark.long
 def test_ctrl_c_while_the_workers_import_ends_them_quietly(start, tmp_path):
     process = start("train", ready="foundry-*", number=1)
     time.sleep(1.0)

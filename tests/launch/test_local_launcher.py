@@ -123,6 +123,7 @@ def test_only_visible_gpus_are_given_out(monkeypatch):
     assert visible_gpus() == []
 
 
+@pytest.mark.long
 def test_one_that_fails_and_one_that_is_killed_do_not_end_the_others(sweeps):
     part = "foundry.models.dit.DiT"
     driver = sweeps.start("hparams.seed=1,2", f"model._target_={part},functools.partial", "hparams.max_steps=60")

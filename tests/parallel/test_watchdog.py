@@ -20,10 +20,8 @@ with Watchdog(0.6, rank=3) as watchdog:
 
 
 def test_a_stalled_process_says_where_it_was_and_ends():
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == EXIT_STALLED
-    assert time.monotonic() - start < 50
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith(
         "rank 3 has not moved for 1 s (distributed.timeout_seconds=0.6), at step 3, reducing gradients"
@@ -50,6 +48,7 @@ with watchdog.Watchdog(3.0, rank=0) as dog:
 """
 
 
+@pytest.mark.long
 def test_time_in_which_the_process_was_stopped_does_not_count():
     code = SLEEPER.format(then="pass")
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
@@ -79,6 +78,7 @@ def test_a_process_that_was_stopped_and_continued_goes_on():
         assert process.wait(60) == 0
 
 
+@pytest.mark.long
 def test_what_is_written_down_names_the_place_and_nothing_waits_for_the_disk(tmp_path):
     code = """
 import sys, time
@@ -95,7 +95,7 @@ with Watchdog(0.3, rank=2, record=record) as dog:
     dog.beat(7, "reading samples")
     read_a_slow_file()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == EXIT_STALLED
     rank, line, stack = done.stdout.split("|")
     assert rank == "2"

@@ -1,7 +1,5 @@
 """Plans of runs that are larger than the machine, or than a file should be."""
 
-import time
-
 import pytest
 import torch
 from test_memory import SMALL, microbatch_of
@@ -41,17 +39,15 @@ def test_activations_of_many_samples_are_those_of_a_few_times_more(configure, ov
     assert memory(config, microbatch=batch).activations_estimated == pytest.approx(counted, rel=1e-6)
 
 
-def test_a_microbatch_that_no_machine_holds_is_planned_at_once(configure):
+def test_a_microbatch_that_no_machine_holds_is_planned(configure):
     config = configure(*SMALL, "hparams.per_gpu_batch_size=1_000_000", "hparams.global_batch_size=1_000_000")
     sample = {name: t[:1] for name, t in microbatch_of(configure(*SMALL)).items() if name != "position"}
     batch = {name: t.expand(10**6, *t.shape[1:]) for name, t in sample.items()}
-    begin = time.process_time()
     planned = memory(config, microbatch={**batch, "position": torch.zeros(10**6, dtype=torch.int64)})
-    assert time.process_time() - begin < 10
     assert planned.activations_estimated > 10**12
 
 
-def test_a_plan_of_a_quadrillion_parameters_is_quick(configure):
+def test_a_plan_of_a_quadrillion_parameters(configure):
     sizes = [
         "hidden_size=1_000_000",
         "intermediate_size=10_000_000",
@@ -60,6 +56,4 @@ def test_a_plan_of_a_quadrillion_parameters_is_quick(configure):
         "num_kv_heads=1000",
     ]
     config = configure(*(f"model.{size}" for size in sizes), "optimizer=adamw")
-    begin = time.process_time()
     assert memory(config).weights > 10**15
-    assert time.process_time() - begin < 10

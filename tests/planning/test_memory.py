@@ -241,6 +241,7 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.long
 def test_seventy_billion_parameters(configure):
     config = configure(*LLAMA_70B)
     before = resident_bytes()

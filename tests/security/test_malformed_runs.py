@@ -123,7 +123,8 @@ def leaves(node, path=()):
         yield from leaves(value, (*path, key))
 
 
-@pytest.mark.parametrize(("name", "run"), [pytest.param("sample", "lm", marks=pytest.mark.long), ("export", "dit")])
+@pytest.mark.parametrize(("name", "run"), [("sample", "lm"), ("export", "dit")])
+@pytest.mark.long
 def test_files_that_are_none(finished, tmp_path, capsys, run, name):
     tried, accepted = 0, 0
     for file in (*FILES, *MORE_FILES):

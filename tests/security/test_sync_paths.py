@@ -152,6 +152,7 @@ def test_the_command_that_a_run_prints_is_the_one_that_works(run_dir, sent):
     assert message.startswith("MLFLOW_TRACKING_URI=http://***@one.example python ")
 
 
+@pytest.mark.long
 def test_a_database_that_came_with_the_run_does_not_write_elsewhere(run_dir, tmp_path, capsys):
     given(run_dir, *RECORDS, artifact("authorized_keys"))
     (run_dir / "authorized_keys").write_text("key of a stranger")

@@ -263,6 +263,7 @@ def test_an_older_run_takes_defaults_and_a_newer_one_is_refused(lm, ask):
     assert "has no config.yaml" in ask("sample", lm)[2]
 
 
+@pytest.mark.long
 def test_a_run_that_started_from_a_folder_does_not_need_it_again(lm, tmp_path, ask):
     folder = tmp_path / "elsewhere"
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -83,6 +83,7 @@ def test_what_was_submitted_runs_and_every_end_is_told(cluster):
     assert reason == f"Slurm does not know job {cluster.slurm_id(3)} any more; was it cancelled while it waited?"
 
 
+@pytest.mark.long
 def test_a_job_told_that_its_time_is_up_goes_on_at_the_same_step(cluster):
     """The signal that submitit has Slurm send before the limit; the other job is left alone."""
     driver = cluster.sweep(*SLURM, "hparams.max_steps=60", "tracking.run_name=alone,disturbed")

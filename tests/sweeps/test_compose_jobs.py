@@ -1,7 +1,5 @@
 """Jobs composed fast are those that Hydra composes, and each is handed out as it was checked."""
 
-import time
-
 import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -90,9 +88,8 @@ def test_jobs_do_not_share_what_they_are_made_of(sweep):
     assert [(config.hparams.seed, config.scheduler.warmup) for config in configs] == [(1, "1"), (2, "2"), (3, "3")]
 
 
-def test_hundreds_of_jobs_in_seconds(sweep):
+def test_options_are_read_once_for_all_jobs_that_choose_them(sweep, count_reads):
     loader, master_of = sweep
     jobs = [("hparams.max_steps=9", f"hparams.seed={seed}") for seed in range(100)]
-    start = time.process_time()
     assert len(compose_jobs(loader, master_of(), jobs)) == 100
-    assert time.process_time() - start < 4.0
+    assert len(count_reads) == 1

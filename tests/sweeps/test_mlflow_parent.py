@@ -43,6 +43,7 @@ def end(run_dir, state):
     close_parent_of_job(run_dir)
 
 
+@pytest.mark.long
 def test_one_parent_from_the_first_job_to_the_last(sweep):
     close_parent(sweep)  # nobody has logged: there is nothing to close
     assert not (sweep / "mlflow.json").exists()

@@ -1,7 +1,5 @@
 """How many jobs a sweep may have, what refusing one costs, and how its errors are said."""
 
-import time
-
 import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -25,10 +23,8 @@ def parse(*words):
 
 
 def refused(*words, **options):
-    start = time.process_time()
     with pytest.raises(ConfigError) as error:
         expand(parse(*words), Sweep(**options))
-    assert time.process_time() - start < 0.5
     return str(error.value)
 
 
@@ -105,10 +101,9 @@ def message(sweep, *words):
     return [str(violation) for violation in refusals(jobs, results)]
 
 
-def test_hundreds_of_wrong_jobs_are_a_line_in_seconds(sweep):
-    start = time.process_time()
+def test_hundreds_of_wrong_jobs_are_one_line(sweep, count_reads):
     (line,) = message(sweep, "optimizer=adamw,sgd", "optimizer.momentum=range(0,0.0995,0.001)", "hparams.max_steps=9")
-    assert time.process_time() - start < 8.0
+    assert len(count_reads) < 10  # per choice of options, and not per job
     assert line.startswith("optimizer.momentum: is not a setting of ")
     assert line.endswith("(100 of 200 jobs: 0, 1, 2, …; the first, job 0: optimizer=adamw, optimizer.momentum=0.0)")
 
