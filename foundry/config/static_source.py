@@ -5,8 +5,10 @@ say for certain, as for compiled code, names made while a module is loaded, or d
 """
 
 import ast
+import difflib
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,7 +81,22 @@ def resolve_parameters(path: str) -> Parameters | None:
     if isinstance(module, ModuleSpec) and not names:
         raise NotThere("that is a module; name a class or function in it")
     source = _source(module)
-    return None if source is None else _parameters_in(source, names, 0)
+    if source is None:
+        return None
+    if len(names) > 1:
+        _require_no_misspelt_module(source, names[0])
+    return _parameters_in(source, names, 0)
+
+
+def _require_no_misspelt_module(package: Source, name: str) -> None:
+    """Packages that make names while they are loaded (torch, transformers) make none that is nearly a module's.
+
+    Raises:
+        NotThere: the package has a module of nearly that name, and its source does not know this one.
+    """
+    modules = [module.name for module in pkgutil.iter_modules(package.folders or ())]
+    if difflib.get_close_matches(name, modules, cutoff=0.8) and not re.search(rf"\b{name}\b", package.text):
+        raise NotThere(f"{package.name} has no {name}", modules, name)
 
 
 def _split(path: str) -> tuple[ModuleSpec, list[str]]:

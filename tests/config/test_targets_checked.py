@@ -1,5 +1,6 @@
 """A `_target_` of one's own: what cannot be found, or takes other arguments, is refused where the run is composed."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -275,6 +276,33 @@ def test_what_is_right_or_unknown_is_let_through(group, node):
 )
 def test_what_others_have_installed_is_found(path):
     resolve_parameters(path)
+
+
+@pytest.mark.parametrize(
+    ("package", "module"),
+    [("torch", "optim"), ("torch", "distributed"), ("transformers", "models"), ("numpy", "linalg"), ("scipy", "stats")],
+)
+def test_a_misspelt_module_of_a_package_that_makes_names_is_named(package, module):
+    for number in range(1, len(module)):
+        with pytest.raises(NotThere, match=f"^{package} has no ") as error:
+            resolve_parameters(f"{package}.{module[:number] + module[number + 1 :]}.Anything")
+        assert module in error.value.among
+
+
+def refusal(path):
+    try:
+        resolve_parameters(path)
+    except NotThere as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("package", ["torch", "numpy", "scipy", "mlflow", "optuna"])
+def test_no_class_or_module_is_taken_for_a_misspelt_module(package):
+    module = importlib.import_module(package)
+    public = [name for name in dir(module) if not name.startswith("_")]
+    names = [name for name in public if isinstance(getattr(module, name), (type, ModuleType))]
+    assert [name for name in names if refusal(f"{package}.{name}.anything") == f"{package} has no {name}"] == []
 
 
 @pytest.mark.usefixtures("own")
