@@ -37,7 +37,7 @@ class MLflowTracker:
         run_name: None: the run directory's name, or of a sweep's job what tells it from the others.
         tags: further tags; they win over foundry's own.
         finish_seconds: at the end of the run, how long to wait at most until everything is delivered; a new
-            database takes 4 s to create, on a busy machine 25.
+            database alone takes seconds to create, on a busy machine tens.
     """
 
     def __init__(
