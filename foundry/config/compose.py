@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.holes import check_hydra
-from foundry.config.hydra_internals import ConfigLoaderImpl, wrap_loading
+from foundry.config.hydra_internals import ConfigLoaderImpl, cache_interpolations, wrap_loading
 from foundry.config.override_errors import find_mistakes, includes_schemas, master_over_options, without_null_choices
 from foundry.config.resolvers import register_resolvers
 from foundry.config.rules import check
@@ -64,6 +64,7 @@ def install(*, alone: bool = False) -> None:
         _process.alone = True
         Plugins.instance().register(_OwnOptions)
     wrap_loading(_load)
+    cache_interpolations()
 
 
 @dataclass

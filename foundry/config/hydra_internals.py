@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, cast
 
+import omegaconf.base
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.config_loader import ConfigLoader
@@ -87,6 +88,12 @@ def wrap_loading(load: Load) -> None:
         return load(self, config_name, overrides, run_mode, compose)
 
     ConfigLoaderImpl._load_configuration_impl = wrapped  # type: ignore[method-assign]
+
+
+def cache_interpolations() -> None:
+    """Have OmegaConf parse an interpolation once, not wherever it is resolved: a third of what composing jobs takes."""
+    if not hasattr(parse := require(omegaconf.base, "parse", "value", "parser_rule", "lexer_mode"), "cache_info"):
+        omegaconf.base.parse = functools.lru_cache(4096)(parse)  # type: ignore[attr-defined]
 
 
 def load_unchecked(loader: ConfigLoader, config_name: str | None, overrides: list[str]) -> DictConfig:

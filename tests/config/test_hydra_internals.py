@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
+import omegaconf.base
 import pytest
 from hydra import initialize_config_dir
 from hydra._internal import hydra, utils
@@ -67,6 +68,16 @@ def test_overrides_are_applied_and_named_as_hydra_does_it(loader):
     assert (config.hparams.lr, config.hparams.seed) == (0.125, 4)
     composed = loader.load_configuration(CONFIG_NAME, ["hparams.lr=0.125", "hparams.seed=4"], RunMode.RUN)
     assert internals.override_dirname(overrides, config) == composed.hydra.job.override_dirname
+
+
+def test_an_interpolation_is_parsed_once_and_resolved_where_it_stands(loader):
+    config = OmegaConf.create({"a": 1, "b": "${a}", "c": "${a}", "d": {"a": 2, "b": "${.a}", "c": "${a}"}})
+    before = omegaconf.base.parse.cache_info()
+    assert (config.b, config.c, config.d.b, config.d.c) == (1, 1, 2, 1)
+    assert omegaconf.base.parse.cache_info().misses <= before.misses + 2
+    parse = omegaconf.base.parse
+    install()
+    assert omegaconf.base.parse is parse
 
 
 def test_a_search_path_starts_with_the_folder(tmp_path):
