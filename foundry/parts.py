@@ -106,7 +106,7 @@ def _build_for_evaluation(config: Config, objective: Objective, data: DataSplits
     return build({name: value for name, value in node.items() if name != "metrics"}, offered=offered)
 
 
-def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:
+def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
     """The size of the run.
 
     Raises:
@@ -117,9 +117,7 @@ def build_budget(config: Config, data: DataSplits, world_size: int) -> Budget:
         message = "is tokens but a sample of this data has none; set samples"
         raise ConfigError(Violation("hparams.batch_schedule_unit", message))
     try:
-        budget = resolve_budget(
-            hparams, samples_per_epoch=len(data.train), world_size=world_size, tokens_per_sample=tokens
-        )
+        budget = resolve_budget(hparams, samples_per_epoch=len(data.train), dp_size=dp_size, tokens_per_sample=tokens)
     except ValueError as error:
         # Thresholds in tokens of data that says only now how many a sample has.
         raise ConfigError(Violation("hparams.batch_schedule", str(error))) from None

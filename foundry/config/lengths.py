@@ -11,14 +11,14 @@ from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 
 
-def resolve_batch_sizes(hparams: HParams, *, world_size: int, tokens_per_sample: int | None) -> BatchSizes:
+def resolve_batch_sizes(hparams: HParams, *, dp_size: int, tokens_per_sample: int | None) -> BatchSizes:
     """The global batch size along the run: as `given_sizes`, and rounded where that is allowed.
 
     Raises:
         ValueError: as `given_sizes`, or a size is rounded down to nothing.
     """
     sizes = given_sizes(hparams, tokens_per_sample=tokens_per_sample)
-    return sizes.rounded(hparams.per_gpu_batch_size * world_size) if hparams.allow_rounding else sizes
+    return sizes.rounded(hparams.per_gpu_batch_size * dp_size) if hparams.allow_rounding else sizes
 
 
 def given_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSizes:
@@ -38,14 +38,14 @@ def given_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSize
 
 
 def resolve_budget(
-    hparams: HParams, *, samples_per_epoch: int, world_size: int, tokens_per_sample: int | None = None
+    hparams: HParams, *, samples_per_epoch: int, dp_size: int, tokens_per_sample: int | None = None
 ) -> Budget:
     """The size of the run: the shortest of the budgets given, in whole optimizer steps.
 
     Raises:
         ConfigError: it is shorter than one optimizer step, or longer than can be counted.
     """
-    sizes = resolve_batch_sizes(hparams, world_size=world_size, tokens_per_sample=tokens_per_sample)
+    sizes = resolve_batch_sizes(hparams, dp_size=dp_size, tokens_per_sample=tokens_per_sample)
     given = [
         None if hparams.max_steps is None else int(sizes.samples_after(hparams.max_steps)),
         hparams.train_samples,

@@ -1,6 +1,7 @@
 """Values of the configuration that are computed from others."""
 
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -54,4 +55,6 @@ def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
 def _accum_freq(global_batch_size: int, per_gpu_batch_size: int, nproc_per_node: int, *, _root_: DictConfig) -> int:
     """Microbatches per rank and optimizer step; OmegaConf passes the whole configuration by the name it has here."""
     ranks = world_size(max(nproc_per_node, resolve_num_tasks(_root_)))
-    return global_batch_size // max(1, per_gpu_batch_size * ranks)
+    schema: Any = OmegaConf.get_type(_root_, "distributed")
+    dp_size = schema.dp_size(_root_.distributed, ranks)
+    return global_batch_size // max(1, per_gpu_batch_size * dp_size)

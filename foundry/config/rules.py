@@ -235,7 +235,7 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     if units & unknown:
         return
     try:
-        budget = resolve_budget(hparams, samples_per_epoch=1, world_size=launch.dp_size, tokens_per_sample=tokens)
+        budget = resolve_budget(hparams, samples_per_epoch=1, dp_size=launch.dp_size, tokens_per_sample=tokens)
         yield from check_lengths(config, budget)
     except ValueError:
         return  # said of the batch sizes already

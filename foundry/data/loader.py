@@ -109,7 +109,7 @@ class Loader:
     """A window source that reads a dataset in its global order.
 
     Within the window that starts at position c, rank r's microbatch m holds the `per_gpu_batch_size` positions from
-    c + (m * world_size + r) * per_gpu_batch_size on. The only state is how many samples were consumed, and left out.
+    c + (m * dp_size + r) * per_gpu_batch_size on. The only state is how many samples were consumed, and left out.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Loader:
         order: GlobalOrder,
         batch_size_at: Callable[[int], int],
         per_gpu_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
         tokens_per_sample: int | None = None,
@@ -132,8 +132,8 @@ class Loader:
             order: their global order.
             batch_size_at: the global batch size after a number of consumed samples.
             per_gpu_batch_size: samples per microbatch.
-            rank: this rank, among those that divide the data.
-            world_size: their number.
+            dp_rank: this rank, among those that divide the data.
+            dp_size: their number.
             num_workers: processes that read ahead; 0 reads in this one.
             pin_memory: put microbatches into page-locked memory, for copies that do not block.
             tokens_per_sample: the same for all samples; None where they are not sequences of tokens.
@@ -142,7 +142,7 @@ class Loader:
         self._skipped = 0
         self._reader = _PositionedReader(dataset, order)
         self._batch_size_at, self._per_gpu = batch_size_at, per_gpu_batch_size
-        self._rank, self._world_size = rank, world_size
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._tokens_per_sample = tokens_per_sample
         self._ahead: Iterator[Microbatch] | None = None
@@ -155,7 +155,7 @@ class Loader:
         else:
             if self._ahead is None:
                 self._ahead = iter(self._workers())
-            count = num_samples // (self._per_gpu * self._world_size)
+            count = num_samples // (self._per_gpu * self._dp_size)
             with worker_deaths_explained(self._ahead):
                 microbatches = [next(self._ahead) for _ in range(count)]
         self.samples += num_samples
@@ -186,8 +186,8 @@ class Loader:
 
     def _positions(self, start: int) -> Iterator[range]:
         """The positions of each of this rank's microbatches in the window that starts at `start`."""
-        stride = self._per_gpu * self._world_size
-        first = start + self._skipped + self._rank * self._per_gpu
+        stride = self._per_gpu * self._dp_size
+        first = start + self._skipped + self._dp_rank * self._per_gpu
         for offset in range(first, first + self._batch_size_at(start), stride):
             yield range(offset, offset + self._per_gpu)
 
@@ -226,16 +226,16 @@ def _identity(microbatch: Microbatch) -> Microbatch:
 
 
 def held_out_batches(
-    dataset: Dataset, *, per_gpu_batch_size: int, rank: int, world_size: int, max_samples: int | None
+    dataset: Dataset, *, per_gpu_batch_size: int, dp_rank: int, dp_size: int, max_samples: int | None
 ) -> Iterator[Microbatch]:
     """This rank's share of a held-out dataset, each sample once; every rank gets the same number of microbatches.
 
     Samples that fill up the last microbatches have position -1 and count for nothing.
     """
-    stride = per_gpu_batch_size * world_size
+    stride = per_gpu_batch_size * dp_size
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     for start in range(0, total, stride):
-        first = start + rank * per_gpu_batch_size
+        first = start + dp_rank * per_gpu_batch_size
         positions = [p if p < total else -1 for p in range(first, first + per_gpu_batch_size)]
         batch = read_batch(dataset, [max(p, 0) for p in positions])
         yield {**batch, "position": torch.tensor(positions)}

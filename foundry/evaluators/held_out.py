@@ -37,8 +37,8 @@ class HeldOut:
         batches = held_out_batches(
             self._data.validation,
             per_gpu_batch_size=self._per_gpu_batch_size,
-            rank=world.dp_rank,
-            world_size=world.dp_size,
+            dp_rank=world.dp_rank,
+            dp_size=world.dp_size,
             max_samples=self._max_samples,
         )
         count, metrics = 0, dict[str, Mean]()

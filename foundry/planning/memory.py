@@ -95,7 +95,7 @@ def estimate_memory(
     model = _as_held(fake.model, policy)
     layout = _layout(config.distributed, model, policy, world_size)
     dp_size = config.distributed.dp_size(world_size)
-    sizes = resolve_batch_sizes(config.hparams, world_size=dp_size, tokens_per_sample=None).sizes
+    sizes = resolve_batch_sizes(config.hparams, dp_size=dp_size, tokens_per_sample=None).sizes
     accumulates = max(sizes) > dp_size * config.hparams.per_gpu_batch_size
     state, optimizer_note = _optimizer_state(config, model)
     objective = build_objective(config, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer)

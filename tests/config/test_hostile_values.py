@@ -173,7 +173,7 @@ def nonsense(config):
     hash_config(own)
     hparams, tokens = own.hparams, getattr(own.data, "seq_len", None)
     try:
-        budget = resolve_budget(hparams, samples_per_epoch=10**6, world_size=1, tokens_per_sample=tokens)
+        budget = resolve_budget(hparams, samples_per_epoch=10**6, dp_size=1, tokens_per_sample=tokens)
         violations = list(check_lengths(own, budget))
     except ConfigError as error:
         violations = list(error.violations)

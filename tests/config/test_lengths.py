@@ -8,8 +8,8 @@ from foundry.config.schemas.root import to_config
 RAMP = ["hparams.batch_ramp.start=4", "hparams.batch_ramp.increment=4", "hparams.batch_ramp.over_samples=900"]
 
 
-def budget(samples_per_epoch=1000, world_size=1, **fields):
-    return resolve_budget(HParams(**fields), samples_per_epoch=samples_per_epoch, world_size=world_size)
+def budget(samples_per_epoch=1000, dp_size=1, **fields):
+    return resolve_budget(HParams(**fields), samples_per_epoch=samples_per_epoch, dp_size=dp_size)
 
 
 def test_the_shortest_budget_wins_in_whole_steps():
@@ -40,7 +40,7 @@ def test_phases_that_fill_the_run_fit(compose, steps):
     config = to_config(
         compose(f"hparams.max_steps={steps}", "scheduler=wsd", "scheduler.warmup=0.2", "scheduler.decay=0.8")
     )
-    whole = resolve_budget(config.hparams, samples_per_epoch=1000, world_size=1)
+    whole = resolve_budget(config.hparams, samples_per_epoch=1000, dp_size=1)
     phases = config.scheduler.phases(whole)
     assert phases.warmup == pytest.approx(0.2 * whole.total_samples)
     assert phases.warmup + phases.decay == pytest.approx(phases.horizon, rel=1e-12)

@@ -53,13 +53,13 @@ def test_seed_and_fingerprint_change_the_order(change):
 @given(ranks=st.sampled_from([1, 2, 4]), per_gpu=st.sampled_from([1, 2]), windows=st.integers(1, 7))
 def test_ranks_and_microbatches_do_not_change_the_global_batches(ranks, per_gpu, windows):
     alone = loader()
-    together = [loader(rank=rank, world_size=ranks, per_gpu_batch_size=per_gpu) for rank in range(ranks)]
+    together = [loader(dp_rank=rank, dp_size=ranks, per_gpu_batch_size=per_gpu) for rank in range(ranks)]
     for _ in range(windows):
         assert window_indices([alone]) == window_indices(together)
 
 
 def test_state_continues_on_another_number_of_ranks():
-    alone, resumed = loader(), [loader(rank=r, world_size=2, per_gpu_batch_size=2) for r in range(2)]
+    alone, resumed = loader(), [loader(dp_rank=r, dp_size=2, per_gpu_batch_size=2) for r in range(2)]
     for _ in range(3):
         alone.next_window()
     for one in resumed:
@@ -74,10 +74,10 @@ def test_workers_read_the_same():
 
 
 @pytest.mark.parametrize("max_samples", [None, 10, 100])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_held_out_samples_come_once_each_and_padding_is_marked(world_size, max_samples):
-    options = {"per_gpu_batch_size": 4, "world_size": world_size, "max_samples": max_samples}
-    shares = [list(held_out_batches(Squares(), rank=rank, **options)) for rank in range(world_size)]
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_held_out_samples_come_once_each_and_padding_is_marked(dp_size, max_samples):
+    options = {"per_gpu_batch_size": 4, "dp_size": dp_size, "max_samples": max_samples}
+    shares = [list(held_out_batches(Squares(), dp_rank=rank, **options)) for rank in range(dp_size)]
     assert len({len(share) for share in shares}) == 1
     batches = [batch for share in shares for batch in share]
     seen = [i for b in batches for i, p in zip(b["index"].tolist(), b["position"].tolist(), strict=True) if p >= 0]

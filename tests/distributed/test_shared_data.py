@@ -69,8 +69,8 @@ def train(world):
         order=GlobalOrder(num_samples=SIZE, fingerprint="", seed=0),
         batch_size_at=lambda samples: BATCH,
         per_gpu_batch_size=PER_RANK,
-        rank=world.dp_rank,
-        world_size=world.dp_size,
+        dp_rank=world.dp_rank,
+        dp_size=world.dp_size,
     )
     step = TrainStep(
         model=parallel.model,

@@ -72,7 +72,7 @@ def refused(*overrides: str) -> str:
 def resolve(*overrides: str, samples_per_epoch: int = EPOCH) -> tuple[Any, schedules.Schedule]:
     """Budget and schedule of a composition."""
     config = compose(*overrides)
-    budget = resolve_budget(config.hparams, samples_per_epoch=samples_per_epoch, world_size=1)
+    budget = resolve_budget(config.hparams, samples_per_epoch=samples_per_epoch, dp_size=1)
     return budget, build(config.scheduler, max_lr=config.hparams.lr, budget=budget)
 
 

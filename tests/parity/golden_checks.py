@@ -133,7 +133,7 @@ def check_ramp(case: Case) -> None:
     else:
         composed = compose(*batch_words(c))
         ours = resolve_batch_sizes(
-            composed.hparams, world_size=c["data_parallel_size"], tokens_per_sample=c.get("seq_length")
+            composed.hparams, dp_size=c["data_parallel_size"], tokens_per_sample=c.get("seq_length")
         )
         assert ours.thresholds == running.thresholds
 
@@ -164,7 +164,7 @@ def check_batch_error(case: Case) -> None:
 def check_train_iters(case: Case) -> None:
     c = case["config"]
     hparams = compose(*batch_words(c)).hparams
-    budget = resolve_budget(hparams, samples_per_epoch=1, world_size=c["data_parallel_size"])
+    budget = resolve_budget(hparams, samples_per_epoch=1, dp_size=c["data_parallel_size"])
     assert_equal(case, [budget.total_steps], [case["train_iters"]])
 
 

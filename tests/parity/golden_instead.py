@@ -39,7 +39,7 @@ def refuses_ramp_that_outlasts(case: Case) -> None:
     c, total = case["config"], case["config"]["train_samples"]
     assert refused(*batch_words(c)).startswith("hparams.batch_ramp: reaches its last size")
     hparams = compose(*batch_words(c), f'scheduler.horizon="{10 * c["rampup_batch_size"][2]} samples"').hparams
-    budget = resolve_budget(hparams, samples_per_epoch=1, world_size=c["data_parallel_size"])
+    budget = resolve_budget(hparams, samples_per_epoch=1, dp_size=c["data_parallel_size"])
     steps, sizes = budget.total_steps, budget.batch_sizes
     assert sizes.samples_after(steps) <= total < sizes.samples_after(steps + 1)
     assert case["train_iters"] - steps in (0, 1)
@@ -62,7 +62,7 @@ def accepts_beside_schedule(case: Case) -> None:
     if total not in (None, sizes.final) or min(sizes.sizes) < microbatch:
         assert re.match(r"hparams\.(global_batch_size|batch_schedule)", refused(*message))
         return
-    own = resolve_batch_sizes(compose(*message).hparams, world_size=ranks, tokens_per_sample=c.get("seq_length"))
+    own = resolve_batch_sizes(compose(*message).hparams, dp_size=ranks, tokens_per_sample=c.get("seq_length"))
     assert own.sizes == [size // microbatch * microbatch for size in sizes.sizes]
 
 

@@ -19,7 +19,7 @@ RAMPED = [
 
 
 def planned(config, *, samples_per_epoch=1000, tokens=None):
-    budget = resolve_budget(config.hparams, samples_per_epoch=samples_per_epoch, world_size=2, tokens_per_sample=tokens)
+    budget = resolve_budget(config.hparams, samples_per_epoch=samples_per_epoch, dp_size=2, tokens_per_sample=tokens)
     data = DataSplits(train=[], validation=[], fingerprint="", tokens_per_sample=tokens)
     schedule, model = build_schedule(config, budget), nn.Linear(3, 2)
     return build_plan(config, budget, data, schedule, model, world_size=2, strategy="ddp", device="cpu")
