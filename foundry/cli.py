@@ -56,14 +56,14 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
     except Stopped as stopped:
         if detect().rank == 0:
             with suppress(OSError):  # the terminal is gone, as after SIGHUP
-                sys.stderr.write(f"{stopped}{_how_it_goes_on(stopped)}\n")
+                sys.stderr.write(f"{stopped}{_how_to_resume(stopped)}\n")
         raise  # its exit code is in it; a sweep ends too
     except Exception as error:
         log_to_file(f"failed:\n{format_trace(error)}")
         raise
 
 
-def _how_it_goes_on(stopped: Stopped) -> str:
+def _how_to_resume(stopped: Stopped) -> str:
     if stopped.checkpoint is None:
         return ""
     if stopped.state == "requeued":

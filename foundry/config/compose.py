@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.holes import check_hydra
 from foundry.config.hydra_internals import ConfigLoaderImpl, cache_interpolations, wrap_loading
-from foundry.config.override_errors import find_mistakes, includes_schemas, master_over_options, without_null_choices
+from foundry.config.override_errors import find_errors, includes_schemas, master_over_options, without_null_choices
 from foundry.config.resolvers import register_resolvers
 from foundry.config.rules import check
 from foundry.config.schemas.root import Config
-from foundry.config.secrets import check_secrets, check_words
+from foundry.config.secrets import check_overrides, check_secrets
 from foundry.config.start_dir import anchor_paths
 from foundry.config.store import register_schemas
 
@@ -113,7 +113,7 @@ def _note_secrets(overrides: list[str], run_mode: RunMode) -> None:
     Raises:
         ConfigError: a sweep has some, which its multirun.yaml would hold.
     """
-    secrets = list(check_words(overrides))
+    secrets = list(check_overrides(overrides))
     if secrets and run_mode is not RunMode.RUN:
         raise ConfigError(secrets)
 
@@ -140,4 +140,4 @@ def _explained(
             overrides, error = meant, another
     if not whole and (master := master_over_options(loader, config_name, compose, overrides)) is not None:
         return master
-    raise ConfigError(find_mistakes(loader, config_name, compose, overrides, error, whole=whole)) from error
+    raise ConfigError(find_errors(loader, config_name, compose, overrides, error, whole=whole)) from error

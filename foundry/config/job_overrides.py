@@ -14,9 +14,9 @@ _LONGEST_NUMBER = 8  # characters
 _MOST_BYTES = 2**16  # of a job's overrides: reading more takes seconds
 
 
-def key_and_value(word: str) -> tuple[str, str]:
+def key_and_value(override: str) -> tuple[str, str]:
     """`+group.key=value` as `group.key` and `value`."""
-    key, _, value = word.partition("=")
+    key, _, value = override.partition("=")
     return key.lstrip("+"), value
 
 
@@ -42,9 +42,9 @@ def format_command(overrides: Sequence[str], sweep_command: Sequence[str]) -> st
         overrides: the job's.
         sweep_command: those that its sweep was started with; empty where they are not known.
     """
-    is_sweep_by_words = not sweep_command or {"-m", "--multirun"} & set(sweep_command)
+    is_sweep_by_flag = not sweep_command or {"-m", "--multirun"} & set(sweep_command)
     # An option makes it a sweep, too.
-    is_sweep_by_option = not is_sweep_by_words or any(word.startswith("hparams_search=") for word in overrides)
+    is_sweep_by_option = not is_sweep_by_flag or any(word.startswith("hparams_search=") for word in overrides)
     mode = ("hydra.mode=RUN",) if is_sweep_by_option else ()
     return shlex.join(["python", "-m", "foundry", *_config_folder(sweep_command), *overrides, *mode])
 
@@ -59,7 +59,7 @@ def _config_folder(command: Sequence[str]) -> list[str]:
     return []
 
 
-def recorded_words(run_dir: Path) -> tuple[str, ...]:
+def recorded_overrides(run_dir: Path) -> tuple[str, ...]:
     """All overrides of a job, as Hydra wrote them into its run directory; none where it did not."""
     try:
         overrides = read_yaml(run_dir / HYDRA / "overrides.yaml", max_bytes=_MOST_BYTES)

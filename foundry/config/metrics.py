@@ -41,8 +41,8 @@ def declared_metrics(objective: object) -> tuple[str, ...] | None:
     if "metrics" not in {*getattr(objective, "__dict__", ()), *(vars(speaker) if speaker else ())}:
         return None
     metrics = getattr(objective, "metrics", None)
-    is_said = isinstance(metrics, (tuple, list)) and all(isinstance(name, str) for name in metrics)
-    return tuple(metrics) if metrics is not None and is_said else None
+    are_names = isinstance(metrics, (tuple, list)) and all(isinstance(name, str) for name in metrics)
+    return tuple(metrics) if metrics is not None and are_names else None
 
 
 def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Violation]:

@@ -89,7 +89,7 @@ class Known:
         return self.checked[key]
 
 
-def find_mistakes(
+def find_errors(
     loader: ConfigLoaderImpl,
     config_name: str | None,
     compose: Callable[[list[str]], DictConfig],
@@ -145,15 +145,15 @@ def find_mistakes(
     return violations + (known.check(config, _lines(good)) if whole and is_ours else [])
 
 
-def _wrong_alone(compose: Callable[[list[str]], DictConfig], words: list[Override]) -> Iterator[Violation]:
+def _wrong_alone(compose: Callable[[list[str]], DictConfig], overrides: list[Override]) -> Iterator[Violation]:
     """Overrides that do not compose by themselves, for a reason that only composing finds."""
-    folders = [word for word in words if word.key_or_group == _SEARCHPATH]
-    for word in words:
+    folders = [override for override in overrides if override.key_or_group == _SEARCHPATH]
+    for override in overrides:
         try:
-            compose(_lines([*folders, word]))
+            compose(_lines([*folders, override]))
         except Exception as error:
             wrong = _unattributed(error)
-            yield Violation(word.get_key_element(), wrong.message) if wrong.key == "configuration" else wrong
+            yield Violation(override.get_key_element(), wrong.message) if wrong.key == "configuration" else wrong
 
 
 def _repository(
@@ -182,7 +182,7 @@ def master_over_options(
     good = [o for o in parsed if o.is_hydra_override() or _is_choice(repo, o)]
     try:
         config = compose(_lines(good))
-    except Exception:  # find_mistakes says which
+    except Exception:  # find_errors says which
         return None
     swept = [o.key_or_group for o in good if o.is_sweep_override()]
     swept += OmegaConf.select(config, "hydra.sweeper.params") or {}

@@ -107,11 +107,11 @@ def _check_choices(composed: DictConfig) -> Iterator[Violation]:
     given = OmegaConf.select(composed, "hydra.overrides.task")
     # Iterating would resolve interpolations in them.
     raw: Any = OmegaConf.to_container(given, resolve=False) if given is not None else []
-    overrides = [str(word).lstrip("+") for word in raw]
+    overrides = [str(override).lstrip("+") for override in raw]
     for group in (item.name for item in fields(Config)):
-        if group not in choices and any(word.startswith(f"{group}=[") for word in overrides):
+        if group not in choices and any(override.startswith(f"{group}=[") for override in overrides):
             yield Violation(group, "takes one option; to sweep over several add -m and leave out the brackets")
-        elif group not in choices and any(word == f"~{group}" or word.startswith(f"~{group}=") for word in overrides):
+        elif group not in choices and any(line.partition("=")[0] == f"~{group}" for line in overrides):
             yield Violation(group, f"cannot be removed; leave out ~{group}, or choose an option as {group}=...")
 
 
@@ -238,7 +238,7 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
         budget = resolve_budget(hparams, samples_per_epoch=1, dp_size=launch.dp_size, tokens_per_sample=tokens)
         yield from check_lengths(config, budget)
     except ValueError:
-        return  # said of the batch sizes already
+        return  # `_batch` reports it
     except ConfigError as error:
         yield from error.violations
 

@@ -94,10 +94,10 @@ def _check(leaf: _Leaf) -> Iterator[Violation]:
             remember(os.environ.get(variable, ""), f"${{oc.env:{variable}}}")
 
 
-def check_words(overrides: Iterable[str]) -> Iterator[Violation]:
+def check_overrides(overrides: Iterable[str]) -> Iterator[Violation]:
     """Refuse secrets in overrides, before a sweep writes them down; none of them is shown from here on."""
-    for word in overrides:
-        key, sign, value = word.partition("=")
+    for override in overrides:
+        key, sign, value = override.partition("=")
         name = key.lstrip("+~").rpartition(".")[2].partition("@")[0]
         bare = value.strip("'\"")
         if sign and not VARIABLE.search(value) and (is_secret(name, bare) or masked_text(bare) != bare):

@@ -194,7 +194,7 @@ def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -
     """
     ends = dict[int, int]()
     failed_at = math.inf
-    is_told = False
+    is_ending = False
     num_passed = 0
     killing = False
     while True:
@@ -202,7 +202,7 @@ def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -
         for number, rank in enumerate(ranks):
             if rank.exitcode is None:
                 alive.append(rank)
-            elif not is_told:
+            elif not is_ending:
                 ends.setdefault(number, rank.exitcode)
         if not alive:
             return ends, killing
@@ -213,8 +213,8 @@ def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -
         num_ready = len(list(folder.glob(f"*{_PROCESS}")))
         killing = killing or noted.count(signal.SIGINT) > 1 or (bool(new) and num_ready < len(ranks))
         late = time.monotonic() - failed_at
-        if late > _PATIENCE_SECONDS and not is_told:
-            new, is_told = [*new, signal.SIGTERM], True
+        if late > _PATIENCE_SECONDS and not is_ending:
+            new, is_ending = [*new, signal.SIGTERM], True
         for rank in alive:
             if killing or late > _LAST_PATIENCE_SECONDS:
                 rank.kill()

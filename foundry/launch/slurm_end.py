@@ -102,12 +102,12 @@ def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
         why = "was it cancelled while it waited?" if status.get("state") == "queued" else "it left no word"
         write_status(run_dir, state="lost", reason=f"Slurm does not know job {job_id} any more; {why}")
         return
-    text = _last_words(run_dir)
+    text = _last_output(run_dir)
     state = "lost" if found.state in _LOST else "stopped" if found.state == "CANCELLED" else "failed"
     write_status(run_dir, state=state, reason=f"{found}{f'; it said last: {text}' if text else ''}")
 
 
-def _last_words(run_dir: Path) -> str:
+def _last_output(run_dir: Path) -> str:
     """The last line that a job has printed to its error output, if any."""
     submission = Submission.load(run_dir)
     lines = read_tail(Path(submission.error_output)).splitlines() if submission else []

@@ -157,7 +157,7 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights afresh: Xavier-uniform, classes N(0, 0.5); gates and output start at zero, as in DiT.
+        """Draw all weights from scratch: Xavier-uniform, classes N(0, 0.5); gates and output start at zero, as in DiT.
 
         DiT draws its embedders from N(0, 0.02). The gates then open more slowly: after 300 steps on digits, all else
         equal, the held-out loss is 0.359 with those and 0.277 with these.

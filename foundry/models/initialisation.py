@@ -45,7 +45,7 @@ def output_std(std: float, num_layers: int) -> float:
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, *, std: float, embedding_std: float) -> None:
-    """Draw a transformer's weights afresh, in the order of its parameters.
+    """Draw a transformer's weights from scratch, in the order of its parameters.
 
     Matrices are N(0, std), except `output_std` where a block adds to the residual stream and N(0, embedding_std) in
     embeddings, whose padding row is zero. A head tied to an embedding is one. Biases are zero; norms keep theirs.

@@ -195,7 +195,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Fill all weights afresh: norms with ones, matrices as `draw_weights` says."""
+        """Fill all weights from scratch: norms with ones, matrices as `draw_weights` says."""
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)

@@ -41,7 +41,7 @@ def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnRes
     differing = [
         Violation(
             f"scheduler.{name}",
-            f"is {_said(name, here)} but the checkpoint was trained with {_said(name, there)}; resume with the same "
+            f"is {_shown(name, here)} but the checkpoint was trained with {_shown(name, there)}; resume with the same "
             f"{_REMEDIES.get(name, '')}or set checkpoint.scheduler_on_resume to config or checkpoint",
         )
         for name in {**here, **there}
@@ -60,6 +60,6 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + name, value
 
 
-def _said(name: str, state: Mapping[str, Any]) -> str:
+def _shown(name: str, state: Mapping[str, Any]) -> str:
     value = state.get(name)
     return "not set" if value is None else f"{value} samples" if name in _IN_SAMPLES else str(value)

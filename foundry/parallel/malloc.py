@@ -14,7 +14,7 @@ _NEVER, _PAD_BYTES = 2**31 - 1, 2**28
 def keep_freed_memory() -> None:
     """Have glibc keep what is freed, for the next activation of the same size, instead of giving it back.
 
-    Its default maps every large tensor afresh, and the kernel zeroes each page again: a fifth of the time of a small
+    Its default maps every large tensor anew, and the kernel zeroes each page again: a fifth of the time of a small
     language model's step. Variables of glibc's own (`MALLOC_*`) that the user has set stay in force; other C libraries
     are left alone.
     """

@@ -92,7 +92,7 @@ def select_steps(schedule: Schedule, budget: Budget, points: int = 500) -> list[
     total = budget.total_steps
     corners = [stage.first_step for stage in budget.batch_sizes.stages]
     corners += [step for phase in resolve_phases(schedule, budget) for step in (phase.first_step, phase.last_step)]
-    near = {step + beside for step in corners[: 4 * points] for beside in (-1, 0, 1)}
+    near = {step + offset for step in corners[: 4 * points] for offset in (-1, 0, 1)}
     even = range(1, total + 1, max(1, math.ceil(total / points)))
     return sorted(step for step in {1, *even, *near, total} if 1 <= step <= total)
 

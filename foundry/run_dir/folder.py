@@ -80,7 +80,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _candidates(path: Path) -> chain[Path]:
-    """The path itself, then others beside it."""
+    """The path itself, then others next to it."""
     return chain([path], (path.with_name(f"{path.name}.rescued{number or ''}") for number in count()))
 
 

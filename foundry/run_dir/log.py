@@ -26,7 +26,7 @@ class RunLog(logging.FileHandler):
     The answer of `logging` itself is a traceback there for each record.
     """
 
-    _is_said = False
+    _is_logged = False
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without secrets and escape sequences."""
@@ -53,8 +53,8 @@ class RunLog(logging.FileHandler):
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._is_said:
-            self._is_said = True  # first: this line comes here as well
+        elif not self._is_logged:
+            self._is_logged = True  # first: this line comes here as well
             log.warning("%s: %s (the run continues; logged once)", self.baseFilename, error)
 
 

@@ -9,14 +9,14 @@ from foundry.run_dir.names import STATUS, SWEEP
 MARK = ".foundry"
 """A file in every run, plan and sweep directory, written before anything else."""
 
-_SAID = "This directory is foundry's: files that foundry writes here may be replaced by it.\n"
+_TEXT = "This directory is foundry's: files that foundry writes here may be replaced by it.\n"
 _RECORDS = {STATUS: {"state", "reason", "step", "config_hash"}, SWEEP: {"jobs", "launcher", "metric"}}
 
 
 def mark(folder: Path) -> None:
     """Write down that a directory is foundry's, where that is not written there yet."""
     if not _is_marked(folder):
-        write_atomically(folder / MARK, _SAID)
+        write_atomically(folder / MARK, _TEXT)
 
 
 def is_ours(folder: Path) -> bool:
@@ -29,7 +29,7 @@ def is_ours(folder: Path) -> bool:
 
 def _is_marked(folder: Path) -> bool:
     try:
-        return read_text(folder / MARK) == _SAID
+        return read_text(folder / MARK) == _TEXT
     except (OSError, ValueError):  # no mark, or a user's own file of that name
         return False
 

@@ -114,17 +114,17 @@ def is_secret(name: str, value: Any) -> bool:
     """Whether a value must not be shown, by the words of its key; numbers and empty values are shown."""
     if value in (None, "") or isinstance(value, bool):
         return False
-    overrides = _words(name)
-    if overrides and overrides[-1] in _ABOUT:
+    words = _words(name)
+    if words and words[-1] in _ABOUT:
         return False
-    if _ALWAYS.intersection(overrides):
+    if _ALWAYS.intersection(words):
         return True
-    if not overrides or not isinstance(value, str):
+    if not words or not isinstance(value, str):
         return False
-    before = set(overrides[:-1])
-    if overrides[-1] in ("token", "jwt", "bearer"):
+    before = set(words[:-1])
+    if words[-1] in ("token", "jwt", "bearer"):
         return not before & _VOCABULARY
-    return overrides[-1] == "apikey" or (overrides[-1] == "key" and (bool(before & _KEYS) or _looks_random(value)))
+    return words[-1] == "apikey" or (words[-1] == "key" and (bool(before & _KEYS) or _looks_random(value)))
 
 
 @lru_cache(4096)

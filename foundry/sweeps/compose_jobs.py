@@ -16,11 +16,11 @@ from foundry.config.hydra_internals import (
     override_dirname,
     require_loader,
 )
-from foundry.config.override_errors import Known, choice_line, find_mistakes
+from foundry.config.override_errors import Known, choice_line, find_errors
 from foundry.config.rules import check
 from foundry.config.start_dir import anchor_paths
 
-Words = tuple[str, ...]
+Overrides = tuple[str, ...]
 
 
 def compose_jobs(
@@ -58,42 +58,42 @@ class _Composer:
         # Iterating would resolve interpolations in them.
         given = OmegaConf.to_container(master.hydra.overrides.hydra, resolve=False)
         assert isinstance(given, list)
-        self.hydra_words: Words = tuple(map(str, given))
-        parsed = OverridesParser.create().parse_overrides(list(self.hydra_words))
+        self.hydra_overrides: Overrides = tuple(map(str, given))
+        parsed = OverridesParser.create().parse_overrides(list(self.hydra_overrides))
         # Knows the folders of hydra.searchpath too.
         self._repository, error = open_repository(loader, master.hydra.job.config_name, parsed)
         if error is not None:
             raise error
         self._known = Known(self._repository)
-        self._bases: dict[Words, bytes] = {}
+        self._bases: dict[Overrides, bytes] = {}
         self._overrides: dict[str, Override] = {}
 
-    def compose(self, words: Words) -> DictConfig:
+    def compose(self, overrides: Overrides) -> DictConfig:
         """One job.
 
         Raises:
             ConfigError: with everything that is wrong with it.
         """
         try:
-            config = self._compose(words)
+            config = self._compose(overrides)
         except Exception as error:  # whatever Hydra or OmegaConf did not expect, too
-            raise ConfigError(self._mistakes(words, error)) from error
+            raise ConfigError(self._find_errors(overrides, error)) from error
         if violations := check(config):
             raise ConfigError(violations)
         anchor_paths(config)
         return config
 
-    def _mistakes(self, words: Words, error: Exception) -> list[Violation]:
+    def _find_errors(self, overrides: Overrides, error: Exception) -> list[Violation]:
         """Everything wrong with a job that does not compose, found with the options that are read already."""
 
         def compose(lines: list[str]) -> DictConfig:
-            return self._base(tuple(line for line in lines if line not in self.hydra_words))
+            return self._base(tuple(line for line in lines if line not in self.hydra_overrides))
 
-        name, lines = self._master.hydra.job.config_name, [*self.hydra_words, *words]
-        return find_mistakes(self._loader, name, compose, lines, error, whole=True, known=self._known)
+        name, lines = self._master.hydra.job.config_name, [*self.hydra_overrides, *overrides]
+        return find_errors(self._loader, name, compose, lines, error, whole=True, known=self._known)
 
-    def _compose(self, words: Words) -> DictConfig:
-        overrides = [self._parse(word) for word in words]
+    def _compose(self, lines: Overrides) -> DictConfig:
+        overrides = [self._parse(line) for line in lines]
         own = [override for override in overrides if not override.is_hydra_override()]
         values = [override for override in own if not self._is_choice(override)]
         config = self._base(tuple(choice_line(self._repository, o) for o in overrides if o not in values))
@@ -105,20 +105,20 @@ class _Composer:
         OmegaConf.copy_cache(from_config=self._master, to_config=config)
         return config
 
-    def _base(self, choices: Words) -> DictConfig:
+    def _base(self, choices: Overrides) -> DictConfig:
         """What the choices of options compose to, unchecked: the values that make it right come after."""
         if choices not in self._bases:
             name = self._master.hydra.job.config_name
-            self._bases[choices] = pickle.dumps(load_unchecked(self._loader, name, [*self.hydra_words, *choices]))
+            self._bases[choices] = pickle.dumps(load_unchecked(self._loader, name, [*self.hydra_overrides, *choices]))
         # A fifth of the time of deepcopy.
         config = pickle.loads(self._bases[choices])
         assert isinstance(config, DictConfig)
         return config
 
-    def _parse(self, word: str) -> Override:
-        if word not in self._overrides:
-            (self._overrides[word],) = OverridesParser.create(config_loader=self._loader).parse_overrides([word])
-        return self._overrides[word]
+    def _parse(self, line: str) -> Override:
+        if line not in self._overrides:
+            (self._overrides[line],) = OverridesParser.create(config_loader=self._loader).parse_overrides([line])
+        return self._overrides[line]
 
     def _is_choice(self, override: Override) -> bool:
         """Whether it chooses an option of a group: Hydra's own rule."""

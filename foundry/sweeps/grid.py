@@ -16,7 +16,7 @@ from foundry.config.schemas.sweeper import Sweep
 from foundry.sweeps.job import Job
 
 _ZIP, _EXCLUDE = "hydra.sweeper.zip", "hydra.sweeper.exclude"
-_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
+_OVERRIDE = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 """What spaces separate, those within quotes excepted."""
 
 
@@ -89,15 +89,15 @@ def _written(number: int) -> str:
 
 
 def _check_empty(values: dict[str, list[str]], by_key: dict[str, Override]) -> Iterator[Violation]:
-    for key, words in values.items():
-        if not words:
+    for key, lines in values.items():
+        if not lines:
             yield Violation(key, f"is {by_key[key].get_value_string()}, which gives no value; give at least one")
 
 
 def _check_twice(values: dict[str, list[str]]) -> Iterator[Violation]:
-    for key, words in values.items():
-        for word in [word for word, count in Counter(words).items() if count > 1]:
-            yield Violation(key, f"sweeps over {word.removeprefix(f'{key}=')} twice")
+    for key, lines in values.items():
+        for line in [line for line, count in Counter(lines).items() if count > 1]:
+            yield Violation(key, f"sweeps over {line.removeprefix(f'{key}=')} twice")
 
 
 def _check_zip(zipped: Sequence[Sequence[str]], values: dict[str, list[str]]) -> Iterator[Violation]:
@@ -125,12 +125,12 @@ def _product(
     names = [key for axis in axes for key in axis]
     for chosen in itertools.product(*choices):
         swept = dict(zip(names, itertools.chain.from_iterable(chosen), strict=True))
-        words = tuple(swept[key] if key in swept else format_override(override) for key, override in by_key.items())
-        yield Job(overrides=words, swept=tuple(swept[key] for key in values))
+        overrides = tuple(swept[key] if key in swept else format_override(override) for key, override in by_key.items())
+        yield Job(overrides=overrides, swept=tuple(swept[key] for key in values))
 
 
 def format_override(override: Override) -> str:
-    """The word that an override was given as, its number written as Hydra does."""
+    """An override as it was given, its number written as Hydra does."""
     return f"{override.get_key_element()}={override.get_value_element_as_str()}"
 
 
@@ -139,15 +139,14 @@ def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
     violations, left = [], jobs
     for text in map(str, excluded):
         try:
-            words = {
-                format_override(override) for override in OverridesParser.create().parse_overrides(_WORD.findall(text))
-            }
+            parsed = OverridesParser.create().parse_overrides(_OVERRIDE.findall(text))
+            combination = set(map(format_override, parsed))
         except HydraException:
             violations.append(Violation(_EXCLUDE, f"has {text!r}, which is not of the form key=value key=value"))
             continue
-        if not words or not any(words <= set(job.overrides) for job in jobs):
+        if not combination or not any(combination <= set(job.overrides) for job in jobs):
             violations.append(Violation(_EXCLUDE, f"has {text!r}, which no job of the sweep is"))
-        left = [job for job in left if not words <= set(job.overrides)]
+        left = [job for job in left if not combination <= set(job.overrides)]
     if not left and not violations:
         violations.append(Violation(_EXCLUDE, f"leaves none of the {len(jobs)} jobs"))
     if violations:

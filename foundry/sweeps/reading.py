@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.job_overrides import recorded_words, short_names
+from foundry.config.job_overrides import recorded_overrides, short_names
 from foundry.run_dir.files import read_tail
 from foundry.run_dir.lock import is_held
 from foundry.run_dir.names import PLAN, RESULT, STATUS, SUBMISSION, SWEEP
@@ -203,7 +203,7 @@ def _list_jobs(folder: Path, facts: Mapping[str, Any]) -> list[Job]:
     are_numbered = all(name.isdecimal() for name in found)
     found.sort(key=lambda name: (int(name) if are_numbered else 0, name))
     return [
-        Job(swept=recorded_words(folder / name), index=int(name) if are_numbered else number, dir=name)
+        Job(swept=recorded_overrides(folder / name), index=int(name) if are_numbered else number, dir=name)
         for number, name in enumerate(found)
     ]
 

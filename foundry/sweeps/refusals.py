@@ -1,4 +1,4 @@
-"""What is wrong with the jobs of a sweep, said once for all jobs of which it is true."""
+"""What is wrong with the jobs of a sweep, each error once, with the jobs that have it."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,8 +57,8 @@ def _line(found: list[Found], total: int, how: str) -> Violation:
 def _shape(message: str, job: Job) -> str:
     """A message without numbers, and without the texts that the job has as values and others have not."""
     shape = _NUMBER.sub("#", message)
-    for word in job.swept:
-        value = _NUMBER.sub("#", word.partition("=")[2])
+    for override in job.swept:
+        value = _NUMBER.sub("#", override.partition("=")[2])
         if value not in ("", "#"):
             shape = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", "#", shape)
     return shape

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_words
+from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_overrides
 from foundry.run_dir.names import LOG
 from foundry.run_dir.status import FAILED, STATES
 from foundry.sweeps.job import Job
@@ -149,7 +149,7 @@ class SweepReport:
     def repeat(self, job: JobReport) -> str:
         """The command that does a job again, for a shell."""
         # What Hydra wrote has those, too, that all jobs share.
-        overrides = recorded_words(job.run_dir) or job.job.swept
+        overrides = recorded_overrides(job.run_dir) or job.job.swept
         return format_command(overrides, self.command)
 
     def settings(self, job: JobReport) -> str:

@@ -294,7 +294,7 @@ class OptunaSweeper(CheckedSweeper):
 
 def _others(job: Job, first: Job) -> Sequence[str]:
     """The values of a job that the first has not; all of its own for the first itself."""
-    return [word for word in job.swept if word not in first.swept] or job.swept
+    return [override for override in job.swept if override not in first.swept] or job.swept
 
 
 def _plain(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class Dimension:
     key: str
     distribution: BaseDistribution
 
-    def word(self, value: Any) -> str:
-        """The word that gives the key a value; of a real number as many digits as a person would write."""
+    def override(self, value: Any) -> str:
+        """The override that gives the key a value; of a real number as many digits as a person would write."""
         if isinstance(self.distribution, FloatDistribution):
             low, high = self.distribution.low, self.distribution.high
             if self.distribution.log:
@@ -80,7 +80,7 @@ class Space:
 
     def job(self, values: dict[str, Any]) -> Job:
         """The job at a point."""
-        swept = tuple(dimension.word(values[dimension.key]) for dimension in self.dimensions)
+        swept = tuple(dimension.override(values[dimension.key]) for dimension in self.dimensions)
         return Job(overrides=(*self.fixed, *swept), swept=swept)
 
     def corners(self, values: dict[str, Any]) -> Iterator[Job]:

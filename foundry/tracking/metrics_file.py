@@ -41,7 +41,7 @@ def evaluation_record(event: Evaluated) -> dict[str, Any]:
 def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, NaN and infinities as floats.
 
-    A last line that is not complete, as a killed run leaves it, is left out. A run that went on from an earlier step
+    A last line that is not complete, as a killed run leaves it, is left out. A run that resumed from an earlier step
     wrote some steps twice: the later record is kept.
 
     Args:

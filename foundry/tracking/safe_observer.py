@@ -15,13 +15,13 @@ def tolerant(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], N
     """Wrap an observer's method so that an exception becomes a warning, once per observer and kind of error."""
 
     @functools.wraps(method)
-    def told(self: Self, event: Event) -> None:
+    def call(self: Self, event: Event) -> None:
         try:
             method(self, event)
         except Exception as error:
-            text: set[Any] = self.__dict__.setdefault("_errors_said", set())
-            if (kind := (method.__name__, type(error))) not in text:
-                text.add(kind)
+            logged: set[Any] = self.__dict__.setdefault("_errors_logged", set())
+            if (kind := (method.__name__, type(error))) not in logged:
+                logged.add(kind)
                 logging.getLogger(method.__module__).warning(
                     "%s.%s: %s: %s (the run continues; logged once)",
                     getattr(self, "name", type(self).__name__),
@@ -30,7 +30,7 @@ def tolerant(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], N
                     error,
                 )
 
-    return told
+    return call
 
 
 class SafeObserver:

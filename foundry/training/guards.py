@@ -209,7 +209,7 @@ class UpdateGuard:
         allowed = self._config.max_non_finite
         self._in_a_row += 1
         if self._in_a_row > allowed:
-            raise NonFiniteError(self._last_words(text, samples))
+            raise NonFiniteError(self._final_message(text, samples))
         self._warn(text, samples)
 
     def _leave_out_spike(self, attempt: Attempt, spike: LossSpike) -> None:
@@ -218,10 +218,10 @@ class UpdateGuard:
         _, samples = self._locate(attempt)
         self._in_a_row += 1
         if self._in_a_row > self._config.max_skips:
-            raise PersistentSpikeError(self._last_words(str(spike), samples))
+            raise PersistentSpikeError(self._final_message(str(spike), samples))
         self._warn(str(spike), samples)
 
-    def _last_words(self, text: str, samples: str) -> str:
+    def _final_message(self, text: str, samples: str) -> str:
         before, most = self._in_a_row - 1, self._config.max_skips
         row = f", after {before} updates in a row that were left out (guard.max_skips={most})" if before else ""
         return f"{text}{row}; the weights are as they were before this step{samples}"
@@ -232,18 +232,18 @@ class UpdateGuard:
             log.warning("%s; its update is left out, %s%s", text, row, samples)
 
     def _locate(self, attempt: Attempt) -> tuple[list[int], str]:
-        """The ranks whose own loss is not finite, and the samples of the global batch, in words."""
+        """The ranks whose own loss is not finite, and the samples of the global batch, as text."""
         world = self._world
         known = [p for positions in attempt.positions for p in positions.tolist() if p >= 0]
         # float64 holds every position exactly.
         rows = torch.zeros(world.world_size, 3, dtype=torch.float64, device=world.device)
         own = [float(not math.isfinite(attempt.local_loss.item())), min(known, default=-1), max(known, default=-1)]
         rows[world.rank] = torch.tensor(own, dtype=torch.float64)
-        told = world.all_reduce_sum(rows).tolist()
-        ranks = [rank for rank, (bad, _, _) in enumerate(told) if bad]
-        if (last := max(high for _, _, high in told)) < 0:
+        gathered = world.all_reduce_sum(rows).tolist()
+        ranks = [rank for rank, (bad, _, _) in enumerate(gathered) if bad]
+        if (last := max(high for _, _, high in gathered)) < 0:
             return ranks, ""
-        first = min(low for _, low, _ in told if low >= 0)
+        first = min(low for _, low, _ in gathered if low >= 0)
         return ranks, f" (samples {first:.0f} to {last:.0f} of the global order)"
 
 

@@ -186,8 +186,8 @@ def _asked(job: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in message.split() if "=" in word)
 
 
-def _scontrol(*overrides: str) -> str:
+def _scontrol(*arguments: str) -> str:
     try:
-        return subprocess.run(["scontrol", *overrides], capture_output=True, text=True, timeout=10, check=True).stdout
+        return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

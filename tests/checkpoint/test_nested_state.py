@@ -116,7 +116,7 @@ def stepped(model, optimizer, steps=3):
     return optimizer
 
 
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path):
+def test_training_continues_as_if_it_had_not_stopped(tmp_path):
     model, other = Net(1), Net(2)
     optimizer = stepped(model, Nested(model.parameters()))
     folder = write(tmp_path, 3, model, optimizers=[optimizer])

@@ -15,7 +15,7 @@ def draws(device):
 
 
 @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_numbers_go_on_as_they_would_have(name):
+def test_the_numbers_continue_as_they_would_have(name):
     device = torch.device(name, 0) if name == "cuda" else torch.device(name)
     numpy.random.randn()  # half of a pair is kept
     random.gauss(0, 1)

@@ -96,7 +96,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, kind):
+def test_training_continues_as_if_it_had_not_stopped(tmp_path, kind):
     model, other = Net(1), Net(2)
     optimizer = stepped(model, OPTIMIZERS[kind](model.parameters()))
     folder = write(tmp_path, 3, model, optimizers=[optimizer])

@@ -23,7 +23,7 @@ class Options:
     ema: bool = setting(True, "averaged weights")
 
 
-def test_words_become_typed_options():
+def test_overrides_become_typed_options():
     overrides = ["run=runs/a b", "out=x", "num_tokens=5", "temperature=0.5", "labels=[3,1]", "ema=false"]
     expected = Options(run="runs/a b", out="x", num_tokens=5, temperature=0.5, labels=[3, 1], ema=False)
     assert parse_options(Options, overrides) == expected
@@ -45,7 +45,7 @@ def test_words_become_typed_options():
         (["num_tokens=[1"], "num_tokens=[1: is not of the form key=value"),
     ],
 )
-def test_a_mistake_is_one_line(overrides, message):
+def test_a_config_error_is_one_line(overrides, message):
     with pytest.raises(ConfigError) as refused:
         parse_options(Options, ["run=a", "out=b", *overrides])
     assert len(refused.value.violations) == 1
@@ -53,7 +53,7 @@ def test_a_mistake_is_one_line(overrides, message):
     assert str(refused.value).startswith(message)
 
 
-def test_all_mistakes_come_at_once():
+def test_all_config_errors_come_at_once():
     with pytest.raises(ConfigError) as refused:
         parse_options(Options, ["nonsense", "runn=a", "num_tokens=x"])
     keys = [violation.key for violation in refused.value.violations]
@@ -98,7 +98,7 @@ def test_help_is_answered_without_torch(module, options):
         ("foundry.sample", ["rum=x", "run=y"], "rum: is no option; did you mean run?"),
     ],
 )
-def test_a_mistake_exits_with_2_and_a_line(shell, module, overrides, message):
+def test_a_config_error_exits_with_2_and_a_line(shell, module, overrides, message):
     stdout, stderr = shell.run(*overrides, module=module, code=2)
     assert stdout == ""
     assert stderr.startswith(message)

@@ -74,7 +74,7 @@ def test_defaults_of_the_schemas_are_the_source_documents():
     assert (wsd.warmup, wsd.decay, wsd.min_lr) == ("1000", "0.3", 0.0)
 
 
-def test_all_mistakes_come_in_one_answer(compose):
+def test_all_config_errors_come_in_one_answer(compose):
     with pytest.raises(ConfigError) as refused:
         compose("hparams.leer=1", "scheduler=wds", "hparams.per_gpu_batch_size=7", "precision.mode=fp8")
     keys = {violation.key for violation in refused.value.violations}

@@ -52,7 +52,7 @@ def test_defaults(compose):
     ],
     ids=str,
 )
-def test_mistakes_are_a_line_each(compose, overrides, key, text):
+def test_config_errors_are_a_line_each(compose, overrides, key, text):
     with pytest.raises(ConfigError) as refused:
         compose(*overrides)
     (violation,) = refused.value.violations

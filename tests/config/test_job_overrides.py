@@ -1,6 +1,6 @@
 import pytest
 
-from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_words, short_names
+from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_overrides, short_names
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_the_command_of_a_job():
 @pytest.mark.parametrize(
     ("text", "overrides"), [("- a=1\n- b=2\n", ("a=1", "b=2")), ("{", ()), ("a: 1", ()), (None, ())]
 )
-def test_words_are_read_where_hydra_left_them(tmp_path, text, overrides):
+def test_overrides_are_read_where_hydra_left_them(tmp_path, text, overrides):
     (tmp_path / ".hydra").mkdir()
     if text is not None:
         (tmp_path / ".hydra" / "overrides.yaml").write_text(text)
-    assert recorded_words(tmp_path) == overrides
+    assert recorded_overrides(tmp_path) == overrides

@@ -76,7 +76,7 @@ def problems(given_words):
 
 @settings(derandomize=True, max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(overrides)
-def test_any_mixture_of_words(given_words):
+def test_any_mixture_of_overrides(given_words):
     install()
     with initialize_config_dir(config_dir(), version_base="1.3"):
         assert list(problems(given_words)) == []

@@ -202,7 +202,7 @@ def save_large_tokenizer(folder):
         ("rows.jsonl", {"tokenizer": "/absent"}, "data.tokenizer", "tokenizer.json"),
     ],
 )
-def test_mistakes_are_named(folder, path, changes, key, named):
+def test_config_errors_are_named(folder, path, changes, key, named):
     with pytest.raises(ConfigError) as caught:
         load(folder, path, **changes)
     (violation,) = caught.value.violations

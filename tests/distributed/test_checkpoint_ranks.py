@@ -80,7 +80,7 @@ def save_beside_training(world, run_dir):
     return total, checkpointer.failed_saves
 
 
-def test_collectives_of_training_go_on_beside_a_save(tmp_path):
+def test_collectives_of_training_continue_during_a_save(tmp_path):
     from foundry.checkpoint.folder import list_checkpoints, problems
 
     assert spawn(save_beside_training, 4, tmp_path) == [(10 * 50 * 10 * 4, 0)] * 4

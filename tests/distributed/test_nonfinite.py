@@ -127,7 +127,7 @@ def skip(world, on_device):
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_all_ranks_skip_and_go_on(on_device):
+def test_all_ranks_skip_and_continue(on_device):
     (first, message), (second, unsaid) = spawn(skip, 2, on_device)
     assert first == second == dict.fromkeys(WRAPPERS, ([False, True, False], True))
     line = "step 2: the loss on rank 1 is not finite; its update is left out, 1 in a row of at most 3"

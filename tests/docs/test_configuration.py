@@ -87,7 +87,7 @@ def errors():
 @pytest.mark.parametrize(
     ("page", "overrides", "message"), [pytest.param(*row, id=" ".join(row[:2])) for row in errors()]
 )
-def test_mistakes_cost_what_the_page_says(page, overrides, message):
+def test_config_errors_cost_what_the_page_says(page, overrides, message):
     with pytest.raises(ConfigError) as caught:
         compose(*shlex.split(overrides))
     assert str(caught.value) == message

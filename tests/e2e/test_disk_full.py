@@ -43,7 +43,7 @@ def overrides(tmp_path):
     ],
     ids=["asynchronous", "synchronous", "two ranks"],
 )
-def test_training_goes_on_to_its_end_which_is_then_no_success(shell, overrides, disk, more):
+def test_training_continues_to_its_end_which_is_then_no_success(shell, overrides, disk, more):
     run_dir = shell.cwd / "small" / "run"
     stderr = shell.run(*overrides, *more, code=1)[1]
     (first,) = list_checkpoints(run_dir)
@@ -109,7 +109,7 @@ def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, overrides):
 
 
 @pytest.mark.long
-def test_strict_saves_end_the_run_which_goes_on_when_there_is_room(shell, overrides, disk):
+def test_strict_saves_end_the_run_which_resumes_when_there_is_room(shell, overrides, disk):
     run_dir = shell.cwd / "small" / "run"
     stderr = shell.run(*overrides, "checkpoint.strict_saves=true", code=1)[1]
     assert "SaveError: no checkpoint of step 20" in stderr

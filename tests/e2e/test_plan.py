@@ -92,7 +92,7 @@ def test_every_nth_row_and_the_length_of_the_run(shell, lm):
         ),
     ],
 )
-def test_mistakes_in_a_plan(shell, overrides, message):
+def test_config_errors_in_a_plan(shell, overrides, message):
     _, stderr = shell.run(*TINY_LM, *overrides, module="foundry.plan", code=2)
     assert message.format(cwd=shell.cwd) in stderr
     assert "Traceback" not in stderr

@@ -18,7 +18,7 @@ RUN = [*TINY_LM, "hparams.max_steps=3", "hydra.run.dir=run"]
         pytest.param(b'{"state": 5}', id="wrong", marks=pytest.mark.long),
     ],
 )
-def test_a_run_without_its_status_goes_on_from_its_checkpoint(shell, content):
+def test_a_run_without_its_status_resumes_from_its_checkpoint(shell, content):
     shell.run(*RUN)
     before = json.loads((shell.cwd / "run" / "result.json").read_text())
     (shell.cwd / "run" / "status.json").write_bytes(content)
@@ -30,7 +30,7 @@ def test_a_run_without_its_status_goes_on_from_its_checkpoint(shell, content):
 
 
 @pytest.mark.long
-def test_a_sweep_with_a_job_without_its_status_goes_on(shell):
+def test_a_sweep_with_a_job_without_its_status_resumes(shell):
     sweep = ["-m", *TINY_LM, "hparams.max_steps=2", "hparams.seed=1,2", "hydra.sweep.dir=sweep"]
     shell.run(*sweep)
     (shell.cwd / "sweep" / "0" / "status.json").write_bytes(b"")

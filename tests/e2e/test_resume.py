@@ -101,7 +101,7 @@ def test_a_result_that_was_lost_is_made_again(run_dir, go, finished):
     assert outcome(run_dir) == outcome(finished)
 
 
-def test_a_longer_budget_goes_on_under_the_same_schedule(run_dir, go):
+def test_a_longer_budget_continues_under_the_same_schedule(run_dir, go):
     stdout, _ = go("hparams.max_steps=45", f"scheduler.horizon='{STEPS}'")
     assert f"after step {STEPS}" in stdout
     assert "step 41/45" in stdout
@@ -366,7 +366,7 @@ def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_star
 
 
 @pytest.mark.long
-def test_without_checkpoints_a_run_starts_afresh(shell, go):
+def test_without_checkpoints_a_run_starts_from_scratch(shell, go):
     overrides = [MAX, "checkpoint=none", "checkpoint.interval=null"]
     go(*overrides)
     assert not (shell.cwd / "run" / "checkpoints").exists()

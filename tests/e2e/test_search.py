@@ -64,7 +64,7 @@ def test_trials_of_little_promise_are_ended_early(undisturbed):
     assert f"\nbest: job {min(ended, key=lambda trial: trial.value).number}," in stdout
 
 
-def test_values_are_those_of_the_words(undisturbed):
+def test_values_are_those_of_the_overrides(undisturbed):
     _, sweep, _ = undisturbed
     for trial, job in zip(trials(sweep), jobs(sweep), strict=True):
         overrides = dict(word.split("=") for word in job["overrides"])

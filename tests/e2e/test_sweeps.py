@@ -103,7 +103,7 @@ def test_ctrl_c_saves_the_job_and_leaves_the_rest_queued(shell):
 
 
 @pytest.mark.long
-def test_a_sweep_that_is_killed_goes_on_and_ends_as_if_undisturbed():
+def test_a_sweep_that_is_killed_resumes_and_ends_as_if_undisturbed():
     script = Path(__file__).parents[2] / "benchmarks" / "sweeps.py"
     command = [sys.executable, str(script), "kills", "--jobs", "6", "--kills", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

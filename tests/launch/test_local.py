@@ -50,7 +50,7 @@ def test_the_rank_that_failed_is_named_not_the_one_that_waited_for_it(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_mistake_in_the_configuration_comes_back_as_one():
+def test_a_config_error_comes_back_as_one():
     with pytest.raises(ConfigError) as caught:
         run_local(1, configuration_mistake)
     assert str(caught.value) == "model.width: is 7 but must be even\nseed: is -1"

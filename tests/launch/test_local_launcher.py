@@ -140,7 +140,7 @@ def test_one_that_fails_and_one_that_is_killed_do_not_end_the_others(sweeps):
 
 
 @pytest.mark.long
-def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_goes_on(sweeps):
+def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_resumes(sweeps):
     overrides = ["hparams.max_steps=400", "hparams.seed=1,2"]
     driver = sweeps.start(*overrides)
     for job in (0, 1):

@@ -97,7 +97,7 @@ def test_the_residual_stream_is_bf16_under_autocast():
     assert seen == [torch.bfloat16, torch.bfloat16]
 
 
-def test_init_weights_draws_afresh_and_fills_a_model_that_began_on_the_meta_device():
+def test_init_weights_draws_from_scratch_and_fills_a_model_that_began_on_the_meta_device():
     with torch.device("meta"):
         model = small_dit()
     model.to_empty(device="cpu")

@@ -110,7 +110,7 @@ def test_the_residual_stream_is_bf16_under_autocast(architecture):
         ({"config": {**LLAMA, "max_position_embeddings": 8}}, "data.seq_len", "data.seq_len=8"),
     ],
 )
-def test_mistakes_are_named(arguments, key, named):
+def test_config_errors_are_named(arguments, key, named):
     with pytest.raises(ConfigError) as caught:
         make(**arguments)
     (violation,) = caught.value.violations

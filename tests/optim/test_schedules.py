@@ -123,7 +123,7 @@ def resolve(budget, **texts):
     )
 
 
-def test_fractions_are_of_the_horizon_and_weight_decay_goes_on_to_the_longer_end():
+def test_fractions_are_of_the_horizon_and_weight_decay_continues_to_the_longer_end():
     budget = resolve_budget(BatchSizes.constant(10), 100)
     shorter = resolve(budget, horizon="0.5", decay="0.2")
     assert (shorter.warmup, shorter.horizon, shorter.decay, shorter.weight_decay_horizon) == (50, 500, 100, 1000)

@@ -69,7 +69,7 @@ with Watchdog(6.0, rank=0) as dog:
 
 
 @pytest.mark.long
-def test_a_process_that_was_stopped_and_continued_goes_on():
+def test_a_process_that_was_stopped_and_continued_moves_again():
     with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)

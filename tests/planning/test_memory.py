@@ -187,7 +187,7 @@ def test_a_users_optimizer_counts(configure):
         assert memory.optimizer == 3 * memory.weights
 
 
-def test_a_mistake_in_the_optimizer_is_no_note(configure):
+def test_an_error_in_the_optimizer_is_no_note(configure):
     config = replace(configure(*SMALL), optimizer={"_target_": f"{__name__}.refusing"})
     with pytest.raises(ConfigError, match="optimizer: takes other models"):
         plan(config)

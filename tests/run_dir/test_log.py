@@ -26,7 +26,7 @@ def log_in():
     root.handlers, root.level = before
 
 
-def test_a_full_disk_is_one_line_and_when_there_is_room_the_log_goes_on(tmp_path, log_in, capsys):
+def test_a_full_disk_is_one_line_and_when_there_is_room_the_log_continues(tmp_path, log_in, capsys):
     with small_disk(tmp_path, "16k"):
         log = log_in(tmp_path)
         log.info("the first")

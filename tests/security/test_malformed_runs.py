@@ -198,7 +198,7 @@ def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
         "out=~nobody-of-this-name/x", "ema=3.5", "trust=maybe", "trust=null",
     ],
 )  # fmt: skip
-def test_words_that_name_nothing(lm, capsys, monkeypatch, name, word):
+def test_overrides_that_name_nothing(lm, capsys, monkeypatch, name, word):
     monkeypatch.chdir(lm)
     (lm / "broken").symlink_to("nowhere")
     (lm / "loop").symlink_to("loop")

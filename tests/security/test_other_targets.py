@@ -13,7 +13,7 @@ from composition import configure
 from tiny import TINY_DIT, TINY_LM
 
 from foundry.config.errors import ConfigError
-from foundry.config.job_overrides import recorded_words
+from foundry.config.job_overrides import recorded_overrides
 from foundry.config.optuna_parts import build_part, check_part
 from foundry.config.schemas.sweeper import Search
 from foundry.evaluators.pruning import Pruning
@@ -168,10 +168,10 @@ def test_a_worker_takes_a_directory_only_from_a_launcher_or_with_trust(tmp_path)
     assert not canary.exists()
 
 
-def test_words_of_a_job_are_read_without_expanding_them(tmp_path):
+def test_overrides_of_a_job_are_read_without_expanding_them(tmp_path):
     (tmp_path / ".hydra").mkdir()
     for text in ("a: &a [*a]", "l: &l [x]\nm: [*l, *l]", "[" * 100_000, "!!python/object/apply:os.system [id]", "\0"):
         (tmp_path / ".hydra" / "overrides.yaml").write_text(text)
-        assert recorded_words(tmp_path) == ()
+        assert recorded_overrides(tmp_path) == ()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- hparams.lr=1e-3\n- model=dit\n")
-    assert recorded_words(tmp_path) == ("hparams.lr=1e-3", "model=dit")
+    assert recorded_overrides(tmp_path) == ("hparams.lr=1e-3", "model=dit")

@@ -77,7 +77,7 @@ MISTYPED = [
 
 
 @pytest.mark.parametrize("word", MISTYPED)
-def test_a_mistake_about_a_secret_does_not_repeat_it(word):
+def test_an_error_about_a_secret_does_not_repeat_it(word):
     with pytest.raises(ConfigError) as refused:
         compose(word.format(CANARY))
     assert CANARY not in str(refused.value)

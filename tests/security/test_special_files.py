@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from foundry.config.job_overrides import recorded_words
+from foundry.config.job_overrides import recorded_overrides
 from foundry.launch.slurm_end import ErrorOutput, Submission
 from foundry.launch.snapshot import FOLDER, snapshot
 from foundry.objectives.text_samples import TextSamples
@@ -162,7 +162,7 @@ READERS = {
     "mlflow.json": Destination.load,
     "mlflow_parent.json": ParentLink.load,
     "mlflow_pending.jsonl": lambda run_dir: list(read_pending(run_dir / "mlflow_pending.jsonl")),
-    ".hydra/overrides.yaml": recorded_words,
+    ".hydra/overrides.yaml": recorded_overrides,
     ".lock": is_held,
 }
 
@@ -232,7 +232,7 @@ def test_a_log_that_is_no_file_is_a_line(target, tmp_path, capfd, caplog):
     assert "foundry.log is a named pipe" in caplog.text
 
 
-def test_a_run_whose_metrics_are_a_link_goes_on_with_a_line(target, tmp_path, caplog):
+def test_a_run_whose_metrics_are_a_link_continues_with_a_line(target, tmp_path, caplog):
     put("link", target / "metrics.jsonl", tmp_path)
     follow(MetricsFile(run_dir=target), target)
     assert "metrics.jsonl is a symbolic link" in caplog.text

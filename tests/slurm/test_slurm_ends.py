@@ -75,7 +75,7 @@ def test_a_job_whose_time_is_up_before_it_trains_has_not_failed(cluster):
     assert "Traceback" not in (cluster.cwd / "s/0/foundry.log").read_text()
 
 
-def test_ranks_that_fail_are_named_and_others_go_on(cluster):
+def test_ranks_that_fail_are_named_and_others_continue(cluster):
     """Rank 1 of job 0 raises an error, rank 1 of job 1 is killed, job 2 finishes."""
     overrides = ["hydra.launcher.tasks_per_node=2", SMALL, "hparams.max_steps=300", "hparams.seed=1,2,3"]
     driver = cluster.sweep(*SLURM, *cluster.own_objective(), *overrides)
@@ -191,7 +191,7 @@ def test_ctrl_c_asks_what_becomes_of_the_jobs(cluster, keys):
         assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2
 
 
-def test_jobs_go_on_when_the_process_that_waits_is_killed(cluster):
+def test_jobs_continue_when_the_process_that_waits_is_killed(cluster):
     overrides = [*SLURM, *cluster.own_objective(), "hydra.launcher.array_parallelism=1", "hparams.seed=1,2"]
     driver = cluster.sweep(*overrides, "hparams.max_steps=30")
     cluster.wait_for_steps(0, 2)

@@ -84,7 +84,7 @@ def test_what_was_submitted_runs_and_every_end_is_told(cluster):
 
 
 @pytest.mark.long
-def test_a_job_told_that_its_time_is_up_goes_on_at_the_same_step(cluster):
+def test_a_job_told_that_its_time_is_up_resumes_at_the_same_step(cluster):
     """The signal that submitit has Slurm send before the limit; the other job is left alone."""
     driver = cluster.sweep(*SLURM, "hparams.max_steps=60", "tracking.run_name=alone,disturbed")
     cluster.wait_for_steps(1, 5)
@@ -119,7 +119,7 @@ def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
 
 
 @pytest.mark.long
-def test_a_detached_sweep_goes_on_and_is_found_again(cluster):
+def test_a_detached_sweep_continues_and_is_found_again(cluster):
     overrides = [*SLURM, "hydra.launcher.snapshot_code=true", "hparams.max_steps=3", "hparams.lr=1e-3,2e-3"]
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")
     cluster.finish(cluster.sweep(*overrides, "hydra.launcher.detach=true"))

@@ -52,7 +52,7 @@ def test_two_nodes_train_as_one_process_does(slurm, tmp_path, strategy):
 
 @pytest.mark.long
 @pytest.mark.slurm
-def test_a_mistake_ends_every_rank_before_training(slurm, tmp_path):
+def test_a_config_error_ends_every_rank_before_training(slurm, tmp_path):
     done = srun(slurm, tmp_path, "hparams.leer=1")
     assert done.returncode == 2
     assert "did you mean hparams.lr?" in done.stderr

@@ -73,7 +73,7 @@ def test_a_fixed_setting_may_be_known_to_the_swept_options_only(sweep):
         master_of("hparams.lr=1e-3,2e-3", *fixed)
 
 
-def test_a_wrong_job_is_an_answer_with_every_mistake(sweep):
+def test_a_wrong_job_is_an_answer_with_every_error(sweep):
     loader, master_of = sweep
     good, bad = compose_jobs(loader, master_of(), [("hparams.seed=1",), ("hparams.leer=1", "scheduler=wds")])
     assert good.hparams.seed == 1

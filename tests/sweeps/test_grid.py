@@ -42,7 +42,7 @@ def test_without_options_the_grid_is_hydras(words):
     assert [list(job.overrides) for job in jobs(*words)] == expected
 
 
-def test_swept_words_tell_a_job_from_the_others():
+def test_swept_overrides_tell_a_job_from_the_others():
     first, second = jobs("lr=1e-3,2e-3", "steps=5")
     assert (first.overrides, first.swept) == (("lr=0.001", "steps=5"), ("lr=0.001",))
     assert str(second) == "lr=0.002"
@@ -118,12 +118,12 @@ def test_a_shuffled_list_makes_the_same_jobs():
         (["a=interval(0,1)"], {}, "a: is interval(0,1), which cannot be enumerated"),
     ],
 )
-def test_mistakes_are_a_line_each(words, options, message):
+def test_config_errors_are_a_line_each(words, options, message):
     (line,) = refusal(*words, **options)
     assert message in line
     assert "\n" not in line
 
 
-def test_all_mistakes_at_once():
+def test_all_config_errors_at_once():
     assert len(refusal("a=1,2", "b=1,2,3", zipped=[["a", "b", "c"], ["a"]])) == 3
     assert len(refusal("a=1,2", excluded=["a=3", "a"])) == 2

@@ -116,7 +116,7 @@ def test_what_was_found_out_about_a_lost_job_is_said(sweep_dir):
 
 
 @pytest.mark.parametrize("state", ["queued", "requeued"])
-def test_jobs_that_wait_for_a_sweep_which_has_ended_do_not_go_on(sweep_dir, state):
+def test_jobs_that_wait_for_a_sweep_which_has_ended_do_not_continue(sweep_dir, state):
     sweep_dir.job("a=1")
     run_dir = sweep_dir.job("a=2", state="failed", reason="was")
     change(run_dir, state=state)
@@ -133,7 +133,7 @@ def test_jobs_that_wait_for_a_sweep_which_has_ended_do_not_go_on(sweep_dir, stat
     assert read_sweep(sweep_dir.folder).is_going  # who knows
 
 
-def test_jobs_that_slurm_has_go_on_by_themselves(tmp_path, events):
+def test_jobs_that_slurm_has_continue_by_themselves(tmp_path, events):
     sweep_dir = SweepDir(tmp_path / "sweep", type(events), launcher="slurm")
     submitted = sweep_dir.job("a=1", state="failed")
     change(submitted, state="queued")
@@ -249,7 +249,7 @@ def test_a_broken_status_does_not_hide_the_others(sweep_dir, broken):
     assert sweep.exit_code == 3
 
 
-def test_mistakes(sweep_dir):
+def test_config_errors(sweep_dir):
     with pytest.raises(ConfigError, match=r"^dir: is .*nowhere, which is no folder"):
         read_sweep(sweep_dir.folder / "nowhere")
     with pytest.raises(ConfigError, match=r"without sweep\.json and without run directories"):

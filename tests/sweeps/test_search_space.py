@@ -1,4 +1,4 @@
-"""What Optuna is given for the words of a search, and the words of what it proposes."""
+"""What Optuna is given for the overrides of a search, and the overrides of what it proposes."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -8,8 +8,8 @@ from foundry.config.errors import ConfigError
 from foundry.sweeps.search_space import Dimension, Space
 
 
-def space(*words):
-    return Space.parse(OverridesParser.create().parse_overrides(list(words)))
+def space(*overrides):
+    return Space.parse(OverridesParser.create().parse_overrides(list(overrides)))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_distributions(values, distribution):
 
 
 @pytest.mark.parametrize(
-    ("distribution", "value", "word"),
+    ("distribution", "value", "override"),
     [
         (FloatDistribution(1e-5, 1e-1, log=True), 0.00123456, "k=0.001235"),
         (FloatDistribution(1e-5, 1e-1, log=True), 1.00001e-5, "k=1e-05"),
@@ -48,11 +48,11 @@ def test_distributions(values, distribution):
         (CategoricalDistribution(["'a b'"]), "'a b'", "k='a b'"),
     ],
 )
-def test_words_are_as_short_as_a_person_would_write_them(distribution, value, word):
-    assert Dimension("k", distribution).word(value) == word
+def test_overrides_are_as_short_as_a_person_would_write_them(distribution, value, override):
+    assert Dimension("k", distribution).override(value) == override
 
 
-def test_a_job_has_the_shared_words_and_its_own():
+def test_a_job_has_the_shared_overrides_and_its_own():
     searched = space("lr=interval(0,1)", "steps=5", "optimizer=adamw,sgd", "steps=7")
     job = searched.job({"lr": 0.25, "optimizer": "sgd"})
     assert job.overrides == ("steps=7", "lr=0.25", "optimizer=sgd")
@@ -71,7 +71,7 @@ def test_every_choice_and_both_ends_are_among_the_corners():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["lr=1e-3"], "hydra.sweeper.params: has nothing to search for"),
         (["lr=interval(2,1)"], r"lr: is interval\(2,1\): `low <= high`"),
@@ -82,7 +82,7 @@ def test_every_choice_and_both_ends_are_among_the_corners():
         (["lr=tag(log,range(1,9,2))"], "lr: is .*: "),
     ],
 )
-def test_what_is_no_space_is_a_line(words, message):
+def test_what_is_no_space_is_a_line(overrides, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        space(*words)
+        space(*overrides)
     assert len(refused.value.violations) == 1

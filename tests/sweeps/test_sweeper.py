@@ -129,7 +129,7 @@ def test_one_wrong_job_is_named_with_its_values(sweep):
     assert line == "job 1 (hparams.lr=-1): hparams.lr: is -1 but must be above 0"
 
 
-def test_a_line_for_each_mistake_in_the_order_of_jobs(sweep):
+def test_a_line_for_each_error_in_the_order_of_jobs(sweep):
     lines = message(sweep, "hparams.lr=-1,-2,1e-3", "hparams.seed=1,-1", "hparams.max_steps=9")
     assert [line.partition(" but")[0] for line in lines] == [
         "hparams.lr: is -1",

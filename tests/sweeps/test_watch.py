@@ -132,7 +132,7 @@ def test_a_directory_that_cannot_be_written_is_reported_on(sweep_dir):
         (["dir=.", "seconds=0"], "seconds: is 0 but must be above 0"),
     ],
 )
-def test_mistakes(tmp_path, overrides, message):
+def test_config_errors(tmp_path, overrides, message):
     command = [sys.executable, "-m", "foundry.report", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -120,7 +120,7 @@ def test_on_the_device_nothing_is_updated_past_the_last_skip_allowed():
     assert same(before, weights(model))
 
 
-def test_fp16_goes_on_past_a_bad_loss_and_does_not_count_an_overflow(caplog):
+def test_fp16_continues_past_a_bad_loss_and_does_not_count_an_overflow(caplog):
     model = model_of()
     step = step_for(model, mode=PrecisionMode.amp_float16, guard=Guard(non_finite=NonFinite.skip, max_skips=1))
     overflowing = window()

@@ -208,7 +208,7 @@ def test_one_bad_microbatch_of_many_is_found():
         step(window((2, 2, 2, 2)), 1e-2, 1)
 
 
-def test_fp16_leaves_an_overflow_out_and_goes_on():
+def test_fp16_leaves_an_overflow_out_and_continues():
     model = linear()
     before = weights(model)
     step = step_for(model, mode=PrecisionMode.amp_float16)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_words, short_names
+from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_overrides, short_names
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import MLFLOW_PARENT, SWEEP
 from foundry.run_dir.redact import masked, masked_text
@@ -65,7 +65,7 @@ class ParentLink:
     def tags(self, run_dir: Path) -> dict[str, str]:
         """Of the job's run: which job of which sweep it is, and the command that runs it by itself."""
         sweep_dir = os.path.normpath(run_dir.absolute() / self.sweep)
-        command = format_command(recorded_words(run_dir), _command(Path(sweep_dir)))
+        command = format_command(recorded_overrides(run_dir), _command(Path(sweep_dir)))
         return {
             "sweep_dir": sweep_dir,
             "sweep_job": str(self.job),
