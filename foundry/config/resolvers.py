@@ -56,5 +56,5 @@ def _accum_freq(global_batch_size: int, per_gpu_batch_size: int, nproc_per_node:
     """Microbatches per rank and optimizer step; OmegaConf passes the whole configuration by the name it has here."""
     ranks = world_size(max(nproc_per_node, resolve_num_tasks(_root_)))
     schema: Any = OmegaConf.get_type(_root_, "distributed")
-    dp_size = schema.dp_size(_root_.distributed, ranks)
+    dp_size: int = schema.dp_size(_root_.distributed, ranks)
     return global_batch_size // max(1, per_gpu_batch_size * dp_size)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from foundry.sweeps.panels import PRUNED, Frame, Palette, Parameter, draw_parameter
+from foundry.sweeps.panels import PRUNED, Frame, Parameter, draw_parameter, resolve_colour
 from foundry.sweeps.reading import evaluations
 from foundry.sweeps.results import JobReport, SweepReport
 from foundry.sweeps.table import metric_text, why_no_best
@@ -28,8 +28,7 @@ Curve = tuple[JobReport, list[tuple[int, float]]]
 
 def sweep_figure(sweep: SweepReport) -> "Figure":
     """A panel for each parameter, and one for the learning curves."""
-    palette = Palette(sweep)
-    panels: list[Panel] = [*_parameter_panels(sweep, palette), partial(_draw_curves, sweep=sweep, palette=palette)]
+    panels: list[Panel] = [*_parameter_panels(sweep), partial(_draw_curves, sweep=sweep)]
     across = len(panels) if len(panels) <= 3 else (2 if len(panels) == 4 else 3)
     down = math.ceil(len(panels) / across)
     scale = 1.5 if len(panels) == 1 else (1.22 if across == 2 else 1.0)
@@ -43,17 +42,17 @@ def sweep_figure(sweep: SweepReport) -> "Figure":
     return figure
 
 
-def _parameter_panels(sweep: SweepReport, palette: Palette) -> Iterator[Panel]:
+def _parameter_panels(sweep: SweepReport) -> Iterator[Panel]:
     measured = [job for job in sweep.jobs if job.has_metric and not job.has_failed]
     if not measured:
         return
     whole = [job for job in measured if job.is_complete] or measured
     frame = Frame.around(job.metric for job in whole if job.metric is not None)
     for parameter in Parameter.read_all(sweep)[:_MOST_PARAMETERS]:
-        yield partial(draw_parameter, sweep=sweep, parameter=parameter, frame=frame, palette=palette)
+        yield partial(draw_parameter, sweep=sweep, parameter=parameter, frame=frame)
 
 
-def _draw_curves(axes: "Axes", sweep: SweepReport, palette: Palette) -> None:
+def _draw_curves(axes: "Axes", sweep: SweepReport) -> None:
     """The metric of every job over its steps; the training loss while nothing has been evaluated twice."""
     dress(axes)
     name, curves = _curves(sweep)
@@ -67,11 +66,11 @@ def _draw_curves(axes: "Axes", sweep: SweepReport, palette: Palette) -> None:
     alpha = 0.9 if len(curves) <= 40 else 0.45
     for job, points in reversed(curves):
         steps, values = zip(*points, strict=True)
-        is_best = job is palette.best
+        is_best = job is sweep.best
         axes.plot(
             steps,
             values,
-            color=palette.colour(job),
+            color=resolve_colour(sweep, job),
             linewidth=2.6 if is_best else 1.2,
             alpha=1.0 if is_best else alpha,
             linestyle="--" if job.has_failed else "-",
@@ -148,21 +147,17 @@ def _handles(sweep: SweepReport) -> Iterator["Line2D"]:
             [], [], linestyle="", marker=marker, color=colour, markerfacecolor=face, markersize=size, label=label
         )
 
-    counts = sweep.counts
+    jobs, counts = sweep.jobs, sweep.counts
     if sweep.best is not None:
         yield handle("best", "*", ORANGE, 13)
-    if number := sum(job.is_complete and not job.has_diverged for job in sweep.jobs):
-        are_shaded = sum(job.is_complete and job.has_metric for job in sweep.jobs) > 2
-        yield handle(f"{number} finished" + (", the darker the better" if are_shaded else ""), "o", BLUE, 7.5)
-    if number := sum(job.has_diverged for job in sweep.jobs):
-        yield handle(f"{number} diverged", "x", GREY, 7.5)
-    if number := sum(job.is_pruned for job in sweep.jobs):
-        yield handle(f"{number} pruned", "o", PRUNED, 7.5, is_filled=False)
-    if number := counts.get("running", 0):
-        yield handle(f"{number} running", "o", GREEN, 7.5, is_filled=False)
-    if number := counts.get("queued", 0) + counts.get("requeued", 0):
-        yield handle(f"{number} queued", "o", "#d1d5db", 7.5, is_filled=False)
-    if number := counts.get("stopped", 0):
-        yield handle(f"{number} stopped", "o", GREY, 7.5, is_filled=False)
-    if number := counts.get("failed", 0) + counts.get("lost", 0):
-        yield handle(f"{number} failed", "x", RED, 7.5)
+    for number, label, marker, colour, is_filled in (
+        (sum(job.is_complete and not job.has_diverged for job in jobs), "finished", "o", BLUE, True),
+        (sum(job.has_diverged for job in jobs), "diverged", "x", GREY, True),
+        (sum(job.is_pruned for job in jobs), "pruned", "o", PRUNED, False),
+        (counts.get("running", 0), "running", "o", GREEN, False),
+        (counts.get("queued", 0) + counts.get("requeued", 0), "queued", "o", "#d1d5db", False),
+        (counts.get("stopped", 0), "stopped", "o", GREY, False),
+        (counts.get("failed", 0) + counts.get("lost", 0), "failed", "x", RED, True),
+    ):
+        if number:
+            yield handle(f"{number} {label}", marker, colour, 7.5, is_filled=is_filled)

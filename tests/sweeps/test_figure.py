@@ -109,10 +109,7 @@ def test_numbers_that_lie_evenly_but_for_a_small_one_have_a_linear_axis(sweep_di
 def test_two_parameters_have_a_panel_each(sweep_dir):
     for number in range(6):
         sweep_dir.job(f"hparams.lr={0.1 * number}", f"optimizer.weight_decay={number**2}", losses=(2.0, number + 1.0))
-    panels = drawn(sweep_dir)
-    assert [axes.get_xlabel() for axes in panels] == ["lr", "weight_decay", "optimizer step"]
-    grey = [line for axes in panels[:2] for line in axes.lines if line.get_marker() == "None"]
-    assert grey == []  # no trend is claimed where each value occurs once
+    assert [axes.get_xlabel() for axes in drawn(sweep_dir)] == ["lr", "weight_decay", "optimizer step"]
 
 
 def test_three_parameters_and_words_among_them(sweep_dir):
@@ -128,8 +125,6 @@ def test_three_parameters_and_words_among_them(sweep_dir):
     places = sorted(x for x, _ in marks(panels[0], "o") + marks(panels[0], "*"))
     assert len(set(places)) == 8  # side by side
     assert all(abs(x - round(x)) < 0.3 for x in places)
-    trend = next(line for line in panels[1].lines if line.get_marker() == "None")
-    assert list(trend.get_ydata()) == [1.0, 2.0]  # the best at each value
 
 
 @pytest.mark.parametrize("state", ["finished", "queued", "failed", "stopped"])
