@@ -17,6 +17,7 @@ from foundry.checkpoint.resume_point import ResumePoint, restore_rng
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import read_source_tensors, restore_into
+from foundry.config.build import field_of
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import plain, strict
@@ -40,7 +41,6 @@ from foundry.parts import (
     build_schedule,
     build_stop_rules,
     constant_weight_decay,
-    field_of,
     resolve_init_from,
 )
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps

@@ -11,7 +11,7 @@ from hydra.utils import get_object
 from torch import nn
 from torch.optim import Optimizer
 
-from foundry.config.build import build
+from foundry.config.build import build, field_of
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.lengths import check_lengths, resolve_budget
@@ -43,12 +43,12 @@ def build_model(config: Config, node: Any = None) -> nn.Module:
 
 def constant_weight_decay(config: Config) -> float:
     """The weight decay where the schedule has none: the optimizer's; 0 for an optimizer without one."""
-    return float(field_of(config.optimizer, "weight_decay", None) or 0.0)
+    return float(field_of(config.optimizer, "weight_decay") or 0.0)
 
 
 def resolve_init_from(node: Any) -> Path | None:
     """Where a model's initial weights come from, if from anywhere; a user's own model may say it too."""
-    path = field_of(node, "init_from", None)
+    path = field_of(node, "init_from")
     return None if path is None else Path(path)
 
 
@@ -146,7 +146,7 @@ def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
     offered = {"precision": config.precision.mode}
     optimizers = build(config.optimizer, offered=offered, model=model, lr=config.hparams.lr)
     if wrong := not_covered(optimizers, model):
-        target = field_of(config.optimizer, "_target_", None)
+        target = field_of(config.optimizer, "_target_")
         raise ConfigError(Violation("optimizer._target_", f"is {target}, which {wrong}"))
     return list(optimizers)
 
@@ -167,8 +167,3 @@ def _fitting(node: Any, group: str) -> Any:
         if group == "scheduler":
             log.info("scheduler.%s=%s is not used: %s takes none", name, node[name], node["_target_"])
     return {name: value for name, value in node.items() if name not in untaken}
-
-
-def field_of(node: Any, name: str, default: Any) -> Any:
-    """A field of a part's schema, or of a mapping of the user's own."""
-    return node.get(name, default) if isinstance(node, dict) else getattr(node, name, default)

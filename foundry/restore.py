@@ -14,7 +14,7 @@ from torch import nn
 from foundry.checkpoint.folder import CheckpointError, find, problems
 from foundry.checkpoint.tensors import load_weights
 from foundry.config.build import build
-from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.errors import ConfigError, Violation, format_reason, shown
 from foundry.config.frozen import load_config
 from foundry.config.schemas.data import Text
 from foundry.config.schemas.model import HuggingFace
@@ -101,8 +101,7 @@ def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
     except Exception as error:
         if not all(is_dataclass(getattr(config, group)) for group in groups):
             raise
-        first_line = next(iter(str(error).splitlines()), "")
-        raise ConfigError(Violation("run", f"{what}: {type(error).__name__}: {first_line}")) from error
+        raise ConfigError(Violation("run", f"{what}: {format_reason(error)}")) from error
 
 
 def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from foundry.checkpoint.resume_point import (
     is_longer,
     past_its_end,
 )
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.frozen import hash_config, plain, strict
 from foundry.config.schemas.root import Config
 from foundry.data.loader import worker_deaths_explained
@@ -177,8 +177,7 @@ def _failure_reported(observers: Sequence[Observer]) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt):
             ended = RunEnded(state="stopped", reason="interrupted", result={})
         else:
-            first_line = next(iter(str(error).splitlines()), "")
-            ended = RunEnded(state="failed", reason=f"{type(error).__name__}: {first_line}", result={})
+            ended = RunEnded(state="failed", reason=format_reason(error), result={})
         for observer in observers:
             observer.on_end(ended)
         raise

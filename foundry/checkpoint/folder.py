@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import xxhash
 
-from foundry.run_dir.files import UnsafeFileError, open_regular, read_text
+from foundry.run_dir.files import UnsafeFileError, open_regular, read_text, sync_path
 from foundry.run_dir.names import CHECKPOINTS
 
 MANIFEST, LATEST, BEST = "manifest.json", "latest", "best"
@@ -169,12 +169,12 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     content = json.loads(json.dumps(asdict(manifest), allow_nan=False))  # with the names and lists that are read back
     # A changed byte in the manifest itself is noticed too.
     write_json(partial / MANIFEST, {"checksum": _checksum_of_json(content), **content})
-    _sync_folder(partial)
+    sync_path(partial)
     folder = partial.with_name(step_name(manifest.step))
     if folder.exists():
         folder.rename(removed_path(folder))
     partial.rename(folder)
-    _sync_folder(folder.parent)
+    sync_path(folder.parent)
     return folder
 
 
@@ -189,7 +189,7 @@ def link(folder: Path, name: str) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
     fresh.replace(folder.with_name(name))
-    _sync_folder(folder.parent)
+    sync_path(folder.parent)
 
 
 def linked_step(run_dir: Path, name: str) -> int | None:
@@ -366,12 +366,3 @@ def _checksum(file: IO[bytes]) -> str:
 
 def _checksum_of_json(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, allow_nan=False).encode())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

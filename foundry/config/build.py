@@ -31,6 +31,11 @@ def build(node: Any, *, offered: Mapping[str, Any] | None = None, **runtime: Any
     return part(**runtime, **_taken(part, offered or {}))
 
 
+def field_of(node: Any, name: str, default: Any = None) -> Any:
+    """A field of a part's schema, or of a mapping of the user's own."""
+    return node.get(name, default) if isinstance(node, dict) else getattr(node, name, default)
+
+
 def _taken(part: partial[Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     try:
         names = inspect.signature(part.func).parameters

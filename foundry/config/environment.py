@@ -13,6 +13,7 @@ The rule, first match wins:
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +74,21 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     local_key = "LOCAL_RANK" if found.launcher == "torchrun" else "SLURM_LOCALID"
     _check_range(local_key, found.local_rank, "processes on this node", found.local_world_size)
     return found
+
+
+@contextmanager
+def default_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set, and unset them on leaving.
+
+    To be entered in the main thread: changing the environment while another thread reads it is not safe.
+    """
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def expand_hosts(nodelist: str) -> list[str]:

@@ -35,7 +35,7 @@ def format_reason(error: BaseException) -> str:
     """An error in one line: its kind and the first line of its message; of a config error all of them."""
     if isinstance(error, ConfigError):
         return "; ".join(map(str, error.violations))
-    message = next(iter(str(error).splitlines()), "")
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -12,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from foundry.run_dir.files import read_text, write_atomically
+from foundry.run_dir.files import read_text, sync_path, write_atomically
 from foundry.run_dir.lock import is_held
 
 _MANIFEST, _VERIFIED = "manifest.json", ".verified"
@@ -30,7 +29,7 @@ def seal(folder: Path, names: tuple[str, ...]) -> None:
     files = {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": _checksum(folder / name)} for name in names}
     (folder / _MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
     for path in (*(folder / name for name in (*names, _MANIFEST)), folder):
-        _sync(path)
+        sync_path(path)
 
 
 def find_damage(folder: Path) -> str | None:
@@ -78,7 +77,7 @@ def publish(temporary: Path, folder: Path) -> None:
         # Where locks do not reach, as on some network file systems, another machine may have been first.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-    _sync(folder.parent)
+    sync_path(folder.parent)
 
 
 def sweep_temporaries(parent: Path) -> None:
@@ -124,11 +123,3 @@ def _checksum(file: Path) -> str:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

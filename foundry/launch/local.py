@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from foundry.config.environment import STORE
+from foundry.config.environment import STORE, default_variables
 from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.stopped import Stopped
 from foundry.run_dir.ends import NOTES, leave_note
@@ -89,7 +89,8 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
     with (
         noted_signals() as noted,
         tempfile.TemporaryDirectory(prefix="foundry-") as name,  # its mode is 0700
-        _threads_per_process(nproc),
+        # The processes inherit it, and share the cores.
+        default_variables({"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}),
     ):
         folder, ranks = Path(name), list[BaseProcess]()
         try:
@@ -112,14 +113,31 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
 
 def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
     """Start the processes, which hold SIGINT back, as this one does meanwhile."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with interrupts_held():
         for rank in range(nproc):
             process = START.Process(target=_work, args=(rank, nproc, *work))
             process.start()
             ranks.append(process)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back, here and in processes that are started meanwhile, until they say otherwise."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def begin_session() -> None:
+    """In a process that was started with SIGINT held back: leave the terminal's reach, and drop one that came before.
+
+    The process that started this one has it too, and says what it means.
+    """
+    os.setsid()
+    signal.sigtimedwait({signal.SIGINT}, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:
@@ -149,13 +167,10 @@ def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, 
 def _join_session(folder: Path) -> None:
     """In the process: take signals from the parent only, and tell it so by a file named after this process's number.
 
-    SIGINT is held back until here, so that Ctrl-C during imports prints no traceback. One that came is dropped: the
-    parent has it too.
+    SIGINT is held back until here, so that Ctrl-C during imports prints no traceback.
     """
-    os.setsid()
     _end_with_parent()
-    signal.sigtimedwait({signal.SIGINT}, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    begin_session()
     (folder / f"{os.getpid()}{_PROCESS}").touch()
 
 
@@ -284,16 +299,3 @@ def how_it_ended(exitcode: int) -> str:
         name = signal.Signals(-exitcode).name
         return f"killed by {name}" + (": out of memory?" if name == "SIGKILL" else "")
     return f"ended with exit code {exitcode}"
-
-
-@contextmanager
-def _threads_per_process(nproc: int) -> Iterator[None]:
-    """Share the cores among the processes, which inherit the environment; a number the user has set stays."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // nproc))
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]

@@ -13,8 +13,8 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -23,11 +23,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.environment import default_variables
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import Local, resolve_launcher
 from foundry.config.store import GROUPS
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
-from foundry.launch.local import ended_by, how_it_ended, noted_signals
+from foundry.launch.local import begin_session, ended_by, how_it_ended, interrupts_held, noted_signals
 from foundry.run_dir.files import open_regular
 from foundry.run_dir.names import OUTPUT
 from foundry.run_dir.status import read_status, write_status
@@ -193,11 +194,8 @@ def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> F
     server.set_forkserver_preload(sorted({work.__module__, *_modules(jobs)}))
     # Started here, because starting it lets SIGINT through again.
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with interrupts_held():
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     first = server.Process()  # does nothing; there is no other sign of the server being ready
     first.start()
     first.join()
@@ -218,21 +216,15 @@ def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
     return modules
 
 
-@contextmanager
-def _threads(shares: Sequence[Share], nproc: int) -> Iterator[None]:
+def _threads(shares: Sequence[Share], nproc: int) -> AbstractContextManager[None]:
     """Have each process use its share of the cores: OpenMP reads its variables once, as the server loads torch."""
-    ours = {
-        "OMP_NUM_THREADS": str(max(1, len(shares[0].cores) // nproc)),
-        # As in `foundry.launch.start`: idle threads of one job should not spin away the time of another.
-        "GOMP_SPINCOUNT": "10000",
-    }
-    added = {name: value for name, value in ours.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+    return default_variables(
+        {
+            "OMP_NUM_THREADS": str(max(1, len(shares[0].cores) // nproc)),
+            # As in `foundry.launch.start`: idle threads of one job should not spin away the time of another.
+            "GOMP_SPINCOUNT": "10000",
+        }
+    )
 
 
 def _be_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
@@ -241,9 +233,7 @@ def _be_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
     SIGINT is still held back, as in the server. One from the terminal that came before this process had a session of
     its own is dropped: the launcher has it too, and says with SIGTERM what it means.
     """
-    os.setsid()
-    signal.sigtimedwait({signal.SIGINT}, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    begin_session()
     _end_with_launcher()
     _print_to(run_dir / OUTPUT)
     if share.cores:

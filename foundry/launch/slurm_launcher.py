@@ -5,11 +5,9 @@ came of a job is read from its run directory and from Slurm's controller, so tha
 """
 
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import GROUP, Slurm, resolve_launcher
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
+from foundry.launch.local import interrupts_held
 from foundry.launch.slurm_end import Submission, settle
 from foundry.launch.slurm_queue import QueuedJob, Unreachable, cancel, cluster_name, partitions, query
 from foundry.launch.slurm_submission import check_script, submit
@@ -66,7 +65,7 @@ class SlurmLauncher(FrozenLauncher):
             if job.index in ids:
                 say(f"{job} is in the queue already, as {ids[job.index]}")
         try:
-            with _undisturbed():
+            with interrupts_held():  # a job that was submitted and not written down would be submitted again
                 ids |= _submit(self.work, [job for job in jobs if job.index not in ids], sweep_dir)
             if _resolve_settings(self._master).detach:
                 self._leave(ids, sweep_dir)
@@ -201,16 +200,6 @@ def _submit(work: Callable[[Path], int], jobs: Sequence[ComposedJob], sweep_dir:
             ids[job.index] = job_id
             Submission(job_id=job_id, error_output=str(error_output), cluster=cluster).save(job.run_dir)
     return ids
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Let Ctrl-C wait, here and in sbatch: a job that was submitted and not written down would be submitted again."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _still_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:

@@ -15,8 +15,6 @@ from foundry.parts import constant_weight_decay
 from foundry.training.events import Phase, PlannedUpdate
 from foundry.training.protocols import HasPhases, Schedule
 
-"""The file in a run directory."""
-
 _LENGTHS = {"lr_warmup": "warmup", "lr_decay": "horizon", "wsd_decay": "decay"}
 
 

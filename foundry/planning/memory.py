@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foundry.config.errors import format_reason
 from foundry.config.lengths import resolve_batch_sizes
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, Single, resolve_distributed
 from foundry.config.schemas.precision import PrecisionMode
@@ -301,7 +302,7 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
                 tensors = [value for value in held.values() if isinstance(value, Tensor) and value.ndim > 0]
                 state[updated] = state.get(updated, 0) + sum(map(_num_bytes, tensors))
     except Exception as error:  # whatever a user's optimizer does with numbers that are not there
-        return {}, f"the optimizers cannot step on fake tensors ({_first_line(error)})"
+        return {}, f"the optimizers cannot step on fake tensors ({format_reason(error)})"
     return state, None
 
 
@@ -343,7 +344,7 @@ def _activations(
                 grad_checkpointing=config.hparams.grad_checkpointing,
             )
     except Exception as error:  # a model may ask for numbers, or for a kernel that fake tensors do not have
-        return None, f"the model cannot run on fake tensors ({_first_line(error)})"
+        return None, f"the model cannot run on fake tensors ({format_reason(error)})"
     return size, None
 
 
@@ -382,8 +383,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-def _first_line(error: Exception) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__

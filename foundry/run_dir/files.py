@@ -150,6 +150,15 @@ def write_atomically(path: Path, text: str, *, durable: bool = False, permission
         file.write(text.encode())
 
 
+def sync_path(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def make_folder(path: Path) -> Path:
     """Make a folder, and its parents, where it is not there yet.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from foundry.config.build import field_of
 from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolved
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
@@ -194,8 +195,8 @@ def _less_activations(config: Config) -> Iterator[tuple[str, str]]:
             "hparams.grad_checkpointing=true",
             "keeps each block's input only and computes the rest twice: about a third more time",
         )
-    positions = size * int(_field(config.data, "seq_len") or 0)
-    if _field(config.model, "logprob_tile_tokens") == 0 and positions > _TILE_TOKENS:
+    positions = size * int(field_of(config.data, "seq_len") or 0)
+    if field_of(config.model, "logprob_tile_tokens") == 0 and positions > _TILE_TOKENS:
         yield (
             f"model.logprob_tile_tokens={_TILE_TOKENS}",
             f"the head's logits for {_TILE_TOKENS} tokens at a time instead of {positions}",
@@ -218,11 +219,6 @@ def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iter
     if not offloads and config.precision.mode is not PrecisionMode.amp_float16:
         chosen = "" if isinstance(config.distributed, FSDP) else "distributed=fsdp "
         yield f"{chosen}distributed.cpu_offload=true", "weights, gradients and optimizer state in host memory; slower"
-
-
-def _field(node: Any, name: str) -> Any:
-    """A field of a part's schema, or of a user's own mapping; None where there is none."""
-    return node.get(name) if isinstance(node, dict) else getattr(node, name, None)
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[Any]) -> int:

@@ -88,10 +88,6 @@ class SignalHandler:
         """This rank's part of what the ranks agree on; it stays once a signal came."""
         return Boundary(0) if self.requested is None else _FLAGS[self.requested]
 
-    def previous(self, signum: signal.Signals) -> Any:
-        """The handler from before, as `signal.getsignal` says it; None where this notes nothing."""
-        return self._previous.get(signum)
-
     def state_after(self, signum: signal.Signals) -> Literal["stopped", "requeued"]:
         """What to record of a run that `signum` stopped, to be asked on rank 0 after the save.
 

@@ -5,12 +5,12 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
 
+from foundry.config.environment import default_variables
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import MLFLOW
 from foundry.run_dir.redact import MASK, masked_text
@@ -31,19 +31,9 @@ _ENVIRONMENT = {
 }
 
 
-@contextmanager
-def short_waits() -> Iterator[None]:
-    """Let MLflow give up soon and be quiet, where the user has not said otherwise; undone on leaving.
-
-    To be entered in the main thread: changing the environment while another thread reads it is not safe.
-    """
-    added = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
+def short_waits() -> AbstractContextManager[None]:
+    """A context in which MLflow gives up soon and is quiet, where the user's environment does not say otherwise."""
+    return default_variables(_ENVIRONMENT)
 
 
 def tracking_uri(uri: str | None = None) -> str:
