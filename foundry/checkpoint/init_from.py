@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foundry.checkpoint.folder import MANIFEST, CheckpointError, find
 from foundry.checkpoint.tensors import load_weights, tied_names
 from foundry.checkpoint.verification import damage_together
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, listed
 from foundry.parallel.process_group import World
 from foundry.run_dir.names import CHECKPOINTS
 from foundry.training.model_hooks import hook
@@ -79,7 +79,7 @@ def _copy_from(files: Iterable[Path], model: nn.Module) -> None:
     buffers = {name for name, _ in model.named_buffers()}
     missing = [name for name in wanted if name not in found | tied | buffers]
     wrong = [("lacks", missing), ("has besides", [n for n in unknown if own_name(n) not in tied]), ("has", misshapen)]
-    text = [f"{verb} {_listed(names)}" for verb, names in wrong if names]
+    text = [f"{verb} {listed(names, 3)}" for verb, names in wrong if names]
     if text:
         raise ConfigError(Violation(_KEY, f"does not fit the model: it {'; it '.join(text)}"))
 
@@ -98,7 +98,3 @@ def _opened(file: Path) -> Iterator[Any]:
             yield opened
     except SafetensorError as error:
         raise CheckpointError(f"{file.name} is no .safetensors file, or is damaged: {error}") from None
-
-
-def _listed(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,7 +1,7 @@
 """What foundry says when a configuration cannot be run."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from foundry.run_dir.redact import one_line
@@ -55,6 +55,12 @@ def shown(value: object) -> str:
         return shortened(_visible(str(value)), _LONGEST_VALUE)
     except ValueError:  # Python prints no integer of more than 4300 digits
         return "a number of thousands of digits"
+
+
+def listed(items: Sequence[object], most: int) -> str:
+    """`a, b and 3 more`: so many of them by name."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def first_line(message: str) -> str:

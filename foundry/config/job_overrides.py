@@ -1,6 +1,7 @@
 """The overrides that a job was given: keys, values, and the short names they are shown by."""
 
 import itertools
+import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -27,12 +28,18 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if counted[name] == 1 else key for key, name in last.items()}
 
 
+def parse_number(value: str) -> float:
+    """The number that a value is; NaN for any other."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
 def brief(value: str) -> str:
     """A value as it is shown: of a number with many digits, as a search proposes it, the first four that count."""
-    try:
-        return f"{float(value):.4g}" if len(value) > _LONGEST_NUMBER else value
-    except ValueError:
-        return value
+    number = parse_number(value)
+    return value if math.isnan(number) or len(value) <= _LONGEST_NUMBER else f"{number:.4g}"
 
 
 def format_command(overrides: Sequence[str], sweep_command: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment, detect
-from foundry.config.errors import ConfigError, Violation, first_line, shown
+from foundry.config.errors import ConfigError, Violation, first_line, listed, shown
 from foundry.config.holes import check_hydra, holes
 from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
 from foundry.config.metrics import check_metrics, check_sweeper, measured_by
@@ -30,6 +30,9 @@ from foundry.config.secrets import check_secrets
 from foundry.config.setting import OutOfBounds, check_fields, guarded
 from foundry.config.sizes import check_sizes
 from foundry.config.targets import check_targets
+
+_MOST_SIZES = 8
+"""Batch sizes that a message names."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +174,10 @@ def _division(hparams: HParams, sizes: BatchSizes, ranks: int) -> Iterator[Viola
     if not wrong:
         return
     if hparams.allow_rounding:
-        yield Violation(key, f"has {_listed(wrong)}, below {product}, which rounds down to nothing")
+        yield Violation(key, f"has {listed(wrong, _MOST_SIZES)}, below {product}, which rounds down to nothing")
     elif len(sizes.sizes) > 1:
         remedy = "change them, or set hparams.allow_rounding=true to round each down"
-        yield Violation(key, f"has stages that are not multiples of {product}: {_listed(wrong)}; {remedy}")
+        yield Violation(key, f"has stages that are not multiples of {product}: {listed(wrong, _MOST_SIZES)}; {remedy}")
     else:
         near = sorted({max(step, total // step * step), ceil(total / step) * step})
         nearest_sizes = " or ".join(map(str, near))
@@ -186,11 +189,6 @@ def _staged(hparams: HParams) -> str:
     if hparams.batch_schedule is not None:
         return "hparams.batch_schedule"
     return "hparams.global_batch_size" if hparams.batch_ramp.start is None else "hparams.batch_ramp"
-
-
-def _listed(sizes: list[int], most: int = 8) -> str:
-    more = f" and {len(sizes) - most} more" if len(sizes) > most else ""
-    return ", ".join(map(str, sizes[:most])) + more
 
 
 def _tokens_per_sample(config: Config) -> int | None:

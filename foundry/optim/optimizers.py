@@ -6,7 +6,7 @@ parameters. Groups carry `lr_mult` and `wd_mult`, which scale the schedule's val
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, listed
 from foundry.config.schemas.optimizer import NsDtype
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
@@ -162,10 +162,10 @@ def not_covered(optimizers: object, model: nn.Module) -> str | None:
     names = {p: name for name, p in model.named_parameters()}
     counts = Counter(map(id, taken))
     if twice := [name for p, name in names.items() if counts[id(p)] > 1]:
-        return f"takes {_some(twice)} more than once; give each parameter to one group of one optimizer"
+        return f"takes {listed(twice, 3)} more than once; give each parameter to one group of one optimizer"
     trainable = [name for p, name in names.items() if p.requires_grad]
     if left := [name for p, name in names.items() if p.requires_grad and not counts[id(p)]]:
-        text = f"leaves out {len(left)} of {len(trainable)} trainable parameters: {_some(left)}"
+        text = f"leaves out {len(left)} of {len(trainable)} trainable parameters: {listed(left, 3)}"
         return f"{text}; take them too, or freeze them in the model with requires_grad_(False)"
     if strangers := sum(p not in names for p in taken):
         return f"takes {strangers} tensors that are no parameters of the model it is given; take model.parameters()"
@@ -174,11 +174,6 @@ def not_covered(optimizers: object, model: nn.Module) -> str | None:
 
 def _kind(value: object) -> str:
     return "nothing" if value is None else f"an object of type {type(value).__name__}"
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Mapping[str, Any]]:

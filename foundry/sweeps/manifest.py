@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, listed
 from foundry.config.frozen import plain, read_recorded
 from foundry.config.resume_compat import Difference, differences
 from foundry.config.schemas.root import Config
@@ -119,7 +119,10 @@ class SweepManifest:
             if job.id in known and known[job.id].config_hash != job.config_hash:
                 for difference in _changes(sweep_dir / known[job.id].dir, config):
                     changed.setdefault(str(difference), []).append(job)
-        lines = [f"holds this sweep with {text} in {_listed(jobs)}; give what it had" for text, jobs in changed.items()]
+        lines = [
+            f"holds this sweep with {text} in {listed(jobs, _MOST_JOBS_NAMED)}; give what it had"
+            for text, jobs in changed.items()
+        ]
         for job in jobs:
             status = read_status(sweep_dir / job.dir)
             if job.id not in known and status and status.get("config_hash") != job.config_hash:
@@ -136,9 +139,3 @@ def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:
     if isinstance(hparams := was.get("hparams"), dict):
         hparams.pop("accum_freq", None)
     return differences({str(key): value for key, value in was.items()}, now)
-
-
-def _listed(jobs: Sequence[Job]) -> str:
-    names = ", ".join(map(str, jobs[:_MOST_JOBS_NAMED]))
-    left = len(jobs) - _MOST_JOBS_NAMED
-    return f"{names} and {left} more" if left > 0 else names

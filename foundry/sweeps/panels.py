@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median_low, quantiles
 from typing import TYPE_CHECKING
 
+from foundry.config.job_overrides import parse_number
 from foundry.sweeps.results import JobReport, SweepReport
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, dress
 
@@ -42,7 +43,7 @@ class Parameter:
     def read(cls, sweep: SweepReport, key: str) -> "Parameter":
         """Numbers where every job has one, else categories in the order in which they were given."""
         texts = {job.index: job.values.get(key, "-") for job in sorted(sweep.jobs, key=lambda job: job.index)}
-        numbers = {index: _number(text) for index, text in texts.items()}
+        numbers = {index: parse_number(text) for index, text in texts.items()}
         if all(math.isfinite(number) for number in numbers.values()):
             return cls(sweep.names[key], numbers, ())
         labels = tuple(dict.fromkeys(texts.values()))
@@ -198,10 +199,3 @@ def _scale_categories(axes: "Axes", parameter: Parameter) -> Callable[[JobReport
         step = min(0.1, 0.44 / max(len(alike) - 1, 1))
         offsets |= {index: step * (place - (len(alike) - 1) / 2) for place, index in enumerate(alike)}
     return lambda job: parameter.at[job.index] + offsets[job.index]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

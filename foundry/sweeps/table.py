@@ -11,7 +11,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from foundry.config.job_overrides import brief
+from foundry.config.errors import listed
+from foundry.config.job_overrides import brief, parse_number
 from foundry.run_dir.redact import one_line
 from foundry.sweeps.results import JobReport, SweepReport
 from foundry.tracking.humanize import duration
@@ -137,16 +138,15 @@ def _notes(sweep: SweepReport) -> Iterator[Text]:
         if job.note:
             by_note.setdefault(job.note, []).append(job)
     for note, jobs in by_note.items():
-        numbers = ", ".join(str(job.index) for job in jobs[:_MOST_NUMBERS])
-        more = f" and {len(jobs) - _MOST_NUMBERS} more" if len(jobs) > _MOST_NUMBERS else ""
-        message = Text(f"job{'s' * (len(jobs) > 1)} {numbers}{more}: ", style=_STYLES.get(jobs[0].state, ""))
+        numbers = listed([job.index for job in jobs], _MOST_NUMBERS)
+        message = Text(f"job{'s' * (len(jobs) > 1)} {numbers}: ", style=_STYLES.get(jobs[0].state, ""))
         log = next((f"; {one_line(os.path.relpath(job.log))}" for job in jobs if job.log.is_file()), "")
         yield message + Text(f"{note}{log}")
 
 
 def _columns(sweep: SweepReport) -> list[_Column]:
     swept = [
-        _Column(name, all(_is_number(job.values.get(key, "0")) for job in sweep.jobs))
+        _Column(name, not any(math.isnan(parse_number(job.values.get(key, "0"))) for job in sweep.jobs))
         for key, name in sweep.names.items()
     ]
     return [
@@ -187,10 +187,3 @@ def _plain(sweep: SweepReport) -> Iterator[str]:
             for cell, width, column in zip(row, widths, columns, strict=True)
         ]
         yield "  ".join(cells).rstrip()
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return not math.isnan(float(text))
-    except ValueError:
-        return False
