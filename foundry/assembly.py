@@ -335,7 +335,7 @@ def _build_checkpoints(setup: Setup, trained: Trained) -> CheckpointManager:
 
 
 def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
-    """What observers are told when the run starts."""
+    """What observers get when the run starts."""
     config, schedule, budget = setup.config, trained.schedule, trained.budget
     device = setup.world.device
     plan = build_plan(

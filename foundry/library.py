@@ -82,8 +82,8 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
         config: from `compose`.
         run_dir: a new or empty folder, or one that holds an unfinished run, which is resumed; None: a new one in
             `runs/`.
-        observers: are told of the run's events after foundry's own; what one raises ends the run. With several
-            processes they are pickled, and told in rank 0's.
+        observers: get the run's events after foundry's own; what one raises ends the run. With several
+            processes they are pickled, and called in rank 0's.
 
     Raises:
         ConfigError: a setting turned out to be wrong before training.

@@ -59,7 +59,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
     Args:
         config: the composed configuration; every rank has the same.
         run_dir: where rank 0 writes; the other ranks take rank 0's.
-        more_observers: are told of the run's events after the configuration's own, on rank 0.
+        more_observers: get the run's events after the configuration's own, on rank 0.
 
     Raises:
         ConfigError: the data or the machine shows a setting to be wrong, or the run to be resumed had others; nothing
@@ -157,7 +157,7 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
 
 @contextmanager
 def _rank_zero_missed(run_dir: Path, world: World) -> Iterator[None]:
-    """Have the run said to have failed where rank 0, which would say so, was killed."""
+    """Record the run as failed where rank 0, which would do so, was killed."""
     try:
         yield
     except CollectiveError as error:

@@ -51,7 +51,7 @@ class _Leaf:
         return bool(self.variables) and "${" not in rest and masked_text(plain) == plain
 
     def value(self) -> Any:
-        """The resolved value; None where it leads nowhere, which is said where holes are looked for."""
+        """The resolved value; None where it leads nowhere, which `holes` reports."""
         try:
             return self.parent[self.key] if isinstance(self.raw, str) and "${" in self.raw else self.raw
         except OmegaConfBaseException:

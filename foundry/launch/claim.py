@@ -67,7 +67,7 @@ def check_free(given: str, key: str) -> Path:
     """The directory of a run, plan or sweep that is about to begin or to be resumed, absolute; nothing is written.
 
     Args:
-        given: the directory as the user said it.
+        given: the directory as the user gave it.
         key: the setting that says it.
 
     Raises:
@@ -97,7 +97,7 @@ def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: s
     """Take a directory: make it where it is missing, and mark it as foundry's.
 
     Args:
-        given: the directory as the user said it.
+        given: the directory as the user gave it.
         key: the setting that says it.
         output_subdir: where in it Hydra will write the configuration; None: nowhere.
         log_name: the file that Hydra will log to.

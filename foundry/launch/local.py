@@ -294,7 +294,7 @@ def _is_consequence(note: dict[str, Any]) -> bool:
 
 
 def how_it_ended(exitcode: int) -> str:
-    """What an exit code, negative for a signal, says of a process that left no word."""
+    """What an exit code, negative for a signal, says of a process that recorded no reason."""
     if exitcode < 0:
         name = signal.Signals(-exitcode).name
         return f"killed by {name}" + (": out of memory?" if name == "SIGKILL" else "")

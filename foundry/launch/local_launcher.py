@@ -138,7 +138,7 @@ class _Pool:
                 process.kill()
 
     def _settle(self, process: ForkServerProcess) -> None:
-        """Take the end of a job; of one that left no word, what its exit code says."""
+        """Take the end of a job; of one that recorded none, what its exit code says."""
         job, share = self._running.pop(process)
         self._free.append(share)
         process.join()

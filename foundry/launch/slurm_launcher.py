@@ -29,7 +29,7 @@ _GLANCE_SECONDS = 0.01  # at each job's status.json
 
 
 class SlurmLauncher(FrozenLauncher):
-    """Submits jobs, and waits for them unless it is told to leave."""
+    """Submits jobs, and waits for them unless `detach` is set."""
 
     def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
         super().__init__(work, **settings)

@@ -32,7 +32,7 @@ def start(
         config: the composed configuration, which is what every process runs.
         run_dir: the run directory.
         job_logging: how rank 0 of several processes logs, for `logging.config`; None: as Hydra has set it up here.
-        observers: are told of the run's events after foundry's own; pickled where there are several processes.
+        observers: get the run's events after foundry's own; pickled where there are several processes.
 
     Raises:
         ConfigError: a setting turned out to be wrong before training.

@@ -41,7 +41,7 @@ class RunFolder:
             self._descriptor = None
 
     def ensure(self) -> Path:
-        """The folder, made anew if it is not the one it was; said once each time. Any thread may ask.
+        """The folder, made anew if it is not the one it was; logged once each time. Any thread may ask.
 
         Raises:
             OSError: there is nowhere to write.

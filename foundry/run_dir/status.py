@@ -17,7 +17,7 @@ WAITING = ("requeued", "queued")
 """States of a job that is still to be started."""
 
 FAILED = ("failed", "lost")
-"""States of a job that came to an end without a result; a lost one left no word."""
+"""States of a job that came to an end without a result; a lost one without recording why."""
 
 ENDED = ("finished", "stopped", *FAILED)
 """States of a job that will not change by themselves."""

@@ -15,7 +15,7 @@ _WRITERS = (MetricsFile, StatusFile, Plots)
 
 
 class FolderWatch:
-    """Told first of every event; where the folder is another, the other observers of files begin in that one.
+    """Gets every event first; where the folder is another, the other observers of files begin in that one.
 
     Args:
         folder: of the run.

@@ -1,4 +1,4 @@
-"""What observers are told, at step boundaries only."""
+"""The events that observers get, at step boundaries only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -118,7 +118,7 @@ class RunEnded:
 
 
 class Observer(Protocol):
-    """Told of events on rank 0, in order. An observer never stops a run: what it cannot do it logs.
+    """Gets the events of a run on rank 0, in order. An observer never stops a run: what it cannot do it logs.
 
     The one exception is the result of a finished run, without which it is not finished.
     """

@@ -105,7 +105,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_explained(device: torch.device, rank: int) -> Iterator[None]:
-    """Say that memory did not suffice where that is not said yet, as while the model is built.
+    """Explain that memory did not suffice where nothing has explained it yet, as while the model is built.
 
     Raises:
         OutOfMemoryError: it did not.

@@ -145,7 +145,7 @@ class EvaluationContext:
         autocast: a context for forward passes in the arithmetic of the run.
         folder: where rank 0 may write what a person is to look at; it need not exist.
         beat: says what is being done, to a watchdog that would end a process that is silent for too long.
-        files: what was written; observers are told of the first.
+        files: what was written; observers get the first.
     """
 
     step: int

@@ -53,12 +53,12 @@ class Trainer:
         world: this rank and the others.
         throughput: measures speed between logged steps.
         watchdog: ends a process that waits too long for the others.
-        observers: told of events; none on ranks above 0.
+        observers: get the run's events; none on ranks above 0.
         log_every_n_steps: optimizer steps between logged ones; the first and the last are always logged.
         evaluation_interval: between evaluations; None: only at the end.
         evaluation: measures the model.
         metric: by which the run is judged, by its name in metrics.jsonl; None: by none.
-        stop_rules: may end the run after an evaluation, by name; of several reasons the first is said.
+        stop_rules: may end the run after an evaluation, by name; of several reasons the first is given.
         best: the best evaluation so far.
         checkpoints: writes checkpoints, and brings back the last one.
         rank_flags: what the ranks tell each other at step boundaries.

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from foundry.config.compose import config_dir
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import load_config, plain, save_config
+from foundry.config.schemas.distributed import Distributed
 from foundry.config.schemas.root import to_config
 from foundry.config.store import GROUPS, group_schemas
 
@@ -63,6 +64,12 @@ def test_accumulation_is_computed(compose):
     assert compose(*overrides).hparams.accum_freq == 4
     with pytest.raises(ConfigError, match=r"hparams\.accum_freq: is computed"):
         compose("hparams.accum_freq=7")
+
+
+def test_ranks_that_share_their_samples_accumulate_as_one(compose, monkeypatch):
+    monkeypatch.setattr(Distributed, "dp_size", lambda self, world_size: world_size // 2)
+    sizes = ("hparams.global_batch_size=32", "hparams.per_gpu_batch_size=4")
+    assert compose("distributed=fsdp", "distributed.nproc_per_node=4", *sizes).hparams.accum_freq == 4
 
 
 def test_defaults_of_the_schemas_are_the_source_documents():

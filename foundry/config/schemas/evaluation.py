@@ -25,7 +25,7 @@ class Mode(Enum):
 
 
 class Direction(Enum):
-    """The same, as it is said of a whole run or sweep."""
+    """The same for a whole run or sweep."""
 
     minimize = "minimize"
     maximize = "maximize"

@@ -28,7 +28,7 @@ class Delivery:
         pending_file: what could not be delivered, one operation a line; sent first when the store answers.
         prepare: called in the thread: operations that go first and are costly to make.
         finish_seconds: `close()` waits no longer.
-        how_to_send: said when something stays behind.
+        how_to_send: logged when something stays behind.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ def send_file(store: MlflowStore, pending_file: Path) -> int:
 
 
 def _apply(store: MlflowStore, batch: list[Operation]) -> None:
-    """Carry out operations; one that the store refuses is said and left out."""
+    """Carry out operations; one that the store refuses is logged and left out."""
     try:
         store.apply(batch)
     except Exception as error:
