@@ -110,8 +110,10 @@ def leveldb_records(data, *, offset, block=32768, header=7):
 
 def history(run_dir):
     """The logged records of a run that W&B has recorded offline."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # the process that writes the file may still hold the last of it when a run has ended
     (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     found = []
     for data in leveldb_records(path.read_bytes()[7:], offset=7):
