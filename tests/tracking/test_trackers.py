@@ -169,6 +169,10 @@ def test_what_a_tracker_raises_is_a_warning(tmp_path, caplog):
             "tracking.trackers.wandb.mode: is often but must be",
         ),
         (["+tracking.trackers.mine=3"], "tracking.trackers.mine: is 3 but must have a _target_"),
+        *(
+            ([f"+tracking.trackers.mine._target_={value}"], "mine._target_: is ")
+            for value in ("3", "null", "[1]", "[[[[1]]]]", "{a: 1}", "{a: [1]}", "''")
+        ),
         (
             ["+tracking.trackers.mine._target_=owntrackers.Cvs"],
             "tracking.trackers.mine._target_: is owntrackers.Cvs but",

@@ -44,7 +44,7 @@ class Tracking:
                     key, f"is {shown(node)} but must have a _target_, the dotted path of a class; or be null"
                 )
                 continue
-            if (extra := EXTRAS.get(node["_target_"])) is not None and find_spec(extra) is None:
+            if (extra := EXTRAS.get(str(node["_target_"]))) is not None and find_spec(extra) is None:
                 yield Violation(key, f"needs {extra}, which is not installed; pip install 'foundry[{extra}]'")
             if extra == "wandb" and node.get("mode") not in (None, "online", "offline"):
                 yield Violation(f"{key}.mode", f"is {shown(node['mode'])} but must be online, offline or null")
