@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry import __version__
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
-from foundry.config.errors import ConfigError
+from foundry.config.errors import ConfigError, format_reason
 from foundry.config.help import list_groups
 from foundry.config.hydra_internals import take_over
 from foundry.config.schemas.root import to_config
@@ -116,7 +116,8 @@ def enter(task: Callable[[], object]) -> None:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
     except (HydraException, OmegaConfBaseException, UnsafeFileError, DamagedFileError) as error:
-        sys.stderr.write(f"{one_line(str(error))}\n")
+        message = str(error) or format_reason(error.__cause__ or error)  # Hydra may raise without a message
+        sys.stderr.write(f"{one_line(message)}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

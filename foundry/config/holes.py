@@ -76,11 +76,10 @@ def check_hydra(composed: DictConfig) -> Iterator[Violation]:
         hydra = OmegaConf.select(composed, "hydra")
         if hydra is None or name not in hydra._content:
             continue
-        node = hydra._get_node(name)
-        if not isinstance(node, DictConfig) and not OmegaConf.is_interpolation(hydra, name):
+        is_open = OmegaConf.is_missing(hydra, name) or OmegaConf.is_interpolation(hydra, name)
+        if not is_open and not isinstance(hydra._get_node(name), DictConfig):
             remedy = f"to choose one give hydra/{name}=..."
             yield Violation(f"hydra.{name}", f"is {shown(hydra[name])} but holds settings; {remedy}")
             continue
-        is_open = OmegaConf.is_missing(hydra, name) or OmegaConf.is_interpolation(hydra, name)
         if is_open or OmegaConf.get_type(hydra, name) in schemas:
             yield from holes(hydra, name, f"hydra.{name}")
