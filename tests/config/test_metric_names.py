@@ -158,7 +158,7 @@ def test_one_that_declares_is_checked_before_the_first_step(tmp_path, monkeypatc
 
 def test_one_that_is_silent_is_not_refused(tmp_path, monkeypatch):
     own(tmp_path, monkeypatch, "")
-    evaluators("objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_whatever")
+    assert evaluators("objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_whatever")
 
 
 def test_what_follows_the_metric_of_the_run_goes_its_way():

@@ -36,4 +36,7 @@ def test_a_contradiction_is_one_line(overrides, key, named):
     [[DIGITS, "model.num_classes=11"], ["model.vocab_size=5000"], ["model.max_seq_len=1024"], ["data.vocab_size=300"]],
 )
 def test_more_than_the_data_need_is_accepted(overrides):
-    configure(*overrides)
+    config = configure(*overrides)
+    key, _, value = overrides[-1].partition("=")
+    group, _, name = key.partition(".")
+    assert getattr(getattr(config, group), name) == int(value)

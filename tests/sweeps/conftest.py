@@ -5,7 +5,7 @@ from foundry.config.hydra_internals import load_unchecked
 
 
 @pytest.fixture
-def count_reads(monkeypatch):
+def option_reads(monkeypatch):
     """What composing jobs reads of conf/: a list that grows by one for each choice of options that is composed."""
     reads = []
 

@@ -88,8 +88,8 @@ def test_jobs_do_not_share_what_they_are_made_of(sweep):
     assert [(config.hparams.seed, config.scheduler.warmup) for config in configs] == [(1, "1"), (2, "2"), (3, "3")]
 
 
-def test_options_are_read_once_for_all_jobs_that_choose_them(sweep, count_reads):
+def test_options_are_read_once_for_all_jobs_that_choose_them(sweep, option_reads):
     loader, master_of = sweep
     jobs = [("hparams.max_steps=9", f"hparams.seed={seed}") for seed in range(100)]
     assert len(compose_jobs(loader, master_of(), jobs)) == 100
-    assert len(count_reads) == 1
+    assert len(option_reads) == 1

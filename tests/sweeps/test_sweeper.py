@@ -101,9 +101,9 @@ def message(sweep, *words):
     return [str(violation) for violation in refusals(jobs, results)]
 
 
-def test_hundreds_of_wrong_jobs_are_one_line(sweep, count_reads):
+def test_hundreds_of_wrong_jobs_are_one_line(sweep, option_reads):
     (line,) = message(sweep, "optimizer=adamw,sgd", "optimizer.momentum=range(0,0.0995,0.001)", "hparams.max_steps=9")
-    assert len(count_reads) < 10  # per choice of options, and not per job
+    assert len(option_reads) < 10  # per choice of options, and not per job
     assert line.startswith("optimizer.momentum: is not a setting of ")
     assert line.endswith("(100 of 200 jobs: 0, 1, 2, …; the first, job 0: optimizer=adamw, optimizer.momentum=0.0)")
 
