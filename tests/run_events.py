@@ -21,6 +21,7 @@ class Events:
 
     def __init__(self, run_dir):
         self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
 
     def start(self, **changes):
         config = {

@@ -210,7 +210,7 @@ class Checkpointer:
         run_dir = self.run_dir if self._locate is None else self._locate()
         remove_leftovers(run_dir)
         partial = partial_path(run_dir, step)
-        make_folder(partial.parent)
+        make_folder(partial.parent, parents=True)  # a checkpoint in a second folder is better than none
         partial.mkdir()
         return run_dir, (partial.parent / step_name(step)).exists()
 

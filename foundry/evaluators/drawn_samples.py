@@ -33,7 +33,6 @@ class DrawnSamples:
             return {}
         folder = context.folder
         try:
-            folder.mkdir(exist_ok=True)  # not its parents: a run directory that is gone is made elsewhere
             make_folder(folder)
             samples.save(folder / f"samples_{context.step:08d}")
             context.files.append(samples.save(folder / "samples"))

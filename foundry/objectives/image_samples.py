@@ -44,7 +44,6 @@ class ImageSamples:
             text = figure.text(0.5 * margin / (width + margin), middle, str(label), fontsize=0.26 * cell, color="0.25")
             text.set(ha="center", va="center")
         file = Path(f"{stem}.png")
-        file.parent.mkdir(parents=True, exist_ok=True)
         with replaced_atomically(file) as stream:
             figure.savefig(stream, dpi=dpi, format="png")
         return file

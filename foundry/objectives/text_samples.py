@@ -24,7 +24,6 @@ class TextSamples:
     def save(self, stem: Path) -> Path:
         """Write `stem`.txt and return the file."""
         file = Path(f"{stem}.txt")
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, self.text + "\n")
         return file
 

@@ -159,13 +159,19 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(path: Path) -> Path:
-    """Make a folder, and its parents, where it is not there yet.
+def make_folder(path: Path, *, parents: bool = False) -> Path:
+    """Make a folder where it is not there yet.
+
+    Args:
+        path: of the folder.
+        parents: make those as well. Not for records of a run: a run directory that was just deleted or moved would come
+            back with this folder alone in it, and `RunFolder` would take it for somebody else's.
 
     Raises:
         UnsafeFileError: there is something else by this name, a symbolic link included.
+        FileNotFoundError: the parent is not there.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=parents, exist_ok=True)
     if path.is_symlink():
         raise UnsafeFileError(path, "a symbolic link", "a folder")
     return path

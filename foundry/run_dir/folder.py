@@ -52,7 +52,7 @@ class RunFolder:
                 return self.path
             was = self.path
             fresh = was if is_same else next(path for path in _candidates(was) if _is_free(path))
-            make_folder(fresh)
+            make_folder(fresh, parents=True)
             self.refill(fresh)
             self.path, self.times_lost = fresh, self.times_lost + 1
             self._known = self._hold()

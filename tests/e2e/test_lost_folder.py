@@ -48,7 +48,7 @@ def test_the_run_ends_with_its_weights_in_a_new_folder(shell, case):
     stderr = shell.finish(process)[1]
     assert "Traceback" not in stderr
     (line,) = [line for line in stderr.splitlines() if "was deleted or moved while the run trains" in line]
-    assert str(fresh) in line
+    assert f"continues in {fresh}," in line
     assert status(fresh)["state"] == "finished"
     assert find(fresh).name == f"step_{STEPS:08d}"
     assert all(problems(folder) == [] for folder in list_checkpoints(fresh))

@@ -7,8 +7,8 @@ from foundry.objectives.image_samples import ImageSamples
 
 
 def picture(tmp_path, images, labels):
-    file = ImageSamples(images=images, labels=torch.tensor(labels)).save(tmp_path / "deep" / "samples")
-    assert file == tmp_path / "deep" / "samples.png"
+    file = ImageSamples(images=images, labels=torch.tensor(labels)).save(tmp_path / "samples")
+    assert file == tmp_path / "samples.png"
     return torch.from_numpy(imread(file))[..., :3]
 
 

@@ -111,8 +111,8 @@ def test_drawing_continues_the_prompt_the_same_way_every_time(data, tmp_path):
     assert first.text.startswith("def ")
     assert len(first.text) > len("def ")
     assert objective.generate(model, data, "cpu", prompt="def ", seed=1) != first
-    file = first.save(tmp_path / "plots" / "samples")
-    assert file == tmp_path / "plots" / "samples.txt"
+    file = first.save(tmp_path / "samples")
+    assert file == tmp_path / "samples.txt"
     assert file.read_text(encoding="utf-8") == first.text + "\n"
 
 

@@ -98,6 +98,15 @@ def test_names_that_lead_out_are_refused(tmp_path, name):
     assert inside(folder, "plots/loss.png") == folder / "plots/loss.png"
 
 
+def test_a_folder_is_made_in_one_that_is_there(tmp_path):
+    make_folder(tmp_path / "plots")
+    assert make_folder(tmp_path / "plots").is_dir()
+    with pytest.raises(FileNotFoundError):
+        make_folder(tmp_path / "gone" / "plots")
+    assert not (tmp_path / "gone").exists()
+    assert make_folder(tmp_path / "new" / "run", parents=True).is_dir()
+
+
 def test_a_link_is_no_folder(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "plots").symlink_to("elsewhere")

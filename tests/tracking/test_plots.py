@@ -27,6 +27,14 @@ def test_pictures_at_each_evaluation_and_at_the_end(events):
     assert sorted(path.name for path in (events.run_dir / "plots").iterdir()) == ["loss.png", "schedule.png"]
 
 
+def test_a_run_directory_that_was_just_moved_does_not_come_back(events):
+    observer = Plots(run_dir=events.run_dir)
+    observer.on_start(events.start())
+    events.run_dir.rename(events.run_dir.with_name("moved"))
+    observer.on_evaluation(events.evaluation(1))
+    assert not events.run_dir.exists()
+
+
 def test_evaluations_in_quick_succession_are_drawn_once(events):
     observer = Plots(run_dir=events.run_dir)
     observer.on_start(events.start())
