@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on the loopback interface, all its state in a temporary folder.
+"""A real Slurm of two nodes on the loopback interface, all its state in a temporary folder; one for each test process.
 
 Jobs of the partition `main` make room for those of `urgent` and are queued again; those of `spare` are cancelled. A job
 that is queued again may start after 7 seconds (cred_expire and one more), not after two minutes as by default.
@@ -18,6 +18,7 @@ _CONFIG = """
 ClusterName=foundry
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
+FirstJobId={first_job}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
@@ -54,7 +55,7 @@ PartitionName=urgent Nodes=n[1-2] MaxTime=60 State=UP PriorityTier=10 PreemptMod
 
 
 @pytest.fixture(scope="session")
-def slurm(tmp_path_factory):
+def slurm(tmp_path_factory, worker_id):
     """The environment in which `srun` reaches a running cluster."""
     for program in ("slurmctld", "slurmd", "srun"):
         if shutil.which(program) is None:
@@ -67,7 +68,9 @@ def slurm(tmp_path_factory):
     for name in ("state", "n1", "n2"):
         (folder / name).mkdir()
     config = folder / "slurm.conf"
-    config.write_text(_CONFIG.format(host=host, folder=folder, ports=_neighbouring_ports()))
+    process = int(worker_id.removeprefix("gw")) if worker_id.startswith("gw") else 0
+    ports = _neighbouring_ports(range(17801 + 100 * process, 17900 + 100 * process, 3))
+    config.write_text(_CONFIG.format(host=host, folder=folder, ports=ports, first_job=1 + 10_000 * process))
     environment = {**os.environ, "SLURM_CONF": str(config)}
     daemons = [
         _start(["slurmctld", "-D", "-f", str(config)], folder / "slurmctld.out", environment),
@@ -92,9 +95,9 @@ def _name_nodes(host):
         file.writelines(f"127.0.0.1 {name}\n" for name in missing)
 
 
-def _neighbouring_ports():
+def _neighbouring_ports(candidates):
     """Three free ports, the last two next to each other."""
-    for first in range(17801, 18800, 3):
+    for first in candidates:
         sockets = [socket.socket() for _ in range(3)]
         try:
             for offset, one in enumerate(sockets):
