@@ -28,7 +28,7 @@ class Net(nn.Module):
         self.register_buffer("table", torch.randn(5))
 
 
-def saver(run_dir, *, asynchronous=False, keep_last=None, keep_every_steps=None, strict=True, world=ALONE):
+def saver(run_dir, *, asynchronous=False, keep_last=None, keep_every_steps=None, strict=True, world=ALONE, locate=None):
     return Checkpointer(
         run_dir,
         world,
@@ -36,6 +36,7 @@ def saver(run_dir, *, asynchronous=False, keep_last=None, keep_every_steps=None,
         keep_last=keep_last,
         keep_every_steps=keep_every_steps,
         strict=strict,
+        locate=locate,
     )
 
 

@@ -207,10 +207,17 @@ class Checkpointer:
 
     def _prepare(self, step: int) -> tuple[Path, bool]:
         """Make room for a checkpoint; where the run directory is, and whether it has one of this step."""
-        run_dir = self.run_dir if self._locate is None else self._locate()
+        if self._locate is None:
+            return self._make_room(self.run_dir, step)
+        try:
+            return self._make_room(self._locate(), step)
+        except FileNotFoundError:  # it was deleted or moved since
+            return self._make_room(self._locate(), step)
+
+    def _make_room(self, run_dir: Path, step: int) -> tuple[Path, bool]:
         remove_leftovers(run_dir)
         partial = partial_path(run_dir, step)
-        make_folder(partial.parent, parents=True)  # a checkpoint in a second folder is better than none
+        make_folder(partial.parent, parents=self._locate is None)
         partial.mkdir()
         return run_dir, (partial.parent / step_name(step)).exists()
 

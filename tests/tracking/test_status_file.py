@@ -93,7 +93,7 @@ def test_a_lost_directory_does_not_stop_the_run(events, caplog):
 
 @pytest.mark.parametrize("content", ["", "{}", '{"step": null}', "[]"])
 def test_a_broken_earlier_status_is_replaced(events, content):
-    events.run_dir.mkdir()
+    events.run_dir.mkdir(exist_ok=True)
     (events.run_dir / "status.json").write_text(content)
     StatusFile(run_dir=events.run_dir).on_start(events.start())
     assert read(events)["step"] == 0
