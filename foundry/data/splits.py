@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -31,6 +31,20 @@ class BatchedDataset(Dataset, Protocol):
         ...
 
 
+class Prompt(NamedTuple):
+    """A prompt of the held-out data and the answer that is right.
+
+    Attributes:
+        tokens: of the prompt, as the model is to continue them.
+        answer: the text that a continuation is compared with.
+        row: tells it from the others; what is drawn for it is keyed by this.
+    """
+
+    tokens: tuple[int, ...]
+    answer: str
+    row: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSplits:
     """Training and held-out samples.
@@ -40,6 +54,9 @@ class DataSplits:
         tokens_per_sample: tokens in one sample; None where samples are not sequences of tokens.
         tokenizer: a `tokenizers.Tokenizer` for text; None otherwise.
         notes: facts worth telling, such as the unigram entropy of held-out text; they go to plan.json.
+        prompts: held-out prompts with answers, where the data has such.
+        stop_ids: tokens that end an answer or a document, first the document's; none without tokens.
+        chat_template: in Jinja, as transformers has it, for data that are chats; None: the model continues plain text.
         content: as the fingerprint, but the same for the same samples from files of other names; None: the fingerprint.
     """
 
@@ -50,6 +67,9 @@ class DataSplits:
     tokenizer: Any = None
     notes: dict[str, Any] | None = None
     content: str | None = None
+    prompts: Sequence[Prompt] = ()
+    stop_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its data: content, order, number of samples and digest of the tokenizer."""

@@ -94,6 +94,7 @@ def _splits(corpus: Corpus, *, seq_len: int, vocab_size: int, tokenizer: str | N
         content=f"{corpus.content}-{seq_len}",
         tokens_per_sample=seq_len,
         tokenizer=tokens.tokenizer,
+        stop_ids=(tokens.end,),
         notes=notes,
     )
 

@@ -50,10 +50,11 @@ class TokenStatistics:
 
 @dataclass(frozen=True)
 class TokenisedCorpus:
-    """A published cache folder, its arrays memory-mapped."""
+    """A published cache folder, its arrays memory-mapped; the token `end` ends each document."""
 
     fingerprint: str
     tokenizer: Tokenizer
+    end: int
     train: TokenArray
     validation: TokenArray
     statistics: TokenStatistics
@@ -94,9 +95,11 @@ def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_d
         reason = getattr(error, "strerror", None) or str(error)
         message = f"is {cache_dir}, where tokens cannot be kept: {reason}; set another, here or in FOUNDRY_CACHE"
         raise ConfigError(Violation("data.cache_dir", message)) from error
+    found = Tokenizer.from_file(str(folder / _TOKENIZER))
     return TokenisedCorpus(
         fingerprint,
-        Tokenizer.from_file(str(folder / _TOKENIZER)),
+        found,
+        _trained_end(found) if chosen is None else chosen[1],
         np.load(folder / _TRAIN, mmap_mode="r", allow_pickle=False),
         np.load(folder / _VALIDATION, mmap_mode="r", allow_pickle=False),
         TokenStatistics(**json.loads(read_text(folder / _STATISTICS))),
@@ -130,9 +133,13 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, chosen: tuple[Tokenize
 
 def _trained(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, int]:
     tokenizer = train_tokenizer(texts, vocab_size)
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    return tokenizer, _trained_end(tokenizer)
+
+
+def _trained_end(tokenizer: Tokenizer) -> int:
+    end: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
     assert end is not None
-    return tokenizer, end
+    return end
 
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer, end: int, file: Path) -> tuple[int, TokenArray]:

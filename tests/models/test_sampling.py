@@ -1,0 +1,55 @@
+"""Filters and draws of tokens."""
+
+import math
+
+import pytest
+import torch
+
+from foundry.models.sampling import draw_tokens, filtered
+
+LOGITS = torch.tensor([2.0, 1.0, 3.0, 3.0, -1.0, 0.5], dtype=torch.float64)
+
+
+def kept(**filters):
+    return torch.isfinite(filtered(LOGITS, **filters)).tolist()
+
+
+def test_top_k_keeps_exactly_k_the_lower_ids_of_equals():
+    assert kept(top_k=1) == [False, False, True, False, False, False]
+    assert kept(top_k=3) == [True, False, True, True, False, False]
+    assert kept(top_k=6) == kept(top_k=60) == [True] * 6
+
+
+def test_top_p_keeps_the_fewest_that_reach_it_and_at_least_one():
+    probabilities = LOGITS.softmax(-1)
+    two = float(probabilities[2] + probabilities[3])
+    assert kept(top_p=two - 1e-9) == [False, False, True, True, False, False]
+    assert kept(top_p=two + 1e-9) == [True, False, True, True, False, False]
+    assert kept(top_p=1e-9) == [False, False, True, False, False, False]
+    assert kept(top_p=1.0) == [True] * 6
+
+
+def test_temperature_comes_first_and_top_p_is_of_what_top_k_leaves():
+    # At T = 1/2 the first two have 0.44 each of all, and 0.5 of the two that top-k leaves.
+    assert kept(temperature=0.5, top_k=2, top_p=0.5) == [False, False, True, False, False, False]
+    assert torch.equal(filtered(LOGITS, temperature=0.5)[:2], LOGITS[:2] * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_dtype_stays_and_gradients_reach_what_is_kept(dtype):
+    logits = LOGITS.to(dtype).expand(2, 3, 6).clone().requires_grad_()
+    result = filtered(logits, temperature=0.7, top_k=4, top_p=0.9)
+    assert (result.dtype, result.shape) == (dtype, (2, 3, 6))
+    assert (result > -math.inf).sum() == 2 * 3 * 3
+    result[result > -math.inf].sum().backward()
+    assert (logits.grad != 0).sum() == 2 * 3 * 3
+
+
+def test_draws_follow_the_distribution_and_never_leave_the_filter():
+    uniforms = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    logits = filtered(LOGITS, top_k=4)
+    counts = torch.bincount(draw_tokens(logits.expand(10_000, 6), uniforms), minlength=6) / 10_000
+    torch.testing.assert_close(counts.double(), logits.softmax(-1), atol=2e-4, rtol=0)
+    assert counts[4] == counts[5] == 0
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw_tokens(logits.expand(2, 6), ends).tolist() == [0, 3]
