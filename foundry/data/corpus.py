@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import has_magic
@@ -16,7 +16,7 @@ from foundry.data.documents import Documents, documents, source_files
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = {"encodings", "pydoc_data"}
 _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_PATH, _VALIDATION_PATH = "data.path", "data.validation_path"
+PATH, VALIDATION_PATH = "data.path", "data.validation_path"
 
 
 class Splits(NamedTuple):
@@ -88,19 +88,45 @@ def files_corpus(*, path: str, text_field: str, validation_path: str | None, hel
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; `read` raises one for their contents.
     """
-    files = _find_files(path, _PATH)
-    validation_files = [] if validation_path is None else _find_files(validation_path, _VALIDATION_PATH)
-    described = [f"files {text_field} {held_out} {bool(validation_files)}", *(file.name for file in files)]
+    found = find_corpus_files(path, validation_path, settings=f"files {text_field} {held_out}")
+    read = partial(_read, found.train, found.validation, text_field, held_out)
+    return Corpus(found.fingerprint, found.content, read)
+
+
+class CorpusFiles(NamedTuple):
+    """The files of a corpus, and what tells them from others; `validation` is empty where none were given."""
+
+    train: list[Path]
+    validation: list[Path]
+    fingerprint: str
+    content: str
+
+
+def find_corpus_files(
+    path: str, validation_path: str | None, *, settings: str, kinds: Mapping[str, str] = _KINDS
+) -> CorpusFiles:
+    """Find the files, and hash what they hold.
+
+    Args:
+        path: file, folder or glob.
+        validation_path: likewise; None: there are none.
+        settings: what the samples depend on besides.
+        kinds: the suffixes that are read, and the kind that each is of.
+
+    Raises:
+        ConfigError: there are no files, kinds are mixed, or one cannot be read.
+    """
+    files = _find_files(path, PATH, kinds)
+    validation_files = [] if validation_path is None else _find_files(validation_path, VALIDATION_PATH, kinds)
+    described = [f"{settings} {bool(validation_files)}", *(file.name for file in files)]
     try:
         hashes = _hashes([*files, *validation_files])
     except OSError as error:
         message = f"{error.filename} cannot be read: {error.strerror}; make it readable or leave it out"
-        raise ConfigError(Violation(_PATH, message)) from error
-    return Corpus(
-        _digest(described, hashes),
-        _digest([described[0], _KINDS[files[0].suffix], str(len(files))], hashes),
-        partial(_read, files, validation_files, text_field, held_out),
-    )
+        raise ConfigError(Violation(PATH, message)) from error
+    fingerprint = _digest(described, hashes)
+    content = _digest([described[0], kinds[files[0].suffix], str(len(files))], hashes)
+    return CorpusFiles(files, validation_files, fingerprint, content)
 
 
 def _read(files: Sequence[Path], validation_files: Sequence[Path], text_field: str, held_out: float) -> Splits:
@@ -109,11 +135,11 @@ def _read(files: Sequence[Path], validation_files: Sequence[Path], text_field: s
     Raises:
         ConfigError: a file cannot be read, the text is not where it should be, or there is none.
     """
-    train = documents(files, text_field=text_field, key=_PATH)
-    count = _count(train, _PATH)
+    train = documents(files, text_field=text_field, key=PATH)
+    count = _count(train, PATH)
     if validation_files:
-        validation = documents(validation_files, text_field=text_field, key=_VALIDATION_PATH)
-        _count(validation, _VALIDATION_PATH)
+        validation = documents(validation_files, text_field=text_field, key=VALIDATION_PATH)
+        _count(validation, VALIDATION_PATH)
         return Splits(train, validation)
     if count == 1:
         text = "".join(train)
@@ -138,13 +164,13 @@ def _count(found: Documents, key: str) -> int:
     return count
 
 
-def _find_files(pattern: str, key: str) -> list[Path]:
+def _find_files(pattern: str, key: str, kinds: Mapping[str, str]) -> list[Path]:
     path = Path(pattern).expanduser()
     if not pattern.strip():
-        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {', '.join(_KINDS)} files"))
+        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {', '.join(kinds)} files"))
     try:
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in _KINDS)
+            found = sorted(file for file in path.rglob("*") if file.suffix in kinds)
         elif has_magic(pattern):
             found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         else:
@@ -153,13 +179,13 @@ def _find_files(pattern: str, key: str) -> list[Path]:
     except (OSError, ValueError) as error:
         raise ConfigError(Violation(key, f"{pattern!r} cannot be searched: {error}")) from error
     if not found:
-        message = f"{pattern!r} has no files; give a file, folder or glob of {', '.join(_KINDS)} files"
+        message = f"{pattern!r} has no files; give a file, folder or glob of {', '.join(kinds)} files"
         raise ConfigError(Violation(key, message))
     if strange := [file for file in found if not file.is_file()]:
         raise ConfigError(Violation(key, f"{strange[0]} is no file, or a link to none; remove it or leave it out"))
     kinds_found = {file.suffix for file in found}
-    if len({_KINDS.get(suffix) for suffix in kinds_found}) > 1 or not kinds_found <= _KINDS.keys():
-        message = f"{pattern!r} has files of {', '.join(sorted(kinds_found))}; choose one kind of {', '.join(_KINDS)}"
+    if len({kinds.get(suffix) for suffix in kinds_found}) > 1 or not kinds_found <= kinds.keys():
+        message = f"{pattern!r} has files of {', '.join(sorted(kinds_found))}; choose one kind of {', '.join(kinds)}"
         raise ConfigError(Violation(key, message))
     return found
 

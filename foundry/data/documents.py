@@ -1,6 +1,5 @@
 """Documents in text, JSONL and Parquet files, read one after another; what cannot be read is named with its place."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.data.rows import json_rows, readable
 
 _FIELD = "data.text_field"
 _ROWS_PER_BATCH = 1024
@@ -60,7 +60,7 @@ def documents(files: Sequence[Path], *, text_field: str, key: str) -> Documents:
     read: Callable[[Path], Iterator[str]] = _text_file
     if files[0].suffix != ".txt":
         read = partial(_parquet_rows if files[0].suffix == ".parquet" else _json_rows, text_field=text_field)
-    return Documents(tuple(files), partial(_readable, read, key))
+    return Documents(tuple(files), partial(readable, read, key))
 
 
 def source_files(files: Sequence[Path]) -> Documents:
@@ -68,46 +68,15 @@ def source_files(files: Sequence[Path]) -> Documents:
     return Documents(tuple(files), lambda file: iter([file.read_text(encoding="utf-8", errors="replace")]))
 
 
-def _readable(read: Callable[[Path], Iterator[str]], key: str, file: Path) -> Iterator[str]:
-    """The documents of a file; any error is the user's to know, with the file."""
-    from pyarrow import ArrowException  # type: ignore[import-untyped]
-
-    try:
-        yield from read(file)
-    except ConfigError:
-        raise
-    except UnicodeDecodeError as error:
-        where = f"byte {error.start} is {error.object[error.start : error.start + 1]!r}"
-        raise _wrong(key, f"{file} is not text in UTF-8 ({where}); convert it, as with iconv -t UTF-8") from error
-    except (OSError, ValueError, RecursionError, MemoryError, ArrowException) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        raise _wrong(key, f"{file} cannot be read: {reason}; repair it or leave it out") from error
-
-
 def _text_file(file: Path) -> Iterator[str]:
     yield file.read_text(encoding="utf-8")
 
 
 def _json_rows(file: Path, *, text_field: str) -> Iterator[str]:
-    """Of lines that are JSON objects; a .json file may be one list of objects too."""
-    with file.open("rb") as stream:
-        is_list = file.suffix == ".json" and stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        stream.seek(0)
-        if is_list:
-            for number, row in enumerate(json.loads(stream.read().decode("utf-8-sig")), 1):
-                yield _read_text(row, text_field, f"{file}, item {number},")
-            return
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {number},"
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError:
-                raise ValueError(f"line {number} is not UTF-8") from None
-            except ValueError as error:
-                raise ValueError(f"line {number} is not JSON ({error})") from None
-            yield _read_text(row, text_field, where)
+    for noun, number, row, wrong in json_rows(file):
+        if wrong is not None:
+            raise ValueError(f"{noun} {number} {wrong}")
+        yield _read_text(row, text_field, f"{file}, {noun} {number},")
 
 
 def _read_text(row: object, text_field: str, where: str) -> str:
@@ -132,7 +101,7 @@ def _read_text(row: object, text_field: str, where: str) -> str:
 
 
 def _parquet_rows(file: Path, *, text_field: str) -> Iterator[str]:
-    import pyarrow as pa
+    import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     with pq.ParquetFile(file) as table:

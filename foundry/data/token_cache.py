@@ -4,11 +4,13 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -21,14 +23,15 @@ from foundry.data.token_sequences import TokenArray
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer, usual_end
 from foundry.run_dir.files import read_text
 from foundry.run_dir.lock import LOCK, lock
+from foundry.run_dir.names import TOKENIZER
 
 _FORMAT = 1
-_TOKENIZER = "tokenizer.json"
 _TRAIN = "train.npy"
 _VALIDATION = "validation.npy"
 _STATISTICS = "statistics.json"
 log = logging.getLogger(__name__)
 _DOCUMENTS_PER_BATCH = 256
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +66,6 @@ class TokenisedCorpus:
 def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_dir: str) -> TokenisedCorpus:
     """The corpus as tokens, from the cache or into it.
 
-    Any number of processes may ask at once: one builds and publishes by an atomic rename, the others wait for it.
-
     Args:
         corpus: documents by split.
         vocab_size: entries of the BPE trained on the training split, or most that `tokenizer` may have.
@@ -82,7 +83,32 @@ def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_d
     # The order of a run is drawn from it, so it stays what it was for runs that are resumed.
     settings = f"{_FORMAT} {vocab_size} {described} {corpus.fingerprint}"
     fingerprint = hashlib.sha256(settings.encode()).hexdigest()[:32]
-    folder = Path(cache_dir).expanduser().resolve() / fingerprint
+    folder = cached_folder(cache_dir, fingerprint, partial(_build, corpus, vocab_size, chosen))
+    found = Tokenizer.from_file(str(folder / TOKENIZER))
+    return TokenisedCorpus(
+        fingerprint,
+        found,
+        trained_end(found) if chosen is None else chosen[1],
+        np.load(folder / _TRAIN, mmap_mode="r", allow_pickle=False),
+        np.load(folder / _VALIDATION, mmap_mode="r", allow_pickle=False),
+        TokenStatistics(**json.loads(read_text(folder / _STATISTICS))),
+    )
+
+
+def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, ...]]) -> Path:
+    """A folder of the cache, made where there is none: whole and on the disk, or not at all.
+
+    Any number of processes may ask at once: one makes it, the others wait for it.
+
+    Args:
+        cache_dir: the cache's parent folder.
+        name: of the folder, which says all that its content depends on.
+        fill: writes the files of the folder that it is given; their names.
+
+    Raises:
+        ConfigError: the cache cannot be written; or what `fill` raises.
+    """
+    folder = Path(cache_dir).expanduser().resolve() / name
     try:
         if (damage := find_damage(folder)) is not None:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -90,53 +116,52 @@ def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_d
                 if (damage := find_damage(folder)) is not None:
                     if damage:
                         log.warning("%s: %s; the tokens are made again", folder, damage)
-                    _build(folder, corpus, vocab_size, chosen)
+                    _publish(folder, fill)
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"is {cache_dir}, where tokens cannot be kept: {reason}; set another, here or in FOUNDRY_CACHE"
         raise ConfigError(Violation("data.cache_dir", message)) from error
-    found = Tokenizer.from_file(str(folder / _TOKENIZER))
-    return TokenisedCorpus(
-        fingerprint,
-        found,
-        _trained_end(found) if chosen is None else chosen[1],
-        np.load(folder / _TRAIN, mmap_mode="r", allow_pickle=False),
-        np.load(folder / _VALIDATION, mmap_mode="r", allow_pickle=False),
-        TokenStatistics(**json.loads(read_text(folder / _STATISTICS))),
-    )
+    return folder
 
 
-def _build(folder: Path, corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None) -> None:
-    """Make the folder, whole and on the disk, or nothing; the lock is held."""
+def _publish(folder: Path, fill: Callable[[Path], tuple[str, ...]]) -> None:
+    """Make the folder; the lock is held."""
     sweep_temporaries(folder.parent)
-    train_texts, validation_texts = corpus.read()
-    tokenizer, end = chosen or _trained(train_texts, vocab_size)
     temporary = temporary_for(folder)
     with ExitStack() as held:
         held.callback(shutil.rmtree, temporary, ignore_errors=True)
         lock(temporary, held)  # says to others that somebody is at work
-        tokenizer.save(str(temporary / _TOKENIZER))
-        train_documents, train = _encode(train_texts, tokenizer, end, temporary / _TRAIN)
-        validation_documents, validation = _encode(validation_texts, tokenizer, end, temporary / _VALIDATION)
-        statistics = TokenStatistics(
-            documents=train_documents + validation_documents,
-            train_tokens=len(train),
-            validation_tokens=len(validation),
-            unigram_entropy=unigram_entropy(train, validation, tokenizer.get_vocab_size()),
-        )
-        (temporary / _STATISTICS).write_text(json.dumps(asdict(statistics)))
-        seal(temporary, (_TOKENIZER, _TRAIN, _VALIDATION, _STATISTICS))
+        seal(temporary, fill(temporary))
         temporary.chmod(0o755)
         (temporary / LOCK).unlink()
         publish(temporary, folder)
 
 
-def _trained(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, int]:
+def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None, folder: Path) -> tuple[str, ...]:
+    """Write tokenizer, tokens and statistics; the names of the files."""
+    train_texts, validation_texts = corpus.read()
+    tokenizer, end = chosen or train_with_end(train_texts, vocab_size)
+    tokenizer.save(str(folder / TOKENIZER))
+    train_documents, train = _encode(train_texts, tokenizer, end, folder / _TRAIN)
+    validation_documents, validation = _encode(validation_texts, tokenizer, end, folder / _VALIDATION)
+    statistics = TokenStatistics(
+        documents=train_documents + validation_documents,
+        train_tokens=len(train),
+        validation_tokens=len(validation),
+        unigram_entropy=unigram_entropy(train, validation, tokenizer.get_vocab_size()),
+    )
+    (folder / _STATISTICS).write_text(json.dumps(asdict(statistics)))
+    return TOKENIZER, _TRAIN, _VALIDATION, _STATISTICS
+
+
+def train_with_end(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, int]:
+    """A BPE of the texts, of at most that many entries, and the token that ends a document."""
     tokenizer = train_tokenizer(texts, vocab_size)
-    return tokenizer, _trained_end(tokenizer)
+    return tokenizer, trained_end(tokenizer)
 
 
-def _trained_end(tokenizer: Tokenizer) -> int:
+def trained_end(tokenizer: Tokenizer) -> int:
+    """The token that ends a document, of a tokenizer that was trained here."""
     end: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
     assert end is not None
     return end
@@ -144,26 +169,52 @@ def _trained_end(tokenizer: Tokenizer) -> int:
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer, end: int, file: Path) -> tuple[int, TokenArray]:
     """Write the tokens of all documents, each ended by the token `end`; their number and one array."""
-    dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
-    raw = file.with_suffix(".raw")
-    documents, length = 0, 0
-    with raw.open("wb") as stream:
-        for batch in _batches(texts):
+    documents = 0
+    with ArrayWriter(file, token_dtype(tokenizer)) as writer:
+        for batch in batches(texts):
             for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
-                tokens = np.array([*encoding.ids, end], dtype)
-                stream.write(tokens.tobytes())
-                documents, length = documents + 1, length + len(tokens)
-    # The header needs the length, which is known only now; copying maps keeps memory independent of the corpus.
-    array = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=(length,))
-    if length:
-        array[:] = np.memmap(raw, dtype, mode="r", shape=(length,))
-    array.flush()
-    raw.unlink()
-    return documents, array
+                writer.append([*encoding.ids, end])
+                documents += 1
+    return documents, np.load(file, mmap_mode="r", allow_pickle=False)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    iterator = iter(texts)
+def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """The smallest type that holds every token."""
+    return np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+
+
+class ArrayWriter:
+    """Writes a .npy file of one dimension whose length is known only at the end; memory is independent of it."""
+
+    def __init__(self, file: Path, dtype: np.dtype[Any]) -> None:
+        self._file, self._raw, self._dtype = file, file.with_suffix(".raw"), dtype
+        self.length = 0
+
+    def __enter__(self) -> Self:
+        """Open a file beside it."""
+        self._stream = self._raw.open("wb")
+        return self
+
+    def append(self, values: Sequence[int]) -> None:
+        """Add values at the end."""
+        self._stream.write(np.array(values, self._dtype).tobytes())
+        self.length += len(values)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Write the header, which needs the length, and copy what was added by mapping both files."""
+        self._stream.close()
+        if kind is not None:
+            return
+        array = np.lib.format.open_memmap(self._file, mode="w+", dtype=self._dtype, shape=(self.length,))
+        if self.length:
+            array[:] = np.memmap(self._raw, self._dtype, mode="r", shape=(self.length,))
+        array.flush()
+        self._raw.unlink()
+
+
+def batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """The items in lists of a few hundred, as the tokenizer encodes them in parallel."""
+    iterator = iter(items)
     while batch := list(islice(iterator, _DOCUMENTS_PER_BATCH)):
         yield batch
 

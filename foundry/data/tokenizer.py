@@ -55,8 +55,7 @@ def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
         ConfigError: there is no readable tokenizer.json, it has more entries than vocab_size or than the model of its
             folder, or it lacks the token that is declared.
     """
-    file = Path(path).expanduser()
-    file = file / "tokenizer.json" if file.is_dir() else file
+    file = tokenizer_file(path)
     if not file.is_file():
         message = (
             f"{path!r} has no tokenizer.json; give the file or its folder, as AutoTokenizer.save_pretrained writes it"
@@ -76,9 +75,15 @@ def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
         usual = usual_end(tokenizer)
         assert usual is not None
         end = usual
-    model_entries = _config_value(file.parent / "config.json", "vocab_size")
+    model_entries = config_value(file.parent / "config.json", "vocab_size")
     _check_entries(tokenizer.get_vocab_size(), vocab_size, path, model_entries)
     return tokenizer, end
+
+
+def tokenizer_file(path: str) -> Path:
+    """The tokenizer.json that a path names: itself, or in that folder."""
+    file = Path(path).expanduser()
+    return file / "tokenizer.json" if file.is_dir() else file
 
 
 def usual_end(tokenizer: Tokenizer) -> int | None:
@@ -90,7 +95,7 @@ def usual_end(tokenizer: Tokenizer) -> int | None:
 def _declared_end(folder: Path) -> str | int | None:
     """What the files that transformers writes beside a tokenizer or a model say ends a sequence: a token or its id."""
     for name, key in _DECLARATIONS:
-        end = _config_value(folder / name, key)
+        end = config_value(folder / name, key)
         end = end[0] if isinstance(end, list) and end else end
         end = end.get("content") if isinstance(end, dict) else end
         if isinstance(end, (str, int)) and not isinstance(end, bool):
@@ -98,7 +103,7 @@ def _declared_end(folder: Path) -> str | int | None:
     return None
 
 
-def _config_value(file: Path, key: str) -> Any:
+def config_value(file: Path, key: str) -> Any:
     """What a file of settings in JSON says of a key, for text models inside others too; None where it says nothing.
 
     Raises:

@@ -1,0 +1,140 @@
+"""Rows of JSON, JSONL and Parquet files, read one after another, each with its place."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from foundry.config.errors import ConfigError, Violation
+
+_ROWS_PER_BATCH = 1024
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a user's file.
+
+    Attributes:
+        file: the number of its file among those that are read.
+        number: its line, item or row there, counted from one.
+        columns: what it holds, by name.
+        wrong: why it cannot be read; None where it can.
+    """
+
+    file: int
+    number: int
+    columns: dict[str, Any] = field(default_factory=dict)
+    wrong: str | None = None
+
+
+class RowSplits(NamedTuple):
+    """Rows to learn from, and those held out."""
+
+    train: Iterable[Row]
+    validation: Iterable[Row]
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of files of one kind, read when iterated.
+
+    Attributes:
+        files: in order.
+        columns: those that are read, of the ones there are.
+        key: the setting that names the files, for what is wrong with them.
+        first_file: the number of the first of them.
+        chosen: whether the row of this number, counted over all files from zero, is meant; None: all are.
+    """
+
+    files: Sequence[Path]
+    columns: tuple[str, ...]
+    key: str
+    first_file: int = 0
+    chosen: Callable[[int], bool] | None = None
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows in order.
+
+        Raises:
+            ConfigError: a file cannot be read, or has none of the columns.
+        """
+        index = 0
+        for number, file in enumerate(self.files, self.first_file):
+            read = _parquet_rows if file.suffix == ".parquet" else _object_rows
+            for row in readable(partial(read, number, self.columns, self.key), self.key, file):
+                if self.chosen is None or self.chosen(index):
+                    yield row
+                index += 1
+
+
+def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> Iterator[_Read]:
+    """What `read` yields of a file; any error is the user's to know, with the file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    from pyarrow import ArrowException  # type: ignore[import-untyped]
+
+    try:
+        yield from read(file)
+    except ConfigError:
+        raise
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start} is {error.object[error.start : error.start + 1]!r}"
+        message = f"{file} is not text in UTF-8 ({where}); convert it, as with iconv -t UTF-8"
+        raise ConfigError(Violation(key, message)) from error
+    except (OSError, ValueError, RecursionError, MemoryError, ArrowException) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(Violation(key, f"{file} cannot be read: {reason}; repair it or leave it out")) from error
+
+
+def json_rows(file: Path) -> Iterator[tuple[str, int, Any, str | None]]:
+    """The rows of a file whose lines are JSON; a .json file may be one list, too.
+
+    Yields:
+        What a row is called ("line" or "item"), its number from one, its value, and why it cannot be read or None.
+    """
+    with file.open("rb") as stream:
+        is_list = file.suffix == ".json" and stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        stream.seek(0)
+        if is_list:
+            for number, row in enumerate(json.loads(stream.read().decode("utf-8-sig")), 1):
+                yield "item", number, row, None
+            return
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                yield "line", number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")), None
+            except UnicodeDecodeError:
+                yield "line", number, None, "is not UTF-8"
+            except (ValueError, RecursionError) as error:
+                yield "line", number, None, f"is not JSON ({error})"
+
+
+def _object_rows(index: int, columns: tuple[str, ...], key: str, file: Path) -> Iterator[Row]:
+    for _, number, row, wrong in json_rows(file):
+        if wrong is None and not isinstance(row, dict):
+            wrong = f"holds {type(row).__name__}, not an object"
+        yield Row(index, number, row if wrong is None else {}, wrong)
+
+
+def _parquet_rows(index: int, columns: tuple[str, ...], key: str, file: Path) -> Iterator[Row]:
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    with pq.ParquetFile(file) as table:
+        names = table.schema_arrow.names
+        if not (found := [name for name in columns if name in names]):
+            listed = ", ".join(sorted(names)) or "none"
+            raise ConfigError(Violation(key, f"{file} has the columns {listed}; none of {', '.join(columns)} is there"))
+        number = 0
+        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=found):
+            try:
+                values = batch.to_pylist()
+            except UnicodeDecodeError:
+                raise ValueError(f"rows {number + 1} to {number + len(batch)} hold text that is not UTF-8") from None
+            for number, columns_of_row in enumerate(values, number + 1):  # noqa: B020
+                yield Row(index, number, columns_of_row)
