@@ -3,7 +3,7 @@ from pathlib import Path
 import composition
 import pytest
 
-pytest.register_assert_rewrite("golden_cases", "golden_checks", "golden_instead")
+pytest.register_assert_rewrite("golden_cases", "golden_checks", "golden_instead", "finetuning_checks")
 
 LM = [
     f"hydra.searchpath=[{Path(__file__).parent / 'conf'}]",
@@ -33,7 +33,10 @@ def configure():
 
 
 def pytest_terminal_summary(terminalreporter):
+    import finetuning_checks
     from golden_cases import deviations
 
     for kind, (number, largest) in sorted(deviations.items()):
         terminalreporter.write_line(f"{kind}: {number} numbers as Megatron's, largest relative deviation {largest:g}")
+    for kind, (number, largest) in sorted(finetuning_checks.deviations.items()):
+        terminalreporter.write_line(f"{kind}: {number} numbers as recorded, largest deviation {largest:g}")

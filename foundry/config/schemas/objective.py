@@ -63,6 +63,75 @@ class BetaSchedule(Enum):
     squaredcos_cap_v2 = "squaredcos_cap_v2"
 
 
+class PreferenceLoss(Enum):
+    """What is made of the margin between a chosen and a rejected response."""
+
+    sigmoid = "sigmoid"
+    ipo = "ipo"
+    hinge = "hinge"
+
+
+class KLType(Enum):
+    """Estimators of a divergence at drawn tokens."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KLGradient(Enum):
+    """What the estimate of the divergence is weighted by, which decides its gradient.
+
+    Attributes:
+        score: 1, with the gradient of the token's probability.
+        ratio: the policy's probability over that of the policy before the rollout's first update.
+        none: 1, without a gradient.
+    """
+
+    score = "score"
+    ratio = "ratio"
+    none = "none"
+
+
+class ImportanceWeights(Enum):
+    """What becomes of the weights that correct for the difference between sampler and trainer.
+
+    Attributes:
+        plain: nothing.
+        tis: they are clamped to their bounds.
+        icepop: tokens out of bounds do not count.
+        seq_mask: sequences whose geometric mean is out of bounds do not count.
+    """
+
+    plain = "plain"
+    tis = "tis"
+    icepop = "icepop"
+    seq_mask = "seq_mask"
+
+
+class Divergence(Enum):
+    """How two distributions of the next token are compared."""
+
+    forward = "forward"
+    reverse = "reverse"
+    mixed = "mixed"
+    jsd = "jsd"
+
+
+class OutsideTopK(Enum):
+    """What becomes of the tokens that are not among the teacher's likeliest.
+
+    Attributes:
+        tail: all of them are one more entry of both distributions.
+        renormalize: they are left out of both.
+        zero: the teacher gives them nothing, and the student what it gives.
+    """
+
+    tail = "tail"
+    renormalize = "renormalize"
+    zero = "zero"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Diffusion:
     """Mean squared error of the predicted noise or velocity, with classifier-free guidance when drawing."""

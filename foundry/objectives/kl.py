@@ -1,0 +1,45 @@
+"""Estimates of the divergence between a policy and its reference, token by token."""
+
+import torch
+from torch import Tensor
+
+from foundry.config.schemas.objective import KLType
+
+
+def kl_estimate(
+    log_prob: Tensor,
+    reference: Tensor,
+    *,
+    kl_type: KLType = KLType.k3,
+    input_clamp: float | None = 20.0,
+    output_clamp: float | None = 10.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Estimate KL(policy ‖ reference) at tokens drawn from the policy (Schulman, "Approximating KL divergence", 2020).
+
+    With r = reference - log_prob: k1 is -r, k2 is r²/2 and k3 is e^r - 1 - r. A clamped token has no gradient, not
+    through its weight either.
+
+    Args:
+        log_prob: of the drawn tokens under the policy, any shape.
+        reference: the same under the reference.
+        kl_type: the estimator; k1 and k3 are unbiased, k2 and k3 are never negative.
+        input_clamp: largest |r|; None: no limit.
+        output_clamp: largest magnitude of the weighted estimate; None: no limit.
+        weights: of each token, such as the ratio of the policy to the one that drew it.
+    """
+    r = reference - log_prob
+    if input_clamp is not None:
+        if weights is not None:
+            weights = torch.where(r.abs() <= input_clamp, weights, weights.detach())
+        r = r.clamp(-input_clamp, input_clamp)
+    match kl_type:
+        case KLType.k1:
+            kl = -r
+        case KLType.k2:
+            kl = r.square() / 2
+        case KLType.k3:
+            kl = torch.expm1(r) - r
+    if weights is not None:
+        kl = weights * kl
+    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
