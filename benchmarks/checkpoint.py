@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from foundry.checkpoint.folder import find, problems
+from foundry.checkpoint.folder import problems
 from foundry.checkpoint.saver import Checkpointer
 from foundry.parallel.process_group import World
+from foundry.run_dir.checkpoints import find
 
 NUM_TENSORS = 75
 Measured = tuple[float, float]

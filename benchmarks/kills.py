@@ -24,7 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from foundry.checkpoint.folder import find, list_checkpoints, parse_step, problems, read_manifest
+from foundry.checkpoint.folder import problems, read_manifest
+from foundry.run_dir.checkpoints import find, list_checkpoints, parse_step
 from foundry.run_dir.names import METRICS
 from foundry.tracking.metrics_file import read_metrics
 

@@ -11,7 +11,7 @@ import torch
 from hydra.errors import HydraException
 from torch import nn
 
-from foundry.checkpoint.folder import CheckpointError, find, problems
+from foundry.checkpoint.folder import CheckpointError, problems
 from foundry.checkpoint.tensors import load_weights
 from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation, format_reason, shown
@@ -21,6 +21,7 @@ from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
+from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
 from foundry.run_dir.names import CONFIG, PLAN, TOKENIZER, TRANSFORMERS
 from foundry.run_dir.strict_json import DamagedFileError, read_object

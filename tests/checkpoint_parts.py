@@ -6,10 +6,10 @@ import torch
 import xxhash
 from torch import nn
 
-from foundry.checkpoint.folder import MANIFEST
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import collect, describe
 from foundry.parallel.process_group import World
+from foundry.run_dir.checkpoints import MANIFEST
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 KNOWN = {"samples": 8, "tokens": None, "config_hash": "c0ffee", "config": {"a": {"b": 1}}, "strategy": "none"}

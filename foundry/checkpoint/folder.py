@@ -21,15 +21,14 @@ from typing import IO, Any
 
 import xxhash
 
+from foundry.run_dir.checkpoints import MANIFEST, NAME, names_in, step_name
 from foundry.run_dir.files import UnsafeFileError, open_regular, read_text, sync_path
 from foundry.run_dir.names import CHECKPOINTS
 
-MANIFEST, LATEST, BEST = "manifest.json", "latest", "best"
 FORMAT = 1
 """Of the checkpoints that are written, and the highest that is read; a manifest that names none is of format 1."""
 
-_NAME = re.compile(r"step_([0-9]{8,18})")
-_PUT_ASIDE = re.compile(_NAME.pattern + r"\.corrupt[0-9]*")
+_PUT_ASIDE = re.compile(NAME.pattern + r"\.corrupt[0-9]*")
 _TENSORS = ".safetensors"
 _CHUNK_BYTES = 2**22
 
@@ -115,18 +114,6 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def step_name(step: int) -> str:
-    """The name of a step's checkpoint."""
-    return f"step_{step:08d}"
-
-
-def parse_step(folder: Path) -> int:
-    """The step of a checkpoint, by its name."""
-    match = _NAME.fullmatch(folder.name)
-    assert match is not None, folder
-    return int(match[1])
-
-
 def partial_path(run_dir: Path, step: int) -> Path:
     """Where a step's checkpoint is written before it is published."""
     return run_dir / CHECKPOINTS / f".{step_name(step)}.partial"
@@ -192,17 +179,6 @@ def link(folder: Path, name: str) -> None:
     sync_path(folder.parent)
 
 
-def linked_step(run_dir: Path, name: str) -> int | None:
-    """The step that a link points to; None where there is none, or it leads elsewhere."""
-    path = run_dir / CHECKPOINTS / name
-    try:
-        target = str(path.readlink())
-    except OSError:
-        return None
-    folder = path.with_name(target) if _NAME.fullmatch(target) else None
-    return parse_step(folder) if folder is not None and folder.is_dir() else None
-
-
 def read_manifest(folder: Path) -> Manifest:
     """What a checkpoint says of itself.
 
@@ -258,50 +234,10 @@ def _parse_facts(name: str, facts: Any) -> FileFacts:
     return FileFacts(size, checksum)
 
 
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The published checkpoints, newest first, whole or not.
-
-    Raises:
-        OSError: the folder is there but cannot be listed: that is not a run without checkpoints.
-    """
-    folders = [run_dir / CHECKPOINTS / name for name in _names_in(run_dir / CHECKPOINTS) if _NAME.fullmatch(name)]
-    return sorted(folders, key=parse_step, reverse=True)
-
-
 def list_put_aside(run_dir: Path) -> list[Path]:
     """What had been a checkpoint until it was found damaged."""
-    names = _names_in(run_dir / CHECKPOINTS)
+    names = names_in(run_dir / CHECKPOINTS)
     return [run_dir / CHECKPOINTS / name for name in sorted(names) if _PUT_ASIDE.fullmatch(name)]
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return [path.name for path in folder.iterdir()]
-    except FileNotFoundError:
-        return []
-
-
-def find(run_dir: Path, which: str = "last") -> Path:
-    """The folder of a run's checkpoint.
-
-    Args:
-        run_dir: the run directory.
-        which: "last", "best", or the number of a step.
-
-    Raises:
-        FileNotFoundError: there is none; the message lists those there are.
-    """
-    there = [folder for folder in list_checkpoints(run_dir) if MANIFEST in _names_in(folder)]
-    if which in ("last", "best"):
-        step = linked_step(run_dir, LATEST if which == "last" else BEST)
-        # Killed between publishing its first checkpoint and pointing to it, a run has one that no link names.
-        found = there[:1] if which == "last" and step is None else [f for f in there if parse_step(f) == step]
-    else:
-        found = [folder for folder in there if which.isdecimal() and parse_step(folder) == int(which)]
-    if not found:
-        names = ", ".join(folder.name for folder in reversed(there)) or "none"
-        raise FileNotFoundError(f"{run_dir} has no checkpoint {which!r}; there are: {names}")
-    return found[0].resolve()
 
 
 def problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
@@ -324,7 +260,7 @@ def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[Problem]
             raise UnsafeFileError(folder, "a symbolic link", "a checkpoint")
         manifest = read_manifest(folder)
         # The reader of tensors opens all of them, named in the manifest or not.
-        if strangers := sorted({name for name in _names_in(folder) if name.endswith(_TENSORS)} - set(manifest.files)):
+        if strangers := sorted({name for name in names_in(folder) if name.endswith(_TENSORS)} - set(manifest.files)):
             return [Problem(f"{strangers[0]} is not named in {MANIFEST}; remove it", is_damage=False)]
     except CheckpointError as error:
         return [Problem(str(error), isinstance(error, DamagedError))]

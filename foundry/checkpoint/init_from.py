@@ -9,11 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from foundry.checkpoint.folder import MANIFEST, CheckpointError, find
+from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.tensors import load_weights, tied_names
 from foundry.checkpoint.verification import damage_together
 from foundry.config.errors import ConfigError, Violation, listed
 from foundry.parallel.process_group import World
+from foundry.run_dir.checkpoints import MANIFEST, find
 from foundry.run_dir.names import CHECKPOINTS
 from foundry.training.model_hooks import hook
 

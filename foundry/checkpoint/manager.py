@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from foundry.checkpoint.folder import CheckpointError, read_manifest, step_name
+from foundry.checkpoint.folder import CheckpointError, read_manifest
 from foundry.checkpoint.rng import rng_state
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import collect, describe, restore_into
@@ -19,6 +19,7 @@ from foundry.checkpoint.verification import verify_newest
 from foundry.config.duration import Interval
 from foundry.config.errors import ConfigError, Violation
 from foundry.parallel.process_group import World
+from foundry.run_dir.checkpoints import step_name
 from foundry.run_dir.names import CHECKPOINTS
 from foundry.training.ema import WeightAverage
 from foundry.training.progress import Progress

@@ -10,15 +10,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from foundry.checkpoint.folder import (
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    list_checkpoints,
-    list_put_aside,
-    parse_step,
-    read_manifest,
-)
+from foundry.checkpoint.folder import CheckpointError, Manifest, list_put_aside, read_manifest
 from foundry.checkpoint.rng import seed_rng, set_rng_state
 from foundry.checkpoint.verification import damage_together, together, verify_newest
 from foundry.config.errors import ConfigError, Violation
@@ -26,6 +18,7 @@ from foundry.config.resume_compat import Difference, differences
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
 from foundry.parallel.process_group import World
+from foundry.run_dir.checkpoints import MANIFEST, list_checkpoints, parse_step
 from foundry.run_dir.files import UnsafeFileError, read_text
 from foundry.run_dir.names import CHECKPOINTS
 

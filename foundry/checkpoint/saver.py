@@ -16,24 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundry import __version__
-from foundry.checkpoint.folder import (
-    BEST,
-    LATEST,
-    FileFacts,
-    Manifest,
-    link,
-    linked_step,
-    list_checkpoints,
-    parse_step,
-    partial_path,
-    publish,
-    step_name,
-    write_json,
-)
+from foundry.checkpoint.folder import FileFacts, Manifest, link, partial_path, publish, write_json
 from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
 from foundry.checkpoint.verification import damage_together, together
 from foundry.parallel.process_group import World
+from foundry.run_dir.checkpoints import BEST, LATEST, linked_step, list_checkpoints, parse_step, step_name
 from foundry.run_dir.files import make_folder
 from foundry.run_dir.names import CHECKPOINTS
 from foundry.training.protocols import SaveError

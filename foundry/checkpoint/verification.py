@@ -8,9 +8,10 @@ from typing import TypeVar
 
 from torch.distributed import ProcessGroup
 
-from foundry.checkpoint.folder import CheckpointError, examine, list_checkpoints
+from foundry.checkpoint.folder import CheckpointError, examine
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
+from foundry.run_dir.checkpoints import list_checkpoints
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -6,9 +6,10 @@ import os
 import pytest
 from checkpoint_parts import ALONE, KNOWN, Net, assert_same, saver, write
 
-from foundry.checkpoint.folder import MANIFEST, CheckpointError, find, list_checkpoints, problems, read_manifest
+from foundry.checkpoint.folder import CheckpointError, problems, read_manifest
 from foundry.checkpoint.tensors import load_weights
 from foundry.checkpoint.verification import verify_newest
+from foundry.run_dir.checkpoints import MANIFEST, find, list_checkpoints
 
 
 def test_the_manifest_says_what_the_checkpoint_is(tmp_path):

@@ -5,7 +5,8 @@ import random
 import time
 from itertools import count
 
-from foundry.checkpoint.folder import find, list_checkpoints, problems
+from foundry.checkpoint.folder import problems
+from foundry.run_dir.checkpoints import find, list_checkpoints
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["foundry.checkpoint.saver"])

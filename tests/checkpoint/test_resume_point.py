@@ -7,9 +7,10 @@ import os
 import pytest
 from checkpoint_parts import ALONE, Net, rewrite_manifest, write
 
-from foundry.checkpoint.folder import FORMAT, MANIFEST, list_checkpoints, problems, read_manifest
+from foundry.checkpoint.folder import FORMAT, problems, read_manifest
 from foundry.checkpoint.resume_point import find_resume_point
 from foundry.config.errors import ConfigError
+from foundry.run_dir.checkpoints import MANIFEST, list_checkpoints
 
 SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"
 ERRNOS = ["EACCES", "EPERM", "EIO", "EMFILE", "ENFILE", "ESTALE", "ENOMEM", "ENOLCK", "ETIMEDOUT", "EREMOTEIO"]

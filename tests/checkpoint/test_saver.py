@@ -12,10 +12,11 @@ from checkpoint_parts import KNOWN, Net, assert_same, saver, write
 from torch.optim import AdamW
 
 from foundry.checkpoint import saver as saver_module
-from foundry.checkpoint.folder import find, list_checkpoints, problems
+from foundry.checkpoint.folder import problems
 from foundry.checkpoint.saver import SaveError
 from foundry.checkpoint.shard import write_shard
 from foundry.checkpoint.tensors import collect, load_weights, restore_into
+from foundry.run_dir.checkpoints import find, list_checkpoints
 
 
 def ask(checkpointer, step, tensors, **options):

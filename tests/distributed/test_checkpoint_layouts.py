@@ -100,8 +100,8 @@ def save_all(world, root):
 
 def load_all(world, root, reference):
     """What differs, by layout here, layout there and optimizer."""
-    from foundry.checkpoint.folder import find
     from foundry.checkpoint.tensors import restore_into
+    from foundry.run_dir.checkpoints import find
 
     wrong = []
     for name, config in LAYOUTS[world.world_size].items():

@@ -51,8 +51,8 @@ def save_wrapped(world, root):
 def test_one_process_reads_what_two_wrote(tmp_path):
     import torch
 
-    from foundry.checkpoint.folder import find
     from foundry.checkpoint.tensors import load_weights
+    from foundry.run_dir.checkpoints import find
 
     for name, (own, averaged) in spawn(save_wrapped, 2, tmp_path)[0].items():
         folder = find(tmp_path / name)
@@ -81,7 +81,8 @@ def save_beside_training(world, run_dir):
 
 
 def test_collectives_of_training_continue_during_a_save(tmp_path):
-    from foundry.checkpoint.folder import list_checkpoints, problems
+    from foundry.checkpoint.folder import problems
+    from foundry.run_dir.checkpoints import list_checkpoints
 
     assert spawn(save_beside_training, 4, tmp_path) == [(10 * 50 * 10 * 4, 0)] * 4
     assert [folder.name[-2:] for folder in list_checkpoints(tmp_path)] == ["10", "09"]
@@ -124,7 +125,8 @@ def fail_on_one_rank(world, run_dir, asynchronous, strict):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_when_one_rank_fails_all_know(tmp_path, asynchronous, strict):
-    from foundry.checkpoint.folder import find, problems
+    from foundry.checkpoint.folder import problems
+    from foundry.run_dir.checkpoints import find
 
     results = spawn(fail_on_one_rank, 2, tmp_path, asynchronous, strict)
     for failed, _, raised in results:

@@ -44,9 +44,9 @@ def save_and_restore(world, root, config):
     """What differs right after restoring, and after another step."""
     import torch
 
-    from foundry.checkpoint.folder import find
     from foundry.checkpoint.saver import Checkpointer
     from foundry.checkpoint.tensors import collect, describe, restore_into
+    from foundry.run_dir.checkpoints import find
 
     first = build(config, world, seed=1)
     train(*first, world, range(2))

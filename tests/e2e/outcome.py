@@ -2,7 +2,8 @@
 
 import json
 
-from foundry.checkpoint.folder import find, read_manifest
+from foundry.checkpoint.folder import read_manifest
+from foundry.run_dir.checkpoints import find
 from foundry.tracking.metrics_file import read_metrics
 
 TIMINGS = {"step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes"}

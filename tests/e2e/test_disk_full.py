@@ -8,7 +8,8 @@ from small_disk import fill, small_disk
 from small_text import RUN, SMALL, write_text
 from warm import WarmShell
 
-from foundry.checkpoint.folder import find, list_checkpoints, problems
+from foundry.checkpoint.folder import problems
+from foundry.run_dir.checkpoints import find, list_checkpoints
 
 WORDS = [*RUN, *SMALL, "hparams.max_steps=40", "hydra.run.dir=small/run"]
 

@@ -6,7 +6,8 @@ import pytest
 from outcome import losses, status
 from small_text import RUN, SMALL, write_text
 
-from foundry.checkpoint.folder import find, list_checkpoints, problems
+from foundry.checkpoint.folder import problems
+from foundry.run_dir.checkpoints import find, list_checkpoints
 
 STEPS = 400
 WORDS = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", "hydra.run.dir=run", "evaluation.write_samples=true"]

@@ -17,7 +17,8 @@ from outcome import losses, outcome, status
 from small_text import RUN, SMALL, write_text
 from warm import WarmShell
 
-from foundry.checkpoint.folder import find, list_checkpoints, problems
+from foundry.checkpoint.folder import problems
+from foundry.run_dir.checkpoints import find, list_checkpoints
 
 STEPS = 40
 LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

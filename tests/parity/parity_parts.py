@@ -4,11 +4,11 @@ import torch
 from torch.utils.data import Dataset
 from warm import warm_ranks
 
-from foundry.checkpoint.folder import find
 from foundry.checkpoint.tensors import load_weights
 from foundry.data.splits import DataSplits
 from foundry.launch.local import run_local
 from foundry.parts import build_model
+from foundry.run_dir.checkpoints import find
 from foundry.train import train
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sequence_parts import TRAP, Killed, Watcher
 
 from foundry.checkpoint import retention, saver
-from foundry.checkpoint.folder import find, list_checkpoints, problems, read_manifest
+from foundry.checkpoint.folder import problems, read_manifest
 from foundry.config.schemas.checkpoint import Checkpoint, KeepBest
 from foundry.config.schemas.evaluation import EarlyStopping, Evaluation, Mode, PatienceUnit
 from foundry.config.schemas.guard import Guard, SpikeAction
@@ -22,6 +22,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Cosine
 from foundry.config.schemas.tracking import Tracking
 from foundry.config.stopped import Stopped
+from foundry.run_dir.checkpoints import find, list_checkpoints
 from foundry.tracking.metrics_file import read_metrics
 from foundry.train import build_observers, train
 
