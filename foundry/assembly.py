@@ -21,10 +21,12 @@ from foundry.config.build import field_of
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import plain, strict
+from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.root import Config
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.splits import DataSplits
+from foundry.data.tokenizer import check_same
 from foundry.evaluators.pruning import Pruning
 from foundry.optim.schedule_state import reconcile
 from foundry.parallel.precision import PrecisionPolicy
@@ -180,8 +182,12 @@ def _build_trained(setup: Setup) -> Trained:
 
 def _build_initial(setup: Setup, node: Any) -> nn.Module:
     """A model as a run from scratch starts with it; `node` is of another model than the run's."""
+    node = setup.config.model if node is None else node
+    weights, tokenizer = resolve_init_from(node), setup.data.tokenizer
+    source = Path(node.path) if weights is None and isinstance(node, HuggingFace) and node.path else weights
+    if source is not None and tokenizer is not None:
+        check_same(tokenizer, source)
     model = build_model(setup.config, node)
-    weights = resolve_init_from(setup.config.model if node is None else node)
     if weights is not None:
         init_from(model, weights, setup.world)
     return model

@@ -17,6 +17,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.metrics import check_metrics, val_metric_names
 from foundry.config.schemas.hparams import ScheduleUnit
+from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.root import Config
 from foundry.config.targets import runtime_settings
 from foundry.data.splits import DataSplits
@@ -37,7 +38,10 @@ def build_model(config: Config, node: Any = None) -> nn.Module:
         node: of another model than the run's.
     """
     torch.manual_seed(config.hparams.seed)
-    model: nn.Module = build(config.model if node is None else node)
+    node = config.model if node is None else node
+    has_weights = isinstance(node, HuggingFace) and node.path is not None and node.init_from is not None
+    runtime: dict[str, Any] = {"read_weights": False} if has_weights else {}
+    model: nn.Module = build(node, **runtime)
     return model
 
 

@@ -21,9 +21,10 @@ from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
+from foundry.data.tokenizer import usual_end
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
-from foundry.run_dir.names import CONFIG, PLAN, TOKENIZER, TRANSFORMERS
+from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STOP_TOKENS, TOKENIZER, TRANSFORMERS
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 
 _BUILT = ("model", "data", "objective")
@@ -167,7 +168,44 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
         raise ConfigError(Violation("run", f"{run_dir} cannot be read: {error}")) from None
     except Exception as error:  # tokenizers raises nothing more specific
         raise ConfigError(Violation("run", f"{file} is no tokenizer: {error}")) from None
-    return DataSplits(train=[], validation=[], fingerprint="", tokens_per_sample=tokens, tokenizer=tokenizer)
+    return DataSplits(
+        train=[],
+        validation=[],
+        fingerprint="",
+        tokens_per_sample=tokens,
+        tokenizer=tokenizer,
+        stop_ids=_stop_ids(run_dir / STOP_TOKENS, tokenizer),
+        chat_template=_chat_template(run_dir / CHAT_TEMPLATE),
+    )
+
+
+def _stop_ids(file: Path, tokenizer: Any) -> tuple[int, ...]:
+    """What ended documents and answers; of a run that an earlier foundry wrote the end of a document by its name.
+
+    Raises:
+        ConfigError: the file is none that foundry writes.
+    """
+    if not os.path.lexists(file):
+        end = usual_end(tokenizer)
+        return () if end is None else (end,)
+    try:
+        ids = read_object(file, needed={"eos_token_id": list})["eos_token_id"]
+    except (OSError, DamagedFileError) as error:
+        raise ConfigError(Violation("run", str(error))) from None
+    known = tokenizer.get_vocab_size(with_added_tokens=True)
+    if wrong := [item for item in ids if type(item) is not int or not 0 <= item < known]:
+        message = f"{file} has eos_token_id={shown(wrong[0])}, which is no token of {TOKENIZER}"
+        raise ConfigError(Violation("run", message))
+    return tuple(ids)
+
+
+def _chat_template(file: Path) -> str | None:
+    try:
+        return read_text(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(Violation("run", f"{file} cannot be read: {error}")) from None
 
 
 def _tokens_per_sample(plan: Path) -> int:

@@ -93,7 +93,7 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
         raise _refused(path, f"has no {' and no '.join(missing)}")
     if not trust and (foreign := list(foreign_parts(content))):
         raise ConfigError(_distrust(path, foreign))
-    nodes = {name: _typed(path, name, content.get(name, {})) for name in groups}
+    nodes = {name: typed_group(path, name, content.get(name, {})) for name in groups}
     try:
         whole = OmegaConf.create(nodes)
         list(check_secrets(whole))  # takes note of them; what an older version recorded is read all the same
@@ -107,8 +107,13 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
         raise _refused(path, f"has a wrong {getattr(error, 'full_key', None) or 'value'}: {_one_line(error)}") from None
 
 
-def _typed(path: Path, group: str, node: Any) -> Any:
-    """The node with the schema that wrote it.
+def typed_group(path: Path, group: str, node: Any) -> Any:
+    """A recorded group with the schema that wrote it; a part of the user's own as it is.
+
+    Args:
+        path: the file that it was recorded in.
+        group: its name.
+        node: as it was read.
 
     Raises:
         ConfigError: there is no such schema, or a value is not of its type.

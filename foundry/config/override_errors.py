@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry.config.base import OF_THE_BASE
 from foundry.config.errors import Violation, first_line, nearest, shown
 from foundry.config.hydra_internals import (
     CachingConfigRepository,
@@ -24,6 +25,7 @@ from foundry.config.hydra_internals import (
 )
 from foundry.config.names import did_you_mean, leaves, meanings
 from foundry.config.rules import check
+from foundry.config.schemas.model import Base
 from foundry.config.schemas.root import Config
 from foundry.config.store import GROUPS, group_schemas
 from foundry.config.targets import runtime_settings
@@ -334,6 +336,8 @@ def _unknown_key(repo: IConfigRepository, config: DictConfig, key: str) -> str:
     part = OmegaConf.select(config, group) if leaf in runtime_settings(group) else None
     if isinstance(part, DictConfig) and OmegaConf.get_type(part) is dict:
         return f"is not in the {group} of your own; to add it write +{key}=..."
+    if group == "model" and OmegaConf.get_type(config, "model") is Base:
+        return OF_THE_BASE
     elsewhere = list(_options_with(repo, group, leaf))
     if elsewhere:
         return f"is not a setting of the chosen {group}; it belongs to {' and '.join(elsewhere)}"

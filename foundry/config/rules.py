@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry.config.base import expand_base
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment, detect
@@ -66,15 +67,17 @@ Rule = Callable[[Config, Launch], Iterator[Violation]]
 
 
 def check(composed: DictConfig) -> list[Violation]:
-    """Every violation of a composed configuration, in a fixed order."""
+    """Every violation of a composed configuration, in a fixed order; `model=base` is first replaced by its model."""
     try:
         environment = detect()
     except ConfigError as error:
         return list(error.violations)
     choices = list(_check_choices(composed))
-    keys = [str(key) for key in composed if key != "hydra" and key not in {wrong.key for wrong in choices}]
+    base = [] if choices else expand_base(composed)
+    unusable = {wrong.key for wrong in choices} | ({"model"} if base else set())
+    keys = [str(key) for key in composed if key != "hydra" and key not in unusable]
     missing = [hole for key in keys for hole in holes(composed, key, key)]
-    if wrong := [*choices, *missing, *check_hydra(composed)]:
+    if wrong := [*choices, *base, *missing, *check_hydra(composed)]:
         return wrong
     try:
         config = to_config(composed)

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.run_dir.files import read_text
+from foundry.run_dir.names import CHECKPOINTS, TOKENIZER
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -84,6 +85,39 @@ def tokenizer_file(path: str) -> Path:
     """The tokenizer.json that a path names: itself, or in that folder."""
     file = Path(path).expanduser()
     return file / "tokenizer.json" if file.is_dir() else file
+
+
+def check_same(tokenizer: Tokenizer, weights: Path) -> None:
+    """Refuse weights that were trained with other tokens.
+
+    Args:
+        tokenizer: of the data.
+        weights: a run directory, a checkpoint in one, a folder of transformers, or a file beside a tokenizer.json;
+            where there is no tokenizer, nothing is compared.
+
+    Raises:
+        ConfigError: the tokenizer that lies there cannot be read, or is another.
+    """
+    place = weights.resolve()
+    folder = place.parent.parent if place.parent.name == CHECKPOINTS else place if place.is_dir() else place.parent
+    if not (file := folder / TOKENIZER).is_file():
+        return
+    try:
+        own = Tokenizer.from_str(read_text(file))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ConfigError(Violation(_KEY, f"{file} is no tokenizer: {' '.join(str(error).split())}")) from None
+    if _content(own) == _content(tokenizer):
+        return
+    own.add_special_tokens([END_OF_DOCUMENT])  # which data adds where a tokenizer has no end of a document
+    if _content(own) != _content(tokenizer):
+        message = f"is not the one that the weights in {weights} were trained with; set data.tokenizer={file}"
+        raise ConfigError(Violation(_KEY, message))
+
+
+def _content(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What tokens it makes; how many of them at a time is said by whoever calls it."""
+    content = json.loads(tokenizer.to_str())
+    return {name: value for name, value in content.items() if name not in ("truncation", "padding")}
 
 
 def usual_end(tokenizer: Tokenizer) -> int | None:

@@ -9,6 +9,12 @@ PLAN = "plan.json"
 TOKENIZER = "tokenizer.json"
 """The tokenizer, so that sampling and export need no training data."""
 
+STOP_TOKENS = "generation_config.json"
+"""Which tokens end a document or an answer, as transformers writes it beside a tokenizer."""
+
+CHAT_TEMPLATE = "chat_template.jinja"
+"""How chats become text, of a run over chats; transformers' name for it."""
+
 TRANSFORMERS = "transformers"
 """A folder with the config of a model of transformers, so that they need not read the folder it came from either."""
 

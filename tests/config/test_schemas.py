@@ -18,9 +18,9 @@ SCHEMAS = {(group, name): schema for group in GROUPS for name, schema in group_s
 
 
 def target_of(schema):
-    """The part's name; None for a group without parts, and for a base class that names none."""
+    """The part's name; None for a group without parts, for a base class that names none, and for `model=base`."""
     default = next((item.default for item in dataclasses.fields(schema) if item.name == "_target_"), None)
-    return None if default in (None, dataclasses.MISSING) else default
+    return None if default in (None, "???", dataclasses.MISSING) else default
 
 
 PARTS = {key: target_of(schema) for key, schema in SCHEMAS.items() if target_of(schema)}

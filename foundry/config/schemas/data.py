@@ -8,6 +8,8 @@ from foundry.config.errors import Violation
 from foundry.config.setting import OnResume, setting
 
 _BYTES_AND_END = 257
+MODEL_TOKENIZER, MODEL_VOCAB_SIZE = "${model_folder:}", "${model_vocab_size:4096}"
+"""What a tokenizer and its size are where nobody gives them: the model's, where it has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +49,13 @@ class Text(Data):
         aliases="seq_length, sequence_length, max_length, block_size, context_length",
     )
     vocab_size: int = setting(
-        "${model_vocab_size:4096}",
+        MODEL_VOCAB_SIZE,
         "entries of the byte-level BPE trained on the text, or most of `tokenizer`; default: the model's in model.path",
         ge=1,
         le=10**8,
     )
     tokenizer: str | None = setting(
-        "${model_folder:}",
+        MODEL_TOKENIZER,
         "tokenizer.json or folder to use; null: train one on the training text; model.path brings its own",
         path=True,
         aliases="tokenizer_name, tokenizer_path",

@@ -32,6 +32,21 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Base(Model):
+    """The model of another run, or of a folder of transformers, with its weights and its tokenizer.
+
+    It is replaced by that model when the configuration is composed, so that no run is recorded with it.
+    """
+
+    _target_: str = "???"
+    path: str = setting(
+        "???", "run directory, or folder of transformers, to start from", path=True, aliases="base_model, pretrained"
+    )
+    which: str = setting("last", "checkpoint of that run: last, best, or the number of a step")
+    trust: bool = setting(False, "build a model that the run names and foundry does not know: it runs its code")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Transformer(Model):
     """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 

@@ -1,0 +1,149 @@
+"""`model=base`: replaced, when a configuration is composed, by the model, weights and tokenizer that it stands for.
+
+Of a run's config.yaml only the model is taken, and only if it is foundry's own part, or `model.trust=true`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.frozen import typed_group
+from foundry.config.recorded import foreign_parts, read_settings
+from foundry.config.schemas.data import MODEL_TOKENIZER, MODEL_VOCAB_SIZE
+from foundry.config.schemas.model import Base, HuggingFace
+from foundry.config.store import writable
+from foundry.run_dir.checkpoints import find
+from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, TOKENIZER, TRANSFORMERS
+
+_PATH, _WHICH = "model.path", "model.which"
+OF_THE_BASE = "is the base's own and cannot be given; leave it out, or choose model=transformer for a new model"
+
+
+def expand_base(composed: DictConfig) -> list[Violation]:
+    """Replace `model=base` in a composed configuration; whatever else is the model stays.
+
+    Returns:
+        What is wrong with the base, or with settings that it decides; the configuration is then as it was.
+    """
+    node = composed._get_node("model")
+    if not isinstance(node, DictConfig) or OmegaConf.get_type(node) is not Base:
+        return []
+    own = {item.name for item in fields(Base)}
+    if typed := [name for name in map(str, node) if name not in own]:
+        return [Violation(f"model.{name}", OF_THE_BASE) for name in typed]
+    if OmegaConf.is_missing(node, "path"):
+        message = "has no value (the run directory or folder of transformers to start from)"
+        return [Violation(_PATH, f"{message}; give it as {_PATH}=...")]
+    try:
+        base: Any = OmegaConf.to_object(OmegaConf.masked_copy(node, ["path", "which", "trust", "init_from"]))
+        folder = Path(str(base["path"])).expanduser()
+        if wrong := list(_check_base(base, folder)):
+            return wrong
+        is_transformers = (folder / "config.json").is_file()
+        model = _folder_model(folder) if is_transformers else _run_model(folder, str(base["which"]), base["trust"])
+    except ConfigError as error:
+        return list(error.violations)
+    except (OmegaConfBaseException, OSError, ValueError, RuntimeError) as error:
+        return [Violation(_PATH, f"is {shown(node._get_node('path'))}: {' '.join(str(error).split())}")]
+    files = {"chat_template": folder / CHAT_TEMPLATE} | ({} if is_transformers else {"tokenizer": folder / TOKENIZER})
+    if wrong := list(_check_data(composed.data, model, folder, files)):
+        return wrong
+    with open_dict(composed):
+        composed.model = model
+        _fill_data(composed.data, model, files)
+    return []
+
+
+def _check_base(base: dict[str, Any], folder: Path) -> Iterator[Violation]:
+    if not folder.is_dir():
+        yield Violation(_PATH, f"is {shown(base['path'])} but there is no such folder")
+        return
+    if base["init_from"] is not None:
+        message = f"is {shown(base['init_from'])} together with model=base, whose weights are those of model.path"
+        yield Violation("model.init_from", f"{message}; leave it out")
+    if not (folder / "config.json").is_file():
+        if not os.path.lexists(folder / CONFIG):
+            message = f"is {shown(base['path'])}, which is no run directory (it has no {CONFIG})"
+            yield Violation(_PATH, f"{message} and no folder of transformers (it has no config.json)")
+        return
+    for name, default in (("which", "last"), ("trust", False)):
+        if base[name] != default:
+            message = f"is {shown(base[name])} but model.path is a folder of transformers, which has no"
+            what = "checkpoints" if name == "which" else "part of the user's own: code in it is never run"
+            yield Violation(f"model.{name}", f"{message} {what}; leave it out")
+
+
+def _folder_model(folder: Path) -> DictConfig:
+    model = writable(HuggingFace)
+    model.path = str(folder)
+    return model
+
+
+def _run_model(run_dir: Path, which: str, trust: bool) -> DictConfig:
+    """The model of a run as it was recorded, with the weights of a checkpoint to start from.
+
+    Raises:
+        ConfigError: it is not to be trusted, or no model of this foundry's, or there is no such checkpoint.
+    """
+    file = run_dir / CONFIG
+    recorded = read_settings(file, _PATH).get("model")
+    if not trust and (foreign := list(foreign_parts({"model": recorded}))):
+        message = f"is {run_dir}, whose {CONFIG} would run what is not foundry's own: {', '.join(foreign)}"
+        raise ConfigError(Violation(_PATH, f"{message}; add model.trust=true, if you trust its author"))
+    try:
+        typed = typed_group(file, "model", recorded)
+    except ConfigError as error:
+        raise ConfigError(replace(violation, key=_PATH) for violation in error.violations) from None
+    model = typed if isinstance(typed, DictConfig) else OmegaConf.create(typed)
+    try:
+        checkpoint = find(run_dir, which)
+    except FileNotFoundError as error:
+        raise ConfigError(Violation(_WHICH, f"is {shown(which)} but {error}")) from None
+    with open_dict(model):
+        model.init_from = str(checkpoint)
+    if OmegaConf.get_type(model) is HuggingFace and model.path is not None:
+        own = run_dir.absolute() / TRANSFORMERS
+        if own.is_dir():
+            model.path = str(own)
+        elif not trust:
+            message = f"is {run_dir}, which has no {TRANSFORMERS}/, and whose model is that of {shown(model.path)}"
+            raise ConfigError(Violation(_PATH, f"{message}, outside of it; add model.trust=true to read that folder"))
+    return model
+
+
+def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
+    """Sizes that the data was given otherwise than the base has them, and files that are none."""
+    for own, other, what in (("vocab_size", "vocab_size", "tokens"), ("max_seq_len", "seq_len", "positions")):
+        have = None if OmegaConf.is_interpolation(model, own) else model.get(own)
+        need = data.get(other) if isinstance(data, DictConfig) and not _is_left_open(data, other) else None
+        if isinstance(have, int) and isinstance(need, int) and need > have:
+            message = f"is {need} but the model of model.path={folder} has {have} {what}; set data.{other}={have}"
+            yield Violation(f"data.{other}", message)
+    for name, file in files.items():
+        is_needed = name == "tokenizer" or os.path.lexists(file)
+        if _is_left_open(data, name) and is_needed and (file.is_symlink() or not file.is_file()):
+            message = f"is {folder}, which has no {file.name} that is a regular file; give data.{name}=..."
+            yield Violation(_PATH, message)
+
+
+def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
+    """What the data takes from the base where nobody has given it: the tokenizer, its size, the chat template."""
+    size = None if OmegaConf.is_interpolation(model, "vocab_size") else model.get("vocab_size")
+    values: dict[str, Any] = {name: str(file.absolute()) for name, file in files.items() if file.is_file()}
+    for name, value in {**values, "vocab_size": size}.items():
+        if value is not None and _is_left_open(data, name):
+            data[name] = value
+
+
+def _is_left_open(data: Any, name: str) -> bool:
+    """Whether the data has a setting, and nobody has given it a value."""
+    if not isinstance(data, DictConfig) or name not in data:
+        return False
+    node: Any = data._get_node(name)
+    return node._value() in (MODEL_TOKENIZER, MODEL_VOCAB_SIZE) or (name == "chat_template" and node._is_none())

@@ -1,0 +1,182 @@
+"""`model=base`: what it becomes, and what is wrong with it, before anything is built."""
+
+import os
+
+import pytest
+import yaml
+from composition import configure
+from tiny import SMALL_LM
+
+from foundry.config.errors import ConfigError
+from foundry.config.frozen import save_config
+from foundry.config.schemas.model import HuggingFace, Transformer
+from foundry.library import compose
+
+FEW = ["data.seq_len=32", "debug=fast"]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """What composing looks at of a run: its settings, its tokenizer and the names of its checkpoints."""
+    folder = tmp_path / "base"
+    for step in (10, 20):
+        (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        (folder / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
+    (folder / "checkpoints" / "latest").symlink_to("step_00000020")
+    (folder / "tokenizer.json").write_text("{}")
+    save_config(configure(*SMALL_LM, "data.vocab_size=300"), folder)
+    return folder
+
+
+def record(run_dir, **model):
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
+    settings["model"] |= model
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+def refused(*overrides):
+    with pytest.raises(ConfigError) as error:
+        compose(["model=base", *overrides])
+    return str(error.value)
+
+
+def test_it_becomes_the_run_s_model_with_its_weights_and_tokenizer(run_dir):
+    config = compose(["model=base", f"model.path={run_dir}", *FEW])
+    was = configure(*SMALL_LM, "data.vocab_size=300").model
+    assert isinstance(config.model, Transformer)
+    assert config.model.init_from == str(run_dir / "checkpoints" / "step_00000020")
+    assert {**vars(config.model), "init_from": None} == vars(was)
+    assert config.data.tokenizer == str(run_dir / "tokenizer.json")
+    assert config.data.vocab_size == 300
+    assert compose(["model=base", f"model.path={run_dir}", "model.which=10", *FEW]).model.init_from.endswith("10")
+    (run_dir / "checkpoints" / "best").symlink_to("step_00000010")
+    assert compose(["model=base", f"model.path={run_dir}", "model.which=best", *FEW]).model.init_from.endswith("10")
+
+
+def test_a_tokenizer_and_a_size_that_are_given_stay(run_dir, tmp_path):
+    (tmp_path / "own.json").write_text("{}")
+    own = ["data.vocab_size=280", f"data.tokenizer={tmp_path / 'own.json'}"]
+    data = compose(["model=base", f"model.path={run_dir}", *own, *FEW]).data
+    assert (data.vocab_size, data.tokenizer) == (280, str(tmp_path / "own.json"))
+
+
+def test_a_folder_of_transformers_becomes_model_hf(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 320}')
+    config = compose(["model=base", f"model.path={tmp_path}", *FEW])
+    assert isinstance(config.model, HuggingFace)
+    assert (config.model.path, config.model.vocab_size, config.model.init_from) == (str(tmp_path), 320, None)
+    assert refused(f"model.path={tmp_path}", "model.which=best", *FEW).startswith(
+        "model.which: is best but model.path is a folder of transformers, which has no checkpoints"
+    )
+    assert refused(f"model.path={tmp_path}", "model.trust=true", *FEW).startswith("model.trust: ")
+
+
+def test_a_run_over_a_folder_of_transformers_is_built_from_its_own_copy(run_dir, tmp_path):
+    target = "foundry.models.huggingface.HuggingFaceCausalLM"
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
+    settings["model"] = {"_target_": target, "path": str(tmp_path / "gone"), "vocab_size": 300, "max_seq_len": 32}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+    message = refused(f"model.path={run_dir}", *FEW)
+    assert message.startswith("model.path: ")
+    assert "model.trust=true" in message
+    (run_dir / "transformers").mkdir()
+    model = compose(["model=base", f"model.path={run_dir}", *FEW]).model
+    assert (model.path, model.init_from[-2:]) == (str(run_dir / "transformers"), "20")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        ([], "model.path: has no value"),
+        (["model.path=nowhere"], "model.path: is nowhere but there is no such folder"),
+        (["model.path=.."], "model.path: is .., which is no run directory"),
+        (
+            ["model.path=RUN", "model.which=best"],
+            "model.which: is best but RUN has no checkpoint 'best'; there are: st",
+        ),
+        (["model.path=RUN", "model.which=30"], "model.which: is 30 but RUN has no checkpoint '30'; there are: step_0"),
+        (["model.path=RUN", "model.init_from=x"], "model.init_from: is x together with model=base"),
+        (["model.path=RUN", "model.hidden_size=64"], "model.hidden_size: is the base's own and cannot be given"),
+        (["model.path=RUN", "+model.hidden_size=64"], "model.hidden_size: is the base's own and cannot be given"),
+        (["model.path=RUN", "data.seq_len=64"], "data.seq_len: is 64 but the model of model.path=RUN has 32 positions"),
+        (["model.path=RUN", "data.vocab_size=301"], "data.vocab_size: is 301 but the model of model.path=RUN has 300"),
+        (["model.path=RUN", "model.which=null"], "model.which: cannot be null"),
+    ],
+)
+def test_errors_are_a_line_each(run_dir, overrides, start):
+    message = refused(*FEW, *(override.replace("RUN", str(run_dir)) for override in overrides))
+    assert message.startswith(start.replace("RUN", str(run_dir)))
+    assert "\n" not in message
+
+
+def test_a_run_without_a_checkpoint_or_without_its_tokenizer(run_dir):
+    (run_dir / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refused(f"model.path={run_dir}", *FEW)
+    (run_dir / "tokenizer.json").symlink_to("/etc/passwd")
+    assert "has no tokenizer.json that is a regular file" in refused(f"model.path={run_dir}", *FEW)
+    for step in (10, 20):
+        (run_dir / "checkpoints" / f"step_{step:08d}" / "manifest.json").unlink()
+    assert refused(f"model.path={run_dir}", *FEW).endswith("there are: none")
+
+
+def test_other_errors_are_told_together_with_the_base_s(run_dir):
+    message = refused(f"model.path={run_dir}", "model.which=best", "data=text", *FEW)
+    assert [line.partition(":")[0] for line in message.splitlines()] == ["model.which", "data.path"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"_target_": "os.system", "command": "true"},
+        {"rope_theta": {"_target_": "os.system"}},
+        {"rope_theta": "${oc.env:HOME}"},
+        {"_args_": [1]},
+    ],
+)
+def test_what_a_stranger_s_run_names_is_not_built(run_dir, model):
+    record(run_dir, **model)
+    message = refused(f"model.path={run_dir}", *FEW)
+    assert message.startswith("model.path: ")
+    assert "trust=true" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"hidden_size": "???"},
+        {"hidden_size": "${hparams.seed}"},
+        {"hidden_size": []},
+        {"unheard_of": 1},
+        {"num_heads": 2**70},
+        {"_target_": "???", "path": "x"},
+    ],
+)
+def test_a_model_that_foundry_has_not_written_is_a_line(run_dir, model):
+    record(run_dir, **model)
+    for trust in ("false", "true"):
+        message = refused(f"model.path={run_dir}", f"model.trust={trust}", *FEW)
+        assert message.startswith("model.path: ")
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize("content", ["", "[]", "model: 3", "a: &x 1\nb: *x", "model: !!python/object:os.x {}", "\0"])
+def test_settings_that_are_none_are_a_line(run_dir, content):
+    (run_dir / "config.yaml").write_text(content)
+    message = refused(f"model.path={run_dir}", *FEW)
+    assert message.startswith("model.path: ")
+    assert "\n" not in message
+
+
+def test_a_pipe_in_the_place_of_settings_is_not_waited_on(run_dir):
+    (run_dir / "config.yaml").unlink()
+    os.mkfifo(run_dir / "config.yaml")
+    assert refused(f"model.path={run_dir}", *FEW).startswith("model.path: ")
+
+
+def test_a_model_of_the_user_s_own_is_taken_if_it_is_trusted(run_dir):
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
+    settings["model"] = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+    model = compose(["model=base", f"model.path={run_dir}", "model.trust=true", *FEW]).model
+    assert model == settings["model"] | {"init_from": str(run_dir / "checkpoints" / "step_00000020")}
