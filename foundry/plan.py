@@ -103,8 +103,9 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
     on_gpu = torch.cuda.is_available()
     fake = build_fake(partial(build, config.model))
     samples = config.hparams.per_gpu_batch_size
+    longest = getattr(data.train, "longest", 0)
     # One sample stands for all, which are not read: there may be more than fit into this machine.
-    sample = {name: t.expand(samples, *t.shape[1:]) for name, t in read_batch(data.train, [0]).items()}
+    sample = {name: t.expand(samples, *t.shape[1:]) for name, t in read_batch(data.train, [longest]).items()}
     microbatch = {**sample, "position": torch.zeros(samples, dtype=torch.int64)}
     memory = estimate_memory(
         config,

@@ -16,7 +16,7 @@ from foundry.checkpoint.tensors import load_weights
 from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation, format_reason, shown
 from foundry.config.frozen import load_config
-from foundry.config.schemas.data import Text
+from foundry.config.schemas.data import Tokenised
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
@@ -155,7 +155,7 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
     """
     file = run_dir / TOKENIZER
     if not os.path.lexists(file):
-        if isinstance(config.data, Text):
+        if isinstance(config.data, Tokenised):
             raise ConfigError(Violation("run", f"{run_dir} has no {TOKENIZER}, which a run over text writes"))
         data: DataSplits = build_part(config, "data", seed=config.hparams.seed)
         return data

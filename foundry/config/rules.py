@@ -197,7 +197,7 @@ def _staged(hparams: HParams) -> str:
 def _tokens_per_sample(config: Config) -> int | None:
     """What the data's schema says of it, before the data is read."""
     length = getattr(config.data, "seq_len", None)
-    return length if isinstance(length, int) else None
+    return length if isinstance(length, int) and not getattr(config.data, "is_ragged", False) else None
 
 
 def _offers(data: Any) -> frozenset[str] | None:
@@ -232,7 +232,7 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     units = {_unit(str(text)) for text in texts if text is not None}
     if config.evaluation.interval is not None:
         units.add(config.evaluation.interval_unit())
-    unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and _offers(config.data) is None else set())
+    unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and not _has_no_tokens(config.data) else set())
     if units & unknown:
         return
     try:

@@ -98,10 +98,10 @@ class _PositionedReader:
     """The dataset by position in the global order, a microbatch at a time, as torch's `DataLoader` wants it."""
 
     def __init__(self, dataset: Dataset, order: GlobalOrder) -> None:
-        self._dataset, self._order = dataset, order
+        self.dataset, self.order = dataset, order
 
     def __getitems__(self, positions: range) -> Microbatch:
-        batch = read_batch(self._dataset, self._order.indices(positions).tolist())
+        batch = read_batch(self.dataset, self.order.indices(positions).tolist())
         return {**batch, "position": torch.arange(positions.start, positions.stop)}
 
 
@@ -136,7 +136,8 @@ class Loader:
             dp_size: their number.
             num_workers: processes that read ahead; 0 reads in this one.
             pin_memory: put microbatches into page-locked memory, for copies that do not block.
-            tokens_per_sample: the same for all samples; None where they are not sequences of tokens.
+            tokens_per_sample: the same for all samples, unless the dataset counts them with `num_tokens(indices)`; None
+                where they are not sequences of tokens.
         """
         self.samples = 0
         self._skipped = 0
@@ -158,8 +159,8 @@ class Loader:
             count = num_samples // (self._per_gpu * self._dp_size)
             with worker_deaths_explained(self._ahead):
                 microbatches = [next(self._ahead) for _ in range(count)]
+        tokens = self._num_tokens(self.samples + self._skipped, num_samples)
         self.samples += num_samples
-        tokens = None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
         return Window(microbatches, num_samples, tokens)
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,6 +184,12 @@ class Loader:
         self._skipped += self.samples - samples
         self.samples = samples
         self._ahead = None
+
+    def _num_tokens(self, first: int, num_samples: int) -> int | None:
+        """Tokens of the samples of all ranks from a position on."""
+        if (count := getattr(self._reader.dataset, "num_tokens", None)) is not None:
+            return int(count(self._reader.order.indices(range(first, first + num_samples))))
+        return None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
 
     def _positions(self, start: int) -> Iterator[range]:
         """The positions of each of this rank's microbatches in the window that starts at `start`."""

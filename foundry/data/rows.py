@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,14 +46,12 @@ class FileRows:
         columns: those that are read, of the ones there are.
         key: the setting that names the files, for what is wrong with them.
         first_file: the number of the first of them.
-        chosen: whether the row of this number, counted over all files from zero, is meant; None: all are.
     """
 
     files: Sequence[Path]
     columns: tuple[str, ...]
     key: str
     first_file: int = 0
-    chosen: Callable[[int], bool] | None = None
 
     def __iter__(self) -> Iterator[Row]:
         """The rows in order.
@@ -61,13 +59,14 @@ class FileRows:
         Raises:
             ConfigError: a file cannot be read, or has none of the columns.
         """
-        index = 0
         for number, file in enumerate(self.files, self.first_file):
             read = _parquet_rows if file.suffix == ".parquet" else _object_rows
-            for row in readable(partial(read, number, self.columns, self.key), self.key, file):
-                if self.chosen is None or self.chosen(index):
-                    yield row
-                index += 1
+            yield from readable(partial(read, number, self.columns, self.key), self.key, file)
+
+    @cached_property
+    def count(self) -> int:
+        """How many rows there are."""
+        return sum(1 for _ in self)
 
 
 def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> Iterator[_Read]:

@@ -11,7 +11,9 @@ from torch import Tensor
 class Dataset(Protocol):
     """Samples by index; a `torch.utils.data.Dataset` of dicts of tensors is one.
 
-    A dataset that also has `batch(indices) -> dict[str, Tensor]` is read a microbatch at a time.
+    A dataset that also has `batch(indices) -> dict[str, Tensor]` is read a microbatch at a time. One whose samples are
+    of different lengths says with `num_tokens(indices) -> int` how many tokens they have together, and with `longest`
+    the index of the one that needs the most memory.
     """
 
     def __len__(self) -> int:
@@ -51,7 +53,8 @@ class DataSplits:
 
     Attributes:
         fingerprint: changes whenever the samples or their order in the dataset do; the order of a run is drawn from it.
-        tokens_per_sample: tokens in one sample; None where samples are not sequences of tokens.
+        tokens_per_sample: tokens in one sample, the mean where lengths differ; None where samples are not sequences of
+            tokens.
         tokenizer: a `tokenizers.Tokenizer` for text; None otherwise.
         notes: facts worth telling, such as the unigram entropy of held-out text; they go to plan.json.
         prompts: held-out prompts with answers, where the data has such.

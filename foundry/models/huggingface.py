@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.initialisation import draw_weights, resolve_std
-from foundry.models.token_log_probs import TokenLogProbs, read_log_probs
+from foundry.models.token_log_probs import Read, TokenLogProbs, read_log_probs
 from foundry.models.transformer import to_compute_dtype
 
 _PREFIX = "causal_lm."
@@ -77,16 +77,24 @@ class HuggingFaceCausalLM(nn.Module):
         head: nn.Module | None = self.causal_lm.get_output_embeddings()  # type: ignore[no-untyped-call]
         return head
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = False) -> TokenLogProbs:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        return_logits: bool = False,
+        read: Read | None = None,
+    ) -> TokenLogProbs:
         """Log-probabilities of the targets.
 
         Args:
             tokens: (batch, seq) int64.
             targets: (batch, seq) int64, the token after each position, -100 where ignored; None: only logits.
             return_logits: also return the logits, (batch, seq, vocab).
+            read: what else is read off them.
         """
         logits = self.causal_lm(input_ids=tokens, use_cache=False).logits
-        return read_log_probs(logits, targets, return_logits=return_logits)
+        return read_log_probs(logits, targets, return_logits=return_logits, read=read)
 
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
         """The types transformers says not to split; failing that, that of the first list of modules."""

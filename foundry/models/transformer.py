@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.models.initialisation import draw_weights, resolve_std
-from foundry.models.token_log_probs import TokenLogProbs, project_log_probs
+from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -168,13 +168,21 @@ class Transformer(nn.Module):
             module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)
         ) + (vocab_size * hidden_size if tie_embeddings else 0)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = False) -> TokenLogProbs:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        return_logits: bool = False,
+        read: Read | None = None,
+    ) -> TokenLogProbs:
         """Log-probabilities of the targets.
 
         Args:
             tokens: (batch, seq) int64.
             targets: (batch, seq) int64, the token after each position, -100 where ignored; None: only logits.
             return_logits: also return the logits, (batch, seq, vocab).
+            read: what else is read off them.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len.
@@ -191,6 +199,7 @@ class Transformer(nn.Module):
             targets,
             tile_tokens=self.logprob_tile_tokens,
             return_logits=return_logits,
+            read=read,
         )
 
     @torch.no_grad()

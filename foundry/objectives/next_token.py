@@ -37,14 +37,14 @@ class NextToken:
 
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of targets that are not ignored, in samples that are not padding."""
-        return int((_valid_targets(microbatch) != IGNORED_TARGET).sum())
+        return int((valid_targets(microbatch) != IGNORED_TARGET).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Sum over the valid tokens of cross-entropy + z_loss_coefficient x logsumexp².
 
         With a z-loss, its sum (weighted) and that of the cross-entropy are metrics too.
         """
-        targets = _valid_targets(microbatch)
+        targets = valid_targets(microbatch)
         output = model(microbatch["tokens"], targets)
         cross_entropy = -output.log_prob.sum()
         if self.z_loss_coefficient == 0:
@@ -107,7 +107,7 @@ class NextToken:
         return TextSamples(prompt, text)
 
 
-def _valid_targets(microbatch: Microbatch) -> Tensor:
+def valid_targets(microbatch: Microbatch) -> Tensor:
     """Targets, (batch, seq) int64, with those of padding samples ignored."""
     targets, is_padding = microbatch["targets"], microbatch["position"] < 0
     if not bool(is_padding.any()):  # in host memory, so nothing waits for the device

@@ -55,6 +55,7 @@ def show(plan: Mapping[str, Any], console: Console) -> None:
     sections = (
         ("Step", _step_rows(plan)),
         ("Run", _run_rows(plan)),
+        ("Rows", _row_lengths(plan["notes"])),
         ("Durations", [(key, text) for key, text in plan["durations"].items()]),
         ("Schedule", _schedule_rows(plan)),
         ("Batch size", _stage_rows(plan)),
@@ -104,6 +105,19 @@ def _run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         step = f"{plan['step_seconds']:.4g} s a step of {plan['global_batch_size']} samples"
         rows.append(("run length", f"{duration(plan['run_seconds'])} at {step}"))
     return rows
+
+
+def _row_lengths(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of data whose rows have lengths of their own."""
+    if "row_tokens" not in notes:
+        return []
+    skipped = [f"{count:,} {kind}" for kind, count in notes["skipped_rows"].items()]
+    lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in notes["row_tokens"].items())
+    return [
+        ("rows", f"{notes['train_rows']:,} for training, {notes['validation_rows']:,} for validation"),
+        *([("skipped", ", ".join(skipped))] if skipped else []),
+        ("tokens per row", f"{lengths}; {notes['trained_share']:.1%} of them are learnt"),
+    ]
 
 
 def _schedule_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 from typing import ClassVar
 
-from foundry.config.errors import Violation
+from foundry.config.errors import Violation, shown
 from foundry.config.setting import OnResume, setting
 
 _BYTES_AND_END = 257
 MODEL_TOKENIZER, MODEL_VOCAB_SIZE = "${model_folder:}", "${model_vocab_size:4096}"
 """What a tokenizer and its size are where nobody gives them: the model's, where it has them."""
+CHAT_TEMPLATES = ("plain", "chatml")
+"""Those that foundry has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +39,20 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(Data):
-    """Text of any kind as fixed-length sequences of tokens."""
+class Tokenised(Data):
+    """Tokens of text of any kind.
+
+    Attributes:
+        is_ragged: whether samples have lengths of their own, of which `seq_len` is the most.
+    """
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens"})
+    is_ragged: ClassVar[bool] = False
 
     _target_: str
     seq_len: int = setting(
         256,
-        "tokens per training sequence",
+        "tokens per training sequence; of data with rows of their own lengths the most that one may have",
         ge=1,
         le=10**8,
         aliases="seq_length, sequence_length, max_length, block_size, context_length",
@@ -61,7 +70,7 @@ class Text(Data):
         aliases="tokenizer_name, tokenizer_path",
         on_resume=OnResume.data,
     )
-    held_out: float = setting(0.05, "share of documents kept for validation", gt=0, lt=1)
+    held_out: float = setting(0.05, "share of documents or rows kept for validation", gt=0, lt=1)
 
     def check(self) -> Iterator[Violation]:
         """A byte-level tokenizer has an entry for each byte and one for the end of a document."""
@@ -70,6 +79,11 @@ class Text(Data):
                 f"is {self.vocab_size} but must be at least {_BYTES_AND_END}: a byte each and the end of a document"
             )
             yield Violation("data.vocab_size", message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Tokenised):
+    """Text as sequences of the same length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +115,70 @@ class TextFiles(Text):
         path=True,
         aliases="valid_data_path, validation_file",
         on_resume=OnResume.data,
+    )
+
+
+class TrainOn(Enum):
+    """Which answers of a conversation are learnt."""
+
+    all = "all"
+    last = "last"
+
+
+class OnBadRow(Enum):
+    """What becomes of rows that cannot be used."""
+
+    refuse = "refuse"
+    skip = "skip"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations(Tokenised):
+    """Rows of messages, each of its own length, of which the model learns what the assistant says."""
+
+    is_ragged: ClassVar[bool] = True
+
+    chat_template: str | None = setting(
+        None,
+        "how conversations become text: plain, chatml, or a file with a Jinja template; null: what lies beside the "
+        "tokenizer, else plain",
+        on_resume=OnResume.data,
+    )
+    train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
+
+    def check(self) -> Iterator[Violation]:
+        """The template is a known one, or a file."""
+        yield from super().check()
+        template = self.chat_template
+        if template not in (None, *CHAT_TEMPLATES) and not Path(str(template)).expanduser().is_file():
+            message = f"is {shown(template)} but there is no such file; give {', '.join(CHAT_TEMPLATES)} or a file"
+            yield Violation("data.chat_template", message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFiles(Conversations):
+    """Conversations of the user's in JSONL or Parquet: `messages`, or `prompt` and `completion`."""
+
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "completions", "prompts"})
+
+    _target_: str = "foundry.data.chats.chat_files"
+    path: str = setting(
+        "???",
+        "file, folder or glob of .jsonl or .parquet files",
+        path=True,
+        aliases="data_path, dataset_path, data_dir, train_file, dataset",
+        on_resume=OnResume.data,
+    )
+    validation_path: str | None = setting(
+        None,
+        "files for validation; null: hold out a share of `path`",
+        path=True,
+        aliases="valid_data_path, validation_file",
+        on_resume=OnResume.data,
+    )
+    on_bad_row: OnBadRow = setting(
+        OnBadRow.refuse,
+        "what becomes of rows that are no JSON, hold something else, have no answer or too many tokens: refuse or skip",
     )
 
 

@@ -48,6 +48,25 @@ class NextToken:
     temperature: float = setting(0.8, "of a text sample; 0 picks the likeliest token", ge=0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SFT:
+    """Cross-entropy of answers: supervised fine-tuning."""
+
+    wants: ClassVar[frozenset[str]] = frozenset({"completions"})
+    loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is measured besides the loss."""
+        return ("accuracy", "cross_entropy", "z_loss") if self.z_loss_coefficient else ("accuracy",)
+
+    _target_: str = "foundry.objectives.sft.SFT"
+    z_loss_coefficient: float = setting("${hparams.z_loss_coefficient}", "weight of the z-loss", ge=0)
+    sft_average_log_probs: bool = setting(
+        False, "average over each sample's answer tokens first, so that long and short ones weigh the same"
+    )
+
+
 class Prediction(Enum):
     """What a diffusion model predicts."""
 

@@ -1,0 +1,235 @@
+"""Chat templates: conversations as text, and which of it the model is to say."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.data.tokenizer import config_value, tokenizer_file
+from foundry.run_dir.files import read_text
+from foundry.run_dir.names import CHAT_TEMPLATE
+
+Message = Mapping[str, Any]
+_KEY = "data.chat_template"
+_PLAIN = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}assistant: "
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+BUILT_IN = {"plain": _PLAIN, "chatml": _CHATML}
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Segment(NamedTuple):
+    """A stretch of a rendered conversation; segments are encoded one by one, as a prompt and its answer would be.
+
+    Attributes:
+        text: as the template renders it.
+        is_trained: whether the model is to say it.
+    """
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template, as transformers has it.
+
+    Attributes:
+        source: the template.
+        variables: what it may use besides the messages: `bos_token`, `eos_token`.
+        special_tokens: of the tokenizer, with one of which a turn may end.
+    """
+
+    source: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: tuple[str, ...] = ()
+
+    def segments(self, messages: Sequence[Message], *, last_only: bool) -> list[Segment]:
+        """The conversation up to its last answer, in turns of what is given and what the model says.
+
+        Answers are what stands between `{% generation %}` and `{% endgeneration %}`. In a template without these an
+        answer is what its turn adds to the prompt that asks for it, without white space after a last special token.
+
+        Args:
+            messages: with `role` and `content`; one is the assistant's.
+            last_only: only the last answer is trained.
+
+        Raises:
+            ValueError: the template refuses the messages, marks no answer, or does not continue its own prompt.
+        """
+        last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+        messages = messages[: last + 1]
+        if _GENERATION.search(self.source):
+            text, spans = self._render(messages, with_spans=True)
+        else:
+            text = self.render(messages)
+            spans = [
+                self._answer_by_prefix(messages, index, text)
+                for index, message in enumerate(messages)
+                if message["role"] == "assistant" and (index == last or not last_only)
+            ]
+        spans = [(start, end) for start, end in spans[-1:] if start < end] if last_only else spans
+        if not any(start < end for start, end in spans):
+            raise ValueError("has no answer that the chat template marks with {% generation %}")
+        return list(_cut(text, spans))
+
+    def render(self, messages: Sequence[Message], *, for_answer: bool = False) -> str:
+        """The conversation as text.
+
+        Args:
+            messages: with `role` and `content`.
+            for_answer: add what begins an answer.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        return self._render(messages, for_answer=for_answer)[0]
+
+    def _answer_by_prefix(self, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int]:
+        """Where the answer at `index` starts and ends in the whole conversation.
+
+        Raises:
+            ValueError: a shorter conversation is not rendered as the start of the whole.
+        """
+        before = self.render(messages[:index], for_answer=True)
+        after = whole if index + 1 == len(messages) else self.render(messages[: index + 1])
+        if not (whole.startswith(after) and after.startswith(before)):
+            remedy = "mark answers in it with {% generation %}"
+            if index + 1 < len(messages):
+                remedy += ", or set data.train_on=last"
+            message = f"is not rendered as a continuation of its first {index} messages by the chat template"
+            raise ValueError(f"{message}: {remedy}")
+        stripped = after.rstrip()
+        return len(before), len(stripped) if stripped.endswith(self.special_tokens) else len(after)
+
+    def _render(
+        self, messages: Sequence[Message], *, for_answer: bool = False, with_spans: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            render: Any = render_jinja_template
+            rendered, spans = render(
+                [[dict(message) for message in messages]],
+                chat_template=self.source,
+                return_assistant_tokens_mask=with_spans,
+                add_generation_prompt=for_answer,
+                **self.variables,
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"is refused by the chat template: {' '.join(str(error).split())}") from None
+        return rendered[0], list(spans[0]) if with_spans else []
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> "list[Segment]":
+    segments, done = list[Segment](), 0
+    for start, end in spans:
+        segments += [Segment(text[done:start], False), Segment(text[start:end], True)]
+        done = end
+    return [segment for segment in segments if segment.text]
+
+
+def resolve_chat_template(
+    choice: str | None, tokenizer_path: str | None, tokenizer: Tokenizer, end: int
+) -> ChatTemplate:
+    """The chat template of a run.
+
+    Args:
+        choice: `plain`, `chatml`, or a file; None: what lies beside the tokenizer, else plain.
+        tokenizer_path: tokenizer.json or its folder; None: the tokenizer has been trained for this run.
+        tokenizer: as it is.
+        end: its token that ends a document.
+
+    Raises:
+        ConfigError: the file cannot be read, is no template, or the tokenizer lacks the tokens of `chatml`.
+    """
+    folder = None if tokenizer_path is None else tokenizer_file(tokenizer_path).parent
+    source = _template_beside(folder) if choice is None and folder is not None else None
+    missing = [token for token in _CHATML_TOKENS if tokenizer.token_to_id(token) is None]
+    if choice == "chatml" and missing:
+        message = f"is chatml but the tokenizer has no {' and no '.join(missing)}; choose plain, which needs none"
+        raise ConfigError(Violation(_KEY, message))
+    variables = {"eos_token": str(tokenizer.id_to_token(end)), "bos_token": _bos_token(folder)}
+    special = tuple(added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special)
+    template = ChatTemplate(source or read_template(choice), variables, special)
+    _check_syntax(template)
+    return template
+
+
+def read_template(choice: str | None) -> str:
+    """The source of a template by its name or file; None: plain.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if choice is None or choice in BUILT_IN:
+        return BUILT_IN[choice or "plain"]
+    try:
+        return read_text(Path(choice).expanduser())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"is {choice}, which cannot be read: {reason}; give plain, chatml or a file with a Jinja template"
+        raise ConfigError(Violation(_KEY, message)) from None
+
+
+def _check_syntax(template: ChatTemplate) -> None:
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(template.source)
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f" in line {line}"
+        message = f"is no Jinja template: {' '.join(str(error).split())}{where}"
+        raise ConfigError(Violation(_KEY, message)) from None
+
+
+def _template_beside(folder: Path) -> str | None:
+    """The template that transformers, or a run of foundry's, has written beside a tokenizer."""
+    file = folder / CHAT_TEMPLATE
+    if file.is_file():
+        return read_text(file)
+    found = config_value(folder / "tokenizer_config.json", "chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _bos_token(folder: Path | None) -> str:
+    found = None if folder is None else config_value(folder / "tokenizer_config.json", "bos_token")
+    found = found.get("content") if isinstance(found, dict) else found
+    return found if isinstance(found, str) else ""
+
+
+def resolve_stop_ids(template: ChatTemplate, tokenizer: Tokenizer, end: int) -> tuple[int, ...]:
+    """The tokens that end an answer: that of a document, and the special token with which the template ends a turn."""
+    example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        answer = template.segments(example, last_only=True)[-1].text
+    except ValueError:  # a template that wants more of a conversation
+        return (end,)
+    last = tokenizer.encode(answer, add_special_tokens=False).ids[-1:]
+    special = [token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special]
+    return tuple(dict.fromkeys([end, *(token for token in last if token in special)]))

@@ -1,0 +1,280 @@
+"""Conversations as examples: what the assistant says is learnt."""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.data import OnBadRow, TrainOn
+from foundry.data.chat import ChatTemplate, Segment, read_template, resolve_chat_template, resolve_stop_ids
+from foundry.data.corpus import PATH, VALIDATION_PATH, find_corpus_files, held_out_names
+from foundry.data.examples import (
+    BadRowError,
+    LastAnswers,
+    describe_lengths,
+    encode_rows,
+    list_skipped,
+)
+from foundry.data.rows import FileRows, Row, RowSplits
+from foundry.data.splits import DataSplits
+from foundry.data.token_cache import cached_folder, train_with_end, trained_end
+from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
+from foundry.run_dir.names import TOKENIZER
+
+_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_COLUMNS = ("messages", "prompt", "completion")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSource:
+    """Rows by split, and what tells them from others.
+
+    Attributes:
+        splits: rows that are read when iterated.
+        files: that they come from, for what is wrong with them.
+        fingerprint: of their contents, names and split.
+        content: the same without the names of files.
+    """
+
+    splits: RowSplits
+    files: Sequence[Path]
+    fingerprint: str
+    content: str
+
+
+def chat_files(
+    *,
+    seed: int,
+    path: str,
+    seq_len: int,
+    vocab_size: int,
+    tokenizer: str | None,
+    held_out: float,
+    cache_dir: str,
+    validation_path: str | None = None,
+    chat_template: str | None = None,
+    train_on: TrainOn = TrainOn.all,
+    on_bad_row: OnBadRow = OnBadRow.refuse,
+    num_workers: int = 0,
+) -> DataSplits:
+    """The user's own conversations: rows of JSONL or Parquet with `messages`, or with `prompt` and `completion`.
+
+    Args:
+        seed: unused: the split depends on the rows' order only.
+        path: file, folder or glob.
+        seq_len: most tokens of a row.
+        vocab_size: entries of the tokenizer.
+        tokenizer: tokenizer.json or folder to use; None: train one on the training split.
+        held_out: share of rows for validation.
+        cache_dir: folder for tokenizers and token arrays.
+        validation_path: files for validation; None: hold out a share of `path`.
+        chat_template: as `resolve_chat_template` takes it.
+        train_on: which answers are learnt.
+        on_bad_row: what becomes of rows that cannot be used.
+        num_workers: unused: the loader's.
+
+    Raises:
+        ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
+    """
+    source = find_rows(path, validation_path, held_out=held_out, columns=_COLUMNS)
+    return chat_splits(
+        source,
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        cache_dir=cache_dir,
+        chat_template=chat_template,
+        train_on=train_on,
+        on_bad_row=on_bad_row,
+    )
+
+
+def find_rows(path: str, validation_path: str | None, *, held_out: float, columns: tuple[str, ...]) -> RowSource:
+    """Rows of the user's files, a share of them held out where there are no files for that.
+
+    Raises:
+        ConfigError: there are no files, kinds are mixed, or one cannot be read; or there are too few rows.
+    """
+    found = find_corpus_files(path, validation_path, settings=f"rows {held_out}", kinds=_KINDS)
+    rows = FileRows(found.train, columns, PATH)
+    if found.validation:
+        splits = RowSplits(rows, FileRows(found.validation, columns, VALIDATION_PATH, first_file=len(found.train)))
+    else:
+        splits = RowSplits(_Share(rows, held_out, is_held=False), _Share(rows, held_out, is_held=True))
+    return RowSource(
+        splits=splits, files=[*found.train, *found.validation], fingerprint=found.fingerprint, content=found.content
+    )
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The rows that are held out, or the others; they are counted before they are read."""
+
+    rows: FileRows
+    held_out: float
+    is_held: bool
+
+    def __iter__(self) -> Iterator[Row]:
+        count = self.rows.count
+        if count < 2:
+            message = f"{self.rows.files[0]} has {'one row' if count else 'no rows'}; give at least two, or more files"
+            raise ConfigError(Violation(PATH, message))
+        held = held_out_names([str(index) for index in range(count)], self.held_out)
+        for index, row in enumerate(self.rows):
+            if (str(index) in held) == self.is_held:
+                yield row
+
+
+def chat_splits(
+    source: RowSource,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    tokenizer: str | None,
+    cache_dir: str,
+    chat_template: str | None,
+    train_on: TrainOn,
+    on_bad_row: OnBadRow,
+) -> DataSplits:
+    """Rows of conversations as examples; arguments as those of `chat_files`.
+
+    Raises:
+        ConfigError: as `chat_files`.
+    """
+    found, end = _resolve_tokenizer(source, tokenizer, vocab_size, chat_template, cache_dir)
+    template = resolve_chat_template(chat_template, tokenizer, found, end)
+    last_only = train_on is TrainOn.last
+    described = f"{template.source} {dict(template.variables)} {train_on.value}"
+    encoded = encode_rows(
+        lambda: source.splits,
+        partial(_segments, template, last_only),
+        described=f"{described} {source.fingerprint}",
+        tokenizer=found,
+        max_tokens=seq_len,
+        cache_dir=cache_dir,
+    )
+    if encoded.statistics.skipped:
+        counted, first = list_skipped(encoded.statistics, source.files)
+        if on_bad_row is OnBadRow.refuse:
+            lines = [*first, f"{counted}; repair them, or set data.on_bad_row=skip"]
+            raise ConfigError(Violation(PATH, line) for line in lines)
+        log.warning("%s and are skipped, such as %s", counted, first[0])
+    for name, split in (("training", encoded.train), ("validation", encoded.validation)):
+        if not len(split):
+            raise ConfigError(Violation(PATH, f"leaves no row for {name}; give more rows that can be used"))
+    notes = describe_lengths(encoded.train, encoded.validation, encoded.statistics)
+    return DataSplits(
+        train=encoded.train,
+        validation=encoded.validation,
+        fingerprint=encoded.fingerprint,
+        content=f"{source.content}-{seq_len}-{described}",
+        tokens_per_sample=max(1, round(float(encoded.train.lengths.mean()))),
+        tokenizer=found,
+        notes=notes,
+        prompts=LastAnswers(encoded.validation, found),
+        stop_ids=resolve_stop_ids(template, found, end),
+        chat_template=template.source,
+    )
+
+
+def _resolve_tokenizer(
+    source: RowSource, path: str | None, vocab_size: int, chat_template: str | None, cache_dir: str
+) -> tuple[Tokenizer, int]:
+    """The tokenizer of the run and its end of a document; trained on the conversations where none is given."""
+    if path is not None:
+        return load_tokenizer(path, vocab_size)
+    template = ChatTemplate(read_template(chat_template), {"eos_token": END_OF_DOCUMENT, "bos_token": ""})
+
+    def fill(folder: Path) -> tuple[str, ...]:
+        train_with_end(_texts(source.splits.train, template), vocab_size)[0].save(str(folder / TOKENIZER))
+        return (TOKENIZER,)
+
+    described = f"tokenizer {vocab_size} {template.source} {source.fingerprint}"
+    name = hashlib.sha256(described.encode(errors="surrogateescape")).hexdigest()[:32]
+    tokenizer = Tokenizer.from_file(str(cached_folder(cache_dir, name, fill) / TOKENIZER))
+    return tokenizer, trained_end(tokenizer)
+
+
+def _texts(rows: Iterable[Row], template: ChatTemplate) -> Iterator[str]:
+    """What a tokenizer learns from: the texts of the rows that can be used, without the end of a document."""
+    for row in rows:
+        try:
+            segments = _segments(template, False, row)
+        except BadRowError:
+            continue
+        yield from (segment.text.replace(END_OF_DOCUMENT, "") for segment in segments)
+
+
+def _segments(template: ChatTemplate, last_only: bool, row: Row) -> list[Segment]:
+    messages = read_messages(row.columns)
+    if not any(message["role"] == "assistant" for message in messages):
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "none"
+        raise BadRowError("no assistant turn", f"has no assistant turn (its roles: {roles})")
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if any(not answer.strip() for answer in (answers[-1:] if last_only else answers)):
+        raise BadRowError("empty answer", "has an empty answer")
+    try:
+        return template.segments(messages, last_only=last_only)
+    except ValueError as error:
+        raise BadRowError("does not fit the chat template", str(error)) from None
+
+
+def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row: `messages`, or one that asks, `prompt`, and one that answers, `completion`.
+
+    Raises:
+        BadRowError: there are none, or something is of another type.
+    """
+    if columns.get("messages") is not None:
+        return checked_messages(columns["messages"], "messages")
+    missing = [name for name in ("prompt", "completion") if columns.get(name) is None]
+    if missing:
+        listed = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
+        message = f"has neither messages nor {' and '.join(missing)} (its columns: {listed})"
+        raise BadRowError("without a conversation", message)
+    prompt, completion = columns["prompt"], columns["completion"]
+    return [*as_messages(prompt, "prompt", "user"), *as_messages(completion, "completion", "assistant")]
+
+
+def as_messages(value: Any, name: str, role: str) -> list[dict[str, Any]]:
+    """A text as one message of a role, or a list of messages as they are.
+
+    Raises:
+        BadRowError: it is neither.
+    """
+    if isinstance(value, str):
+        return checked_messages([{"role": role, "content": value}], name)
+    return checked_messages(value, name)
+
+
+def checked_messages(value: Any, name: str) -> list[dict[str, Any]]:
+    """Messages of which each is an object with the texts `role` and `content`; keys that are null are left out.
+
+    Raises:
+        BadRowError: they are not.
+    """
+    if not isinstance(value, list):
+        raise BadRowError("wrong type", f"has {type(value).__name__} as {name}, not a list of messages")
+    messages = list[dict[str, Any]]()
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict):
+            raise BadRowError("wrong type", f"has {type(message).__name__} as message {number}, not an object")
+        for key in ("role", "content"):
+            text = message.get(key)
+            if not isinstance(text, str):
+                kind = "no" if text is None else f"{type(text).__name__} as"
+                raise BadRowError("wrong type", f"has {kind} {key} in message {number}, not a text")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                what = f"has half of a surrogate pair in message {number}, which is no text"
+                raise BadRowError("wrong type", what) from None
+        messages.append({key: item for key, item in message.items() if item is not None})
+    return messages

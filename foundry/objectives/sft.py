@@ -1,0 +1,55 @@
+"""Cross-entropy of answers: supervised fine-tuning."""
+
+from torch import Tensor, nn
+
+from foundry.models.token_log_probs import IGNORED_TARGET
+from foundry.objectives.next_token import valid_targets
+from foundry.training.protocols import LossSum, Mean, Microbatch
+
+
+class SFT:
+    """Cross-entropy of the tokens that the model is to say, with an optional z-loss as in pre-training.
+
+    A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 for prompts and padding, and `position`.
+
+    Args:
+        z_loss_coefficient: weight of the squared log-sum-exp of the logits, averaged as the cross-entropy is.
+        sft_average_log_probs: average over the tokens of each sample first, so that all samples weigh the same; else
+            all tokens do.
+    """
+
+    metrics: tuple[str, ...]
+
+    def __init__(self, *, z_loss_coefficient: float = 0.0, sft_average_log_probs: bool = False) -> None:
+        self.z_loss_coefficient = z_loss_coefficient
+        self.averages_samples = sft_average_log_probs
+        self.metrics = ("accuracy", "cross_entropy", "z_loss") if z_loss_coefficient else ("accuracy",)
+
+    def num_valid(self, microbatch: Microbatch) -> int:
+        """Number of targets that are not ignored; with `sft_average_log_probs` of samples that have any."""
+        is_valid = valid_targets(microbatch) != IGNORED_TARGET
+        return int((is_valid.any(1) if self.averages_samples else is_valid).sum())
+
+    def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
+        """Sum over valid tokens, or over samples of the mean of theirs.
+
+        The accuracy is the share of valid tokens of which the model finds no other more likely.
+        """
+        targets = valid_targets(microbatch)
+        output = model(microbatch["tokens"], targets, read=_find_correct)
+        is_valid = targets != IGNORED_TARGET
+        weights = is_valid.float()
+        if self.averages_samples:
+            weights = weights / is_valid.sum(1, keepdim=True).clamp(min=1)
+        cross_entropy = -(output.log_prob * weights).sum()
+        metrics = {"accuracy": Mean(output.read["correct"].sum().float(), is_valid.sum())}
+        if self.z_loss_coefficient == 0:
+            return LossSum(cross_entropy, metrics)
+        z_loss = self.z_loss_coefficient * (output.logsumexp.square() * weights).sum()
+        metrics |= {"cross_entropy": Mean(cross_entropy.detach()), "z_loss": Mean(z_loss.detach())}
+        return LossSum(cross_entropy + z_loss, metrics)
+
+
+def _find_correct(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Whether the likeliest token is the target, (tokens,) bool; never where that is ignored."""
+    return {"correct": logits.argmax(-1) == targets}

@@ -1,0 +1,130 @@
+"""Which bytes of a conversation are learnt."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken
+
+from foundry.config.errors import ConfigError
+from foundry.data.chat import ChatTemplate, read_template, resolve_chat_template, resolve_stop_ids
+from foundry.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": "6"},
+]
+PLAIN = ChatTemplate(read_template("plain"), {"eos_token": END_OF_DOCUMENT})
+CHATML = ChatTemplate(read_template("chatml"), {}, ("<|im_start|>", "<|im_end|>"))
+# The same without marks, as most models on a hub have it.
+UNMARKED = ChatTemplate(
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    {},
+    ("<|im_start|>", "<|im_end|>"),
+)
+# Keeps what the model thought in its last answer only.
+FORGETFUL = ChatTemplate(
+    "{% for m in messages %}{{ m['role'] + ':' }}{% if m['role'] == 'assistant' and loop.last %}{{ ' hm,' }}{% endif %}"
+    "{{ m['content'] + ';' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def marked(template, messages, *, last_only=False):
+    """The conversation with what is learnt in brackets."""
+    segments = template.segments(messages, last_only=last_only)
+    return "".join(f"[{segment.text}]" if segment.is_trained else segment.text for segment in segments)
+
+
+END = END_OF_DOCUMENT
+CHATML_TEXT = (
+    "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n[4<|im_end|>]\n"
+    "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n[6<|im_end|>]"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (PLAIN, TURNS[:2], f"user: 2+2?\nassistant: [4{END}]"),
+        (PLAIN, TURNS, f"user: 2+2?\nassistant: [4{END}]user: 3+3?\nassistant: [6{END}]"),
+        (PLAIN, [SYSTEM, *TURNS[:2]], f"system: Be brief.\nuser: 2+2?\nassistant: [4{END}]"),
+        (PLAIN, TURNS[:3], f"user: 2+2?\nassistant: [4{END}]"),
+        (CHATML, TURNS, CHATML_TEXT),
+        (UNMARKED, TURNS, CHATML_TEXT),
+        (UNMARKED, [SYSTEM, *TURNS], f"<|im_start|>system\nBe brief.<|im_end|>\n{CHATML_TEXT}"),
+        (FORGETFUL, TURNS[:2], "user:2+2?;assistant:[ hm,4;]"),
+    ],
+)
+def test_answers_are_learnt_and_nothing_else(template, messages, expected):
+    assert marked(template, messages) == expected
+
+
+def test_only_the_last_answer():
+    expected = f"user: 2+2?\nassistant: 4{END}user: 3+3?\nassistant: [6{END}]"
+    assert marked(PLAIN, TURNS, last_only=True) == expected
+    assert marked(UNMARKED, TURNS, last_only=True) == CHATML_TEXT.replace("[4<|im_end|>]", "4<|im_end|>")
+    assert marked(FORGETFUL, TURNS, last_only=True) == "user:2+2?;assistant:4;user:3+3?;assistant:[ hm,6;]"
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML, UNMARKED])
+@pytest.mark.parametrize("answers", [1, 2])
+def test_what_comes_before_an_answer_is_what_asks_for_it(template, answers):
+    before = template.segments(TURNS[: 2 * answers], last_only=True)[:-1]
+    asked = template.render(TURNS[: 2 * answers - 1], for_answer=True)
+    assert "".join(segment.text for segment in before) == asked
+
+
+def test_a_template_that_rewrites_earlier_turns_names_the_remedy():
+    with pytest.raises(ValueError, match=r"not rendered as a continuation .* data\.train_on=last"):
+        FORGETFUL.segments(TURNS, last_only=False)
+
+
+def test_what_a_template_refuses():
+    refusing = ChatTemplate("{{ raise_exception('no system turns') }}")
+    with pytest.raises(ValueError, match="refused by the chat template: no system turns"):
+        refusing.segments(TURNS, last_only=False)
+    with pytest.raises(ValueError, match="no answer that the chat template marks"):
+        ChatTemplate("{% generation %}{% endgeneration %}").segments(TURNS, last_only=False)
+
+
+def byte_tokenizer(*special):
+    tokenizer = train_tokenizer(["a"], 257)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    return tokenizer
+
+
+def test_the_template_beside_a_tokenizer_is_the_default(tmp_path):
+    tokenizer = byte_tokenizer()
+    end = tokenizer.token_to_id(END)
+    assert resolve_chat_template(None, None, tokenizer, end).source == read_template("plain")
+    assert resolve_chat_template(None, str(tmp_path), tokenizer, end).source == read_template("plain")
+    settings = {"chat_template": [{"name": "default", "template": "of the settings"}], "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = resolve_chat_template(None, str(tmp_path), tokenizer, end)
+    assert (found.source, found.variables) == ("of the settings", {"bos_token": "<s>", "eos_token": END})
+    (tmp_path / "chat_template.jinja").write_text("of its own file")
+    assert resolve_chat_template(None, str(tmp_path), tokenizer, end).source == "of its own file"
+    assert resolve_chat_template("plain", str(tmp_path), tokenizer, end).source == read_template("plain")
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("mine")
+    assert resolve_chat_template(str(mine), str(tmp_path), tokenizer, end).source == "mine"
+
+
+def test_templates_that_do_not_fit_are_refused(tmp_path):
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ConfigError, match=r"data\.chat_template: is chatml but the tokenizer has no <\|im_start\|>"):
+        resolve_chat_template("chatml", None, tokenizer, 0)
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(ConfigError, match=r"data\.chat_template: is no Jinja template: .* in line 1"):
+        resolve_chat_template(str(tmp_path / "broken.jinja"), None, tokenizer, 0)
+
+
+def test_stop_tokens_are_the_end_of_a_document_and_of_a_turn():
+    tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
+    end, turn = tokenizer.token_to_id(END), tokenizer.token_to_id("<|im_end|>")
+    for choice, expected in (("plain", (end,)), ("chatml", (end, turn))):
+        template = resolve_chat_template(choice, None, tokenizer, end)
+        assert resolve_stop_ids(template, tokenizer, end) == expected

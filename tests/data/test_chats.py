@@ -1,0 +1,230 @@
+"""Conversations in files, as rows of tokens of their own lengths."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.data import OnBadRow, TrainOn
+from foundry.data.chats import chat_files
+from foundry.data.loader import Loader
+from foundry.data.order import GlobalOrder
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "?" * (n % 7 + 1)}, {"role": "assistant", "content": f"answer {n}"}]}
+    for n in range(30)
+]
+
+
+def load(path, **changes):
+    options = {"seed": 0, "seq_len": 64, "vocab_size": 257, "tokenizer": None, "held_out": 0.2}
+    options["cache_dir"] = str(Path(path).parent / "cache")
+    return chat_files(path=str(path), **options | changes)
+
+
+def write(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def texts(splits, split):
+    """Each row as text, with what is not learnt as dots."""
+    dataset, tokenizer = getattr(splits, split), splits.tokenizer
+    found = []
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        whole = [*sample["tokens"].tolist(), int(sample["targets"][-1])]
+        learnt = [False, *(sample["targets"] != -100).tolist()]
+        symbols = [tokenizer.decode([token], skip_special_tokens=False) for token in whole]
+        found.append("".join(s if is_learnt else "." * len(s) for s, is_learnt in zip(symbols, learnt, strict=True)))
+    return found
+
+
+def test_masks_are_exact_to_the_byte(tmp_path):
+    rows = [
+        {"messages": [{"role": "system", "content": "S"}, *ROWS[0]["messages"]]},
+        {"messages": [*ROWS[1]["messages"], *ROWS[2]["messages"]]},
+    ]
+    splits = load(write(tmp_path / "a.jsonl", rows), validation_path=str(write(tmp_path / "v.jsonl", ROWS[:1])))
+    prompts = ["system: S\nuser: ?\nassistant: ", "user: ??\nassistant: ", "user: ???\nassistant: "]
+    dots = ["." * len(prompt) for prompt in prompts]
+    end = "<|endoftext|>"
+    two = f"{dots[1]}answer 1{end}{dots[2]}answer 2{end}"
+    assert texts(splits, "train") == [f"{dots[0]}answer 0{end}", two]
+    last = load(
+        tmp_path / "a.jsonl", validation_path=str(tmp_path / "v.jsonl"), train_on=TrainOn.last, chat_template="plain"
+    )
+    assert texts(last, "train")[1] == "." * (len(two) - len("answer 2") - len(end)) + f"answer 2{end}"
+
+
+def test_every_form_gives_the_same_rows(tmp_path):
+    pairs = [{"prompt": m["messages"][0]["content"], "completion": m["messages"][1]["content"]} for m in ROWS]
+    lists = [{"prompt": m["messages"][:1], "completion": m["messages"][1:]} for m in ROWS]
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    pq.write_table(pa.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    (tmp_path / "list.json").write_text(json.dumps(ROWS))
+    write(tmp_path / "rows.jsonl", ROWS)
+    write(tmp_path / "pairs.jsonl", pairs)
+    write(tmp_path / "lists.jsonl", lists)
+    names = ["rows.jsonl", "rows.parquet", "pairs.parquet", "list.json", "pairs.jsonl", "lists.jsonl"]
+    found = [load(tmp_path / name) for name in names]
+    for splits in found[1:]:
+        assert texts(splits, "train") == texts(found[0], "train")
+        assert texts(splits, "validation") == texts(found[0], "validation")
+    assert (len(found[0].train), len(found[0].validation)) == (24, 6)
+
+
+def test_rows_are_padded_to_the_longest_of_a_batch(tmp_path):
+    dataset = load(write(tmp_path / "rows.jsonl", ROWS)).train
+    batch = dataset.batch([3, 0, 5])
+    lengths = [len(dataset[index]["tokens"]) for index in (3, 0, 5)]
+    assert batch["tokens"].shape == batch["targets"].shape == (3, max(lengths))
+    for row, index in enumerate((3, 0, 5)):
+        for name, value in dataset[index].items():
+            assert torch.equal(batch[name][row, : lengths[row]], value)
+        assert bool((batch["targets"][row, lengths[row] :] == -100).all())
+    assert dataset.num_tokens([3, 0, 5]) == sum(lengths)
+    assert len(dataset[dataset.longest]["tokens"]) == max(dataset.lengths)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_window_counts_the_tokens_of_all_ranks_without_padding(tmp_path, world_size):
+    dataset = load(write(tmp_path / "rows.jsonl", ROWS)).train
+    order = GlobalOrder(num_samples=len(dataset), fingerprint="x", seed=1)
+    loaders = [
+        Loader(
+            dataset=dataset,
+            order=order,
+            batch_size_at=lambda samples: 8,
+            per_gpu_batch_size=2,
+            rank=rank,
+            world_size=world_size,
+            tokens_per_sample=999,
+        )
+        for rank in range(world_size)
+    ]
+    for start in (0, 8, 16, 24):
+        windows = [loader.next_window() for loader in loaders]
+        expected = sum(len(dataset[int(i)]["tokens"]) for i in order.indices(range(start, start + 8)))
+        assert [window.num_tokens for window in windows] == [expected] * world_size
+
+
+def test_what_plan_json_says(tmp_path):
+    splits = load(write(tmp_path / "rows.jsonl", [*ROWS, {"messages": []}]), on_bad_row=OnBadRow.skip)
+    notes = splits.notes
+    assert notes["skipped_rows"] == {"no assistant turn": 1}
+    assert notes["rows"] == 30 == notes["train_rows"] + notes["validation_rows"]
+    both = [len(part[i]["tokens"]) + 1 for part in (splits.train, splits.validation) for i in range(len(part))]
+    assert notes["row_tokens"]["max"] == max(both)
+    assert notes["row_tokens"]["p50"] == sorted(both)[14]
+    learnt = sum(
+        int((part[i]["targets"] != -100).sum()) for part in (splits.train, splits.validation) for i in range(len(part))
+    )
+    assert notes["trained_share"] == pytest.approx(learnt / sum(both))
+    assert json.loads(json.dumps(notes)) == notes
+
+
+def test_held_out_prompts_and_their_answers(tmp_path):
+    rows = [*ROWS, {"messages": [*ROWS[1]["messages"], *ROWS[2]["messages"]]}]
+    splits = load(write(tmp_path / "rows.jsonl", ROWS), validation_path=str(write(tmp_path / "v.jsonl", rows[-2:])))
+    first, second = splits.prompts
+    assert splits.tokenizer.decode(list(first.tokens)) == "user: ??\nassistant: "
+    assert first.answer == "answer 29"
+    assert splits.tokenizer.decode(list(second.tokens), skip_special_tokens=False).endswith("user: ???\nassistant: ")
+    assert (second.answer, second.row) == ("answer 2", 1)
+    assert splits.stop_ids == (splits.tokenizer.token_to_id("<|endoftext|>"),)
+
+
+def test_content_decides_and_not_the_names_of_files(tmp_path):
+    (tmp_path / "other").mkdir()
+    one = load(write(tmp_path / "rows.jsonl", ROWS)).identity()
+    moved = load(write(tmp_path / "other" / "b.jsonl", ROWS)).identity()
+    assert {**one, "order": None} == {**moved, "order": None}
+    for changes in ({"seq_len": 60}, {"train_on": TrainOn.last}, {"held_out": 0.3}):
+        assert load(tmp_path / "rows.jsonl", **changes).identity()["content"] != one["content"]
+    write(tmp_path / "rows.jsonl", [*ROWS[1:], ROWS[0]])
+    assert load(tmp_path / "rows.jsonl").identity()["content"] != one["content"]
+
+
+def turns(*contents):
+    return {"messages": [{"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, contents, strict=False)]}
+
+
+BAD = {
+    "no JSON": ('{"messages": [', "is not JSON", "cannot be read"),
+    "no object": ("[1, 2]", "holds list, not an object", "cannot be read"),
+    "no columns": ({"text": "a"}, "neither messages nor prompt and completion (its columns: text)", "without a conv"),
+    "no completion": ({"prompt": "a", "completion": None}, "neither messages nor completion", "without a conv"),
+    "no list": ({"messages": "a"}, "has str as messages, not a list", "wrong type"),
+    "no message": ({"messages": [3]}, "has int as message 1, not an object", "wrong type"),
+    "no role": ({"messages": [{"content": "a"}]}, "has no role in message 1", "wrong type"),
+    "content": ({"messages": [{"role": "user", "content": ["a"]}]}, "has list as content in message 1", "wrong type"),
+    "completion": ({"prompt": "a", "completion": 3}, "has int as completion", "wrong type"),
+    "half a pair": (turns("a", "\ud800"), "half of a surrogate pair in message 2", "wrong type"),
+    "no answer": (
+        {"messages": ROWS[0]["messages"][:1]},
+        "has no assistant turn (its roles: user)",
+        "no assistant turn",
+    ),
+    "empty": ({"messages": []}, "has no assistant turn (its roles: none)", "no assistant turn"),
+    "empty answer": (turns("a", " \n"), "has an empty answer", "empty answer"),
+    "an empty answer first": (turns("a", "", "b", "c"), "has an empty answer", "empty answer"),
+    "too long": (turns("a", "b" * 64), "more than data.seq_len=64", "longer than seq_len"),
+}
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    bad=st.lists(st.tuples(st.sampled_from(sorted(BAD)), st.integers(0, 30)), min_size=1, max_size=9),
+)
+def test_bad_rows_are_named_by_file_and_line_or_skipped(bad):
+    lines = [json.dumps(row) for row in ROWS]
+    of_kind = {kind: row if isinstance(row, str) else json.dumps(row) for kind, (row, _, _) in BAD.items()}
+    for kind, place in bad:
+        lines.insert(place, of_kind[kind])
+    kinds = [(number, kind) for number, line in enumerate(lines, 1) for kind, text in of_kind.items() if line == text]
+    with TemporaryDirectory() as folder:
+        path = write(Path(folder) / "rows.jsonl", lines)
+        valid = write(Path(folder) / "valid.jsonl", ROWS[:2])
+        with pytest.raises(ConfigError) as refused:
+            load(path, validation_path=str(valid))
+        *first, last = [str(violation) for violation in refused.value.violations]
+        assert len(first) == min(5, len(kinds))
+        for said, (number, kind) in zip(first, kinds, strict=False):
+            assert said.startswith(f"data.path: {path}:{number} ")
+            assert BAD[kind][1] in said
+            assert "\n" not in said
+        assert last.startswith(f"data.path: {len(kinds)} of {len(lines) + 2} rows cannot be used (")
+        assert last.endswith("repair them, or set data.on_bad_row=skip")
+        skipped = load(path, validation_path=str(valid), on_bad_row=OnBadRow.skip)
+        assert texts(skipped, "train") == texts(load(write(path, ROWS), validation_path=str(valid)), "train")
+        counts = skipped.notes["skipped_rows"]
+        assert sum(counts.values()) == len(kinds)
+        assert all(sum(count for name, count in counts.items() if name.startswith(BAD[kind][2])) for _, kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([], "no rows"),
+        (ROWS[:1], "one row"),
+        ([{"messages": []}] * 4, "leaves no row for training"),
+    ],
+)
+def test_too_few_rows_are_one_line(tmp_path, rows, named):
+    with pytest.raises(ConfigError, match=named):
+        load(write(tmp_path / "rows.jsonl", rows), on_bad_row=OnBadRow.skip)
+
+
+def test_a_parquet_file_without_conversations(tmp_path):
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=r"has the columns text; none of messages, prompt, completion"):
+        load(tmp_path / "rows.parquet")
