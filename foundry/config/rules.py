@@ -260,8 +260,11 @@ def _loss(config: Config, launch: Launch) -> Iterator[Violation]:
             "hparams.loss_function",
             f"is {loss} but objective {name} minimises {' or '.join(fitting)}; choose the other objective or loss",
         )
-    elif loss == "mse" and config.hparams.z_loss_coefficient > 0:
-        yield Violation("hparams.z_loss_coefficient", "is set but mse has no logits to regularise; set it to 0")
+        return
+    has_z_loss = fitting is None or hasattr(config.objective, "z_loss_coefficient")
+    if config.hparams.z_loss_coefficient > 0 and not has_z_loss:
+        name = type(config.objective).__name__
+        yield Violation("hparams.z_loss_coefficient", f"is set but objective {name} has no z-loss; set it to 0")
 
 
 def _targets(config: Config, launch: Launch) -> Iterator[Violation]:

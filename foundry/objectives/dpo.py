@@ -1,12 +1,101 @@
 """Direct preference optimisation: chosen responses become likelier than rejected ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from foundry.config.schemas.objective import DPO as Settings
 from foundry.config.schemas.objective import PreferenceLoss
+from foundry.models.token_log_probs import IGNORED_TARGET
+from foundry.training.protocols import LossSum, Mean, Microbatch
+
+_REFERENCE = "reference"
+
+
+class DPO:
+    """Preference loss over pairs of responses, compared with a reference: the model with which the run started.
+
+    A microbatch holds `tokens` and `targets`: (pairs, 2, seq) int64, the chosen response first, targets -100 for
+    prompts and padding, and `position`: (pairs,). A pair counts where both of its responses have targets. The loss is
+    a mean over pairs, ln 2 at the start with the sigmoid; see `pair_losses` for the settings.
+    """
+
+    def __init__(
+        self,
+        *,
+        ref_policy_kl_penalty: float = 0.05,
+        loss_type: PreferenceLoss = PreferenceLoss.sigmoid,
+        label_smoothing: float = 0.0,
+        preference_loss_weight: float = 1.0,
+        sft_loss_weight: float = 0.0,
+        preference_average_log_probs: bool = False,
+        sft_average_log_probs: bool = False,
+    ) -> None:
+        self._beta = ref_policy_kl_penalty
+        self._settings: dict[str, Any] = {
+            "ref_policy_kl_penalty": ref_policy_kl_penalty,
+            "loss_type": loss_type,
+            "label_smoothing": label_smoothing,
+            "preference_loss_weight": preference_loss_weight,
+            "sft_loss_weight": sft_loss_weight,
+            "preference_average_log_probs": preference_average_log_probs,
+            "sft_average_log_probs": sft_average_log_probs,
+        }
+        self.frozen_models: Mapping[str, Any] = {_REFERENCE: None}
+        self.metrics = Settings.metrics
+
+    def compare(self, frozen: Mapping[str, nn.Module]) -> None:
+        """Take the reference."""
+        self._reference = frozen[_REFERENCE]
+
+    def num_valid(self, microbatch: Microbatch) -> int:
+        """Number of pairs that count."""
+        return int(_is_valid(microbatch).sum())
+
+    def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
+        """Sum of the pairs' losses, with rewards: β times the log-ratios of responses to the reference."""
+        tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
+        log_prob = _response_log_probs(model, tokens, targets)
+        with torch.no_grad():
+            reference = _response_log_probs(self._reference, tokens, targets)
+        is_valid = _is_valid(microbatch).to(tokens.device, non_blocking=True)
+        num_tokens = _num_tokens(targets)
+        losses = pair_losses(log_prob, reference, num_tokens, is_valid, **self._settings)
+        rewards = self._beta * losses.rewards.detach()
+        margin = rewards[:, 0] - rewards[:, 1]
+        # Means over tokens, so that long and short responses can be compared.
+        chosen = (log_prob.detach()[:, 0] / num_tokens[:, 0].clamp(min=1)).masked_fill(~is_valid, 0.0)
+        values = {
+            "preference_loss": losses.preference.detach(),
+            "sft_loss": losses.sft.detach(),
+            "accuracy": ((margin > 0) & is_valid).float(),
+            "margin": margin,
+            "chosen_reward": rewards[:, 0],
+            "rejected_reward": rewards[:, 1],
+            "chosen_log_prob": chosen,
+        }
+        return LossSum(losses.loss.sum().float(), {name: Mean(v.sum().float()) for name, v in values.items()})
+
+
+def _is_valid(microbatch: Microbatch) -> Tensor:
+    """(pairs,) bool, where the microbatch is: not padding, and both responses have tokens."""
+    has_tokens = _num_tokens(microbatch["targets"].flatten(0, -2)).gt(0).all(-1)
+    return has_tokens & (microbatch["position"] >= 0).to(has_tokens.device, non_blocking=True)
+
+
+def _num_tokens(targets: Tensor) -> Tensor:
+    """(pairs, 2) int64, tokens of the responses; targets: (2 x pairs, seq)."""
+    return (targets != IGNORED_TARGET).sum(-1).view(-1, 2)
+
+
+def _response_log_probs(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """(pairs, 2) float64, the log-probabilities of responses; a float32 sum of many would lose a small margin."""
+    log_prob: Tensor = model(tokens, targets).log_prob
+    return log_prob.double().sum(-1).view(-1, 2)
 
 
 @dataclass(frozen=True)

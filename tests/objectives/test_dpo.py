@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -6,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundry.config.schemas.objective import PreferenceLoss
-from foundry.objectives.dpo import pair_losses
+from foundry.models.transformer import Transformer
+from foundry.objectives.dpo import DPO, pair_losses
 
 OPTIONS = [
     {},
@@ -70,3 +72,87 @@ def test_margins_by_hand():
     smooth = preference(PreferenceLoss.sigmoid, ref_policy_kl_penalty=0.5, label_smoothing=0.1)
     sigmoid = (0.5 * margin).sigmoid()
     torch.testing.assert_close(smooth, -0.9 * sigmoid.log() - 0.1 * (1 - sigmoid).log())
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    return Transformer(vocab_size=50, max_seq_len=12, init_std=0.3, **sizes)
+
+
+def microbatch(count=5, seq=10, seed=0):
+    """Pairs whose responses differ in length; rows are padded."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(50, (count, 2, seq + 1), generator=generator)
+    start = torch.randint(0, 4, (count, 1, 1), generator=generator)
+    end = torch.randint(5, seq + 1, (count, 2, 1), generator=generator)
+    places = torch.arange(seq)
+    targets = tokens[..., 1:].masked_fill((places < start) | (places >= end), -100)
+    return {"tokens": tokens[..., :-1], "targets": targets, "position": torch.arange(count)}
+
+
+def objective_of(model, reference, **options):
+    objective = DPO(**options)
+    assert objective.frozen_models == {"reference": None}
+    objective.compare({"reference": reference.eval().requires_grad_(False)})
+    return objective
+
+
+def loss_and_gradients(objective, model, parts):
+    model.zero_grad()
+    loss = sum(objective.loss(model, part).loss for part in parts)
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_run_starts_at_ln_2_without_a_margin(averaged):
+    model, part = make_model(), microbatch()
+    objective = objective_of(model, copy.deepcopy(model), preference_average_log_probs=averaged)
+    result = objective.loss(model, part)
+    assert result.loss.item() / objective.num_valid(part) == pytest.approx(math.log(2), abs=1e-6)
+    assert result.metrics["margin"].sum == 0
+    assert set(result.metrics) == set(objective.metrics)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@settings(max_examples=5, deadline=None)
+@given(cut=st.integers(1, 4), seed=st.integers(0, 20))
+def test_loss_and_gradients_are_those_of_any_cut(options, cut, seed):
+    model, whole = make_model(), microbatch(seed=seed)
+    objective = objective_of(model, make_model(1), **options)
+    parts = [{name: value[rows] for name, value in whole.items()} for rows in (slice(cut), slice(cut, None))]
+    ours, theirs = (loss_and_gradients(objective, model, cuts) for cuts in (parts, [whole]))
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
+    largest = max(1.0, max(gradient.abs().max().item() for gradient in theirs[1]))
+    for a, b in zip(ours[1], theirs[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * largest)
+    assert sum(map(objective.num_valid, parts)) == objective.num_valid(whole) == 5
+
+
+def test_padding_and_empty_responses_count_for_nothing():
+    model, part = make_model(), microbatch()
+    objective = objective_of(model, make_model(1), sft_loss_weight=0.5)
+    wider = {name: torch.cat([value, value[:2]]) for name, value in part.items()}
+    wider["position"][5] = -1
+    wider["targets"][6, 0] = -100
+    assert objective.num_valid(wider) == objective.num_valid(part) == 5
+    torch.testing.assert_close(objective.loss(model, wider).loss, objective.loss(model, part).loss)
+    nothing = {**part, "position": torch.full((5,), -1)}
+    loss, gradients = loss_and_gradients(objective, model, [nothing])
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_a_few_steps_make_chosen_responses_likelier_than_rejected_ones():
+    model, part = make_model(), microbatch()
+    objective = objective_of(model, copy.deepcopy(model), ref_policy_kl_penalty=0.1, sft_loss_weight=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        objective.loss(model, part).loss.backward()
+        optimizer.step()
+    metrics = objective.loss(model, part).metrics
+    assert metrics["accuracy"].sum == 5
+    assert metrics["preference_loss"].sum / 5 < 0.5
+    assert metrics["margin"].sum > 0

@@ -90,6 +90,51 @@ class PreferenceLoss(Enum):
     hinge = "hinge"
 
 
+@dataclass(frozen=True, kw_only=True)
+class DPO:
+    """Direct preference optimisation: chosen responses become likelier than rejected ones."""
+
+    wants: ClassVar[frozenset[str]] = frozenset({"pairs"})
+    loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    metrics: ClassVar[tuple[str, ...]] = (
+        "preference_loss",
+        "sft_loss",
+        "accuracy",
+        "margin",
+        "chosen_reward",
+        "rejected_reward",
+        "chosen_log_prob",
+    )
+
+    _target_: str = "foundry.objectives.dpo.DPO"
+    ref_policy_kl_penalty: float = setting(
+        0.05,
+        "β: how strongly the model is held to its reference, the model with which the run starts",
+        gt=0,
+        aliases="beta",
+    )
+    loss_type: PreferenceLoss = setting(
+        PreferenceLoss.sigmoid, "what is made of the margin between the responses: sigmoid, ipo or hinge"
+    )
+    label_smoothing: float = setting(0.0, "share of pairs whose order is taken to be wrong", ge=0, lt=0.5)
+    preference_loss_weight: float = setting(1.0, "weight of the preference loss", ge=0)
+    sft_loss_weight: float = setting(
+        0.0, "weight of the negative log-probability of the chosen response, which else may become less likely", ge=0
+    )
+    preference_average_log_probs: bool = setting(
+        False, "divide log-ratios by the length of their response; meant for loss_type=ipo"
+    )
+    sft_average_log_probs: bool = setting(
+        False, "divide the negative log-probability by the length of the response, so that all weigh the same"
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """There is something to minimise."""
+        if self.preference_loss_weight == self.sft_loss_weight == 0:
+            message = "is 0 and so is objective.sft_loss_weight; give one of them a weight"
+            yield Violation("objective.preference_loss_weight", message)
+
+
 class KLType(Enum):
     """Estimators of a divergence at drawn tokens."""
 
