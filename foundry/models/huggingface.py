@@ -2,7 +2,7 @@
 
 import copy
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ class HuggingFaceCausalLM(nn.Module):
         *,
         return_logits: bool = False,
         read: Read | None = None,
+        per_token: Sequence[Tensor] = (),
     ) -> TokenLogProbs:
         """Log-probabilities of the targets.
 
@@ -92,9 +93,10 @@ class HuggingFaceCausalLM(nn.Module):
             targets: (batch, seq) int64, the token after each position, -100 where ignored; None: only logits.
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
+            per_token: (batch, seq, ...) each, what `read` is given besides.
         """
         logits = self.causal_lm(input_ids=tokens, use_cache=False).logits
-        return read_log_probs(logits, targets, return_logits=return_logits, read=read)
+        return read_log_probs(logits, targets, return_logits=return_logits, read=read, per_token=per_token)
 
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
         """The types transformers says not to split; failing that, that of the first list of modules."""

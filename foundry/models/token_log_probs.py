@@ -31,8 +31,10 @@ class TokenLogProbs:
     read: dict[str, Tensor] = field(default_factory=dict)
 
 
-Read = Callable[[Tensor, Tensor], dict[str, Tensor]]
+Read = Callable[..., dict[str, Tensor]]
 """Reads something off (tokens, vocab) float32 logits, given the (tokens,) targets: (tokens, ...) each, by name.
+
+Whatever else is given for each token, (tokens, ...) each, are further arguments.
 
 It is called tile by tile, and again in the backward pass where logits are recomputed, so that they never exist at once.
 """
@@ -46,6 +48,7 @@ def project_log_probs(
     tile_tokens: int = 0,
     return_logits: bool = False,
     read: Read | None = None,
+    per_token: Sequence[Tensor] = (),
 ) -> TokenLogProbs:
     """Project hidden states onto the vocabulary and read off the log-probabilities of the targets in fp32.
 
@@ -57,18 +60,26 @@ def project_log_probs(
             tile_tokens x vocab logits ever exist; 0: all at once. Has no effect where logits are returned.
         return_logits: also return the logits.
         read: what else is read off them.
+        per_token: (batch, seq, ...) each, what `read` is given besides.
     """
     if targets is None or return_logits or tile_tokens == 0:
-        return read_log_probs(F.linear(hidden, weight), targets, return_logits=return_logits, read=read)
+        return read_log_probs(
+            F.linear(hidden, weight), targets, return_logits=return_logits, read=read, per_token=per_token
+        )
     tiles = [
-        checkpoint(_tile_log_probs, hidden_tile, weight, targets_tile, read, use_reentrant=False)
-        for hidden_tile, targets_tile in zip(*_split(hidden, targets, tile_tokens), strict=True)
+        checkpoint(_tile_log_probs, hidden_tile, weight, read, *others, use_reentrant=False)
+        for hidden_tile, *others in zip(*_split(tile_tokens, hidden, targets, *per_token), strict=True)
     ]
     return _joined(tiles, targets)
 
 
 def read_log_probs(
-    logits: Tensor, targets: Tensor | None, *, return_logits: bool = False, read: Read | None = None
+    logits: Tensor,
+    targets: Tensor | None,
+    *,
+    return_logits: bool = False,
+    read: Read | None = None,
+    per_token: Sequence[Tensor] = (),
 ) -> TokenLogProbs:
     """Read the log-probabilities of the targets off logits.
 
@@ -77,20 +88,24 @@ def read_log_probs(
         targets: (batch, seq) int64, -100 where ignored; None: only the logits are returned, always.
         return_logits: also return the logits.
         read: what else is read off them.
+        per_token: (batch, seq, ...) each, what `read` is given besides.
     """
     if targets is None:
         empty = logits.new_empty((logits.shape[0], 0), dtype=torch.float32)
         return TokenLogProbs(empty, empty, logits)
     # On a CPU the allocator returns large buffers to the kernel, and faulting them in anew takes half the loss's time.
     chunk = max(1, _CPU_CHUNK_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else 0
-    tiles = [_log_probs(*tile, read) for tile in zip(*_split(logits, targets, chunk), strict=True)]
+    tiles = [
+        _log_probs(logits_tile, read, *others)
+        for logits_tile, *others in zip(*_split(chunk, logits, targets, *per_token), strict=True)
+    ]
     return _joined(tiles, targets, logits if return_logits else None)
 
 
-def _split(states: Tensor, targets: Tensor, tile_tokens: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Flatten (batch, seq, features) and (batch, seq) over positions and cut them into tiles; 0: one tile."""
-    tile_tokens = tile_tokens or max(1, targets.numel())
-    return torch.split(states.flatten(0, 1), tile_tokens), torch.split(targets.flatten(), tile_tokens)
+def _split(tile_tokens: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Flatten (batch, seq, ...) over positions and cut each into tiles of so many; 0: one tile."""
+    flat = [tensor.flatten(0, 1) for tensor in tensors]
+    return [torch.split(tensor, tile_tokens or max(1, len(tensor))) for tensor in flat]
 
 
 _Tile = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -109,18 +124,18 @@ def _whole(parts: Sequence[Tensor], targets: Tensor) -> Tensor:
     return whole.view(*targets.shape, *whole.shape[1:]).clone()
 
 
-def _tile_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, read: Read | None) -> _Tile:
-    return _log_probs(F.linear(hidden, weight), targets, read)
+def _tile_log_probs(hidden: Tensor, weight: Tensor, read: Read | None, *others: Tensor) -> _Tile:
+    return _log_probs(F.linear(hidden, weight), read, *others)
 
 
-def _log_probs(logits: Tensor, targets: Tensor, read: Read | None) -> _Tile:
+def _log_probs(logits: Tensor, read: Read | None, targets: Tensor, *per_token: Tensor) -> _Tile:
     """Log-probabilities and log-sum-exps, (tokens,) float32 each, of (tokens, vocab) logits, and what `read` reads.
 
     The fused cross-entropy is half the time of a log-sum-exp and a gather; adding the target's logit back gives the
     log-sum-exp, whose backward pass costs nothing unless a loss uses it.
     """
     logits = logits.float()
-    others = {} if read is None else read(logits, targets)
+    others = {} if read is None else read(logits, targets, *per_token)
     ignored = targets == IGNORED_TARGET
     targets = targets.masked_fill(ignored, 0)
     cross_entropy = F.cross_entropy(logits, targets, reduction="none")

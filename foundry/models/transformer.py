@@ -1,5 +1,6 @@
 """A Llama-style decoder in plain PyTorch, under the parameter names of transformers' Llama."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -175,6 +176,7 @@ class Transformer(nn.Module):
         *,
         return_logits: bool = False,
         read: Read | None = None,
+        per_token: Sequence[Tensor] = (),
     ) -> TokenLogProbs:
         """Log-probabilities of the targets.
 
@@ -183,6 +185,7 @@ class Transformer(nn.Module):
             targets: (batch, seq) int64, the token after each position, -100 where ignored; None: only logits.
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
+            per_token: (batch, seq, ...) each, what `read` is given besides.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len.
@@ -200,6 +203,7 @@ class Transformer(nn.Module):
             tile_tokens=self.logprob_tile_tokens,
             return_logits=return_logits,
             read=read,
+            per_token=per_token,
         )
 
     @torch.no_grad()

@@ -107,3 +107,23 @@ def test_huge_logits_at_ignored_targets_add_nothing():
     (output.log_prob.sum()).backward()
     assert output.log_prob.abs().max() == 0
     assert hidden.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("tile_tokens", [0, 1, 4, 100])
+def test_what_is_read_beside_the_targets_is_that_of_each_token(tile_tokens):
+    """And its gradient, through tiles that are computed again."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, soft = (torch.randn(shape, generator=generator) for shape in ((2, 5, 4), (7, 4), (2, 5, 7)))
+    targets = torch.randint(7, (2, 5), generator=generator)
+    hidden.requires_grad_()
+
+    def read(logits, targets, soft):
+        assert soft.shape == logits.shape
+        assert len(targets) == len(logits)
+        return {"distance": (logits - soft).square().sum(-1)}
+
+    expected = (hidden @ weight.T - soft).square().sum(-1)
+    ours = project_log_probs(hidden, weight, targets, tile_tokens=tile_tokens, read=read, per_token=(soft,))
+    torch.testing.assert_close(ours.read["distance"], expected)
+    gradients = [torch.autograd.grad(distance.sum(), hidden)[0] for distance in (ours.read["distance"], expected)]
+    torch.testing.assert_close(*gradients)
