@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.initialisation import draw_weights, resolve_std
+from foundry.models.kv_cache import Cache
 from foundry.models.token_log_probs import Read, TokenLogProbs, read_log_probs
 from foundry.models.transformer import to_compute_dtype
 
@@ -71,6 +73,8 @@ class HuggingFaceCausalLM(nn.Module):
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_to_compute_dtype)
         self._matmul_parameters = _count_matmul_parameters(self.causal_lm)
+        self._takes = frozenset(inspect.signature(self.causal_lm.forward).parameters)
+        self.max_seq_len = max_seq_len
 
     def output_head(self) -> nn.Module | None:
         """The projection onto the vocabulary; tied to the embedding it counts as that."""
@@ -82,6 +86,7 @@ class HuggingFaceCausalLM(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
+        cache: "TransformersCache | None" = None,
         return_logits: bool = False,
         read: Read | None = None,
         per_token: Sequence[Tensor] = (),
@@ -91,12 +96,37 @@ class HuggingFaceCausalLM(nn.Module):
         Args:
             tokens: (batch, seq) int64.
             targets: (batch, seq) int64, the token after each position, -100 where ignored; None: only logits.
+            cache: what was read before these tokens, from `new_cache`; they are added to it. There are no targets then,
+                and the logits are those of the last position, (batch, 1, vocab).
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
             per_token: (batch, seq, ...) each, what `read` is given besides.
         """
-        logits = self.causal_lm(input_ids=tokens, use_cache=False).logits
+        if cache is not None:
+            logits = self.causal_lm(input_ids=tokens, **self._from_cache(cache, tokens)).logits[:, -1:]
+            cache.advance(tokens.shape[1])
+        else:
+            logits = self.causal_lm(input_ids=tokens, use_cache=False).logits
         return read_log_probs(logits, targets, return_logits=return_logits, read=read, per_token=per_token)
+
+    def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":
+        """An empty cache for `forward`, arguments as those of `Cache`; None where the architecture has another kind."""
+        if getattr(self.causal_lm, "_is_stateful", False):
+            return None
+        return TransformersCache(self.config, length, padding)
+
+    def _from_cache(self, cache: "TransformersCache", tokens: Tensor) -> dict[str, Any]:
+        """What transformers is given besides tokens, where it has read others before them."""
+        batch, seq_len = tokens.shape
+        given: dict[str, Any] = {"past_key_values": cache.held, "use_cache": True}
+        if cache.padding is not None:
+            columns = torch.arange(cache.filled + seq_len, device=tokens.device)
+            given["attention_mask"] = (columns >= cache.padding[:, None]).long()
+        if "position_ids" in self._takes:
+            given["position_ids"] = cache.positions(batch, seq_len, tokens.device)
+        if "logits_to_keep" in self._takes:
+            given["logits_to_keep"] = 1
+        return given
 
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
         """The types transformers says not to split; failing that, that of the first list of modules."""
@@ -142,6 +172,23 @@ class HuggingFaceCausalLM(nn.Module):
     def import_name(self, name: str) -> str:
         """This model's name of a tensor that `export_state` or transformers calls `name`."""
         return f"{_PREFIX}{name}"
+
+
+class TransformersCache(Cache):
+    """A cache of transformers' own, which knows of sliding windows and other kinds of layers.
+
+    Args:
+        config: of the model.
+        length: columns at most.
+        padding: as in `Cache`.
+    """
+
+    def __init__(self, config: PreTrainedConfig, length: int, padding: Tensor | None = None) -> None:
+        super().__init__(length, padding)
+        self.held = DynamicCache(config=config)
+
+    def _keep(self, rows: Tensor) -> None:
+        self.held.batch_select_indices(rows)
 
 
 def _to_compute_dtype(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.models.initialisation import draw_weights, resolve_std
+from foundry.models.kv_cache import KVCache, LayerCache
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
 
 if TYPE_CHECKING:
@@ -42,14 +43,20 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend within x: (batch, seq, hidden_size); cos, sin: (seq, head_dim)."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attend within x: (batch, seq, hidden_size), and to what a cache holds; cos, sin: (..., seq, head_dim)."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        is_causal = mask is None and query.shape[2] == key.shape[2]  # else the one query attends to all keys
         attended = F.scaled_dot_product_attention(
-            rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True, enable_gqa=self.grouped
+            query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=self.grouped
         )
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output
@@ -82,9 +89,11 @@ class TransformerBlock(FSDPBlock):
         self.input_layernorm = RMSNorm(hidden_size, norm_eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (seq, head_dim)."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (..., seq, head_dim)."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, mask)
         output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return output
 
@@ -98,12 +107,13 @@ class Decoder(nn.Module):
         self.layers = layers
         self.norm = norm
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Hidden states (batch, seq, hidden_size) of tokens: (batch, seq) int64; cos, sin: (seq, head_dim)."""
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Hidden states (batch, seq, hidden_size) of tokens: (batch, seq) int64; cos, sin: (..., seq, head_dim)."""
         x = to_compute_dtype(self.embed_tokens(tokens))
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
+        mask = None if cache is None else cache.mask(tokens.shape[1], tokens.device)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache.layers[index], mask)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -174,6 +184,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
+        cache: KVCache | None = None,
         return_logits: bool = False,
         read: Read | None = None,
         per_token: Sequence[Tensor] = (),
@@ -183,6 +194,8 @@ class Transformer(nn.Module):
         Args:
             tokens: (batch, seq) int64.
             targets: (batch, seq) int64, the token after each position, -100 where ignored; None: only logits.
+            cache: what was read before these tokens, from `new_cache`; they are added to it. There are no targets then,
+                and the logits are those of the last position, (batch, 1, vocab).
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
             per_token: (batch, seq, ...) each, what `read` is given besides.
@@ -190,12 +203,17 @@ class Transformer(nn.Module):
         Raises:
             ValueError: the sequence is longer than max_seq_len.
         """
-        seq_len = tokens.shape[1]
+        seq_len = tokens.shape[1] + (0 if cache is None else cache.filled)
         if seq_len > self.max_seq_len:
             raise ValueError(f"a sequence of {seq_len} tokens exceeds model.max_seq_len={self.max_seq_len}")
         head_dim = self.model.embed_tokens.embedding_dim // self.num_heads
         cos, sin = rotary_table(seq_len, head_dim, self.rope_theta, tokens.device)
-        hidden = self.model(tokens, cos, sin)
+        if cache is None:
+            hidden = self.model(tokens, cos, sin)
+        else:
+            positions = cache.positions(tokens.shape[0], tokens.shape[1], tokens.device)
+            hidden = self.model(tokens, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1), cache)[:, -1:]
+            cache.advance(tokens.shape[1])
         return project_log_probs(
             hidden,
             self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight,
@@ -205,6 +223,10 @@ class Transformer(nn.Module):
             read=read,
             per_token=per_token,
         )
+
+    def new_cache(self, length: int, padding: Tensor | None = None) -> KVCache:
+        """An empty cache for `forward`; arguments as those of `Cache`."""
+        return KVCache(len(self.model.layers), length, padding)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -272,7 +294,7 @@ def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x: (batch, heads, seq, head_dim) by its positions; cos, sin: (seq, head_dim)."""
+    """Turn x: (batch, heads, seq, head_dim) by its positions; cos, sin: (..., seq, head_dim)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

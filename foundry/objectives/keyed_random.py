@@ -6,7 +6,7 @@ samples, streams or seeds share numbers, and none has to be computed to reach an
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,21 @@ def keyed_uniform(seed: int, positions: Tensor, *, stream: str, device: torch.de
     """Uniform numbers from [0, 1), (batch,) float32; arguments as in `keyed_normal`."""
     values = [generator.random(dtype=np.float32) for generator in _generators(seed, stream, positions)]
     return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+
+
+def keyed_sequences(seed: int, positions: Sequence[int], length: int, *, stream: str) -> Tensor:
+    """Uniform numbers from [0, 1), (batch, length) float64; a longer one begins as a shorter one.
+
+    Args:
+        seed: as in `keyed_normal`.
+        positions: a whole number for each row, which it is keyed by.
+        length: numbers of a row.
+        stream: as in `keyed_normal`.
+    """
+    values = np.empty((len(positions), length))
+    for row, generator in enumerate(_generators(seed, stream, torch.tensor(positions, dtype=torch.int64))):
+        values[row] = generator.random(length)
+    return torch.from_numpy(values)
 
 
 def keyed_integers(

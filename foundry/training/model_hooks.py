@@ -32,8 +32,12 @@ class ModelHooks(Protocol):
         """This model's name of a tensor that an export, or transformers, calls `name`; for `model.init_from`."""
         ...
 
+    def new_cache(self, length: int, padding: Tensor | None = None) -> Any:
+        """A `foundry.models.kv_cache.Cache` that `forward` takes as `cache`; without it each token reads all others."""
+        ...
 
-Name = Literal["get_fsdp_block_types", "flops_per_sample", "export_state", "hf_config", "import_name"]
+
+Name = Literal["get_fsdp_block_types", "flops_per_sample", "export_state", "hf_config", "import_name", "new_cache"]
 
 
 def hook(model: nn.Module, name: Name) -> Callable[..., Any] | None:

@@ -1,0 +1,178 @@
+"""Continuing prompts in batches, greedily or by drawing."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from foundry.models.sampling import draw_tokens, filtered
+from foundry.objectives.keyed_random import keyed_sequences
+from foundry.training.model_hooks import hook
+
+_STREAM = "generation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How a prompt is continued.
+
+    Attributes:
+        max_new_tokens: at most as many are added.
+        temperature: 0 picks the likeliest token.
+        top_k: how many of the likeliest tokens are drawn from; None: all.
+        top_p: the fewest tokens are drawn from whose probabilities sum up to it.
+        stop_ids: tokens of which each ends a continuation.
+        seed: of the drawing.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_ids: frozenset[int] = frozenset()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model adds to a prompt.
+
+    Attributes:
+        tokens: the token that ends it included.
+        is_ended: it ends with such a token, rather than at `max_new_tokens`.
+    """
+
+    tokens: tuple[int, ...]
+    is_ended: bool
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The tokens without the one that ends them."""
+        return self.tokens[:-1] if self.is_ended else self.tokens
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    context: int,
+    device: torch.device,
+    batch_size: int = 32,
+    keys: Sequence[int] | None = None,
+    in_lockstep: bool = False,
+) -> list[Continuation]:
+    """Continue prompts; what is drawn depends on seed, key and place in the continuation, and not on the batches.
+
+    Where a sequence outgrows the context, the model reads its last `context` tokens anew for each token.
+
+    Args:
+        model: maps (tokens, return_logits) to `TokenLogProbs`; its training mode is restored.
+        prompts: tokens, at least one each.
+        decoding: how they are continued.
+        context: most tokens that the model reads.
+        device: where the model computes.
+        batch_size: prompts at a time; one at a time for a model without `new_cache`.
+        keys: what is drawn for a prompt is keyed by; None: its place.
+        in_lockstep: call the model as often on every rank, whatever is drawn: each call gathers a sharded model.
+    """
+    model = model.module if isinstance(model, DistributedDataParallel) else model  # which has nothing to reduce here
+    keys = range(len(prompts)) if keys is None else keys
+    size = batch_size if _new_cache(model, 1) is not None else 1
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):  # each length would be compiled for itself
+            return [
+                continuation
+                for start in range(0, len(prompts), size)
+                for continuation in _Batch(
+                    model, prompts[start : start + size], keys[start : start + size], decoding, context, device
+                ).run(in_lockstep=in_lockstep)
+            ]
+    finally:
+        model.train(was_training)
+
+
+def _new_cache(model: nn.Module, length: int, padding: Tensor | None = None) -> Any:
+    make = hook(model, "new_cache")
+    return None if make is None else make(length, padding)
+
+
+class _Batch:
+    """Prompts that are continued together; those that have ended leave when they are half of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[int],
+        decoding: Decoding,
+        context: int,
+        device: torch.device,
+    ) -> None:
+        self._model, self._decoding, self._context, self._device = model, decoding, context, device
+        self._prompts = [len(prompt) for prompt in prompts]
+        self._sequences = [list(prompt) for prompt in prompts]
+        self._is_ended = [False] * len(prompts)
+        self._rows = list(range(len(prompts)))  # of the prompts that the model still reads
+        self._cache: Any = None
+        num_drawn = decoding.max_new_tokens if decoding.temperature > 0 else 0
+        self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=_STREAM)
+
+    def run(self, *, in_lockstep: bool) -> Iterator[Continuation]:
+        """Continue all of them."""
+        for step in range(self._decoding.max_new_tokens):
+            logits = self._read(self._decoding.max_new_tokens - step)
+            self._add(self._choose(logits, step))
+            if not in_lockstep:
+                self._let_go()
+                if not self._rows:
+                    break
+        for length, sequence, is_ended in zip(self._prompts, self._sequences, self._is_ended, strict=True):
+            yield Continuation(tuple(sequence[length:]), is_ended)
+
+    def _read(self, num_left: int) -> Tensor:
+        """Logits of the next token, (rows, vocab), of which `num_left` are still to come."""
+        sequences = [self._sequences[row] for row in self._rows]
+        if self._cache is not None and self._cache.filled < self._cache.length:
+            tokens = torch.tensor([sequence[-1:] for sequence in sequences], device=self._device)
+        else:
+            windows = [sequence[-self._context :] for sequence in sequences]
+            longest = max(map(len, windows))
+            lacking = [longest - len(window) for window in windows]
+            padding = torch.tensor(lacking, device=self._device) if any(lacking) else None
+            self._cache = _new_cache(self._model, min(self._context, longest + num_left - 1), padding)
+            padded = [[0] * lack + list(window) for lack, window in zip(lacking, windows, strict=True)]
+            tokens = torch.tensor(padded, device=self._device)
+        cache = {} if self._cache is None else {"cache": self._cache}
+        logits: Tensor = self._model(tokens, return_logits=True, **cache).logits[:, -1]
+        return logits.float()
+
+    def _choose(self, logits: Tensor, step: int) -> list[int]:
+        decoding, chosen = self._decoding, logits.argmax(-1)
+        if decoding.temperature > 0:
+            kept = filtered(logits, temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p)
+            # A temperature so small that the quotients overflow picks the likeliest, too.
+            drawn = draw_tokens(kept, self._uniforms[self._rows, step])
+            chosen = torch.where(kept.amax(-1).isfinite(), drawn, chosen)
+        tokens: list[int] = chosen.tolist()
+        return tokens
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        for row, token in zip(self._rows, tokens, strict=True):
+            if not self._is_ended[row]:
+                self._sequences[row].append(token)
+                self._is_ended[row] = token in self._decoding.stop_ids
+
+    def _let_go(self) -> None:
+        """Stop reading sequences that have ended, where they are at least half of those that are read."""
+        going_on = [index for index, row in enumerate(self._rows) if not self._is_ended[row]]
+        if 2 * len(going_on) <= len(self._rows):
+            self._rows = [self._rows[index] for index in going_on]
+            if self._cache is not None and self._rows:
+                self._cache.keep(torch.tensor(going_on, device=self._device))

@@ -1,0 +1,33 @@
+"""Weights gathered for a while, so that each rank calls the model as often as it likes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[nn.Module]:
+    """The model with all of its weights on every rank; forward passes in the body communicate nothing.
+
+    Every rank enters together, and needs memory for the whole model in the type that it is gathered in. The weights
+    must not change in the body.
+
+    Args:
+        model: as it is called in training.
+    """
+    model = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield model
+    finally:
+        for unit in units:
+            unit.reshard()
+            # As `FSDPSync` leaves it outside of a window.
+            unit.set_reshard_after_forward(True, recurse=False)

@@ -1,0 +1,106 @@
+"""Ranks that generate each for itself, under every wrapper: no rank waits for another, and training is undisturbed."""
+
+import pytest
+from harness import spawn
+
+from foundry.config.schemas.distributed import DDP, FSDP
+from foundry.config.schemas.precision import PrecisionMode
+
+pytestmark = pytest.mark.distributed
+CONFIGS = {
+    "ddp": DDP(),
+    "ddp_sharded_optimizer": DDP(shard_optimizer=True),
+    "fsdp": FSDP(),
+    "fsdp_kept": FSDP(reshard_after_forward=False),
+}
+MODES = (PrecisionMode.fp32, PrecisionMode.amp_bfloat16)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 10], [11], [12, 13]]
+
+
+def built():
+    import torch
+
+    from foundry.models.transformer import Transformer
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    return Transformer(vocab_size=40, max_seq_len=32, init_std=0.3, **sizes)
+
+
+def continued(model, prompts, world, policy):
+    from foundry.objectives.generation import Decoding, generate
+
+    decoding = Decoding(max_new_tokens=12, stop_ids=frozenset({7, 8}))
+    with policy.autocast(world.device):
+        found = generate(model, prompts, decoding, context=32, device=world.device, batch_size=2)
+    return [continuation.tokens for continuation in found]
+
+
+def steps(parallel, policy, world, number):
+    """Losses of some SGD steps on the same tokens of all ranks."""
+    import torch
+
+    tokens, losses = torch.arange(24).view(2, 12) % 40, []
+    for _ in range(number):
+        with parallel.sync.microbatch(first=True, last=True), policy.autocast(world.device):
+            loss = -parallel.model(tokens, tokens.roll(-1, 1)).log_prob.mean()
+            loss.backward()
+        parallel.sync.finish()
+        with torch.no_grad():
+            for parameter in parallel.model.parameters():
+                parameter -= 0.05 * parameter.grad
+                parameter.grad = None
+        losses.append(loss.item())
+    return losses
+
+
+def run(world, mode, is_disturbed):
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.whole_weights import gathered
+    from foundry.parallel.wrap import parallelize
+
+    policy = PrecisionPolicy(mode)
+    parallel = parallelize(built(), policy, world, grad_checkpointing=False, torchcompile=False)
+    own = PROMPTS[: 6 if world.rank == 0 else 1]
+    found, losses = [], []
+    for _ in range(3):
+        if is_disturbed:
+            with gathered(parallel.model) as whole:
+                found.append(continued(whole, own, world, policy))
+        losses += steps(parallel, policy, world, 1)
+    size = sum(getattr(p, "_local_tensor", p).numel() for p in parallel.model.parameters())
+    return found, losses, size
+
+
+def run_all(world):
+    from foundry.parallel.process_group import arrange
+
+    return {
+        (name, mode, is_disturbed): run(arrange(world, config), mode, is_disturbed)
+        for name, config in CONFIGS.items()
+        for mode in MODES
+        for is_disturbed in (True, False)
+    }
+
+
+@pytest.fixture(scope="module")
+def of_ranks():
+    return spawn(run_all, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranks_generate_for_themselves(of_ranks, name, mode):
+    import torch
+
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import World
+
+    (found, losses, size), (less, other_losses, _) = (rank[name, mode, True] for rank in of_ranks)
+    assert losses == other_losses == of_ranks[0][name, mode, False][1]
+    whole = sum(parameter.numel() for parameter in built().parameters())
+    assert size == whole if name == "ddp" else size < 0.6 * whole
+    assert [tokens[:1] for tokens in found] == less
+    assert found[0] != found[2], "the weights have changed"
+    alone = World(0, 0, 1, 1, torch.device("cpu"))
+    assert continued(built(), PROMPTS, alone, PrecisionPolicy(mode)) == found[0]

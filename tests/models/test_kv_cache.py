@@ -1,0 +1,87 @@
+"""Logits with a cache are those without, for both kinds of models, whatever is read at a time and beside it."""
+
+import pytest
+import torch
+
+from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.transformer import Transformer
+
+VOCAB, CONTEXT = 61, 24
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SLIDING = {**LLAMA, "sliding_window": 5}
+
+
+def transformer(**sizes):
+    given = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, **sizes}
+    return Transformer(vocab_size=VOCAB, max_seq_len=CONTEXT, init_std=0.2, **given)
+
+
+def of_transformers(architecture, config):
+    sizes = {"vocab_size": VOCAB, "max_seq_len": CONTEXT}
+    return HuggingFaceCausalLM(path=None, architecture=architecture, config=config, init_std=None, **sizes)
+
+
+MODELS = {
+    "transformer": transformer,
+    "tied": lambda: transformer(num_kv_heads=4, tie_embeddings=True),
+    "llama": lambda: of_transformers("llama", {**LLAMA, "num_key_value_heads": 2, "initializer_range": 0.2}),
+    "gpt2": lambda: of_transformers("gpt2", {**GPT2, "initializer_range": 0.2}),
+    "mistral": lambda: of_transformers("mistral", {**SLIDING, "num_key_value_heads": 2, "initializer_range": 0.2}),
+    "eager": lambda: of_transformers("llama", {**LLAMA, "num_key_value_heads": 4, "attn_implementation": "eager"}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(1)
+    return MODELS[request.param]().eval()
+
+
+def last_logits(model, tokens, **cache):
+    return model(tokens, return_logits=True, **cache).logits[:, -1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [[1] * 20, [7] + [1] * 13, [20], [3, 5, 1, 11]], ids=str)
+def test_what_is_read_at_a_time_does_not_matter(model, pieces):
+    tokens = torch.randint(0, VOCAB, (3, 20))
+    cache, start = model.new_cache(20), 0
+    for piece in pieces:
+        logits = last_logits(model, tokens[:, start : start + piece], cache=cache)
+        start += piece
+        expected = last_logits(model, tokens[:, :start])
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@torch.no_grad()
+def test_sequences_of_different_lengths_beside_each_other(model):
+    sequences = [torch.randint(0, VOCAB, (length,)) for length in (9, 1, 4, 9)]
+    more = torch.randint(0, VOCAB, (4, 10))
+    padding = torch.tensor([9 - len(sequence) for sequence in sequences])
+    padded = torch.stack([torch.cat((torch.zeros(9 - len(s), dtype=torch.int64), s)) for s in sequences])
+    cache, rows = model.new_cache(19, padding), [0, 1, 2, 3]
+    for column in range(11):
+        tokens = padded if column == 0 else more[rows, column - 1 : column]
+        logits = last_logits(model, tokens, cache=cache)
+        for place, row in enumerate(rows):
+            expected = last_logits(model, torch.cat((sequences[row], more[row, :column]))[None])[0]
+            torch.testing.assert_close(logits[place], expected, atol=1e-5, rtol=1e-5)
+            assert logits[place].argmax() == expected.argmax()
+        if column == 4:
+            rows = [1, 3]
+            cache.keep(torch.tensor(rows))
+
+
+def test_training_does_not_depend_on_the_cache_s_code():
+    """Without a cache the model calls its blocks as ever; gradients reach every weight."""
+    model = transformer()
+    tokens = torch.randint(0, VOCAB, (2, 12))
+    model(tokens, tokens).log_prob.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_recurrent_model_has_no_such_cache():
+    config = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    assert of_transformers("mamba", config).new_cache(4) is None

@@ -1,0 +1,100 @@
+"""Continuations of prompts, against the plainest loop that there is."""
+
+import pytest
+import torch
+from torch import nn
+
+from foundry.models.token_log_probs import TokenLogProbs
+from foundry.models.transformer import Transformer
+from foundry.objectives.generation import Decoding, generate
+
+VOCAB, CONTEXT = 40, 32
+CPU = torch.device("cpu")
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [4], [12, 13]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    return Transformer(vocab_size=VOCAB, max_seq_len=CONTEXT, init_std=0.3, **sizes)
+
+
+@torch.no_grad()
+def plainly(model, prompt, number, stop=frozenset()):
+    tokens = list(prompt)
+    for _ in range(number):
+        logits = model(torch.tensor([tokens[-CONTEXT:]]), return_logits=True).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] in stop:
+            break
+    return tuple(tokens[len(prompt) :])
+
+
+def continued(model, prompts=PROMPTS, **options):
+    own = {name: options.pop(name) for name in ("batch_size", "keys", "in_lockstep") if name in options}
+    return generate(model, prompts, Decoding(**options), context=CONTEXT, device=CPU, **own)
+
+
+def test_greedy_batches_are_the_plain_loop_also_beyond_the_context(model):
+    for number in (1, 12, 40):
+        expected = [plainly(model, prompt, number) for prompt in PROMPTS]
+        assert [c.tokens for c in continued(model, max_new_tokens=number)] == expected
+        assert not any(c.is_ended for c in continued(model, max_new_tokens=number))
+
+
+def test_each_stop_token_ends_a_continuation(model):
+    whole = [plainly(model, prompt, 20) for prompt in PROMPTS]
+    stop = frozenset({whole[0][5], whole[2][9]})
+    found = continued(model, max_new_tokens=20, stop_ids=stop)
+    assert [c.tokens for c in found] == [plainly(model, prompt, 20, stop) for prompt in PROMPTS]
+    assert [c.is_ended for c in found] == [any(token in stop for token in tokens) for tokens in whole]
+    assert all(c.tokens == (*c.answer, c.tokens[-1]) for c in found if c.is_ended)
+    assert found == continued(model, max_new_tokens=20, stop_ids=stop, in_lockstep=True)
+
+
+def test_draws_do_not_depend_on_the_batches(model):
+    options = {"max_new_tokens": 25, "temperature": 1.2, "top_k": 20, "top_p": 0.95, "seed": 5, "stop_ids": {7, 8}}
+    whole = continued(model, **options)
+    assert whole == continued(model, **options, batch_size=2)
+    assert whole == continued(model, **options, batch_size=1)
+    keys = [4, 3, 2, 1, 0]
+    assert whole[::-1] == continued(model, PROMPTS[::-1], **options, keys=keys)
+    assert whole[1] != whole[3], "the same prompt at two places"
+    assert whole != continued(model, **{**options, "seed": 6})
+    shorter = continued(model, **{**options, "max_new_tokens": 9})
+    assert [c.tokens for c in shorter] == [c.tokens[:9] for c in whole]
+
+
+def test_draws_follow_the_model(model):
+    with torch.no_grad():
+        expected = model(torch.tensor([[1, 2]]), return_logits=True).logits[0, -1].softmax(-1)
+    drawn = continued(model, [[1, 2]] * 2000, max_new_tokens=1, temperature=1.0, batch_size=500)
+    counts = torch.bincount(torch.tensor([c.tokens[0] for c in drawn]), minlength=VOCAB) / 2000
+    assert (counts - expected).abs().max() < 0.035
+
+
+def test_a_tiny_temperature_and_top_k_of_one_pick_the_likeliest(model):
+    greedy = continued(model, max_new_tokens=8)
+    for filters in ({"temperature": 1e-38}, {"temperature": 2.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-9}):
+        assert continued(model, max_new_tokens=8, **filters) == greedy
+
+
+def test_a_model_of_the_user_s_own_needs_no_cache(model):
+    class Plain(nn.Module):
+        """Takes what objectives need, and nothing else."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, tokens, targets=None, *, return_logits=False):
+            return TokenLogProbs(None, None, self.inner(tokens, return_logits=True).logits)
+
+    assert continued(Plain(), max_new_tokens=12) == continued(model, max_new_tokens=12)
+
+
+def test_the_training_mode_is_restored(model):
+    assert model.train().training
+    continued(model, max_new_tokens=1)
+    assert model.training
