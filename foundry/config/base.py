@@ -5,7 +5,7 @@ Of a run's config.yaml only the model is taken, and only if it is foundry's own 
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,24 @@ from foundry.config.store import writable
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, TOKENIZER, TRANSFORMERS
 
-_PATH, _WHICH = "model.path", "model.which"
+
+@dataclass(frozen=True)
+class BaseKeys:
+    """The settings that choose a model which exists, for messages.
+
+    Attributes:
+        path: run directory, or folder of transformers.
+        which: checkpoint of that run.
+        trust: whether it may be of a part that foundry does not know.
+    """
+
+    path: str
+    which: str
+    trust: str
+
+
+_MODEL = BaseKeys("model.path", "model.which", "model.trust")
+_PATH = _MODEL.path
 OF_THE_BASE = "is the base's own and cannot be given; leave it out, or choose model=transformer for a new model"
 
 
@@ -43,10 +60,11 @@ def expand_base(composed: DictConfig) -> list[Violation]:
     try:
         base: Any = OmegaConf.to_object(OmegaConf.masked_copy(node, ["path", "which", "trust", "init_from"]))
         folder = Path(str(base["path"])).expanduser()
-        if wrong := list(_check_base(base, folder)):
-            return wrong
+        if base["init_from"] is not None:
+            message = f"is {shown(base['init_from'])} together with model=base, whose weights are those of model.path"
+            return [Violation("model.init_from", f"{message}; leave it out")]
         is_transformers = (folder / "config.json").is_file()
-        model = _folder_model(folder) if is_transformers else _run_model(folder, str(base["which"]), base["trust"])
+        model = resolve_base(folder, str(base["which"]), base["trust"], _MODEL)
     except ConfigError as error:
         return list(error.violations)
     except (OmegaConfBaseException, OSError, ValueError, RuntimeError) as error:
@@ -60,51 +78,64 @@ def expand_base(composed: DictConfig) -> list[Violation]:
     return []
 
 
-def _check_base(base: dict[str, Any], folder: Path) -> Iterator[Violation]:
+def resolve_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> DictConfig:
+    """The model of a run or of a folder of transformers, with its weights, as a configuration.
+
+    Args:
+        folder: where it lies.
+        which: checkpoint of a run: last, best, or the number of a step.
+        trust: whether a run's model may be none of foundry's.
+        keys: the settings that say this.
+
+    Raises:
+        ConfigError: there is no such model, or it may not be built.
+    """
+    if wrong := list(_check_base(folder, which, trust, keys)):
+        raise ConfigError(wrong)
+    if (folder / "config.json").is_file():
+        model = writable(HuggingFace)
+        model.path = str(folder)
+        return model
+    return _run_model(folder, which, trust, keys)
+
+
+def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterator[Violation]:
     if not folder.is_dir():
-        yield Violation(_PATH, f"is {shown(base['path'])} but there is no such folder")
+        yield Violation(keys.path, f"is {shown(folder)} but there is no such folder")
         return
-    if base["init_from"] is not None:
-        message = f"is {shown(base['init_from'])} together with model=base, whose weights are those of model.path"
-        yield Violation("model.init_from", f"{message}; leave it out")
     if not (folder / "config.json").is_file():
         if not os.path.lexists(folder / CONFIG):
-            message = f"is {shown(base['path'])}, which is no run directory (it has no {CONFIG})"
-            yield Violation(_PATH, f"{message} and no folder of transformers (it has no config.json)")
+            message = f"is {shown(folder)}, which is no run directory (it has no {CONFIG})"
+            yield Violation(keys.path, f"{message} and no folder of transformers (it has no config.json)")
         return
-    for name, default in (("which", "last"), ("trust", False)):
-        if base[name] != default:
-            message = f"is {shown(base[name])} but model.path is a folder of transformers, which has no"
-            what = "checkpoints" if name == "which" else "part of the user's own: code in it is never run"
-            yield Violation(f"model.{name}", f"{message} {what}; leave it out")
+    what = f"but {keys.path} is a folder of transformers, which has no"
+    if which != "last":
+        yield Violation(keys.which, f"is {shown(which)} {what} checkpoints; leave it out")
+    if trust:
+        message = f"is True {what} part of the user's own: code in it is never run; leave it out"
+        yield Violation(keys.trust, message)
 
 
-def _folder_model(folder: Path) -> DictConfig:
-    model = writable(HuggingFace)
-    model.path = str(folder)
-    return model
-
-
-def _run_model(run_dir: Path, which: str, trust: bool) -> DictConfig:
+def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictConfig:
     """The model of a run as it was recorded, with the weights of a checkpoint to start from.
 
     Raises:
         ConfigError: it is not to be trusted, or no model of this foundry's, or there is no such checkpoint.
     """
     file = run_dir / CONFIG
-    recorded = read_settings(file, _PATH).get("model")
+    recorded = read_settings(file, keys.path).get("model")
     if not trust and (foreign := list(foreign_parts({"model": recorded}))):
         message = f"is {run_dir}, whose {CONFIG} would run what is not foundry's own: {', '.join(foreign)}"
-        raise ConfigError(Violation(_PATH, f"{message}; add model.trust=true, if you trust its author"))
+        raise ConfigError(Violation(keys.path, f"{message}; add {keys.trust}=true, if you trust its author"))
     try:
         typed = typed_group(file, "model", recorded)
     except ConfigError as error:
-        raise ConfigError(replace(violation, key=_PATH) for violation in error.violations) from None
+        raise ConfigError(replace(violation, key=keys.path) for violation in error.violations) from None
     model = typed if isinstance(typed, DictConfig) else OmegaConf.create(typed)
     try:
         checkpoint = find(run_dir, which)
     except FileNotFoundError as error:
-        raise ConfigError(Violation(_WHICH, f"is {shown(which)} but {error}")) from None
+        raise ConfigError(Violation(keys.which, f"is {shown(which)} but {error}")) from None
     with open_dict(model):
         model.init_from = str(checkpoint)
     if OmegaConf.get_type(model) is HuggingFace and model.path is not None:
@@ -113,7 +144,8 @@ def _run_model(run_dir: Path, which: str, trust: bool) -> DictConfig:
             model.path = str(own)
         elif not trust:
             message = f"is {run_dir}, which has no {TRANSFORMERS}/, and whose model is that of {shown(model.path)}"
-            raise ConfigError(Violation(_PATH, f"{message}, outside of it; add model.trust=true to read that folder"))
+            remedy = f"add {keys.trust}=true to read that folder"
+            raise ConfigError(Violation(keys.path, f"{message}, outside of it; {remedy}"))
     return model
 
 

@@ -31,6 +31,7 @@ from foundry.config.secrets import check_secrets
 from foundry.config.setting import OutOfBounds, check_fields, guarded
 from foundry.config.sizes import check_sizes
 from foundry.config.targets import check_targets
+from foundry.config.teacher import pin_teacher
 
 _MOST_SIZES = 8
 """Batch sizes that a message names."""
@@ -67,13 +68,16 @@ Rule = Callable[[Config, Launch], Iterator[Violation]]
 
 
 def check(composed: DictConfig) -> list[Violation]:
-    """Every violation of a composed configuration, in a fixed order; `model=base` is first replaced by its model."""
+    """Every violation of a composed configuration, in a fixed order.
+
+    `model=base` is first replaced by its model, and a teacher's checkpoint by its step.
+    """
     try:
         environment = detect()
     except ConfigError as error:
         return list(error.violations)
     choices = list(_check_choices(composed))
-    base = [] if choices else expand_base(composed)
+    base = [] if choices else expand_base(composed) or pin_teacher(composed)
     unusable = {wrong.key for wrong in choices} | ({"model"} if base else set())
     keys = [str(key) for key in composed if key != "hydra" and key not in unusable]
     missing = [hole for key in keys for hole in holes(composed, key, key)]

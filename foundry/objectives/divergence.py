@@ -1,6 +1,7 @@
 """How far a student's next-token distribution is from its teacher's."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +10,75 @@ from foundry.config.schemas.objective import Divergence, OutsideTopK
 
 _LOG_ZERO = -100.0
 """The logarithm of the probability that the teacher gives what `OutsideTopK.zero` leaves out."""
+
+
+@dataclass(frozen=True)
+class TeacherLogProbs:
+    """A teacher's distribution, or what is kept of it.
+
+    Attributes:
+        log_prob: (..., vocab) without tokens; else (..., top_k), with `OutsideTopK.tail` one more entry for the rest.
+        tokens: (..., top_k) int64, the likeliest; None: all are kept.
+    """
+
+    log_prob: Tensor
+    tokens: Tensor | None = None
+
+
+def keep_teacher(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    outside_top_k: OutsideTopK = OutsideTopK.tail,
+) -> TeacherLogProbs:
+    """What `divergence` needs of a teacher's logits; arguments as there.
+
+    Args:
+        logits: (..., vocab), floating point.
+        temperature: the distribution is softmax(logits / temperature).
+        top_k: how many of the likeliest tokens are kept; None: all.
+        outside_top_k: what becomes of the others.
+    """
+    log_prob = (logits / temperature).log_softmax(-1)
+    if top_k is None or top_k >= log_prob.shape[-1]:
+        return TeacherLogProbs(log_prob)
+    best, tokens = log_prob.topk(top_k, dim=-1)
+    if outside_top_k is OutsideTopK.tail:
+        return TeacherLogProbs(torch.cat([best, _rest(log_prob, tokens)], -1), tokens)
+    return TeacherLogProbs(best.log_softmax(-1), tokens)
+
+
+def divergence_from(
+    teacher: TeacherLogProbs,
+    student_logits: Tensor,
+    *,
+    kind: Divergence = Divergence.forward,
+    temperature: float = 1.0,
+    mixed_kl_weight: float = 0.5,
+    jsd_beta: float = 0.5,
+    outside_top_k: OutsideTopK = OutsideTopK.tail,
+) -> Tensor:
+    """The divergence of a student from what is kept of its teacher; see `divergence`."""
+    student, kept = (student_logits / temperature).log_softmax(-1), teacher.log_prob
+    if (tokens := teacher.tokens) is not None:
+        match outside_top_k:
+            case OutsideTopK.tail:
+                student = torch.cat([student.gather(-1, tokens), _rest(student, tokens)], -1)
+            case OutsideTopK.renormalize:
+                student = student.gather(-1, tokens).log_softmax(-1)
+            case OutsideTopK.zero:
+                kept = torch.full_like(student, _LOG_ZERO).scatter(-1, tokens, kept.to(student.dtype))
+    match kind:
+        case Divergence.forward:
+            return _kl(kept, student)
+        case Divergence.reverse:
+            return _kl(student, kept)
+        case Divergence.mixed:
+            return mixed_kl_weight * _kl(kept, student) + (1 - mixed_kl_weight) * _kl(student, kept)
+        case Divergence.jsd:
+            mixture = torch.logaddexp(kept + math.log(jsd_beta), student + math.log1p(-jsd_beta))
+            return jsd_beta * _kl(kept, mixture) + (1 - jsd_beta) * _kl(student, mixture)
 
 
 def divergence(
@@ -42,19 +112,15 @@ def divergence(
         (...), never negative but for rounding, and 0 where the distributions are equal, except with
         `OutsideTopK.zero`, whose teacher is cut off while the student is not.
     """
-    student, teacher = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
-    if top_k is not None and top_k < teacher.shape[-1]:
-        student, teacher = _cut(student, teacher, top_k, outside_top_k)
-    match kind:
-        case Divergence.forward:
-            return _kl(teacher, student)
-        case Divergence.reverse:
-            return _kl(student, teacher)
-        case Divergence.mixed:
-            return mixed_kl_weight * _kl(teacher, student) + (1 - mixed_kl_weight) * _kl(student, teacher)
-        case Divergence.jsd:
-            mixture = torch.logaddexp(teacher + math.log(jsd_beta), student + math.log1p(-jsd_beta))
-            return jsd_beta * _kl(teacher, mixture) + (1 - jsd_beta) * _kl(student, mixture)
+    return divergence_from(
+        keep_teacher(teacher_logits, temperature=temperature, top_k=top_k, outside_top_k=outside_top_k),
+        student_logits,
+        kind=kind,
+        temperature=temperature,
+        mixed_kl_weight=mixed_kl_weight,
+        jsd_beta=jsd_beta,
+        outside_top_k=outside_top_k,
+    )
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:
@@ -62,18 +128,7 @@ def _kl(first: Tensor, second: Tensor) -> Tensor:
     return (first.exp() * (first - second)).sum(-1)
 
 
-def _cut(student: Tensor, teacher: Tensor, top_k: int, outside: OutsideTopK) -> tuple[Tensor, Tensor]:
-    """Both log-distributions on the teacher's likeliest tokens and what stands for the others."""
-    best, tokens = teacher.topk(top_k, dim=-1)
-    match outside:
-        case OutsideTopK.renormalize:
-            return student.gather(-1, tokens).log_softmax(-1), best.log_softmax(-1)
-        case OutsideTopK.zero:
-            return student, torch.full_like(teacher, _LOG_ZERO).scatter(-1, tokens, best.log_softmax(-1))
-        case OutsideTopK.tail:
-            is_kept = torch.zeros_like(teacher, dtype=torch.bool).scatter(-1, tokens, True)
-            # A sum of what is left, since 1 - sum would lose the digits of a small rest.
-            rest = (log_probs.masked_fill(is_kept, -math.inf).logsumexp(-1, True) for log_probs in (student, teacher))
-            student_rest, teacher_rest = rest
-            kept = student.gather(-1, tokens)
-            return torch.cat([kept, student_rest], -1), torch.cat([best, teacher_rest], -1)
+def _rest(log_prob: Tensor, tokens: Tensor) -> Tensor:
+    """(..., 1), the log-probability of all other tokens; a sum, since 1 - sum would lose the digits of a small one."""
+    is_kept = torch.zeros_like(log_prob, dtype=torch.bool).scatter(-1, tokens, True)
+    return log_prob.masked_fill(is_kept, -math.inf).logsumexp(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """`objective=`: what is minimised."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import ClassVar
 
@@ -194,6 +194,66 @@ class OutsideTopK(Enum):
     tail = "tail"
     renormalize = "renormalize"
     zero = "zero"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """Cross-entropy of the targets, and the divergence from a teacher's next-token distribution."""
+
+    wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
+    loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    metrics: ClassVar[tuple[str, ...]] = ("cross_entropy", "divergence")
+
+    _target_: str = "foundry.objectives.distillation.Distillation"
+    teacher: str = setting(
+        "???",
+        "run directory, or folder of transformers, of the model to learn from",
+        path=True,
+        aliases="teacher_model, teacher_model_name_or_path",
+    )
+    teacher_which: str = setting("last", "checkpoint of that run: last, best, or the number of a step")
+    teacher_trust: bool = setting(False, "build a model that the run names and foundry does not know: it runs its code")
+    vocab_size: int = setting("${model.vocab_size}", "entries of the student, which the teacher must have too", ge=1)
+    max_seq_len: int = setting("${model.max_seq_len}", "longest sequence in tokens", ge=1)
+    divergence: Divergence = setting(
+        Divergence.forward,
+        "forward: KL(teacher || student); reverse: KL(student || teacher); mixed: both, weighted; or jsd",
+        aliases="kl_type",
+    )
+    mixed_kl_weight: float = setting(0.5, "share of forward in mixed", ge=0, le=1)
+    jsd_beta: float = setting(0.5, "weight of the teacher in the mixture of jsd", gt=0, lt=1)
+    temperature: float = setting(
+        1.0,
+        "both models' logits are divided by it; the divergence is multiplied by its square",
+        gt=0,
+    )
+    ce_ratio: float = setting(
+        0.5, "share of the cross-entropy in the loss; the divergence has the rest", ge=0, le=1, aliases="alpha"
+    )
+    top_k: int | None = setting(
+        None,
+        "compare the teacher's likeliest tokens only, which saves memory",
+        ge=1,
+        aliases="topk_logits_k",
+    )
+    outside_top_k: OutsideTopK = setting(
+        OutsideTopK.tail,
+        "the other tokens: tail: one entry together; renormalize: left out; zero: nothing for the teacher only",
+        aliases="zero_outside_topk",
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """No setting would be ignored."""
+        defaults = {item.name: item.default for item in fields(self)}
+        for name, needed, is_used in (
+            ("mixed_kl_weight", "objective.divergence=mixed", self.divergence is Divergence.mixed),
+            ("jsd_beta", "objective.divergence=jsd", self.divergence is Divergence.jsd),
+            ("outside_top_k", "objective.top_k", self.top_k is not None),
+        ):
+            value = getattr(self, name)
+            if not is_used and value != defaults[name]:
+                message = f"is {value.value if isinstance(value, Enum) else value} but means nothing without {needed}"
+                yield Violation(f"objective.{name}", message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,68 @@
+"""`objective.teacher`: the model of another run, or of a folder of transformers, that a student learns from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.base import BaseKeys, resolve_base
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.model import Model
+from foundry.config.schemas.objective import Distillation
+from foundry.run_dir.checkpoints import parse_step
+
+KEYS = BaseKeys("objective.teacher", "objective.teacher_which", "objective.teacher_trust")
+
+
+def resolve_teacher(folder: Path, which: str, trust: bool, sizes: Mapping[str, int]) -> Any:
+    """The teacher's configuration.
+
+    Args:
+        folder: where it lies.
+        which: checkpoint of a run.
+        trust: whether a run's model may be none of foundry's.
+        sizes: of the student, `vocab_size` and `max_seq_len`, for a folder of transformers, which takes any.
+
+    Raises:
+        ConfigError: there is no such model, it may not be built, or its sizes are not the student's.
+    """
+    node = resolve_base(folder, which, trust, KEYS)
+    for name, size in sizes.items():
+        if OmegaConf.is_interpolation(node, name):
+            node[name] = size
+    own = node.get("vocab_size"), node.get("max_seq_len")
+    message = f"is {folder}, whose model has"
+    if isinstance(own[0], int) and own[0] != sizes["vocab_size"]:
+        text = f"{message} {own[0]} tokens and the student {sizes['vocab_size']}; both need the same tokenizer"
+        raise ConfigError(Violation(KEYS.path, text))
+    if isinstance(own[1], int) and own[1] < sizes["max_seq_len"]:
+        text = f"{message} {own[1]} positions; set model.max_seq_len, {sizes['max_seq_len']}, to at most as many"
+        raise ConfigError(Violation(KEYS.path, text))
+    return OmegaConf.to_object(node) if issubclass(OmegaConf.get_type(node) or dict, Model) else node
+
+
+def pin_teacher(composed: DictConfig) -> list[Violation]:
+    """Replace `last` and `best` by the step that they are now, so that a resumed run has the same teacher.
+
+    Returns:
+        What is wrong with the teacher; the configuration is then as it was.
+    """
+    objective = composed._get_node("objective")
+    if not isinstance(objective, DictConfig) or OmegaConf.get_type(objective) is not Distillation:
+        return []
+    if any(OmegaConf.is_missing(objective, name) for name in ("teacher", "teacher_which", "teacher_trust")):
+        return []
+    try:
+        folder, which = Path(str(objective.teacher)).expanduser(), str(objective.teacher_which)
+        sizes = {name: int(objective[name]) for name in ("vocab_size", "max_seq_len")}
+        node = resolve_teacher(folder, which, bool(objective.teacher_trust), sizes)
+    except ConfigError as error:
+        return list(error.violations)
+    except (OmegaConfBaseException, TypeError, ValueError, OSError):
+        return []  # said of the setting itself
+    weights = node.get("init_from") if isinstance(node, DictConfig) else node.init_from
+    if weights is not None:
+        objective.teacher_which = str(parse_step(Path(weights)))
+    return []

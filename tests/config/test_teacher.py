@@ -1,0 +1,90 @@
+"""`objective.teacher`: what it stands for, and what is wrong with it, before anything is built."""
+
+import pytest
+from composition import configure
+from tiny import SMALL_LM
+
+from foundry.config.errors import ConfigError
+from foundry.config.frozen import save_config
+from foundry.config.schemas.model import HuggingFace, Transformer
+from foundry.library import compose
+from foundry.parts import build_objective
+
+STUDENT = [*SMALL_LM, "data.vocab_size=300", "objective=distillation", "evaluation.write_samples=false"]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """What composing looks at of a run: its settings and the names of its checkpoints."""
+    folder = tmp_path / "teacher"
+    for step in (10, 20):
+        (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        (folder / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
+    (folder / "checkpoints" / "latest").symlink_to("step_00000020")
+    (folder / "checkpoints" / "best").symlink_to("step_00000010")
+    save_config(configure(*SMALL_LM, "model.num_layers=3", "data.vocab_size=300"), folder)
+    return folder
+
+
+def refused(*overrides):
+    with pytest.raises(ConfigError) as error:
+        compose([*STUDENT, *overrides])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("which", "step"), [("last", "20"), ("best", "10"), ("10", "10")])
+def test_a_checkpoint_of_a_run_is_kept_by_its_step(run_dir, which, step):
+    config = compose([*STUDENT, f"objective.teacher={run_dir}", f"objective.teacher_which={which}"])
+    assert config.objective.teacher_which == step
+    teacher = build_objective(config).frozen_models["teacher"]
+    assert isinstance(teacher, Transformer)
+    assert (teacher.num_layers, teacher.vocab_size) == (3, 300)
+    assert teacher.init_from == str(run_dir / "checkpoints" / f"step_{int(step):08d}")
+
+
+def test_a_folder_of_transformers_takes_the_student_s_sizes(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    config = compose([*STUDENT, f"objective.teacher={tmp_path}"])
+    teacher = build_objective(config).frozen_models["teacher"]
+    assert isinstance(teacher, HuggingFace)
+    assert (teacher.path, teacher.vocab_size, teacher.max_seq_len) == (str(tmp_path), 300, 32)
+    assert refused(f"objective.teacher={tmp_path}", "objective.teacher_which=best").startswith(
+        "objective.teacher_which: is best but objective.teacher is a folder of transformers, which has no checkpoints"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "objective.teacher: has no value"),
+        (["objective.teacher=nowhere"], "objective.teacher: is nowhere but there is no such folder"),
+        (["objective.teacher=.."], "objective.teacher: is .., which is no run directory"),
+        (
+            ["objective.teacher=RUN", "objective.teacher_which=30"],
+            "objective.teacher_which: is 30 but RUN has no check",
+        ),
+        (["objective.teacher=RUN", "data.vocab_size=299"], "objective.teacher: is RUN, whose model has 300 tokens and"),
+        (["objective.teacher=RUN", "data.seq_len=33"], "objective.teacher: is RUN, whose model has 32 positions; set"),
+        (
+            ["objective.teacher=RUN", "objective.jsd_beta=0.3"],
+            "objective.jsd_beta: is 0.3 but means nothing without obj",
+        ),
+        (
+            ["objective.teacher=RUN", "objective.outside_top_k=zero"],
+            "objective.outside_top_k: is zero but means nothing",
+        ),
+        (["objective.teacher=RUN", "hparams.z_loss_coefficient=1"], "hparams.z_loss_coefficient: is set but objective"),
+    ],
+)
+def test_what_is_wrong_with_it(run_dir, overrides, message):
+    lines = refused(*(override.replace("RUN", str(run_dir)) for override in overrides)).splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(message.replace("RUN", str(run_dir)))
+
+
+def test_a_model_that_foundry_does_not_know_is_not_built(run_dir):
+    file = run_dir / "config.yaml"
+    file.write_text(file.read_text().replace("foundry.models.transformer.Transformer", "os.system"))
+    message = refused(f"objective.teacher={run_dir}")
+    assert message.startswith("objective.teacher: ")
+    assert "add objective.teacher_trust=true" in message

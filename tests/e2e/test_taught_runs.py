@@ -1,0 +1,81 @@
+"""Distillation as a run: the teacher is another run, on any layout, resumed, counted in the plan."""
+
+import json
+
+import pytest
+from small_text import RUN, SMALL, write_text
+from warm import WarmShell
+
+STUDENT = [
+    *RUN,
+    *SMALL,
+    "objective=distillation",
+    "objective.teacher=teacher",
+    "optimizer=adamw",
+    "hparams.lr=1e-2",
+    "hparams.max_steps=20",
+    "scheduler.horizon=20",
+]
+LAYOUTS = {
+    "one": ["hparams.per_gpu_batch_size=4"],
+    "ddp": ["distributed=ddp", "distributed.nproc_per_node=2"],
+    "fsdp": ["distributed=fsdp", "distributed.nproc_per_node=2", "objective.top_k=300"],
+}
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory, cache):
+    """A shell beside a trained teacher of twice the student's width, and the override that says where the text lies."""
+    shell = WarmShell(tmp_path_factory.mktemp("distillation"), cache)
+    text = write_text(shell.cwd)
+    wide = [*RUN, *SMALL, "model.hidden_size=32", "hparams.max_steps=60", "hparams.lr=1e-2"]
+    shell.run(text, *wide, "hydra.run.dir=teacher")
+    return shell, [text, "data.tokenizer=teacher/tokenizer.json"]
+
+
+def metrics(shell, name):
+    lines = map(json.loads, (shell.cwd / name / "metrics.jsonl").open())
+    kept = ("loss", "val_loss", "cross_entropy", "divergence", "val_divergence")
+    return [{key: line[key] for key in kept if key in line} for line in lines]
+
+
+@pytest.mark.distributed
+def test_the_student_comes_near_its_teacher_on_any_layout(taught):
+    shell, data = taught
+    for name, overrides in LAYOUTS.items():
+        shell.run(*data, *STUDENT, *overrides, f"hydra.run.dir={name}")
+    one = metrics(shell, "one")
+    assert one[-1]["val_divergence"] < 0.8 * one[0]["divergence"]
+    for name in ("ddp", "fsdp"):
+        for ours, theirs in zip(metrics(shell, name), one, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_run_that_starts_from_its_teacher_has_no_divergence_and_a_resumed_one_the_same_teacher(taught):
+    shell, data = taught
+    same = [override for override in STUDENT if override not in SMALL]
+    same += ["model=base", "model.path=teacher", "hparams.lr=1e-3", "objective.temperature=2", "hparams.max_steps=4"]
+    same += ["checkpoint.interval=null"]
+    shell.run(*data, *same, "scheduler.horizon=4", "hydra.run.dir=whole")
+    whole = [line for line in metrics(shell, "whole") if "loss" in line]
+    assert abs(whole[0]["divergence"]) < 1e-6
+    assert whole[-1]["divergence"] > 1e-6
+    shell.run(*data, *same, "scheduler.horizon=4", "hydra.run.dir=half", "hparams.max_steps=2")
+    shell.run(*data, *same, "scheduler.horizon=4", "hydra.run.dir=half")
+    assert [line for line in metrics(shell, "half") if "loss" in line] == whole
+
+
+def test_another_tokenizer_is_refused_before_the_first_step(taught):
+    shell, _ = taught
+    other = "\n".join(f"{n} plus {n} is {n + n}!" for n in range(2000))
+    (shell.cwd / "other.txt").write_text(other)
+    _, stderr = shell.run("data.path=other.txt", *STUDENT, "hydra.run.dir=refused", code=2)
+    assert stderr.startswith("data.tokenizer: is not the one that the weights in ")
+
+
+def test_the_plan_counts_the_teacher(taught):
+    shell, data = taught
+    shell.run(*data, *STUDENT, "hydra.run.dir=plan", module="foundry.plan")
+    memory = json.loads((shell.cwd / "plan" / "plan.json").read_text())["memory"]
+    assert memory["frozen"] > memory["weights"]
+    assert memory["activations_estimated"] > 0
