@@ -5,6 +5,7 @@ is of, and which of its variants, follows from its configuration alone.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -245,13 +246,13 @@ def _trl_policy_settings(config: Case) -> dict[str, Any]:
     high = config.get("epsilon_high")
     high = low if high is None else high
     loss, delta = config.get("loss_type", "dapo"), config.get("delta")
-    is_cispo = loss == "cispo"
+    is_cispo, cap = loss == "cispo", math.inf if delta is None else delta
     return {
         # There the cap is epsilon_high itself, and nothing is clipped from below.
         "ratio_clip_min": 1.0 if is_cispo else low,
-        "ratio_clip_max": high - 1 if is_cispo else high,
+        "ratio_clip_max": high - 1 if is_cispo else min(high, cap - 1),
         "use_cispo": is_cispo,
-        # There the ratio is cut at delta before it is clipped, which cannot undercut the clipped one.
+        # There the ratio is cut at delta, and the lesser of its and the clipped one's product with the advantage taken.
         "ratio_clip_c": None if delta is None else max(delta, 1 + high),
         "token_level_loss": loss != "grpo",
         "sequence_level_importance_ratios": config.get("importance_sampling_level", "token") == "sequence",
