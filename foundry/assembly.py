@@ -42,6 +42,7 @@ from foundry.parts import (
     build_optimizers,
     build_schedule,
     build_stop_rules,
+    check_forward,
     constant_weight_decay,
     resolve_init_from,
 )
@@ -159,6 +160,7 @@ def _build_trained(setup: Setup) -> Trained:
     optimizers = build_optimizers(config, parallel.model)
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
     objective = build_objective(config, world, setup.data.tokenizer)
+    check_forward(objective, model)
     frozen = _build_frozen(setup, objective, precision)
     schedule = build_schedule(config, budget)
     if resume_point is not None:

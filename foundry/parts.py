@@ -68,6 +68,26 @@ def build_objective(config: Config, world: World | None = None, tokenizer: Any =
     return objective
 
 
+def check_forward(objective: Objective, model: nn.Module, key: str = "model") -> None:
+    """Refuse a model whose forward() lacks a keyword that the objective calls it with, its `forward_keywords`.
+
+    Args:
+        objective: what is minimised.
+        model: not yet wrapped.
+        key: of the settings that the model is built from.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    if missing := [name for name in getattr(objective, "forward_keywords", ()) if name not in parameters]:
+        needs = f"objective {type(objective).__name__} calls it with {' and '.join(missing)}"
+        message = f"is {type(model).__name__}, whose forward() does not take what {needs}; pass it on to read_log_probs"
+        raise ConfigError(Violation(key, message))
+
+
 def build_evaluators(config: Config, objective: Objective, data: DataSplits) -> dict[str, Evaluator]:
     """What measures the model during the run, and what draws samples, by name.
 

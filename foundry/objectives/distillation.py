@@ -42,6 +42,7 @@ class Distillation:
     """
 
     metrics = Settings.metrics
+    forward_keywords = ("read", "per_token")
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ class SFT:
     """
 
     metrics: tuple[str, ...]
+    forward_keywords = ("read",)
 
     def __init__(self, *, z_loss_coefficient: float = 0.0, sft_average_log_probs: bool = False) -> None:
         self.z_loss_coefficient = z_loss_coefficient

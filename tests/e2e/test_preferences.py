@@ -102,3 +102,12 @@ def test_a_resumed_run_keeps_its_reference(shell):
     shell.run(*RUN, *LAYOUTS["one"], "hydra.run.dir=half", "hparams.max_steps=6")
     shell.run(*RUN, *LAYOUTS["one"], "hydra.run.dir=half")
     assert losses(shell, "half") == losses(shell, "whole")
+
+
+def test_the_plan_counts_the_reference_and_both_responses(shell):
+    memory = {}
+    for name, objective in (("pairs", []), ("longer", ["data.seq_len=32"])):
+        shell.run(*RUN, *objective, *LAYOUTS["one"], f"hydra.run.dir={name}", module="foundry.plan")
+        memory[name] = json.loads((shell.cwd / name / "plan.json").read_text())["memory"]
+    assert memory["pairs"]["frozen"] == memory["pairs"]["weights"] + memory["pairs"]["buffers"] > 0
+    assert memory["longer"]["activations_estimated"] > 1.5 * memory["pairs"]["activations_estimated"] > 0

@@ -2,12 +2,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.objective import Divergence, OutsideTopK
 from foundry.models.transformer import Transformer
 from foundry.objectives.distillation import Distillation
 from foundry.objectives.divergence import divergence
+from foundry.objectives.sft import SFT
+from foundry.parts import check_forward
 
 OPTIONS = [
     {},
@@ -101,3 +104,16 @@ def test_padding_samples_count_for_nothing():
 def test_a_teacher_of_other_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"objective\.teacher: .* 60 tokens and the student 50"):
         objective_of(make_model(vocab_size=60)).loss(make_model(), microbatch())
+
+
+class Own(nn.Module):
+    def forward(self, tokens, targets=None, *, return_logits=False, read=None):
+        """As a user may have written it before there was `per_token`."""
+
+
+def test_a_model_that_cannot_be_asked_is_refused():
+    objective = Distillation(teacher="teacher", vocab_size=50, max_seq_len=12)
+    with pytest.raises(ConfigError, match=r"model: is Own, .* objective Distillation calls it with per_token; pass it"):
+        check_forward(objective, Own())
+    check_forward(objective, make_model())
+    check_forward(SFT(), Own())
