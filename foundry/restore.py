@@ -65,7 +65,7 @@ def restore(run_dir: str | Path, which: str, *, ema: bool, trust: bool = False) 
     config = load_config(run_dir, trust=trust)
     folder = _whole_checkpoint(run_dir, which)
     _check_bounds(run_dir, config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     data = _data(config, run_dir)
     model: nn.Module = build_part(config, "model", **_own_architecture(config, run_dir, trust=trust))
     try:
@@ -73,6 +73,11 @@ def restore(run_dir: str | Path, which: str, *, ema: bool, trust: bool = False) 
     except CheckpointError as error:
         raise ConfigError(Violation("which", str(error))) from error
     return Restored(config, model.to(device).eval(), data, folder, device)
+
+
+def choose_device() -> torch.device:
+    """Where one process computes."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
@@ -174,29 +179,30 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
         fingerprint="",
         tokens_per_sample=tokens,
         tokenizer=tokenizer,
-        stop_ids=_stop_ids(run_dir / STOP_TOKENS, tokenizer),
+        **_special_tokens(run_dir / STOP_TOKENS, tokenizer),
         chat_template=_chat_template(run_dir / CHAT_TEMPLATE),
     )
 
 
-def _stop_ids(file: Path, tokenizer: Any) -> tuple[int, ...]:
-    """What ended documents and answers; of a run that an earlier foundry wrote the end of a document by its name.
+def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
+    """What ended documents and answers, and began chats; an earlier foundry wrote no file, and named the end itself.
 
     Raises:
         ConfigError: the file is none that foundry writes.
     """
     if not os.path.lexists(file):
         end = usual_end(tokenizer)
-        return () if end is None else (end,)
+        return {"stop_ids": () if end is None else (end,)}
     try:
-        ids = read_object(file, needed={"eos_token_id": list})["eos_token_id"]
+        content = read_object(file, needed={"eos_token_id": list})
     except (OSError, DamagedFileError) as error:
         raise ConfigError(Violation("run", str(error))) from None
+    stop, first = content["eos_token_id"], content.get("bos_token_id")
     known = tokenizer.get_vocab_size(with_added_tokens=True)
-    if wrong := [item for item in ids if type(item) is not int or not 0 <= item < known]:
-        message = f"{file} has eos_token_id={shown(wrong[0])}, which is no token of {TOKENIZER}"
-        raise ConfigError(Violation("run", message))
-    return tuple(ids)
+    for item in stop if first is None else [*stop, first]:
+        if type(item) is not int or not 0 <= item < known:
+            raise ConfigError(Violation("run", f"{file} has {shown(item)}, which is no token of {TOKENIZER}"))
+    return {"stop_ids": tuple(stop), "bos_id": first}
 
 
 def _chat_template(file: Path) -> str | None:

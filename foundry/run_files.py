@@ -28,7 +28,8 @@ def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_
         if data.tokenizer is not None:
             write_atomically(run_dir / TOKENIZER, data.tokenizer.to_str(pretty=True))
         if data.stop_ids:
-            write_atomically(run_dir / STOP_TOKENS, json.dumps({"eos_token_id": list(data.stop_ids)}) + "\n")
+            ids = {"eos_token_id": list(data.stop_ids), "bos_token_id": data.bos_id}
+            write_atomically(run_dir / STOP_TOKENS, json.dumps(ids) + "\n")
         if data.chat_template is not None:
             write_atomically(run_dir / CHAT_TEMPLATE, data.chat_template)
         for name in (STATUS, RESULT):

@@ -2,8 +2,10 @@
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
@@ -40,9 +42,9 @@ def sample(options: SampleOptions) -> Path:
     Raises:
         ConfigError: there is no such run or checkpoint, or an option is not of this run's objective.
     """
+    from foundry.objectives.text_samples import continue_text
     from foundry.parallel.process_group import World
     from foundry.restore import build_part, explained, restore
-    from foundry.training.protocols import GenerativeObjective
 
     run_dir = folder_option("run", options.run)
     stem = folder_option("out", options.out) if options.out else run_dir / PLOTS / "samples"
@@ -53,18 +55,24 @@ def sample(options: SampleOptions) -> Path:
     names = [item.name for schema in _SAMPLING for item in fields(schema)]
     asked = {name: value for name in names if (value := getattr(options, name)) is not None}
     kind = type(objective).__name__
-    if not isinstance(objective, GenerativeObjective):
+    generate: Callable[..., Any] | None = getattr(objective, "generate", None)
+    if generate is None and restored.data.tokenizer is not None:
+        generate = continue_text
+    if generate is None:
         raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} draws nothing"))
-    takes = inspect.signature(objective.generate).parameters
+    parameters = inspect.signature(generate).parameters.values()
+    takes = {parameter.name for parameter in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # it passes on those of a text
+        takes |= set(inspect.signature(continue_text).parameters)
     if unknown := [name for name in asked if name not in takes]:
         raise ConfigError([Violation(name, f"is no option of objective {kind}") for name in unknown])
     if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
         message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
         raise ConfigError(Violation("which", message))
     with explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"):
-        drawn = objective.generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
+        drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    file = drawn.save(stem)
+    file: Path = drawn.save(stem)
     if hasattr(drawn, "text"):
         sys.stdout.write(f"{drawn.text}\n")
     sys.stdout.write(f"{file}\n")

@@ -10,6 +10,8 @@ from foundry.config.schemas.root import Config
 
 LOSS = "val_loss"
 HELD_OUT = "foundry.evaluators.held_out.HeldOut"
+EXACT_MATCH = "foundry.evaluators.exact_match.ExactMatch"
+EXACT_MATCH_METRICS = ("exact_match", "ended")
 
 
 def val_metric_name(metric: str) -> str:
@@ -60,6 +62,8 @@ def measured_by(config: Config) -> tuple[str, ...] | None:
         names = node.get("metrics") if isinstance(node, dict) else None
         if isinstance(node, dict) and node.get("_target_") == HELD_OUT:
             known = declared(config.objective)
+        elif isinstance(node, dict) and node.get("_target_") == EXACT_MATCH:
+            known = val_metric_names(EXACT_MATCH_METRICS)
         else:
             known = val_metric_names(names) if isinstance(names, list) else None
         if known is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from foundry.config.build import HYDRA_KEYS
 from foundry.config.errors import ConfigError, Violation, shown
-from foundry.config.metrics import HELD_OUT
+from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.tracking import EXTRAS
 from foundry.config.secrets import VARIABLE
 from foundry.config.store import group_schemas
@@ -16,7 +16,7 @@ from foundry.config.strict_yaml import read_yaml
 
 _MAX_BITS = 64
 _NAMED_PART = re.compile(r"(evaluation\.evaluators|tracking\.trackers)\.\w+\._target_")
-_OWN_NAMED_PARTS = (HELD_OUT, *EXTRAS)
+_OWN_NAMED_PARTS = (HELD_OUT, EXACT_MATCH, *EXTRAS)
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 

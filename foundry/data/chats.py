@@ -180,6 +180,7 @@ def chat_splits(
         notes=notes,
         prompts=LastAnswers(encoded.validation, found),
         stop_ids=resolve_stop_ids(template, found, end),
+        bos_id=found.token_to_id(template.variables["bos_token"]),
         chat_template=template.source,
     )
 

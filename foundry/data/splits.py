@@ -59,6 +59,7 @@ class DataSplits:
         notes: facts worth telling, such as the unigram entropy of held-out text; they go to plan.json.
         prompts: held-out prompts with answers, where the data has such.
         stop_ids: tokens that end an answer or a document, first the document's; none without tokens.
+        bos_id: the token with which a chat template may begin; None: it has none.
         chat_template: in Jinja, as transformers has it, for data that are chats; None: the model continues plain text.
         content: as the fingerprint, but the same for the same samples from files of other names; None: the fingerprint.
     """
@@ -72,7 +73,29 @@ class DataSplits:
     content: str | None = None
     prompts: Sequence[Prompt] = ()
     stop_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
     chat_template: str | None = None
+
+    def encode_prompt(self, text: str, *, as_chat: bool = True) -> list[int]:
+        """Tokens of a text that the model is to continue; none of the tokenizer's own are added.
+
+        Args:
+            text: of a chat what the user says.
+            as_chat: put it into the chat template, where there is one.
+
+        Raises:
+            ValueError: the template refuses it.
+        """
+        if as_chat and self.chat_template is not None:
+            from foundry.data.chat import ChatTemplate
+
+            first = {"bos_token": self.bos_id, "eos_token": next(iter(self.stop_ids), None)}
+            variables = {name: "" if id is None else self.tokenizer.id_to_token(id) for name, id in first.items()}
+            text = ChatTemplate(self.chat_template, variables).render(
+                [{"role": "user", "content": text}], for_answer=True
+            )
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its data: content, order, number of samples and digest of the tokenizer."""

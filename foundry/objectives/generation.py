@@ -64,11 +64,12 @@ def generate(
     device: torch.device,
     batch_size: int = 32,
     keys: Sequence[int] | None = None,
+    is_sliding: bool = True,
     in_lockstep: bool = False,
 ) -> list[Continuation]:
     """Continue prompts; what is drawn depends on seed, key and place in the continuation, and not on the batches.
 
-    Where a sequence outgrows the context, the model reads its last `context` tokens anew for each token.
+    Where a sequence outgrows the context, the model reads its last `context` tokens anew for each token, or stops.
 
     Args:
         model: maps (tokens, return_logits) to `TokenLogProbs`; its training mode is restored.
@@ -78,24 +79,24 @@ def generate(
         device: where the model computes.
         batch_size: prompts at a time; one at a time for a model without `new_cache`.
         keys: what is drawn for a prompt is keyed by; None: its place.
+        is_sliding: continue beyond the context.
         in_lockstep: call the model as often on every rank, whatever is drawn: each call gathers a sharded model.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model  # which has nothing to reduce here
     keys = range(len(prompts)) if keys is None else keys
     size = batch_size if _new_cache(model, 1) is not None else 1
-    was_training = model.training
+    found, was_training = list[Continuation](), model.training
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):  # each length would be compiled for itself
-            return [
-                continuation
-                for start in range(0, len(prompts), size)
-                for continuation in _Batch(
-                    model, prompts[start : start + size], keys[start : start + size], decoding, context, device
-                ).run(in_lockstep=in_lockstep)
-            ]
+            for start in range(0, len(prompts), size):
+                own = slice(start, start + size)
+                batch = _Batch(model, prompts[own], keys[own], decoding, context=context, device=device)
+                batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep)
+                found += batch.continuations()
     finally:
         model.train(was_training)
+    return found
 
 
 def _new_cache(model: nn.Module, length: int, padding: Tensor | None = None) -> Any:
@@ -104,7 +105,7 @@ def _new_cache(model: nn.Module, length: int, padding: Tensor | None = None) -> 
 
 
 class _Batch:
-    """Prompts that are continued together; those that have ended leave when they are half of them."""
+    """Prompts that are continued together; those that are done leave when they are half of them."""
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class _Batch:
         prompts: Sequence[Sequence[int]],
         keys: Sequence[int],
         decoding: Decoding,
+        *,
         context: int,
         device: torch.device,
     ) -> None:
@@ -119,20 +121,27 @@ class _Batch:
         self._prompts = [len(prompt) for prompt in prompts]
         self._sequences = [list(prompt) for prompt in prompts]
         self._is_ended = [False] * len(prompts)
+        self._is_done = [False] * len(prompts)  # or as long as it may be
         self._rows = list(range(len(prompts)))  # of the prompts that the model still reads
         self._cache: Any = None
         num_drawn = decoding.max_new_tokens if decoding.temperature > 0 else 0
         self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=_STREAM)
 
-    def run(self, *, in_lockstep: bool) -> Iterator[Continuation]:
+    def run(self, *, is_sliding: bool, in_lockstep: bool) -> None:
         """Continue all of them."""
         for step in range(self._decoding.max_new_tokens):
-            logits = self._read(self._decoding.max_new_tokens - step)
-            self._add(self._choose(logits, step))
+            self._is_done = [
+                is_ended or (not is_sliding and len(sequence) >= self._context)
+                for is_ended, sequence in zip(self._is_ended, self._sequences, strict=True)
+            ]
             if not in_lockstep:
                 self._let_go()
                 if not self._rows:
                     break
+            self._add(self._choose(self._read(self._decoding.max_new_tokens - step), step))
+
+    def continuations(self) -> Iterator[Continuation]:
+        """What has come of each prompt."""
         for length, sequence, is_ended in zip(self._prompts, self._sequences, self._is_ended, strict=True):
             yield Continuation(tuple(sequence[length:]), is_ended)
 
@@ -165,14 +174,15 @@ class _Batch:
 
     def _add(self, tokens: Sequence[int]) -> None:
         for row, token in zip(self._rows, tokens, strict=True):
-            if not self._is_ended[row]:
+            if not self._is_done[row]:
                 self._sequences[row].append(token)
                 self._is_ended[row] = token in self._decoding.stop_ids
 
     def _let_go(self) -> None:
-        """Stop reading sequences that have ended, where they are at least half of those that are read."""
-        going_on = [index for index, row in enumerate(self._rows) if not self._is_ended[row]]
-        if 2 * len(going_on) <= len(self._rows):
+        """Stop reading what is done, where that is half of what is read, or all has to be read anew."""
+        going_on = [index for index, row in enumerate(self._rows) if not self._is_done[row]]
+        is_full = self._cache is None or self._cache.filled == self._cache.length
+        if 2 * len(going_on) <= len(self._rows) or is_full:
             self._rows = [self._rows[index] for index in going_on]
             if self._cache is not None and self._rows:
                 self._cache.keep(torch.tensor(going_on, device=self._device))

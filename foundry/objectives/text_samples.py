@@ -1,25 +1,35 @@
 """Continued text, to read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import nn
 
+from foundry.config.errors import ConfigError, Violation
+from foundry.objectives.generation import Decoding, generate
 from foundry.run_dir.files import write_atomically
+
+DEFAULT_PROMPT = "def "
 
 
 @dataclass(frozen=True)
 class TextSamples:
-    """A prompt and what the model makes of it.
+    """Prompts and what the model makes of them.
 
     Attributes:
-        prompt: where the model started.
-        text: the prompt and its continuation.
+        texts: each prompt with its continuation.
     """
 
-    prompt: str
-    text: str
+    texts: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """All of them, an empty line between two."""
+        return "\n\n".join(self.texts)
 
     def save(self, stem: Path) -> Path:
         """Write `stem`.txt and return the file."""
@@ -28,12 +38,105 @@ class TextSamples:
         return file
 
 
-def sample_token(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw a token from (vocab,) logits; temperature 0: the likeliest."""
-    # Each device has a random stream of its own; the host's is the same on every rank.
-    logits = logits.float().cpu()
-    # A temperature so small that the quotients overflow picks the likeliest, too.
-    if temperature == 0 or not (scaled := logits / temperature).max().isfinite():
-        return int(logits.argmax())
-    probabilities = torch.softmax(scaled, dim=-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+def continue_text(
+    model: nn.Module,
+    data: Any,
+    device: Any,
+    *,
+    prompt: str | None = None,
+    prompts: Sequence[str] | None = None,
+    max_new_tokens: int = 160,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    stop: Sequence[str] | None = None,
+    chat: bool = True,
+    seed: int = 0,
+) -> TextSamples:
+    """Continue prompts as text, or answer them in a chat.
+
+    Every rank calls this together, and runs the model's forward pass as often as the others; all get the same text.
+
+    Args:
+        model: the model, wrapped or not; its training mode is restored.
+        data: `DataSplits` of text; gives the tokenizer, the stop tokens and the chat template.
+        device: where the model computes.
+        prompt: text to continue; None: `prompts`, or the first of the held-out data, or `def `.
+        prompts: several.
+        max_new_tokens: tokens to add at most; a text ends with its document or answer.
+        temperature: 0 picks the likeliest token.
+        top_k: draw from so many of the likeliest tokens; None: from all.
+        top_p: draw from the fewest tokens whose probabilities sum up to it.
+        stop: tokens that end a text; None: those of the data.
+        chat: put prompts into the data's chat template, where it has one.
+        seed: of the drawing.
+
+    Raises:
+        ConfigError: a prompt has no tokens, the template refuses it, or `stop` names no token.
+    """
+    special = [token for token, added in data.tokenizer.get_added_tokens_decoder().items() if added.special]
+    stop_ids = list(data.stop_ids) or special
+    # Without a prompt a text starts where documents do: after the end of another.
+    if prompt is None and prompts is None and chat and data.prompts:
+        encoded = [list(data.prompts[0].tokens)]
+    else:
+        encoded = [_encode(data, text, chat=chat) or stop_ids[:1] for text in _given(prompt, prompts, data, chat=chat)]
+    if not all(encoded):
+        message = "has a text of which the tokenizer makes no token; give one that it knows"
+        raise ConfigError(Violation("prompt" if prompts is None else "prompts", message))
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=frozenset(stop_ids if stop is None else _ids(data.tokenizer, stop)),
+        seed=seed,
+    )
+    found = generate(
+        model,
+        encoded,
+        decoding,
+        context=context_of(model, data),
+        device=torch.device(device),
+        in_lockstep=dist.is_initialized() and dist.get_world_size() > 1,
+    )
+    pairs = zip(encoded, found, strict=True)
+    return TextSamples(tuple(data.tokenizer.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs))
+
+
+def context_of(model: nn.Module, data: Any) -> int:
+    """Most tokens that a model reads; of one that does not say it, those of a sample."""
+    length = getattr(getattr(model, "module", model), "max_seq_len", None)
+    return int(data.tokens_per_sample if length is None else length)
+
+
+def _given(prompt: str | None, prompts: Sequence[str] | None, data: Any, *, chat: bool) -> Sequence[str]:
+    """The texts to continue.
+
+    Raises:
+        ConfigError: there are none, or both kinds.
+    """
+    if prompts is None:
+        if prompt is None and chat and data.chat_template is not None:
+            raise ConfigError(Violation("prompt", "has no value; give it as prompt=..., or chat=false for plain text"))
+        return [DEFAULT_PROMPT if prompt is None else prompt]
+    if prompt is not None:
+        raise ConfigError(Violation("prompt", "is given together with prompts; choose one of them"))
+    if not prompts:
+        raise ConfigError(Violation("prompts", "is empty; give at least one text"))
+    return prompts
+
+
+def _encode(data: Any, text: str, *, chat: bool) -> list[int]:
+    try:
+        tokens: list[int] = data.encode_prompt(text, as_chat=chat)
+    except ValueError as error:
+        raise ConfigError(Violation("prompt", str(error))) from None
+    return tokens
+
+
+def _ids(tokenizer: Any, stop: Sequence[str]) -> list[int]:
+    ids = {token: tokenizer.token_to_id(token) for token in stop}
+    if unknown := [token for token, id in ids.items() if id is None]:
+        raise ConfigError(Violation("stop", f"has {unknown[0]!r}, which is no token of the tokenizer"))
+    return list(ids.values())

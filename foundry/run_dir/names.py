@@ -48,6 +48,9 @@ MLFLOW_PENDING = "mlflow_pending.jsonl"
 MLFLOW_PARENT = "mlflow_parent.json"
 """Which sweep the run is a job of."""
 
+EVALUATION = "eval.json"
+"""What `foundry.eval` has measured."""
+
 CHECKPOINTS = "checkpoints"
 """A folder with a folder for each checkpoint."""
 

@@ -71,7 +71,7 @@ def test_a_run_is_required(schema):
 @pytest.mark.parametrize(
     ("module", "options"),
     [
-        ("foundry.sample", ["run", "which", "out", "seed", "prompt", "num_tokens", "labels", "guidance_scale"]),
+        ("foundry.sample", ["run", "which", "out", "seed", "prompt", "max_new_tokens", "labels", "guidance_scale"]),
         ("foundry.export", ["run", "out", "which", "ema"]),
     ],
 )

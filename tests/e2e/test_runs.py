@@ -258,7 +258,7 @@ def test_a_model_of_transformers_trains(shell, model):
 
 
 def test_text_is_sampled_from_a_checkpoint(lm, shell):
-    overrides = [f"run={lm[0]}", "out=drawn", "prompt='def main('", "num_tokens=8", "temperature=0"]
+    overrides = [f"run={lm[0]}", "out=drawn", "prompt='def main('", "max_new_tokens=8", "temperature=0"]
     stdout = shell.run(*overrides, module="foundry.sample")[0]
     assert "def main(" in stdout
     text = (shell.cwd / "drawn.txt").read_text()

@@ -32,7 +32,7 @@ def plainly(model, prompt, number, stop=frozenset()):
 
 
 def continued(model, prompts=PROMPTS, **options):
-    own = {name: options.pop(name) for name in ("batch_size", "keys", "in_lockstep") if name in options}
+    own = {name: options.pop(name) for name in ("batch_size", "keys", "is_sliding", "in_lockstep") if name in options}
     return generate(model, prompts, Decoding(**options), context=CONTEXT, device=CPU, **own)
 
 
@@ -50,7 +50,11 @@ def test_each_stop_token_ends_a_continuation(model):
     assert [c.tokens for c in found] == [plainly(model, prompt, 20, stop) for prompt in PROMPTS]
     assert [c.is_ended for c in found] == [any(token in stop for token in tokens) for tokens in whole]
     assert all(c.tokens == (*c.answer, c.tokens[-1]) for c in found if c.is_ended)
+    calls = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
     assert found == continued(model, max_new_tokens=20, stop_ids=stop, in_lockstep=True)
+    handle.remove()
+    assert len(calls) == 20, "a rank whose texts have ended goes on, for the others"
 
 
 def test_draws_do_not_depend_on_the_batches(model):
@@ -92,6 +96,14 @@ def test_a_model_of_the_user_s_own_needs_no_cache(model):
             return TokenLogProbs(None, None, self.inner(tokens, return_logits=True).logits)
 
     assert continued(Plain(), max_new_tokens=12) == continued(model, max_new_tokens=12)
+
+
+def test_the_context_ends_a_continuation_that_does_not_slide(model):
+    found = continued(model, max_new_tokens=40, is_sliding=False)
+    expected = [plainly(model, prompt, min(40, CONTEXT - len(prompt))) for prompt in PROMPTS]
+    assert [c.tokens for c in found] == expected
+    whole = [list(range(CONTEXT)), [1]]
+    assert [len(c.tokens) for c in continued(model, whole, max_new_tokens=3, is_sliding=False)] == [0, 3]
 
 
 def test_the_training_mode_is_restored(model):

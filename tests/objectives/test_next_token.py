@@ -123,11 +123,11 @@ def test_temperature_zero_takes_the_likeliest_token(data):
         tokens.append(int(model(torch.tensor([tokens[-12:]])).logits[0, -1].argmax()))
     end = data.tokenizer.token_to_id(END_OF_DOCUMENT)
     assert end not in tokens
-    drawn = NextToken().generate(model, data, "cpu", prompt="def add", num_tokens=6, temperature=0.0)
+    drawn = NextToken().generate(model, data, "cpu", prompt="def add", max_new_tokens=6, temperature=0.0)
     assert drawn.text == data.tokenizer.decode(tokens)
 
 
-def test_a_text_ends_with_its_document_but_every_forward_pass_runs(data):
+def test_a_text_ends_with_its_document(data):
     model = make_model(vocab_size=300)
     end = data.tokenizer.token_to_id(END_OF_DOCUMENT)
     calls = []
@@ -140,11 +140,11 @@ def test_a_text_ends_with_its_document_but_every_forward_pass_runs(data):
                 output.logits[..., end] = 1e4
             return output
 
-    drawn = NextToken().generate(Ending(), data, "cpu", prompt="def", num_tokens=9, temperature=0.0)
-    assert len(calls) == 9
+    drawn = NextToken().generate(Ending(), data, "cpu", prompt="def", max_new_tokens=9, temperature=0.0)
+    assert len(calls) == 3
     assert END_OF_DOCUMENT not in drawn.text
-    assert drawn.text == NextToken().generate(model, data, "cpu", prompt="def", num_tokens=2, temperature=0.0).text
+    assert drawn.text == NextToken().generate(model, data, "cpu", prompt="def", max_new_tokens=2, temperature=0.0).text
 
 
 def test_an_empty_prompt_starts_a_document(data):
-    assert NextToken().generate(make_model(vocab_size=300), data, "cpu", prompt="", num_tokens=3).text
+    assert NextToken().generate(make_model(vocab_size=300), data, "cpu", prompt="", max_new_tokens=3).text

@@ -136,7 +136,7 @@ def test_files_that_are_none(finished, tmp_path, capsys, run, name):
                 overrides = [
                     f"run={run_dir}",
                     f"out={tmp_path / 'out'}",
-                    *(["num_tokens=1"] if name + run == "samplelm" else []),
+                    *(["max_new_tokens=1"] if name + run == "samplelm" else []),
                 ]
                 code, _ = ask(name, overrides, capsys)
                 tried, accepted = tried + 1, accepted + (code == 0)
@@ -176,7 +176,7 @@ def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
                 (run_dir / file).write_text(yaml.safe_dump(content))
             else:
                 (run_dir / file).write_text(json.dumps(replaced(json.loads(text), at, value)))
-        overrides = ["num_tokens=1"] if (name, run) == ("sample", "lm") else []
+        overrides = ["max_new_tokens=1"] if (name, run) == ("sample", "lm") else []
         code, _ = ask(name, [f"run={run_dir}", f"out={folder / 'out'}", *overrides], capsys)
         counts[code] += 1
         shutil.rmtree(folder)
@@ -239,7 +239,7 @@ def test_a_machine_that_fails_is_told_from_a_wrong_path(lm, tmp_path, capsys, mo
     [
         (["prompt=''"], "prompt"),
         (["prompt='\\${x}'"], None),
-        (["num_tokens=0"], "num_tokens"),
+        (["max_new_tokens=0"], "max_new_tokens"),
         (["temperature=1e-30"], None),
         (["temperature=1e30"], None),
         (["seed=-1"], "seed"),
@@ -249,7 +249,7 @@ def test_a_machine_that_fails_is_told_from_a_wrong_path(lm, tmp_path, capsys, mo
     ],
 )
 def test_options_of_a_drawing(lm, tmp_path, capsys, overrides, key):
-    code, err = ask("sample", [f"run={lm}", f"out={tmp_path / 'out'}", "num_tokens=2", *overrides], capsys)
+    code, err = ask("sample", [f"run={lm}", f"out={tmp_path / 'out'}", "max_new_tokens=2", *overrides], capsys)
     assert code == (2 if key else 0), err
     assert key is None or err.startswith(f"{key}: ")
 

@@ -275,10 +275,10 @@ def test_a_run_that_started_from_a_folder_does_not_need_it_again(lm, tmp_path, a
     shutil.rmtree(folder)
     assert ask("export", tmp_path / "run")[0] == 0
     assert load_file(tmp_path / "out" / "model.safetensors").keys() >= {"model.embed_tokens.weight"}
-    assert ask("sample", tmp_path / "run", "num_tokens=2")[0] == 0
+    assert ask("sample", tmp_path / "run", "max_new_tokens=2")[0] == 0
     told = tmp_path / "run" / "transformers" / "config.json"
     told.write_text(json.dumps({**json.loads(told.read_text()), "attn_implementation": "evil/kernel"}))
-    code, _, err = ask("sample", tmp_path / "run", "num_tokens=2")
+    code, _, err = ask("sample", tmp_path / "run", "max_new_tokens=2")
     assert (code, "evil/kernel" in err, err.count("\n")) == (2, True, 1)
     shutil.rmtree(told.parent)
-    assert ask("sample", tmp_path / "run", "num_tokens=2")[0] == 2
+    assert ask("sample", tmp_path / "run", "max_new_tokens=2")[0] == 2

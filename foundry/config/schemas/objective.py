@@ -13,9 +13,16 @@ from foundry.config.setting import setting
 class TextSampling:
     """What `foundry.sample` takes for text; null: what the objective says."""
 
-    prompt: str | None = setting(None, "text to continue")
-    num_tokens: int | None = setting(None, "tokens to add", ge=1)
+    prompt: str | None = setting(None, "text to continue; of a run over chats what the user says")
+    prompts: list[str] | None = setting(None, "several of them, such as \"['a','b']\"")
+    max_new_tokens: int | None = setting(None, "tokens to add at most", ge=1)
     temperature: float | None = setting(None, "of the sampled tokens; 0 picks the likeliest", ge=0)
+    top_k: int | None = setting(None, "draw from so many of the likeliest tokens", ge=1)
+    top_p: float | None = setting(
+        None, "draw from the fewest tokens whose probabilities sum up to this, after top_k", gt=0, le=1
+    )
+    stop: list[str] | None = setting(None, "tokens that end a text, such as '<|im_end|>'; null: the run's own")
+    chat: bool | None = setting(None, "put prompts into the run's chat template, where it has one; null: true")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,173 @@
+"""`python -m foundry.eval run=DIR`: loss, perplexity and exact match of a run, or of a folder of transformers."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foundry.config.command import check_writable, command, folder_option
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.setting import setting
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, TOKENIZER
+from foundry.run_dir.strict_json import encode
+
+if TYPE_CHECKING:
+    from foundry.restore import Restored
+
+_GROUPS = ("data", "objective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """The command's options; besides them it takes data=... and objective=... with their settings, as a run does."""
+
+    run: str = setting("???", "run directory, or folder of transformers, for which data=... is needed")
+    which: str = setting("last", "last, best, or the number of a step")
+    out: str | None = setting(None, "file to write; null: eval.json in the run directory")
+    ema: bool = setting(True, "use the averaged weights where the run kept them")
+    trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
+    max_samples: int | None = setting(None, "held-out samples and prompts, the first ones; null: all", ge=1)
+    max_new_tokens: int = setting(256, "longest answer in tokens", ge=1)
+    batch_size: int | None = setting(None, "samples and prompts at a time; null: the run's per_gpu_batch_size", ge=1)
+
+
+def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure, write and print; returns what is written.
+
+    Args:
+        options: of the command.
+        overrides: of the groups data and objective, composed as those of a run that starts from this model.
+
+    Raises:
+        ConfigError: there is no such run, folder or checkpoint, or the data is not for this model.
+    """
+    import torch
+
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import World
+    from foundry.restore import explained
+    from foundry.training.evaluation import Evaluation
+
+    path = folder_option("run", options.run)
+    out = path / EVALUATION if options.out is None else folder_option("out", options.out)
+    check_writable("out", out.parent)
+    opened = _open(path, options, overrides)
+    config, device = opened.config, opened.device
+    precision = PrecisionPolicy.from_config(config.precision, device)
+    with explained(f"{path} cannot be evaluated", config, "model", "data", "objective"):
+        evaluation = Evaluation(
+            model=precision.prepare(opened.model),
+            evaluators=_build_evaluators(opened, options),
+            precision=precision,
+            world=World(0, 0, 1, 1, device),
+            folder=out.parent,
+        )
+        with torch.no_grad():
+            measured, _ = evaluation.run(0, lambda what: None)
+    found = {name.removeprefix("val_"): value for name, value in measured.items()}
+    result = {"checkpoint": opened.checkpoint.name, **_with_perplexity(found, config)}
+    most = math.inf if options.max_samples is None else options.max_samples
+    rows: dict[str, Any] = {"num_samples": opened.data.validation, "num_prompts": opened.data.prompts}
+    result |= {name: min(len(held_out), most) for name, held_out in rows.items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, json.dumps(json.loads(encode(result)), indent=2) + "\n")
+    for name, value in result.items():
+        sys.stdout.write(f"{name:<14} {f'{value:.6g}' if isinstance(value, float) else value}\n")
+    sys.stdout.write(f"{out}\n")
+    return result
+
+
+def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restored":
+    """The model with the data that it is measured on.
+
+    Raises:
+        ConfigError: as `evaluate`.
+    """
+    from foundry.config.frozen import load_config
+    from foundry.library import compose
+    from foundry.parts import build_data, build_model
+    from foundry.restore import Restored, build_part, choose_device, restore
+
+    is_transformers = (path / "config.json").is_file()
+    if is_transformers and not any(word.startswith("data=") for word in overrides):
+        message = f"is needed: {path} is a folder of transformers, which names none; give data=... and its settings"
+        raise ConfigError(Violation("data", message))
+    words = ["model=base", f"model.path={_quoted(str(path))}", *overrides]
+    if is_transformers:
+        config, device = compose(words), choose_device()
+        return Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)
+    restored = restore(path, options.which, ema=options.ema, trust=options.trust)
+    if overrides:
+        which = [f"model.which={restored.checkpoint.name.removeprefix('step_').lstrip('0') or '0'}"]
+        composed = compose([*words, *which, f"model.trust={str(options.trust).lower()}"])
+        objective = composed.objective if _has(overrides, "objective") else restored.config.objective
+        config = replace(restored.config, data=composed.data, objective=objective)
+        return replace(restored, config=config, data=build_data(config))
+    config = load_config(path, trust=options.trust)
+    own = {"tokenizer": path / TOKENIZER, "chat_template": path / CHAT_TEMPLATE}
+    files = {name: str(file) for name, file in own.items() if hasattr(config.data, name) and file.is_file()}
+    if hasattr(config.data, "cache_dir"):
+        files["cache_dir"] = os.environ.get("FOUNDRY_CACHE", ".cache/foundry")
+    if files:  # nothing is read from the base's folder, or written where the settings say
+        config = replace(config, data=replace(config.data, **files))
+    return replace(restored, config=config, data=build_part(config, "data", seed=config.hparams.seed))
+
+
+def _build_evaluators(opened: "Restored", options: EvalOptions) -> dict[str, Any]:
+    """The held-out loss, unless the objective compares with models that are not at hand, and exact match.
+
+    Raises:
+        ConfigError: there is nothing to measure.
+    """
+    from foundry.evaluators.exact_match import ExactMatch
+    from foundry.evaluators.held_out import HeldOut
+    from foundry.parallel.process_group import World
+    from foundry.restore import build_part
+    from foundry.training.protocols import ComparingObjective
+
+    config, data = opened.config, opened.data
+    size = config.hparams.per_gpu_batch_size if options.batch_size is None else options.batch_size
+    common: dict[str, Any] = {"data": data, "per_gpu_batch_size": size, "max_samples": options.max_samples}
+    offered = {"world": World(0, 0, 1, 1, opened.device), "tokenizer": data.tokenizer}
+    objective = build_part(config, "objective", offered=offered)
+    evaluators: dict[str, Any] = {}
+    if not isinstance(objective, ComparingObjective):
+        evaluators["held_out"] = HeldOut(objective=objective, **common)
+    if data.prompts:
+        evaluators["exact_match"] = ExactMatch(max_new_tokens=options.max_new_tokens, **common)
+    if not evaluators:
+        message = f"is {type(objective).__name__}, whose loss needs other models, and the data has no prompts"
+        raise ConfigError(Violation("objective", f"{message}; give objective=next_token"))
+    return evaluators
+
+
+def _with_perplexity(found: dict[str, float], config: Any) -> dict[str, float]:
+    """The measurements, after the loss what it is as a perplexity, where it is that of tokens."""
+    nats = found.get("cross_entropy", found.get("loss"))
+    if nats is None or config.hparams.loss_function != "cross_entropy":
+        return found
+    perplexity = math.exp(nats) if nats < 700 else math.inf
+    return {"loss": found.get("loss", nats), "perplexity": perplexity, **found}
+
+
+def _has(overrides: Sequence[str], group: str) -> bool:
+    return any(word.lstrip("+~").partition("=")[0].partition(".")[0] == group for word in overrides)
+
+
+def _quoted(text: str) -> str:
+    """A text as a value of Hydra's grammar."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+if __name__ == "__main__":
+    composed = [word for word in sys.argv[1:] if any(_has([word], group) for group in _GROUPS)]
+    sys.argv[1:] = [word for word in sys.argv[1:] if word not in composed]
+    run = partial(evaluate, overrides=composed)
+    command(EvalOptions, run, name="foundry.eval", doc=__doc__.split(": ", 1)[1])

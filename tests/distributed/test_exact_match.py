@@ -1,0 +1,100 @@
+"""Exact match by greedy answers, on one process and on two ranks."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from harness import spawn
+
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.distributed import DDP, FSDP
+
+QUESTIONS = ["the dog", "a", "the cat runs", "dog", "cat cat", "runs a dog", "the"]
+
+
+def built():
+    """A model and its data, of which the answers to all but the second and the last question are the model's own."""
+    import torch
+
+    from foundry.data.splits import DataSplits, Prompt
+    from foundry.data.tokenizer import train_tokenizer
+    from foundry.models.transformer import Transformer
+    from foundry.objectives.generation import Decoding, generate
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    model = Transformer(vocab_size=280, max_seq_len=32, init_std=0.3, **sizes)
+    tokenizer = train_tokenizer(["the dog runs", "a cat"] * 9, 280)
+    tokens = [tokenizer.encode(question).ids for question in QUESTIONS]
+    decoding = Decoding(max_new_tokens=8, stop_ids=frozenset({0}))
+    found = generate(model, tokens, decoding, context=32, device=torch.device("cpu"))
+    answers = [f" {tokenizer.decode(continuation.answer)}\n" for continuation in found]
+    answers[1] += "x"
+    answers[-1] = "another"
+    prompts = [Prompt(tuple(t), answer, row) for row, (t, answer) in enumerate(zip(tokens, answers, strict=True))]
+    data = DataSplits(
+        train=[],
+        validation=[],
+        fingerprint="",
+        tokenizer=tokenizer,
+        prompts=prompts,
+        stop_ids=(0,),
+        tokens_per_sample=9,
+    )
+    return model, data
+
+
+def measure(model, data, world, **options):
+    from foundry.evaluators.exact_match import ExactMatch
+    from foundry.training.protocols import EvaluationContext
+
+    beats = []
+    context = EvaluationContext(step=0, world=world, autocast=contextlib.nullcontext, folder=Path(), beat=beats.append)
+    return ExactMatch(data=data, max_new_tokens=8, **options).evaluate(model, context), len(beats)
+
+
+def alone():
+    import torch
+
+    from foundry.parallel.process_group import World
+
+    return World(0, 0, 1, 1, torch.device("cpu"))
+
+
+def test_answers_are_compared_but_for_white_space_around_them():
+    model, data = built()
+    for size, beats in ((32, 1), (2, 4)):
+        measured, count = measure(model, data, alone(), per_gpu_batch_size=size)
+        assert (measured["exact_match"], count) == (5 / 7, beats)
+    assert measure(model, data, alone(), max_samples=2)[0]["exact_match"] == 0.5
+
+
+def test_data_without_prompts_is_a_line():
+    from foundry.data.splits import DataSplits
+    from foundry.evaluators.exact_match import ExactMatch
+
+    with pytest.raises(ConfigError, match=r"^evaluation\.evaluators\.exact_match: needs data that has prompts"):
+        ExactMatch(data=DataSplits(train=[], validation=[], fingerprint=""))
+
+
+def measure_on_ranks(world):
+    from foundry.config.schemas.precision import PrecisionMode
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import arrange
+    from foundry.parallel.wrap import parallelize
+
+    found = []
+    for config in (DDP(), FSDP()):
+        model, data = built()
+        own = arrange(world, config)
+        policy = PrecisionPolicy(PrecisionMode.fp32)
+        parallel = parallelize(model, policy, own, grad_checkpointing=False, torchcompile=False)
+        found.append(measure(parallel.model.eval(), data, own, per_gpu_batch_size=2))
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_share_the_prompts():
+    expected, _ = measure(*built(), alone())
+    for results in spawn(measure_on_ranks, 2):
+        assert results == [(expected, 2)] * 2

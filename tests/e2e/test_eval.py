@@ -1,0 +1,120 @@
+"""`foundry.eval` of runs and of folders of transformers, and `foundry.sample` of chats."""
+
+import json
+import math
+import shutil
+
+import pytest
+from composition import configure
+from tiny import SMALL_LM
+
+from foundry.config.errors import ConfigError
+from foundry.eval import EvalOptions, evaluate
+from foundry.export import ExportOptions, export
+from foundry.sample import SampleOptions, sample
+from foundry.train import train
+
+QUIET = ["tracking=none", "tracking.progress=false", "evaluation.write_samples=false"]
+EXACT = "+evaluation.evaluators.exact_match={_target_: foundry.evaluators.exact_match.ExactMatch, max_new_tokens: 8}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with the runs `base`, over text, and `sft`, over chats, and the chats."""
+    folder = tmp_path_factory.mktemp("runs")
+    chats = folder / "chats.jsonl"
+    rows = [{"prompt": f"Count {number}", "completion": f"It is {number % 3}."} for number in range(40)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "text.txt").write_text("Count the dogs that run. It is 1, it is 2.\n" * 200)
+    text = ["data=text", f"data.path={folder / 'text.txt'}", "data.vocab_size=300"]
+    train(configure(*SMALL_LM, *QUIET, *text, "hparams.max_steps=2"), folder / "base")
+    tuned = ["model=base", f"model.path={folder / 'base'}", "data=chats", f"data.path={chats}", "data.seq_len=32"]
+    judged = [EXACT, "evaluation.metric=val_exact_match", "evaluation.direction=maximize"]
+    train(configure("debug=fast", *QUIET, *tuned, "objective=sft", *judged, "hparams.max_steps=3"), folder / "sft")
+    return folder
+
+
+def result_of(run_dir):
+    return json.loads((run_dir / "result.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["base", "sft"])
+def test_it_measures_what_the_run_measured(runs, name, capsys):
+    measured = evaluate(EvalOptions(run=str(runs / name), ema=False))
+    result = result_of(runs / name)
+    assert measured["loss"] == pytest.approx(result["val_loss"], rel=1e-6)
+    assert measured["perplexity"] == pytest.approx(math.exp(measured["loss"]))
+    assert ("exact_match" in measured) == (name == "sft")
+    if name == "sft":
+        assert measured["exact_match"] == result["val_exact_match"]
+        assert measured["ended"] == result["val_ended"]
+        assert measured["num_prompts"] == measured["num_samples"] == 2
+    assert json.loads((runs / name / "eval.json").read_text()) == measured
+    printed = capsys.readouterr().out
+    assert f"loss           {measured['loss']:.6g}\n" in printed
+    assert printed.endswith(f"{runs / name / 'eval.json'}\n")
+
+
+def test_a_run_is_measured_without_its_base_and_where_the_data_lies_now(runs, tmp_path):
+    moved = shutil.copytree(runs / "sft", tmp_path / "sft", symlinks=True)
+    settings = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(settings.replace(str(runs / "base"), "/nowhere"))
+    before = evaluate(EvalOptions(run=str(runs / "sft")))
+    assert evaluate(EvalOptions(run=str(moved), out=str(tmp_path / "own.json"))) == before
+    other = ["data=chats", f"data.path={runs / 'chats.jsonl'}", "data.seq_len=32", "data.held_out=0.25"]
+    assert evaluate(EvalOptions(run=str(moved), max_samples=7), other)["num_prompts"] == 7
+    on_text = ["data=text", f"data.path={runs / 'text.txt'}", "data.seq_len=32", "objective=next_token"]
+    assert "exact_match" not in evaluate(EvalOptions(run=str(moved)), on_text)
+
+
+def test_a_folder_of_transformers_is_measured_as_the_run_that_it_came_from(runs, tmp_path):
+    export(ExportOptions(run=str(runs / "sft"), out=str(tmp_path / "hf")))
+    with pytest.raises(ConfigError, match=r"^data: is needed: .* is a folder of transformers, which names none"):
+        evaluate(EvalOptions(run=str(tmp_path / "hf")))
+    data = ["data=chats", f"data.path={runs / 'chats.jsonl'}", "data.seq_len=32", "objective=sft"]
+    measured = evaluate(EvalOptions(run=str(tmp_path / "hf")), data)
+    was = evaluate(EvalOptions(run=str(runs / "sft")))
+    assert measured["loss"] == pytest.approx(was["loss"], rel=2e-3)  # in bf16, by another model's code
+    assert measured["num_prompts"] == was["num_prompts"]
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "message"),
+    [
+        ({"run": "nowhere"}, [], "run: nowhere is not a run directory: it has no config.yaml"),
+        ({"which": "best", "run": "BASE/checkpoints"}, [], "run: BASE/checkpoints is not a run directory"),
+        ({"which": "77"}, [], "which: BASE has no checkpoint '77'; there are: step_"),
+        ({}, ["data=chats", "data.seq_len=32"], "data.path: has no value"),
+        ({}, ["data=digits"], "model: is Transformer, made for tokens, but data is Digits"),
+        ({}, ["data=text", "data.path=TEXT", "data.seq_len=64"], "data.seq_len: is 64 but the model of model.path="),
+    ],
+)
+def test_errors_are_lines(runs, options, overrides, message):
+    def meant(text):
+        return text.replace("BASE", str(runs / "base")).replace("TEXT", str(runs / "text.txt"))
+
+    given = {"run": "BASE"} | options
+    with pytest.raises(ConfigError) as refused:
+        evaluate(EvalOptions(**{name: meant(value) for name, value in given.items()}), [meant(o) for o in overrides])
+    assert str(refused.value).startswith(meant(message))
+
+
+def test_chats_are_sampled_in_their_template(runs, tmp_path, capsys):
+    options = {"run": str(runs / "sft"), "max_new_tokens": 5}
+    one = sample(SampleOptions(**options, prompt="Count 7", out=str(tmp_path / "one"))).read_text()
+    assert one.startswith("user: Count 7\nassistant: ")
+    plain = sample(SampleOptions(**options, prompt="Count 7", chat=False, out=str(tmp_path / "one"))).read_text()
+    assert plain.startswith("Count 7")
+    two = sample(SampleOptions(**options, prompts=["Count 7", "Count 8"], temperature=0, out=str(tmp_path / "one")))
+    again = sample(SampleOptions(**options, prompt="Count 8", temperature=0, out=str(tmp_path / "two"))).read_text()
+    assert two.read_text().endswith(f"\n\n{again}")
+    for wrong, message in (
+        ({}, "prompt: has no value"),
+        ({"prompt": "x", "prompts": ["y"]}, "prompt: is given together with prompts"),
+        ({"prompts": []}, "prompts: is empty"),
+        ({"prompt": "x", "stop": ["no such"]}, "stop: has 'no such', which is no token"),
+        ({"prompt": "x", "labels": [1]}, "labels: is no option of objective SFT"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            sample(SampleOptions(**options, **wrong))
+        assert str(refused.value).startswith(message)
