@@ -3,10 +3,14 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.setting import setting
+
+if TYPE_CHECKING:
+    from foundry.data.splits import DataSplits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +49,42 @@ def export(options: ExportOptions) -> Path:
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     save_config(restored.config, out)
     if (hf_config := hook(model, "hf_config")) is not None:
-        hf_config().save_pretrained(out)
-        _save_tokenizer(restored.data.tokenizer, out)
+        _save_for_transformers(hf_config(), restored.data, out)
     sys.stdout.write(f"{out}\n")
     return out
 
 
-def _save_tokenizer(tokenizer: object, out: Path) -> None:
-    if tokenizer is None:
-        return
-    from transformers import PreTrainedTokenizerFast
+def _save_for_transformers(config: Any, data: "DataSplits", out: Path) -> None:
+    """Write transformers' config, and with a tokenizer what makes its `generate()` stop and its chats those of the run.
 
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(out)  # type: ignore[no-untyped-call]
+    The first stop token is the end of a sequence; it pads, and starts a text without a prompt, where the folder that
+    the model came from names no other tokens for that.
+    """
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    if data.tokenizer is None or not data.stop_ids:
+        config.save_pretrained(out)
+        if data.tokenizer is not None:
+            PreTrainedTokenizerFast(tokenizer_object=data.tokenizer).save_pretrained(out)  # type: ignore[no-untyped-call]
+        return
+    end = data.stop_ids[0]
+    config.bos_token_id = first = _known(data.bos_id, config.bos_token_id, end)
+    config.pad_token_id = pad = _known(config.pad_token_id, end)
+    config.eos_token_id = end if len(data.stop_ids) == 1 else list(data.stop_ids)
+    config.save_pretrained(out)
+    ids = {"bos_token_id": first, "eos_token_id": config.eos_token_id, "pad_token_id": pad}
+    GenerationConfig(**ids).save_pretrained(out)  # type: ignore[no-untyped-call]
+    named = {"bos_token": first, "eos_token": end, "pad_token": pad}
+    tokens = {name: data.tokenizer.id_to_token(token) for name, token in named.items()}
+    # Templates say what the first token is; the tokenizer adds none that the run has not seen.
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=data.tokenizer, chat_template=data.chat_template, clean_up_tokenization_spaces=False, **tokens
+    )
+    tokenizer.save_pretrained(out)
+
+
+def _known(*ids: int | None) -> int:
+    return next(id for id in ids if id is not None)
 
 
 if __name__ == "__main__":

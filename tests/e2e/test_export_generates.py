@@ -1,0 +1,79 @@
+"""What `foundry.export` writes answers in transformers as it does in foundry, and stops there."""
+
+import json
+
+import pytest
+import torch
+from composition import configure
+from tiny import SMALL_LM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from foundry.export import ExportOptions, export
+from foundry.sample import SampleOptions, sample
+from foundry.train import train
+
+QUIET = ["tracking=none", "tracking.progress=false", "evaluation.write_samples=false"]
+HF = "'+model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4}'"
+KINDS = {
+    "transformer": SMALL_LM,
+    "hf_llama": ["debug=fast", "data.seq_len=32", "model=hf_llama", HF.strip("'").removeprefix("+").replace(" ", "")],
+}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """A few chats, so often that a tiny model learns them by heart."""
+    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    rows = [{"prompt": f"Count {name}", "completion": f"It is {name}."} for name in ("one", "two") for _ in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def exported(request, chats, tmp_path_factory):
+    """A run over chats and its export."""
+    folder = tmp_path_factory.mktemp(request.param)
+    data = ["data=chats", f"data.path={chats}", "data.vocab_size=280", "objective=sft", "precision=fp32"]
+    budget = ["hparams.max_steps=80", "hparams.lr=0.01", "evaluation.interval=null"]
+    batches = ["hparams.global_batch_size=16", "hparams.per_gpu_batch_size=16"]
+    train(configure(*KINDS[request.param], *QUIET, *data, *budget, *batches), folder / "run")
+    export(ExportOptions(run=str(folder / "run"), out=str(folder / "hf")))
+    return folder
+
+
+def test_generate_stops_and_says_what_foundry_says(exported):
+    model = AutoModelForCausalLM.from_pretrained(exported / "hf").eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported / "hf")
+    for name in ("one", "two"):
+        chat = [{"role": "user", "content": f"Count {name}"}]
+        tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            theirs = model.generate(**tokens, do_sample=False, max_new_tokens=12)[0]
+        given = {"prompt": chat[0]["content"], "temperature": 0, "max_new_tokens": 12, "out": str(exported / "drawn")}
+        ours = sample(SampleOptions(run=str(exported / "run"), **given)).read_text()
+        assert tokenizer.decode(theirs, skip_special_tokens=True) == ours.removesuffix("\n")
+        assert ours == f"user: Count {name}\nassistant: It is {name}.\n"
+        assert theirs[-1] == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id is not None
+
+
+def test_batches_are_padded_and_stop_each_for_itself(exported):
+    model = AutoModelForCausalLM.from_pretrained(exported / "hf").eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported / "hf", padding_side="left")
+    texts = ["user: Count one\nassistant: ", "one user: Count two\nassistant: "]
+    tokens = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    found = tokenizer.batch_decode(model.generate(**tokens, max_new_tokens=12), skip_special_tokens=True)
+    options = {"temperature": 0, "max_new_tokens": 12, "chat": False, "out": str(exported / "drawn")}
+    ours = sample(SampleOptions(run=str(exported / "run"), prompts=texts, **options)).read_text()
+    assert "\n\n".join(found) + "\n" == ours
+
+
+def test_the_files_say_it(exported):
+    settings = GenerationConfig.from_pretrained(exported / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(exported / "hf")
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert (settings.eos_token_id, settings.pad_token_id, settings.bos_token_id) == (end, end, end)
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|endoftext|>",) * 3
+    assert tokenizer.chat_template == (exported / "run" / "chat_template.jinja").read_text()
+    assert json.loads((exported / "hf" / "config.json").read_text())["eos_token_id"] == end
+    assert tokenizer("Count one")["input_ids"][0] != end, "nothing is put before a text"
