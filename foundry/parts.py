@@ -19,6 +19,7 @@ from foundry.config.metrics import check_metrics, val_metric_names
 from foundry.config.schemas.hparams import ScheduleUnit
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.root import Config
+from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.targets import runtime_settings
 from foundry.data.splits import DataSplits
 from foundry.evaluators.drawn_samples import DrawnSamples
@@ -151,12 +152,15 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
 
 
 def build_schedule(config: Config, budget: Budget) -> Schedule:
-    """Learning rate and weight decay along the run; says when that replaces the optimizer's own value."""
+    """Learning rate and weight decay along the run; says what of the settings it does not follow."""
     own = constant_weight_decay(config)
     start = getattr(config.scheduler, "start_weight_decay", None)
     end = getattr(config.scheduler, "end_weight_decay", None)
     if start is not None and own not in (start, end):
         log.warning("optimizer.weight_decay=%g is not used: scheduler sets it from %g to %g", own, start, end)
+    if isinstance(config.scheduler, Scheduler) and (phases := config.scheduler.phases(budget)).is_clamped:
+        steps = budget.batch_sizes.steps_at(phases.warmup)
+        log.warning("scheduler.warmup=%s is longer than the run; it is %g steps", config.scheduler.warmup, steps)
     schedule: Schedule = build(_fitting(config.scheduler, "scheduler"), max_lr=config.hparams.lr, budget=budget)
     return schedule
 

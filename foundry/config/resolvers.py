@@ -13,10 +13,15 @@ from foundry.config.schemas.model import HuggingFace, folder_settings
 def register_resolvers() -> None:
     """Register foundry's resolvers with OmegaConf."""
     OmegaConf.register_new_resolver("accum_freq", _accum_freq, replace=True)
+    OmegaConf.register_new_resolver("times", _times, replace=True)
     OmegaConf.register_new_resolver("mode_of", _mode_of, replace=True)
     OmegaConf.register_new_resolver("direction_of", _direction_of, replace=True)
     OmegaConf.register_new_resolver("model_folder", _model_folder, replace=True)
     OmegaConf.register_new_resolver("model_vocab_size", _model_vocab_size, replace=True)
+
+
+def _times(factor: float, value: float) -> float:
+    return factor * value
 
 
 def world_size(nproc_per_node: int) -> int:

@@ -38,15 +38,19 @@ class RowSource:
 
     Attributes:
         splits: rows that are read when iterated.
-        files: that they come from, for what is wrong with them.
+        places: what their files are called, for what is wrong with them.
+        key: the setting that is wrong then.
+        remedy: what to do about it.
         fingerprint: of their contents, names and split.
         content: the same without the names of files.
     """
 
     splits: RowSplits
-    files: Sequence[Path]
+    places: Sequence[str]
     fingerprint: str
     content: str
+    key: str = PATH
+    remedy: str = "repair them, or set data.on_bad_row=skip"
 
 
 def chat_files(
@@ -109,7 +113,10 @@ def find_rows(path: str, validation_path: str | None, *, held_out: float, column
     else:
         splits = RowSplits(_Share(rows, held_out, is_held=False), _Share(rows, held_out, is_held=True))
     return RowSource(
-        splits=splits, files=[*found.train, *found.validation], fingerprint=found.fingerprint, content=found.content
+        splits=splits,
+        places=list(map(str, [*found.train, *found.validation])),
+        fingerprint=found.fingerprint,
+        content=found.content,
     )
 
 
@@ -161,10 +168,9 @@ def chat_splits(
         cache_dir=cache_dir,
     )
     if encoded.statistics.skipped:
-        counted, first = list_skipped(encoded.statistics, source.files)
+        counted, first = list_skipped(encoded.statistics, source.places)
         if on_bad_row is OnBadRow.refuse:
-            lines = [*first, f"{counted}; repair them, or set data.on_bad_row=skip"]
-            raise ConfigError(Violation(PATH, line) for line in lines)
+            raise ConfigError(Violation(source.key, line) for line in [*first, f"{counted}; {source.remedy}"])
         log.warning("%s and are skipped, such as %s", counted, first[0])
     for name, split in (("training", encoded.train), ("validation", encoded.validation)):
         if not len(split):

@@ -268,9 +268,9 @@ def describe_lengths(train: Examples, validation: Examples, statistics: RowStati
     }
 
 
-def list_skipped(statistics: RowStatistics, files: Sequence[Path]) -> tuple[str, list[str]]:
+def list_skipped(statistics: RowStatistics, places: Sequence[str]) -> tuple[str, list[str]]:
     """How many rows cannot be used, and the first of them with their places."""
     total = sum(statistics.skipped.values())
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(statistics.skipped.items()))
-    first = [f"{files[file]}:{number} {what}" for file, number, what in statistics.first]
+    first = [f"{places[file]}:{number} {what}" for file, number, what in statistics.first]
     return f"{total} of {total + statistics.rows} rows cannot be used ({counted})", first

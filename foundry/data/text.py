@@ -35,7 +35,7 @@ def stdlib_text(
         ConfigError: the tokenizer does not fit, or a split is shorter than one sample.
     """
     corpus = stdlib_corpus(held_out=held_out)
-    return _splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
+    return text_splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
 
 
 def text_files(
@@ -74,10 +74,15 @@ def text_files(
         validation_path=validation_path,
         held_out=held_out,
     )
-    return _splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
+    return text_splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
 
 
-def _splits(corpus: Corpus, *, seq_len: int, vocab_size: int, tokenizer: str | None, cache_dir: str) -> DataSplits:
+def text_splits(corpus: Corpus, *, seq_len: int, vocab_size: int, tokenizer: str | None, cache_dir: str) -> DataSplits:
+    """Documents as sequences of the same length.
+
+    Raises:
+        ConfigError: the tokenizer does not fit, or a split is shorter than one sample.
+    """
     tokens = tokenised(corpus, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
     train = TokenSequences(tokens.train, seq_len)
     validation = TokenSequences(tokens.validation, seq_len)

@@ -87,6 +87,7 @@ class Schedule(ABC):
         horizon: str,
         decay: str | None = None,
         weight_decay_horizon: str | None = None,
+        clamp_warmup: bool = False,
         start_weight_decay: float | None = None,
         end_weight_decay: float | None = None,
         weight_decay_incr_style: IncrementStyle = IncrementStyle.constant,
@@ -98,7 +99,12 @@ class Schedule(ABC):
             ValueError: a length counts tokens and the data has none.
         """
         phases = Phases.resolve(
-            budget, warmup=warmup, horizon=horizon, decay=decay, weight_decay_horizon=weight_decay_horizon
+            budget,
+            warmup=warmup,
+            horizon=horizon,
+            decay=decay,
+            weight_decay_horizon=weight_decay_horizon,
+            clamp_warmup=clamp_warmup,
         )
         curve = None
         if start_weight_decay is not None and end_weight_decay is not None:

@@ -182,6 +182,44 @@ class ChatFiles(Conversations):
     )
 
 
+class ArithmeticForm(Enum):
+    """What a sample of `data=arithmetic` is."""
+
+    text = "text"
+    chats = "chats"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic(Conversations):
+    """Sums of two- and three-digit numbers, worked out digit by digit; the same ones are held out in every form."""
+
+    _target_: str = "foundry.data.arithmetic.arithmetic"
+    form: ArithmeticForm = setting(
+        ArithmeticForm.chats, "text: sequences for objective=next_token; chats: conversations for objective=sft"
+    )
+    num_rows: int = setting(20_000, "lines of text or conversations to learn from", ge=2, le=10**8)
+    seq_len: int = setting(
+        160, "tokens per training sequence of text, or the most that a conversation may have", ge=1, le=10**8
+    )
+    vocab_size: int = setting(
+        257,
+        "entries of the tokenizer; 257 are the bytes and the end of a document, so no digits merge",
+        ge=1,
+        le=10**8,
+    )
+
+    @property
+    def offers(self) -> frozenset[str]:  # type: ignore[override] # it depends on the form
+        """What a sample has."""
+        is_text = self.form is ArithmeticForm.text
+        return frozenset({"tokens"}) if is_text else frozenset({"tokens", "completions", "prompts"})
+
+    @property
+    def is_ragged(self) -> bool:  # type: ignore[override]
+        """Whether samples have lengths of their own."""
+        return self.form is not ArithmeticForm.text
+
+
 @dataclass(frozen=True, kw_only=True)
 class Digits(Data):
     """scikit-learn's 1,797 images of handwritten digits, 8 by 8 pixels, ten classes."""

@@ -47,6 +47,10 @@ class Scheduler:
         aliases="warmup_ratio, num_warmup_steps, warmup_iters, warmup_epochs",
         runtime=True,
     )
+    clamp_warmup: bool = setting(
+        False,
+        "shorten a warm-up that does not fit to all but the last step, with a warning, instead of refusing it",
+    )
     warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", ge=0, source="lr_warmup_init")
     horizon: str = setting(
         "1.0",
@@ -94,6 +98,7 @@ class Scheduler:
             horizon=self.horizon,
             decay=getattr(self, "decay", None),
             weight_decay_horizon=self.weight_decay_horizon,
+            clamp_warmup=self.clamp_warmup,
         )
 
     def check(self) -> Iterator[Violation]:

@@ -1,0 +1,86 @@
+"""The defaults of NeMo Customizer, as its document of hyperparameters has them."""
+
+import json
+import math
+
+import pytest
+from composition import configure
+from tiny import TINY_LM
+
+from foundry.config.batch_sizes import BatchSizes
+from foundry.config.duration import Budget
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.data import ChatFiles
+from foundry.config.schemas.optimizer import Adam, AdamW
+from foundry.config.schemas.scheduler import Cosine
+from foundry.parts import build_schedule
+from foundry.train import train
+
+STEPS = ["hparams.epochs=null", "hparams.max_steps=50", "evaluation.interval=null"]
+SFT = ["hparams=nemo_sft", "model=transformer"]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f"{n}."}) + "\n" for n in range(20)))
+    return f"data.path={path}"
+
+
+def test_the_defaults_of_supervised_fine_tuning(rows):
+    config = configure(*SFT, rows)
+    hparams, stopping = config.hparams, config.evaluation.early_stopping
+    assert (hparams.global_batch_size, hparams.epochs, hparams.max_steps, hparams.seed) == (8, 50, None, 42)
+    assert (hparams.lr, hparams.grad_clip_norm, config.tracking.log_every_n_steps) == (1e-4, None, 10)
+    assert (stopping.patience, stopping.unit.value, stopping.min_delta) == (10, "epochs", 0.001)
+    assert type(config.optimizer) is AdamW
+    assert (config.optimizer.beta1, config.optimizer.beta2) == (0.9, 0.99)
+    assert type(config.scheduler) is Cosine
+    assert (config.scheduler.warmup, config.scheduler.min_lr, config.scheduler.warmup_init) == ("200", 1e-5, 1e-5)
+    assert type(config.data) is ChatFiles
+    assert type(configure("optimizer=nemo_adam").optimizer) is Adam
+    assert configure("optimizer=nemo_adam").optimizer.beta2 == 0.99
+    assert configure(*SFT, rows, "hparams.lr=3e-3").scheduler.min_lr == pytest.approx(3e-4)
+
+
+def budget(steps, size=8):
+    return Budget(total_samples=steps * size, batch_sizes=BatchSizes.constant(size), samples_per_epoch=160)
+
+
+def test_the_rate_starts_at_its_floor_and_returns_to_it(rows):
+    config = configure(*SFT, rows)
+    schedule = build_schedule(config, budget(1000))
+    low, peak = 1e-5, 1e-4
+    for step in (0, 1, 100, 200, 201, 600, 999):
+        if step <= 200:
+            expected = low + (peak - low) * step / 200
+        else:
+            expected = low + (peak - low) * 0.5 * (1 + math.cos(math.pi * (step - 200) / 800))
+        assert schedule.lr(8 * step, 8 * step + 8) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_flat_rate_is_flat(rows):
+    schedule = build_schedule(configure(*SFT, rows, "scheduler=nemo_flat"), budget(30))
+    assert {schedule.lr(8 * step, 8 * step + 8) for step in range(30)} == {1e-4}
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1000, 200), (201, 200), (200, 199), (50, 49), (1, 0)])
+def test_a_warmup_longer_than_the_run_is_shortened_aloud(steps, warmup, rows, caplog):
+    schedule = build_schedule(configure(*SFT, rows), budget(steps))
+    assert schedule.warmup == 8 * warmup
+    assert ("scheduler.warmup=200 is longer than the run" in caplog.text) == (warmup < 200)
+
+
+def test_without_that_setting_it_is_refused(rows):
+    with pytest.raises(ConfigError, match=r"scheduler\.warmup: is 200: a warm-up of 200 steps does not fit"):
+        configure(*SFT, rows, "scheduler.clamp_warmup=false", *STEPS)
+
+
+def test_it_trains(rows, tmp_path, caplog):
+    words = [word for word in TINY_LM if not word.startswith("objective.")]
+    config = configure(*SFT, rows, *words, "data.vocab_size=257", f"data.cache_dir={tmp_path}", "tracking=none")
+    (tmp_path / "run").mkdir()
+    result = train(config, tmp_path / "run").result
+    assert (result["step"], result["samples"]) == (5, 40)
+    assert result["val_loss"] > 0
+    assert "scheduler.warmup=200 is longer than the run; it is 4 steps" in caplog.text
