@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from composition import configure
-from tiny import SMALL_LM
+from small_text import RUN, SMALL, write_text
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foundry.config.errors import ConfigError
@@ -13,16 +13,21 @@ from foundry.export import ExportOptions, export
 from foundry.restore import restore
 from foundry.train import train
 
-QUIET = ["tracking=none", "tracking.progress=false", "evaluation.write_samples=false", "hparams.max_steps=1"]
-FEW = ["debug=fast", "data.seq_len=32", *QUIET]
 STILL = ["hparams.lr=1e-30", "scheduler.warmup='0'", "optimizer.weight_decay=0"]
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory):
+def one_step(tmp_path_factory, cache):
+    """Overrides of a run of one step on a small text."""
+    given = [write_text(tmp_path_factory.mktemp("text")), f"data.cache_dir={cache}"]
+    return [*RUN, *given, "hparams.max_steps=1", "checkpoint.interval=1"]
+
+
+@pytest.fixture(scope="module")
+def pretrained(one_step, tmp_path_factory):
     """The run directory of a tiny language model."""
     folder = tmp_path_factory.mktemp("pretrained") / "base"
-    train(configure(*SMALL_LM, *QUIET, "hparams.lr=0.01"), folder)
+    train(configure(*SMALL, *one_step, "hparams.lr=0.01"), folder)
     return folder
 
 
@@ -34,40 +39,40 @@ def is_same(one, other):
     return one.keys() == other.keys() and all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
 
 
-def test_a_tuned_run_starts_with_the_weights_and_opens_without_its_base(pretrained, tmp_path):
+def test_a_tuned_run_starts_with_the_weights_and_opens_without_its_base(pretrained, one_step, tmp_path):
     base = shutil.copytree(pretrained, tmp_path / "base", symlinks=True)
-    train(configure("model=base", f"model.path={base}", *FEW, *STILL), tmp_path / "tuned")
+    train(configure("model=base", f"model.path={base}", *one_step, *STILL), tmp_path / "tuned")
     before = weights(base)
     assert (tmp_path / "tuned" / "tokenizer.json").read_text() == (base / "tokenizer.json").read_text()
     shutil.rmtree(base)
     assert is_same(weights(tmp_path / "tuned"), before)
     export(ExportOptions(run=str(tmp_path / "tuned"), out=str(tmp_path / "hf")))
-    train(configure("model=base", f"model.path={tmp_path / 'hf'}", *FEW, *STILL), tmp_path / "from_hf")
+    train(configure("model=base", f"model.path={tmp_path / 'hf'}", *one_step, *STILL), tmp_path / "from_hf")
     shutil.rmtree(tmp_path / "hf")
     # What was an export is the base of a run, and that of another.
-    train(configure("model=base", f"model.path={tmp_path / 'from_hf'}", *FEW, *STILL), tmp_path / "again")
+    train(configure("model=base", f"model.path={tmp_path / 'from_hf'}", *one_step, *STILL), tmp_path / "again")
     shutil.rmtree(tmp_path / "from_hf")
     found = {name.removeprefix("causal_lm."): value for name, value in weights(tmp_path / "again").items()}
     assert is_same(found, before)
 
 
-@pytest.mark.parametrize("start", ["", "checkpoints/latest"])
-def test_weights_are_not_trained_on_with_another_tokenizer(pretrained, tmp_path, start):
-    overrides = [*SMALL_LM, *QUIET, f"model.init_from={pretrained / start}", "model.vocab_size=4096"]
+@pytest.mark.parametrize("start", ["", pytest.param("checkpoints/latest", marks=pytest.mark.long)])
+def test_weights_are_not_trained_on_with_another_tokenizer(pretrained, one_step, tmp_path, start):
+    overrides = [*SMALL, *one_step, f"model.init_from={pretrained / start}", "model.vocab_size=300"]
     with pytest.raises(ConfigError) as refused:
-        train(configure(*overrides, "data.vocab_size=300"), tmp_path / "run")
+        train(configure(*overrides, "data.vocab_size=299"), tmp_path / "run")
     message = str(refused.value)
     assert message.startswith("data.tokenizer: is not the one that the weights in ")
     assert message.endswith(f"set data.tokenizer={pretrained / 'tokenizer.json'}")
     train(configure(*overrides, f"data.tokenizer={pretrained / 'tokenizer.json'}"), tmp_path / "run")
 
 
-def test_nor_a_folder_of_transformers(pretrained, tmp_path):
+def test_nor_a_folder_of_transformers(pretrained, one_step, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path / "hf")
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path / "hf")
     other = PreTrainedTokenizerFast(tokenizer_file=str(pretrained / "tokenizer.json"))
     other.add_tokens(["<|own|>"])
     other.save_pretrained(tmp_path / "hf")
     given = f"data.tokenizer={pretrained / 'tokenizer.json'}"
     with pytest.raises(ConfigError, match=r"^data\.tokenizer: is not the one that the weights in "):
-        train(configure("model=base", f"model.path={tmp_path / 'hf'}", given, *FEW), tmp_path / "run")
+        train(configure("model=base", f"model.path={tmp_path / 'hf'}", given, *one_step), tmp_path / "run")

@@ -29,14 +29,15 @@ def chats(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def exported(request, chats, tmp_path_factory):
+@pytest.fixture(scope="module", params=["transformer", pytest.param("hf_llama", marks=pytest.mark.long)])
+def exported(request, chats, cache, tmp_path_factory):
     """A run over chats and its export."""
     folder = tmp_path_factory.mktemp(request.param)
-    data = ["data=chats", f"data.path={chats}", "data.vocab_size=280", "objective=sft", "precision=fp32"]
+    data = ["data=chats", f"data.path={chats}", f"data.cache_dir={cache}", "data.vocab_size=280"]
+    objective = ["objective=sft", "precision=fp32"]
     budget = ["hparams.max_steps=80", "hparams.lr=0.01", "evaluation.interval=null"]
     batches = ["hparams.global_batch_size=16", "hparams.per_gpu_batch_size=16"]
-    train(configure(*KINDS[request.param], *QUIET, *data, *budget, *batches), folder / "run")
+    train(configure(*KINDS[request.param], *QUIET, *data, *objective, *budget, *batches), folder / "run")
     export(ExportOptions(run=str(folder / "run"), out=str(folder / "hf")))
     return folder
 
