@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from foundry.config.schemas.data import ArithmeticForm, OnBadRow, TrainOn
-from foundry.data.chats import RowSource, chat_splits
+from foundry.data.chats import RowForm, RowSource, chat_splits
 from foundry.data.corpus import Corpus, Splits
+from foundry.data.preferences import PREFERENCES
 from foundry.data.rows import Row, RowSplits
 from foundry.data.splits import DataSplits
 from foundry.data.text import text_splits
@@ -30,14 +31,25 @@ class Sum(NamedTuple):
         """As a user asks it."""
         return f"What is {self.a}+{self.b}?"
 
-    def worked(self) -> str:
-        """The sum from the last digit to the first, each with the carry of the one before, and the answer."""
-        steps, carry = list[str](), 0
-        for first, second in zip(reversed(str(self.a)), reversed(str(self.b)), strict=True):
+    @property
+    def carries(self) -> list[int]:
+        """The places whose carry the next place takes, 0 for the last digit."""
+        places = range(1, len(str(self.a)))
+        return [place - 1 for place in places if self.a % 10**place + self.b % 10**place >= 10**place]
+
+    def worked(self, dropped: int | None = None) -> str:
+        """The sum from the last digit to the first, each with the carry of the one before, and the answer.
+
+        Args:
+            dropped: a place whose carry is dropped, which makes the answer wrong.
+        """
+        steps, answer, carry = list[str](), "", 0
+        for place, (first, second) in enumerate(zip(reversed(str(self.a)), reversed(str(self.b)), strict=True)):
             total = int(first) + int(second) + carry
             steps.append(f"{first}+{second}{'+1' if carry else ''}={total}")
-            carry = total // 10
-        return f"{', '.join(steps)}. Answer: {self.a + self.b}"
+            answer = f"{total % 10}{answer}"
+            carry = 0 if place == dropped else total // 10
+        return f"{', '.join(steps)}. Answer: {carry or ''}{answer}"
 
     def is_held_out(self, share: float) -> bool:
         """Whether it is for validation: by a hash of the two numbers in either order, whatever the seed."""
@@ -79,13 +91,15 @@ def arithmetic(
     """
     settings = f"arithmetic {_FORMAT} {form.value} {seed} {num_rows} {held_out}"
     fingerprint = hashlib.sha256(settings.encode()).hexdigest()
-    train = _Rows(seed, num_rows, held_out, is_held=False)
-    validation = _Rows(0, _VALIDATION_ROWS, held_out, is_held=True)
+    are_pairs = form is ArithmeticForm.preferences
+    train = _Rows(seed, num_rows, held_out, is_held=False, are_carried=are_pairs)
+    validation = _Rows(0, _VALIDATION_ROWS, held_out, is_held=True, are_carried=are_pairs)
     if form is ArithmeticForm.text:
         corpus = Corpus(fingerprint, fingerprint, lambda: Splits(_Made(train, _text), _Made(validation, _text)))
         return text_splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
+    make = _preference if are_pairs else _conversation
     source = RowSource(
-        splits=RowSplits(_Made(train, _conversation), _Made(validation, _conversation)),
+        splits=RowSplits(_Made(train, make), _Made(validation, make)),
         places=["row"],
         fingerprint=fingerprint,
         content=fingerprint,
@@ -94,36 +108,45 @@ def arithmetic(
     )
     return chat_splits(
         source,
+        PREFERENCES if are_pairs else RowForm.conversations(train_on),
         seq_len=seq_len,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         cache_dir=cache_dir,
         chat_template=chat_template,
-        train_on=train_on,
         on_bad_row=OnBadRow.refuse,
     )
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Draws sums for each row; row n is the same whatever the number of rows."""
+    """Draws sums for each row; row n is the same whatever the number of rows.
+
+    Attributes:
+        seed: of the sums.
+        count: of rows.
+        held_out: share of all sums that are for validation.
+        is_held: draw from these, or from the others.
+        are_carried: the last sum of each row has a carry that can be dropped.
+    """
 
     seed: int
     count: int
     held_out: float
     is_held: bool
+    are_carried: bool
 
     def __iter__(self) -> Iterator[list[Sum]]:
         for number in range(self.count):
             generator = random.Random(f"{self.seed} {number} {self.is_held}")
             turns = 2 if generator.random() < _TWO_TURNS else 1
-            yield [self._draw(generator) for _ in range(turns)]
+            yield [self._draw(generator, self.are_carried and turn == turns - 1) for turn in range(turns)]
 
-    def _draw(self, generator: random.Random) -> Sum:
+    def _draw(self, generator: random.Random, is_carried: bool) -> Sum:
         while True:
             low = 100 if generator.random() < _THREE_DIGITS else 10
             found = Sum(generator.randrange(low, 10 * low), generator.randrange(low, 10 * low))
-            if found.is_held_out(self.held_out) == self.is_held:
+            if found.is_held_out(self.held_out) == self.is_held and (found.carries or not is_carried):
                 return found
 
 
@@ -143,8 +166,17 @@ def _text(number: int, sums: list[Sum]) -> str:
 
 
 def _conversation(number: int, sums: list[Sum]) -> Row:
-    messages = list[dict[str, str]]()
-    for one in sums:
-        messages.append({"role": "user", "content": one.question})
-        messages.append({"role": "assistant", "content": one.worked()})
-    return Row(0, number, {"messages": messages})
+    return Row(0, number, {"messages": [message for one in sums for message in _turns(one)]})
+
+
+def _turns(one: Sum) -> list[dict[str, str]]:
+    return [{"role": "user", "content": one.question}, {"role": "assistant", "content": one.worked()}]
+
+
+def _preference(number: int, sums: list[Sum]) -> Row:
+    """The last sum worked out, against the same with one of its carries dropped."""
+    *prompt, chosen = [message for one in sums for message in _turns(one)]
+    last = sums[-1]
+    dropped = last.carries[number % len(last.carries)]
+    rejected = last.worked(dropped)
+    return Row(0, number, {"prompt": prompt, "chosen": chosen["content"], "rejected": rejected})

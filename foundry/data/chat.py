@@ -63,7 +63,7 @@ class ChatTemplate:
     variables: Mapping[str, str] = field(default_factory=dict)
     special_tokens: tuple[str, ...] = ()
 
-    def segments(self, messages: Sequence[Message], *, last_only: bool) -> list[Segment]:
+    def segments(self, messages: Sequence[Message], *, num_trained: int | None) -> list[Segment]:
         """The conversation up to its last answer, in turns of what is given and what the model says.
 
         Answers are what stands between `{% generation %}` and `{% endgeneration %}`. In a template without these an
@@ -71,24 +71,21 @@ class ChatTemplate:
 
         Args:
             messages: with `role` and `content`; one is the assistant's.
-            last_only: only the last answer is trained.
+            num_trained: so many of the last answers are trained; None: all are.
 
         Raises:
             ValueError: the template refuses the messages, marks no answer, or does not continue its own prompt.
         """
-        last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-        messages = messages[: last + 1]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = messages[: answers[-1] + 1]
+        first = 0 if num_trained is None else -num_trained
         if _GENERATION.search(self.source):
             text, spans = self._render(messages, with_spans=True)
         else:
             text = self.render(messages)
-            spans = [
-                self._answer_by_prefix(messages, index, text)
-                for index, message in enumerate(messages)
-                if message["role"] == "assistant" and (index == last or not last_only)
-            ]
-        spans = [(start, end) for start, end in spans[-1:] if start < end] if last_only else spans
-        if not any(start < end for start, end in spans):
+            spans = [self._answer_by_prefix(messages, index, text) for index in answers[first:]]
+        spans = [(start, end) for start, end in spans[first:] if start < end]
+        if not spans:
             raise ValueError("has no answer that the chat template marks with {% generation %}")
         return list(_cut(text, spans))
 
@@ -227,7 +224,7 @@ def resolve_stop_ids(template: ChatTemplate, tokenizer: Tokenizer, end: int) -> 
     """The tokens that end an answer: that of a document, and the special token with which the template ends a turn."""
     example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
-        answer = template.segments(example, last_only=True)[-1].text
+        answer = template.segments(example, num_trained=1)[-1].text
     except ValueError:  # a template that wants more of a conversation
         return (end,)
     last = tokenizer.encode(answer, add_special_tokens=False).ids[-1:]

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,16 @@ from foundry.data.chat import ChatTemplate, Segment, read_template, resolve_chat
 from foundry.data.corpus import PATH, VALIDATION_PATH, find_corpus_files, held_out_names
 from foundry.data.examples import (
     BadRowError,
+    EncodedRows,
     LastAnswers,
+    Pairs,
     describe_lengths,
+    describe_pairs,
     encode_rows,
     list_skipped,
 )
 from foundry.data.rows import FileRows, Row, RowSplits
-from foundry.data.splits import DataSplits
+from foundry.data.splits import Dataset, DataSplits
 from foundry.data.token_cache import cached_folder, train_with_end, trained_end
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from foundry.run_dir.names import TOKENIZER
@@ -30,6 +33,27 @@ from foundry.run_dir.names import TOKENIZER
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _COLUMNS = ("messages", "prompt", "completion")
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowForm:
+    """What is made of each row.
+
+    Attributes:
+        segments: its examples as a chat template renders them; a `BadRowError` says why the row cannot be used.
+        described: what tells this form from others.
+        are_pairs: a row gives two examples, which make one sample.
+    """
+
+    segments: Callable[[ChatTemplate, Row], Sequence[Sequence[Segment]]]
+    described: str
+    are_pairs: bool = False
+
+    @classmethod
+    def conversations(cls, train_on: TrainOn) -> "RowForm":
+        """One example of a row's `messages`."""
+        segments = partial(_conversation_segments, 1 if train_on is TrainOn.last else None)
+        return cls(segments=segments, described=train_on.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +114,12 @@ def chat_files(
     source = find_rows(path, validation_path, held_out=held_out, columns=_COLUMNS)
     return chat_splits(
         source,
+        RowForm.conversations(train_on),
         seq_len=seq_len,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         cache_dir=cache_dir,
         chat_template=chat_template,
-        train_on=train_on,
         on_bad_row=on_bad_row,
     )
 
@@ -141,32 +165,62 @@ class _Share:
 
 def chat_splits(
     source: RowSource,
+    form: RowForm,
     *,
     seq_len: int,
     vocab_size: int,
     tokenizer: str | None,
     cache_dir: str,
     chat_template: str | None,
-    train_on: TrainOn,
     on_bad_row: OnBadRow,
 ) -> DataSplits:
-    """Rows of conversations as examples; arguments as those of `chat_files`.
+    """Rows of conversations as examples of a form; other arguments as those of `chat_files`.
 
     Raises:
         ConfigError: as `chat_files`.
     """
-    found, end = _resolve_tokenizer(source, tokenizer, vocab_size, chat_template, cache_dir)
+    if tokenizer is None:
+        found, end = _train_tokenizer(source, form, vocab_size, chat_template, cache_dir)
+    else:
+        found, end = load_tokenizer(tokenizer, vocab_size)
     template = resolve_chat_template(chat_template, tokenizer, found, end)
-    last_only = train_on is TrainOn.last
-    described = f"{template.source} {dict(template.variables)} {train_on.value}"
+    described = f"{template.source} {dict(template.variables)} {form.described}"
     encoded = encode_rows(
         lambda: source.splits,
-        partial(_segments, template, last_only),
+        partial(form.segments, template),
         described=f"{described} {source.fingerprint}",
         tokenizer=found,
         max_tokens=seq_len,
         cache_dir=cache_dir,
     )
+    _check_rows(source, encoded, on_bad_row)
+    train: Dataset = encoded.train
+    validation: Dataset = encoded.validation
+    notes = describe_lengths(encoded.train, encoded.validation, encoded.statistics)
+    if form.are_pairs:
+        train, validation = pairs = Pairs(encoded.train), Pairs(encoded.validation)
+        notes |= describe_pairs(*pairs)
+    return DataSplits(
+        train=train,
+        validation=validation,
+        fingerprint=encoded.fingerprint,
+        content=f"{source.content}-{seq_len}-{described}",
+        tokens_per_sample=max(1, round(len(encoded.train) / len(train) * float(encoded.train.lengths.mean()))),
+        tokenizer=found,
+        notes=notes,
+        prompts=LastAnswers(encoded.validation, found, every=2 if form.are_pairs else 1),
+        stop_ids=resolve_stop_ids(template, found, end),
+        bos_id=found.token_to_id(template.variables["bos_token"]),
+        chat_template=template.source,
+    )
+
+
+def _check_rows(source: RowSource, encoded: EncodedRows, on_bad_row: OnBadRow) -> None:
+    """Refuse rows that cannot be used, or warn of them, and splits without any.
+
+    Raises:
+        ConfigError: of those.
+    """
     if encoded.statistics.skipped:
         counted, first = list_skipped(encoded.statistics, source.places)
         if on_bad_row is OnBadRow.refuse:
@@ -175,60 +229,55 @@ def chat_splits(
     for name, split in (("training", encoded.train), ("validation", encoded.validation)):
         if not len(split):
             raise ConfigError(Violation(PATH, f"leaves no row for {name}; give more rows that can be used"))
-    notes = describe_lengths(encoded.train, encoded.validation, encoded.statistics)
-    return DataSplits(
-        train=encoded.train,
-        validation=encoded.validation,
-        fingerprint=encoded.fingerprint,
-        content=f"{source.content}-{seq_len}-{described}",
-        tokens_per_sample=max(1, round(float(encoded.train.lengths.mean()))),
-        tokenizer=found,
-        notes=notes,
-        prompts=LastAnswers(encoded.validation, found),
-        stop_ids=resolve_stop_ids(template, found, end),
-        bos_id=found.token_to_id(template.variables["bos_token"]),
-        chat_template=template.source,
-    )
 
 
-def _resolve_tokenizer(
-    source: RowSource, path: str | None, vocab_size: int, chat_template: str | None, cache_dir: str
+def _train_tokenizer(
+    source: RowSource, form: RowForm, vocab_size: int, chat_template: str | None, cache_dir: str
 ) -> tuple[Tokenizer, int]:
-    """The tokenizer of the run and its end of a document; trained on the conversations where none is given."""
-    if path is not None:
-        return load_tokenizer(path, vocab_size)
+    """A tokenizer trained on the conversations, from the cache or into it, and its end of a document."""
     template = ChatTemplate(read_template(chat_template), {"eos_token": END_OF_DOCUMENT, "bos_token": ""})
 
     def fill(folder: Path) -> tuple[str, ...]:
-        train_with_end(_texts(source.splits.train, template), vocab_size)[0].save(str(folder / TOKENIZER))
+        trained, _ = train_with_end(_texts(source.splits.train, partial(form.segments, template)), vocab_size)
+        trained.save(str(folder / TOKENIZER))
         return (TOKENIZER,)
 
-    described = f"tokenizer {vocab_size} {template.source} {source.fingerprint}"
-    name = hashlib.sha256(described.encode(errors="surrogateescape")).hexdigest()[:32]
+    settings = f"tokenizer {vocab_size} {template.source} {form.described} {source.fingerprint}"
+    name = hashlib.sha256(settings.encode(errors="surrogateescape")).hexdigest()[:32]
     tokenizer = Tokenizer.from_file(str(cached_folder(cache_dir, name, fill) / TOKENIZER))
     return tokenizer, trained_end(tokenizer)
 
 
-def _texts(rows: Iterable[Row], template: ChatTemplate) -> Iterator[str]:
+def _texts(rows: Iterable[Row], encode: Callable[[Row], Sequence[Sequence[Segment]]]) -> Iterator[str]:
     """What a tokenizer learns from: the texts of the rows that can be used, without the end of a document."""
     for row in rows:
         try:
-            segments = _segments(template, False, row)
+            examples = encode(row)
         except BadRowError:
             continue
-        yield from (segment.text.replace(END_OF_DOCUMENT, "") for segment in segments)
+        yield from (segment.text.replace(END_OF_DOCUMENT, "") for segments in examples for segment in segments)
 
 
-def _segments(template: ChatTemplate, last_only: bool, row: Row) -> list[Segment]:
-    messages = read_messages(row.columns)
-    if not any(message["role"] == "assistant" for message in messages):
+def _conversation_segments(num_trained: int | None, template: ChatTemplate, row: Row) -> list[list[Segment]]:
+    return [trained_segments(template, read_messages(row.columns), num_trained)]
+
+
+def trained_segments(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], num_trained: int | None
+) -> list[Segment]:
+    """A conversation whose last answers are trained; None: all are.
+
+    Raises:
+        BadRowError: there is no answer, one of these is empty, or the template does not take the messages.
+    """
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not answers:
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "none"
         raise BadRowError("no assistant turn", f"has no assistant turn (its roles: {roles})")
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    if any(not answer.strip() for answer in (answers[-1:] if last_only else answers)):
+    if not all(answer.strip() for answer in answers[-(num_trained or 0) :]):
         raise BadRowError("empty answer", "has an empty answer")
     try:
-        return template.segments(messages, last_only=last_only)
+        return template.segments(messages, num_trained=num_trained)
     except ValueError as error:
         raise BadRowError("does not fit the chat template", str(error)) from None
 

@@ -31,8 +31,14 @@ _SPLITS = ("train", "validation")
 _SHOWN = 5
 log = logging.getLogger(__name__)
 
-Encode = Callable[[Row], "Sequence[tuple[str, bool]]"]
-"""The texts of a row, each with whether it is to be learnt; a ValueError says why the row cannot be used."""
+Texts = Sequence[tuple[str, bool]]
+"""The texts of an example, each with whether it is to be learnt."""
+
+Encode = Callable[[Row], Sequence[Texts]]
+"""The examples of a row, of each row as many; a `BadRowError` says why the row cannot be used."""
+
+_Tokens = tuple[list[int], list[bool]]
+"""The tokens of an example, and which of them are learnt."""
 
 
 class Examples:
@@ -82,20 +88,54 @@ class Examples:
         return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
 
 
+class Pairs:
+    """Sample i is two rows that answer the same prompt: the chosen one, 2i, and the rejected one, 2i + 1."""
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self.examples) // 2
+
+    @property
+    def longest(self) -> int:
+        """The index of the pair with the longest row, which needs the most memory."""
+        return self.examples.longest // 2
+
+    def num_tokens(self, indices: Sequence[int]) -> int:
+        """Tokens of these pairs together, without padding."""
+        return self.examples.num_tokens(_rows_of(indices))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One pair: tokens and targets, (2, longest) int64 each."""
+        return {name: value[0] for name, value in self.batch([index]).items()}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Pairs padded on the right to the longest row: tokens and targets, (len(indices), 2, longest) int64 each."""
+        rows = self.examples.batch(_rows_of(indices))
+        return {name: value.view(-1, 2, value.shape[1]) for name, value in rows.items()}
+
+
+def _rows_of(pairs: Sequence[int]) -> list[int]:
+    return [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]
+
+
 class LastAnswers(Sequence[Prompt]):
     """The last answer of each row, and what comes before it.
 
     Args:
         examples: the rows.
         tokenizer: makes text of the answers.
+        every: take only each so many-th row, from the first on.
     """
 
-    def __init__(self, examples: Examples, tokenizer: Tokenizer) -> None:
-        self._examples, self._tokenizer = examples, tokenizer
+    def __init__(self, examples: Examples, tokenizer: Tokenizer, every: int = 1) -> None:
+        self._examples, self._tokenizer, self._every = examples, tokenizer, every
 
     def __len__(self) -> int:
         """Number of rows."""
-        return len(self._examples)
+        return len(self._examples) // self._every
 
     def __getitem__(self, index: Any) -> Any:
         """One prompt with its answer, or several."""
@@ -103,7 +143,7 @@ class LastAnswers(Sequence[Prompt]):
             return [self[number] for number in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
-        start, end = self._examples.offsets[index : index + 2].tolist()
+        start, end = self._examples.offsets[self._every * index :][:2].tolist()
         tokens, trained = self._examples.tokens[start:end].tolist(), self._examples.trained[start:end]
         stop = int(np.flatnonzero(trained)[-1]) + 1
         before = np.flatnonzero(~trained[:stop])
@@ -206,9 +246,10 @@ def _fill(
                     if len(first) < _SHOWN:
                         first.append((row.file, row.number, str(found)))
                     continue
-                tokens.append(found[0])
-                trained.append(found[1])
-                offsets.append([tokens.length])
+                for ids, are_trained in found:
+                    tokens.append(ids)
+                    trained.append(are_trained)
+                    offsets.append([tokens.length])
                 rows += 1
     statistics = {"rows": rows, "skipped": dict(skipped), "first": first}
     (folder / _STATISTICS).write_text(json.dumps(statistics))
@@ -221,19 +262,21 @@ class _Encoder:
     tokenizer: Tokenizer
     max_tokens: int
 
-    def encoded(self, rows: Iterable[Row]) -> Iterator[tuple[Row, "tuple[list[int], list[bool]] | BadRowError"]]:
-        """Each row with its tokens and which of them are learnt, or why it cannot be used."""
+    def encoded(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[_Tokens] | BadRowError]]:
+        """Each row with the tokens of its examples, or why it cannot be used."""
         for batch in batches(rows):
             texts = [self._texts(row) for row in batch]
-            flat = [text for found in texts if not isinstance(found, BadRowError) for text, _ in found]
+            used = [found for found in texts if not isinstance(found, BadRowError)]
+            flat = [text for found in used for example in found for text, _ in example]
             ids = iter(self.tokenizer.encode_batch(flat, add_special_tokens=False))
             for row, found in zip(batch, texts, strict=True):
                 if isinstance(found, BadRowError):
                     yield row, found
-                else:
-                    yield row, self._joined([(next(ids).ids, is_trained) for _, is_trained in found])
+                    continue
+                encoded = [[(next(ids).ids, is_trained) for _, is_trained in example] for example in found]
+                yield row, self._joined(encoded)
 
-    def _texts(self, row: Row) -> "Sequence[tuple[str, bool]] | BadRowError":
+    def _texts(self, row: Row) -> Sequence[Texts] | BadRowError:
         try:
             if row.wrong is not None:
                 raise BadRowError("cannot be read", row.wrong)
@@ -241,14 +284,20 @@ class _Encoder:
         except BadRowError as error:
             return error
 
-    def _joined(self, parts: Sequence[tuple[list[int], bool]]) -> "tuple[list[int], list[bool]] | BadRowError":
+    def _joined(self, examples: Sequence[Sequence[tuple[list[int], bool]]]) -> list[_Tokens] | BadRowError:
+        try:
+            return [self._tokens(parts) for parts in examples]
+        except BadRowError as error:
+            return error
+
+    def _tokens(self, parts: Sequence[tuple[list[int], bool]]) -> _Tokens:
         tokens = [token for ids, _ in parts for token in ids]
         trained = [is_trained for ids, is_trained in parts for _ in ids]
         if len(tokens) > self.max_tokens:
             message = f"has {len(tokens)} tokens, more than data.seq_len={self.max_tokens}"
-            return BadRowError("longer than seq_len", message)
+            raise BadRowError("longer than seq_len", message)
         if not any(trained[1:]):
-            return BadRowError("no token to learn", "has no token to learn")
+            raise BadRowError("no token to learn", "has no token to learn")
         return tokens, trained
 
 
@@ -265,6 +314,21 @@ def describe_lengths(train: Examples, validation: Examples, statistics: RowStati
         "validation_tokens": len(validation.tokens),
         "row_tokens": dict(zip(("p50", "p90", "p99", "max"), [*shares, int(lengths.max())], strict=True)),
         "trained_share": float(np.concatenate([train.trained, validation.trained]).mean()),
+    }
+
+
+def describe_pairs(train: Pairs, validation: Pairs) -> dict[str, Any]:
+    """What plan.json says of pairs besides: their number, and the mean tokens to learn of both kinds of rows."""
+    learnt = [
+        np.add.reduceat(part.examples.trained, part.examples.offsets[:-1], dtype=np.int64)
+        for part in (train, validation)
+    ]
+    chosen, rejected = (float(np.concatenate([part[kind::2] for part in learnt]).mean()) for kind in (0, 1))
+    return {
+        "train_rows": len(train),
+        "validation_rows": len(validation),
+        "chosen_tokens": chosen,
+        "rejected_tokens": rejected,
     }
 
 

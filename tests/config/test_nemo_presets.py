@@ -10,7 +10,8 @@ from tiny import TINY_LM
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError
-from foundry.config.schemas.data import ChatFiles
+from foundry.config.schemas.data import ChatFiles, PreferenceFiles
+from foundry.config.schemas.objective import DPO, Distillation
 from foundry.config.schemas.optimizer import Adam, AdamW
 from foundry.config.schemas.scheduler import Cosine
 from foundry.parts import build_schedule
@@ -41,6 +42,25 @@ def test_the_defaults_of_supervised_fine_tuning(rows):
     assert type(configure("optimizer=nemo_adam").optimizer) is Adam
     assert configure("optimizer=nemo_adam").optimizer.beta2 == 0.99
     assert configure(*SFT, rows, "hparams.lr=3e-3").scheduler.min_lr == pytest.approx(3e-4)
+
+
+def test_the_defaults_of_preferences_and_distillation(rows, tmp_path):
+    config = configure("hparams=nemo_dpo", "model=transformer", rows)
+    hparams, objective = config.hparams, config.objective
+    assert (hparams.global_batch_size, hparams.epochs, hparams.lr, hparams.grad_clip_norm) == (16, 1, 9e-6, 1.0)
+    assert (type(config.data), type(objective), type(config.optimizer)) == (PreferenceFiles, DPO, AdamW)
+    assert (objective.ref_policy_kl_penalty, objective.preference_loss_weight, objective.sft_loss_weight) == (
+        0.05,
+        1,
+        0,
+    )
+    assert not objective.preference_average_log_probs
+    assert not objective.sft_average_log_probs
+    (tmp_path / "config.json").write_text("{}")
+    config = configure("hparams=nemo_distillation", "model=transformer", rows, f"objective.teacher={tmp_path}")
+    hparams = config.hparams
+    assert (hparams.global_batch_size, hparams.epochs, hparams.lr, hparams.grad_clip_norm) == (8, 50, 1e-4, None)
+    assert (type(config.data), type(config.objective)) == (ChatFiles, Distillation)
 
 
 def budget(steps, size=8):

@@ -23,7 +23,8 @@ def make(tmp_path, **changes):
 
 def sums(splits, split):
     """The sums that a split asks for, each with the smaller number first."""
-    tokens = getattr(splits, split).tokens.tolist()
+    dataset = getattr(splits, split)
+    tokens = getattr(dataset, "examples", dataset).tokens.tolist()
     text = splits.tokenizer.decode(tokens, skip_special_tokens=False)
     return [tuple(sorted((int(a), int(b)))) for a, b in QUESTION.findall(text)]
 
@@ -86,6 +87,12 @@ def test_bytes_do_not_merge_and_forms_share_a_tokenizer(tmp_path):
 def test_an_objective_that_the_form_does_not_suit_is_refused():
     with pytest.raises(ConfigError, match=r"objective: is SFT, made for completions, but data is Arithmetic"):
         configure("data=arithmetic", "data.form=text", "objective=sft")
+    with pytest.raises(
+        ConfigError, match=r"objective: is NextToken, made for sequences and tokens, but data is Arithm"
+    ):
+        configure("data=arithmetic", "data.form=preferences")
+    with pytest.raises(ConfigError, match=r"data\.train_on: is last but means nothing without data\.form=chats"):
+        configure("data=arithmetic", "data.form=preferences", "objective=dpo", "data.train_on=last")
     assert configure("data=arithmetic", "data.form=text").data.form is ArithmeticForm.text
     assert configure("data=arithmetic", "objective=sft").data.vocab_size == 257
 

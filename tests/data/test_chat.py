@@ -32,9 +32,9 @@ FORGETFUL = ChatTemplate(
 )
 
 
-def marked(template, messages, *, last_only=False):
+def marked(template, messages, *, num_trained=None):
     """The conversation with what is learnt in brackets."""
-    segments = template.segments(messages, last_only=last_only)
+    segments = template.segments(messages, num_trained=num_trained)
     return "".join(f"[{segment.text}]" if segment.is_trained else segment.text for segment in segments)
 
 
@@ -64,30 +64,30 @@ def test_answers_are_learnt_and_nothing_else(template, messages, expected):
 
 def test_only_the_last_answer():
     expected = f"user: 2+2?\nassistant: 4{END}user: 3+3?\nassistant: [6{END}]"
-    assert marked(PLAIN, TURNS, last_only=True) == expected
-    assert marked(UNMARKED, TURNS, last_only=True) == CHATML_TEXT.replace("[4<|im_end|>]", "4<|im_end|>")
-    assert marked(FORGETFUL, TURNS, last_only=True) == "user:2+2?;assistant:4;user:3+3?;assistant:[ hm,6;]"
+    assert marked(PLAIN, TURNS, num_trained=1) == expected
+    assert marked(UNMARKED, TURNS, num_trained=1) == CHATML_TEXT.replace("[4<|im_end|>]", "4<|im_end|>")
+    assert marked(FORGETFUL, TURNS, num_trained=1) == "user:2+2?;assistant:4;user:3+3?;assistant:[ hm,6;]"
 
 
 @pytest.mark.parametrize("template", [PLAIN, CHATML, UNMARKED])
 @pytest.mark.parametrize("answers", [1, 2])
 def test_what_comes_before_an_answer_is_what_asks_for_it(template, answers):
-    before = template.segments(TURNS[: 2 * answers], last_only=True)[:-1]
+    before = template.segments(TURNS[: 2 * answers], num_trained=1)[:-1]
     asked = template.render(TURNS[: 2 * answers - 1], for_answer=True)
     assert "".join(segment.text for segment in before) == asked
 
 
 def test_a_template_that_rewrites_earlier_turns_names_the_remedy():
     with pytest.raises(ValueError, match=r"not rendered as a continuation .* data\.train_on=last"):
-        FORGETFUL.segments(TURNS, last_only=False)
+        FORGETFUL.segments(TURNS, num_trained=None)
 
 
 def test_what_a_template_refuses():
     refusing = ChatTemplate("{{ raise_exception('no system turns') }}")
     with pytest.raises(ValueError, match="refused by the chat template: no system turns"):
-        refusing.segments(TURNS, last_only=False)
+        refusing.segments(TURNS, num_trained=None)
     with pytest.raises(ValueError, match="no answer that the chat template marks"):
-        ChatTemplate("{% generation %}{% endgeneration %}").segments(TURNS, last_only=False)
+        ChatTemplate("{% generation %}{% endgeneration %}").segments(TURNS, num_trained=None)
 
 
 def byte_tokenizer(*special):

@@ -105,8 +105,8 @@ def test_a_window_counts_the_tokens_of_all_ranks_without_padding(tmp_path, world
             order=order,
             batch_size_at=lambda samples: 8,
             per_gpu_batch_size=2,
-            rank=rank,
-            world_size=world_size,
+            dp_rank=rank,
+            dp_size=world_size,
             tokens_per_sample=999,
         )
         for rank in range(world_size)

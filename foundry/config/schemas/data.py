@@ -46,7 +46,7 @@ class Tokenised(Data):
         is_ragged: whether samples have lengths of their own, of which `seq_len` is the most.
     """
 
-    offers: ClassVar[frozenset[str]] = frozenset({"tokens"})
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences"})
     is_ragged: ClassVar[bool] = False
 
     _target_: str
@@ -133,8 +133,8 @@ class OnBadRow(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversations(Tokenised):
-    """Rows of messages, each of its own length, of which the model learns what the assistant says."""
+class Templated(Tokenised):
+    """Rows of messages, each of its own length, which a chat template makes text of."""
 
     is_ragged: ClassVar[bool] = True
 
@@ -144,7 +144,6 @@ class Conversations(Tokenised):
         "tokenizer, else plain",
         on_resume=OnResume.data,
     )
-    train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
 
     def check(self) -> Iterator[Violation]:
         """The template is a known one, or a file."""
@@ -156,12 +155,18 @@ class Conversations(Tokenised):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatFiles(Conversations):
-    """Conversations of the user's in JSONL or Parquet: `messages`, or `prompt` and `completion`."""
+class Conversations(Templated):
+    """Rows of which the model learns what the assistant says."""
 
-    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "completions", "prompts"})
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences", "completions", "prompts"})
 
-    _target_: str = "foundry.data.chats.chat_files"
+    train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFiles(Templated):
+    """Rows of the user's in JSONL or Parquet."""
+
     path: str = setting(
         "???",
         "file, folder or glob of .jsonl or .parquet files",
@@ -182,11 +187,28 @@ class ChatFiles(Conversations):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatFiles(RowFiles, Conversations):
+    """Conversations of the user's in JSONL or Parquet: `messages`, or `prompt` and `completion`."""
+
+    _target_: str = "foundry.data.chats.chat_files"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceFiles(RowFiles):
+    """Preferences of the user's in JSONL or Parquet: `prompt`, `chosen` and `rejected`, texts or lists of messages."""
+
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "pairs"})
+
+    _target_: str = "foundry.data.preferences.preference_files"
+
+
 class ArithmeticForm(Enum):
     """What a sample of `data=arithmetic` is."""
 
     text = "text"
     chats = "chats"
+    preferences = "preferences"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +217,9 @@ class Arithmetic(Conversations):
 
     _target_: str = "foundry.data.arithmetic.arithmetic"
     form: ArithmeticForm = setting(
-        ArithmeticForm.chats, "text: sequences for objective=next_token; chats: conversations for objective=sft"
+        ArithmeticForm.chats,
+        "text: sequences for objective=next_token; chats: conversations for objective=sft; preferences: right answers "
+        "and others in which a carry was dropped, for objective=dpo",
     )
     num_rows: int = setting(20_000, "lines of text or conversations to learn from", ge=2, le=10**8)
     seq_len: int = setting(
@@ -211,13 +235,23 @@ class Arithmetic(Conversations):
     @property
     def offers(self) -> frozenset[str]:  # type: ignore[override] # it depends on the form
         """What a sample has."""
-        is_text = self.form is ArithmeticForm.text
-        return frozenset({"tokens"}) if is_text else frozenset({"tokens", "completions", "prompts"})
+        by_form: dict[ArithmeticForm, type[Tokenised]] = {
+            ArithmeticForm.text: Text,
+            ArithmeticForm.chats: Conversations,
+            ArithmeticForm.preferences: PreferenceFiles,
+        }
+        return by_form[self.form].offers
 
     @property
     def is_ragged(self) -> bool:  # type: ignore[override]
         """Whether samples have lengths of their own."""
         return self.form is not ArithmeticForm.text
+
+    def check(self) -> Iterator[Violation]:
+        """No setting would be ignored."""
+        yield from super().check()
+        if self.train_on is not TrainOn.all and self.form is not ArithmeticForm.chats:
+            yield Violation("data.train_on", f"is {self.train_on.value} but means nothing without data.form=chats")
 
 
 @dataclass(frozen=True, kw_only=True)

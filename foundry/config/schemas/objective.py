@@ -41,7 +41,7 @@ class NextToken:
 
     sampling: ClassVar[type[TextSampling]] = TextSampling
 
-    wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
+    wants: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences"})
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
     @property
@@ -207,7 +207,7 @@ class OutsideTopK(Enum):
 class Distillation:
     """Cross-entropy of the targets, and the divergence from a teacher's next-token distribution."""
 
-    wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
+    wants: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences"})
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     metrics: ClassVar[tuple[str, ...]] = ("cross_entropy", "divergence")
 
