@@ -1,7 +1,7 @@
 """The parts of a run put together: a trainer at the point where the run starts or resumes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from foundry.checkpoint.resume_point import ResumePoint, restore_rng
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import read_source_tensors, restore_into
+from foundry.columns import ColumnContext, digest_weights, join_columns
 from foundry.config.build import field_of
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
@@ -62,6 +63,7 @@ from foundry.training.protocols import (
     CheckpointManager,
     ComparingObjective,
     Objective,
+    PrecomputingObjective,
     Schedule,
     SourceContext,
     SourcingObjective,
@@ -132,6 +134,7 @@ def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
     """
     config, world, resume_point = setup.config, setup.world, setup.resume_point
     trained = _build_trained(setup)
+    setup = replace(setup, data=_join_columns(setup, trained))
     trainer = _build_trainer(setup, trained)
     if resume_point is None:
         seed_rng(config.hparams.seed + 1 + world.rank)
@@ -196,8 +199,8 @@ def _build_initial(setup: Setup, node: Any) -> nn.Module:
 
 
 def _build_frozen(setup: Setup, objective: Objective, precision: PrecisionPolicy) -> Mapping[str, nn.Module]:
-    """The models that the objective compares the run's with, which it is given."""
-    if not isinstance(objective, ComparingObjective):
+    """The models that the objective compares the run's with at each step, which it is given."""
+    if not isinstance(objective, ComparingObjective) or _are_precomputed(objective):
         return {}
     frozen = {
         name: place_frozen(precision.prepare(_build_initial(setup, node)), precision, setup.world)
@@ -205,6 +208,32 @@ def _build_frozen(setup: Setup, objective: Objective, precision: PrecisionPolicy
     }
     objective.compare(frozen)
     return frozen
+
+
+def _are_precomputed(objective: Objective) -> bool:
+    return isinstance(objective, PrecomputingObjective) and bool(objective.columns)
+
+
+def _join_columns(setup: Setup, trained: Trained) -> DataSplits:
+    """The data, with what the objective's frozen models make of every sample, where they are asked once."""
+    objective, precision, world, origin = trained.objective, trained.precision, setup.world, setup.resume_point
+    if not (isinstance(objective, PrecomputingObjective) and objective.columns):
+        return setup.data
+
+    def build_frozen() -> tuple[Mapping[str, nn.Module], str]:
+        models = {name: _build_initial(setup, node) for name, node in objective.frozen_models.items()}
+        digest = digest_weights(models)
+        return {name: place_frozen(precision.prepare(m), precision, world) for name, m in models.items()}, digest
+
+    context = ColumnContext(
+        data=setup.data,
+        world=world,
+        autocast=partial(precision.autocast, world.device),
+        per_gpu_batch_size=setup.config.hparams.per_gpu_batch_size,
+        run_dir=setup.run_dir,
+        origin=None if origin is None else origin.folder.parents[1],
+    )
+    return join_columns(objective, build_frozen, context)
 
 
 def _build_trainer(setup: Setup, trained: Trained) -> Trainer:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry.config.schemas.objective import DPO as Settings
-from foundry.config.schemas.objective import PreferenceLoss
+from foundry.config.schemas.objective import PreferenceLoss, Reference
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
@@ -20,8 +20,9 @@ class DPO:
     """Preference loss over pairs of responses, compared with a reference: the model with which the run started.
 
     A microbatch holds `tokens` and `targets`: (pairs, 2, seq) int64, the chosen response first, targets -100 for
-    prompts and padding, and `position`: (pairs,). A pair counts where both of its responses have targets. The loss is
-    a mean over pairs, ln 2 at the start with the sigmoid; see `pair_losses` for the settings.
+    prompts and padding, and `position`: (pairs,); where the reference is cached also `reference`: (pairs, 2). A pair
+    counts where both of its responses have targets. The loss is a mean over pairs, ln 2 at the start with the sigmoid;
+    see `pair_losses` for the settings.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class DPO:
         sft_loss_weight: float = 0.0,
         preference_average_log_probs: bool = False,
         sft_average_log_probs: bool = False,
+        reference: Reference = Reference.auto,
     ) -> None:
         self._beta = ref_policy_kl_penalty
         self._settings: dict[str, Any] = {
@@ -46,11 +48,18 @@ class DPO:
             "sft_average_log_probs": sft_average_log_probs,
         }
         self.frozen_models: Mapping[str, Any] = {_REFERENCE: None}
+        self.columns = () if reference is Reference.copy else (_REFERENCE,)
         self.metrics = Settings.metrics
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
-        """Take the reference."""
-        self._reference = frozen[_REFERENCE]
+        """Take the reference; none where microbatches have what it made of them."""
+        self._reference = frozen.get(_REFERENCE)
+
+    def precompute(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """`reference`: (pairs, 2) float64, its log-probabilities of the responses."""
+        assert self._reference is not None
+        tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
+        return {_REFERENCE: _response_log_probs(self._reference, tokens, targets)}
 
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of pairs that count."""
@@ -61,10 +70,10 @@ class DPO:
         tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
         log_prob = _response_log_probs(model, tokens, targets)
         with torch.no_grad():
-            reference = _response_log_probs(self._reference, tokens, targets)
+            known = microbatch if _REFERENCE in microbatch else self.precompute(microbatch)
         is_valid = _is_valid(microbatch).to(tokens.device, non_blocking=True)
         num_tokens = _num_tokens(targets)
-        losses = pair_losses(log_prob, reference, num_tokens, is_valid, **self._settings)
+        losses = pair_losses(log_prob, known[_REFERENCE], num_tokens, is_valid, **self._settings)
         rewards = self._beta * losses.rewards.detach()
         margin = rewards[:, 0] - rewards[:, 1]
         # Means over tokens, so that long and short responses can be compared.

@@ -127,7 +127,10 @@ def estimate_memory(
 def _build_frozen(
     config: Config, objective: Objective, fake: FakeModel, policy: PrecisionPolicy, world_size: int
 ) -> list[tuple["_Layout", int]]:
-    """The layouts of the models that the objective compares with, which it is given, and the bytes of their buffers."""
+    """The layouts of the models that the objective compares with, which it is given, and the bytes of their buffers.
+
+    Of models that are asked before the first step only, there are none: without gradients they need less than a step.
+    """
     if not isinstance(objective, ComparingObjective):
         return []
     frozen = dict[str, nn.Module]()
@@ -136,6 +139,8 @@ def _build_frozen(
             model = fake.model if node is None else build_model(config, node)
         frozen[name] = _as_held(model, policy).requires_grad_(False).eval()
     objective.compare(frozen)
+    if getattr(objective, "columns", ()):
+        return []
     is_sharded = isinstance(resolve_distributed(config.distributed, world_size), FSDP)
     return [
         (

@@ -21,6 +21,9 @@ TRANSFORMERS = "transformers"
 METRICS = "metrics.jsonl"
 """A line for each logged step and each evaluation."""
 
+COLUMNS = "columns.safetensors"
+"""What a frozen model made of every sample before the first step, such as the log-probabilities of a reference."""
+
 STATUS = "status.json"
 """What the run is doing."""
 

@@ -105,6 +105,23 @@ class ComparingObjective(Protocol):
 
 
 @runtime_checkable
+class PrecomputingObjective(ComparingObjective, Protocol):
+    """An objective that may ask its frozen models about every sample once, before the first step.
+
+    What they answer is kept in the run directory and joined to the samples, so that the models need not stay.
+    """
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names under which microbatches have the answers; none: the frozen models stay and are asked each time."""
+        ...
+
+    def precompute(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """The columns of a microbatch, (batch, ...) each; called without gradients, after `compare`."""
+        ...
+
+
+@runtime_checkable
 class SourcingObjective(Protocol):
     """An objective that brings a source of windows of its own, such as one that lets the model generate samples."""
 

@@ -4,6 +4,8 @@ import json
 import math
 
 import pytest
+import torch
+from safetensors.torch import load, load_file
 from tiny import TINY_LM
 from warm import WarmShell
 
@@ -67,6 +69,12 @@ LAYOUTS = {
     "cut": ["hparams.per_gpu_batch_size=2"],
     "ddp": ["distributed=ddp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4"],
     "fsdp": ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=2"],
+    "copy": [
+        "distributed=fsdp",
+        "distributed.nproc_per_node=2",
+        "hparams.per_gpu_batch_size=4",
+        "objective.reference=copy",
+    ],
 }
 
 
@@ -89,25 +97,52 @@ def test_it_learns_the_order_on_any_layout(shell):
         shell.run(*RUN, *overrides, f"hydra.run.dir={name}")
     one = losses(shell, "one")
     assert one[0] == pytest.approx(math.log(2), abs=1e-6)
-    for name in ("cut", "ddp", "fsdp"):
-        assert losses(shell, name) == pytest.approx(one, rel=1e-4)
+    for name in ("cut", "ddp", "fsdp", "copy"):
+        assert losses(shell, name) == pytest.approx(one, rel=1e-5)
     result = json.loads((shell.cwd / "one" / "result.json").read_text())
     assert result["val_accuracy"] > 0.9
     assert result["val_margin"] > 0
     assert result["val_loss"] < 0.5
 
 
-def test_a_resumed_run_keeps_its_reference(shell):
-    shell.run(*RUN, *LAYOUTS["one"], "hydra.run.dir=whole")
-    shell.run(*RUN, *LAYOUTS["one"], "hydra.run.dir=half", "hparams.max_steps=6")
-    shell.run(*RUN, *LAYOUTS["one"], "hydra.run.dir=half")
+@pytest.mark.parametrize("reference", ["cached", "copy"])
+def test_a_resumed_run_keeps_its_reference(shell, reference):
+    run = [*RUN, *LAYOUTS["one"], f"objective.reference={reference}"]
+    shell.run(*run, "hydra.run.dir=whole")
+    shell.run(*run, "hydra.run.dir=half", "hparams.max_steps=6")
+    file = shell.cwd / "half" / "columns.safetensors"
+    before = file.stat() if file.exists() else None
+    _, log = shell.run(*run, "hydra.run.dir=half")
     assert losses(shell, "half") == losses(shell, "whole")
+    assert (before is None) == (reference == "copy")
+    if before is not None:  # neither computed nor written again
+        assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+        assert "once before the first step" not in log
 
 
-def test_the_plan_counts_the_reference_and_both_responses(shell):
+def test_a_damaged_file_of_the_reference_is_made_again_from_the_first_weights(shell):
+    run = [*RUN, *LAYOUTS["one"]]
+    shell.run(*run, "hydra.run.dir=run", "hparams.max_steps=6")
+    file = shell.cwd / "run" / "columns.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    _, log = shell.run(*run, "hydra.run.dir=run")
+    assert "columns.safetensors is missing or not as it was written; its numbers are computed again" in log
+    assert load_file(file)["train.reference"].shape == (64, 2)
+    assert all(torch.equal(tensor, load(whole)[name]) for name, tensor in load_file(file).items())
+
+
+def test_the_plan_counts_the_reference_where_it_stays_and_both_responses(shell):
     memory = {}
-    for name, objective in (("pairs", []), ("longer", ["data.seq_len=32"])):
-        shell.run(*RUN, *objective, *LAYOUTS["one"], f"hydra.run.dir={name}", module="foundry.plan")
+    for name, overrides in (
+        ("cached", []),
+        ("copied", ["objective.reference=copy"]),
+        ("longer", ["objective.reference=copy", "data.seq_len=32"]),
+    ):
+        shell.run(*RUN, *overrides, *LAYOUTS["one"], f"hydra.run.dir={name}", module="foundry.plan")
         memory[name] = json.loads((shell.cwd / name / "plan.json").read_text())["memory"]
-    assert memory["pairs"]["frozen"] == memory["pairs"]["weights"] + memory["pairs"]["buffers"] > 0
+    assert memory["cached"]["frozen"] == 0
+    assert memory["copied"]["frozen"] == memory["copied"]["weights"] + memory["copied"]["buffers"] > 0
+    assert memory["cached"]["activations_estimated"] == memory["copied"]["activations_estimated"]
+    memory["pairs"] = memory["copied"]
     assert memory["longer"]["activations_estimated"] > 1.5 * memory["pairs"]["activations_estimated"] > 0

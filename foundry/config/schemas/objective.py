@@ -97,6 +97,20 @@ class PreferenceLoss(Enum):
     hinge = "hinge"
 
 
+class Reference(Enum):
+    """What a policy is compared with, which always has the weights with which the run started.
+
+    Attributes:
+        auto: cached.
+        cached: two numbers for each pair, computed once before the first step and kept in the run directory.
+        copy: a second model in memory, asked at each step.
+    """
+
+    auto = "auto"
+    cached = "cached"
+    copy = "copy"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DPO:
     """Direct preference optimisation: chosen responses become likelier than rejected ones."""
@@ -133,6 +147,11 @@ class DPO:
     )
     sft_average_log_probs: bool = setting(
         False, "divide the negative log-probability by the length of the response, so that all weigh the same"
+    )
+    reference: Reference = setting(
+        Reference.auto,
+        "what to compare with: cached: log-probabilities of all pairs are computed once before the first step; "
+        "copy: a second model is asked at each step; auto: cached",
     )
 
     def check(self) -> Iterator[Violation]:
