@@ -40,24 +40,23 @@ COMMON = [
     "hparams.per_gpu_batch_size=2",
     "precision=fp32",
 ]
-TEXT = [
-    "data=text",
-    "data.path=text.txt",
-    "data.seq_len=16",
-    "data.vocab_size=300",
+SMALL = [
     "model.hidden_size=16",
     "model.intermediate_size=32",
     "model.num_layers=1",
     "model.num_heads=2",
     "model.num_kv_heads=2",
 ]
+TEXT = [*SMALL, "data=text", "data.path=text.txt", "data.seq_len=16", "data.vocab_size=300"]
+CHATS = [*SMALL, "data=arithmetic", "data.num_rows=400", "objective=sft"]
 DIGITS = ["hparams=diffusion", "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2"]
 CASES = {
     "lm": [*TEXT, "hparams.max_steps=600"],
     "fsdp": [*TEXT, "hparams.max_steps=200", "distributed=fsdp", "distributed.nproc_per_node=2"],
+    "sft": [*CHATS, "hparams.max_steps=400", "objective.hidden_dropout=0.1", "objective.attention_dropout=0.1"],
     "diffusion": [*DIGITS, "hparams.max_steps=600", "hparams.ema_decay=0.99"],
 }
-INTERVAL = {"lm": 20, "fsdp": 5, "diffusion": 20}
+INTERVAL = {"lm": 20, "fsdp": 5, "sft": 20, "diffusion": 20}
 MOMENTS = ("any", "training", "save")
 UNFINISHED = (".partial", ".removed")
 TIMINGS = {"step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes"}

@@ -37,13 +37,33 @@ def build_model(config: Config, node: Any = None) -> nn.Module:
     Args:
         config: of the run.
         node: of another model than the run's.
+
+    Raises:
+        ConfigError: the objective wants dropout, and the model takes none.
     """
     torch.manual_seed(config.hparams.seed)
     node = config.model if node is None else node
     has_weights = isinstance(node, HuggingFace) and node.path is not None and node.init_from is not None
-    runtime: dict[str, Any] = {"read_weights": False} if has_weights else {}
+    runtime = _dropouts(config.objective, field_of(node, "_target_"))
+    if has_weights:
+        runtime["read_weights"] = False
     model: nn.Module = build(node, **runtime)
     return model
+
+
+def _dropouts(objective: Any, target: str) -> dict[str, Any]:
+    """The model's arguments for dropout that the objective's settings give.
+
+    Raises:
+        ConfigError: it does not take one.
+    """
+    given = {name: field_of(objective, name) for name in ("hidden_dropout", "attention_dropout")}
+    given = {name: value for name, value in given.items() if value is not None}
+    takes = inspect.signature(get_object(target)).parameters if given else {}
+    if wrong := [name for name in given if name not in takes]:
+        message = f"but the model, {target}, has no such argument; set it to null, which leaves dropout to the model"
+        raise ConfigError(Violation(f"objective.{name}", f"is {given[name]} {message}") for name in wrong)
+    return given
 
 
 def constant_weight_decay(config: Config) -> float:

@@ -26,9 +26,8 @@ class _OwnOptions:
     seed: int = setting(0, "seed of the drawing", ge=0, le=2**63 - 1)
 
 
-_SAMPLING = tuple(
-    schema.sampling for schema in group_schemas("objective").values() if is_dataclass(getattr(schema, "sampling", None))
-)
+_KINDS = (getattr(schema, "sampling", None) for schema in group_schemas("objective").values())
+_SAMPLING = tuple(dict.fromkeys(kind for kind in _KINDS if is_dataclass(kind)))
 
 
 @dataclass(frozen=True, kw_only=True)

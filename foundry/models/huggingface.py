@@ -24,6 +24,11 @@ from foundry.models.token_log_probs import Read, TokenLogProbs, read_log_probs
 from foundry.models.transformer import to_compute_dtype
 
 _PREFIX = "causal_lm."
+_DROPOUTS = {
+    "hidden_dropout": ("hidden_dropout", "resid_pdrop", "resid_dropout", "residual_dropout", "dropout"),
+    "attention_dropout": ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"),
+}
+"""What architectures call them in their configs."""
 
 
 class HuggingFaceCausalLM(nn.Module):
@@ -39,10 +44,12 @@ class HuggingFaceCausalLM(nn.Module):
             architecture's own initialisation.
         embedding_init_std: that of embeddings; None: init_std.
         read_weights: take the folder's weights; False: they come from a checkpoint, and the folder has none.
+        hidden_dropout: what the architecture drops of hidden states in training; None: as its config says.
+        attention_dropout: likewise of attention weights.
 
     Raises:
         ConfigError: there is no such folder, architecture or field, or the vocabulary or the positions do not suffice,
-            or init_std does not know the architecture.
+            init_std does not know the architecture, or it has no such dropout.
     """
 
     def __init__(
@@ -56,6 +63,8 @@ class HuggingFaceCausalLM(nn.Module):
         init_std: float | str | None = None,
         embedding_init_std: float | str | None = None,
         read_weights: bool = True,
+        hidden_dropout: float | None = None,
+        attention_dropout: float | None = None,
     ) -> None:
         super().__init__()
         fields = dict(config or {})
@@ -65,6 +74,7 @@ class HuggingFaceCausalLM(nn.Module):
             hf_config = _folder_config(path, fields)
         _check_sizes(hf_config, vocab_size, max_seq_len)
         hf_config.use_cache = False
+        self._replaced = _set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
         self.config = hf_config
         self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(hf_config)
         if path is None and init_std is not None:
@@ -90,6 +100,7 @@ class HuggingFaceCausalLM(nn.Module):
         return_logits: bool = False,
         read: Read | None = None,
         per_token: Sequence[Tensor] = (),
+        dropout_keys: Tensor | None = None,
     ) -> TokenLogProbs:
         """Log-probabilities of the targets.
 
@@ -101,6 +112,7 @@ class HuggingFaceCausalLM(nn.Module):
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
             per_token: (batch, seq, ...) each, what `read` is given besides.
+            dropout_keys: unused: transformers draws from torch's generator, whose state is in checkpoints.
         """
         if cache is not None:
             logits = self.causal_lm(input_ids=tokens, **self._from_cache(cache, tokens)).logits[:, -1:]
@@ -161,6 +173,8 @@ class HuggingFaceCausalLM(nn.Module):
         """The transformers config that `export_state` fits; for use, so with the key-value cache on."""
         config = copy.deepcopy(self.config)
         config.use_cache = True
+        for name, value in self._replaced.items():
+            setattr(config, name, value)
         return config
 
     def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -229,6 +243,23 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise _wrong_fields(error) from error
     return config
+
+
+def _set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str, Any]:
+    """Put probabilities into the config under the architecture's names; returns what it had there."""
+    had: dict[str, Any] = {}
+    for name, value in dropouts.items():
+        if value is None:
+            continue
+        own = [field for field in _DROPOUTS[name] if hasattr(config, field)]
+        if not own and value > 0:
+            what = name.replace("_", " ")
+            message = f"is {value} but transformers' {config.model_type} has no {what}; set it to null"
+            raise ConfigError(Violation(f"objective.{name}", message))
+        for field in own[:1]:
+            had[field] = getattr(config, field)
+            setattr(config, field, value)
+    return had
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """A Llama-style decoder in plain PyTorch, under the parameter names of transformers' Llama."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.models.dropout import KeyedDropout
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.models.initialisation import draw_weights, resolve_std
 from foundry.models.kv_cache import KVCache, LayerCache
@@ -34,8 +36,9 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key and value heads."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.head_dim = hidden_size // num_heads
         self.grouped = num_kv_heads != num_heads
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -44,7 +47,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        mask: Tensor | None = None,
+        draws: KeyedDropout | None = None,
     ) -> Tensor:
         """Attend within x: (batch, seq, hidden_size), and to what a cache holds; cos, sin: (..., seq, head_dim)."""
         query, key, value = (
@@ -55,9 +64,12 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.append(key, value)
         is_causal = mask is None and query.shape[2] == key.shape[2]  # else the one query attends to all keys
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=self.grouped
-        )
+        if draws is not None and self.dropout > 0:
+            attended = _attend_with_dropout(query, key, value, self.dropout, draws)
+        else:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=self.grouped
+            )
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output
 
@@ -81,21 +93,38 @@ class TransformerBlock(FSDPBlock):
     """Attention and feed-forward, each normalised before and added to the residual stream."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, num_heads: int, num_kv_heads: int, norm_eps: float
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        norm_eps: float,
+        hidden_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(hidden_size, num_heads, num_kv_heads)
+        self.dropout = hidden_dropout
+        self.self_attn = Attention(hidden_size, num_heads, num_kv_heads, attention_dropout)
         self.mlp = FeedForward(hidden_size, intermediate_size)
         self.input_layernorm = RMSNorm(hidden_size, norm_eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        mask: Tensor | None = None,
+        draws: KeyedDropout | None = None,
     ) -> Tensor:
         """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (..., seq, head_dim)."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, mask)
-        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, draws), draws, 0)
+        output: Tensor = x + self._drop(self.mlp(self.post_attention_layernorm(x)), draws, 1)
         return output
+
+    def _drop(self, x: Tensor, draws: KeyedDropout | None, place: int) -> Tensor:
+        return x if draws is None or self.dropout == 0 else draws.fold(place).hidden(x, self.dropout)
 
 
 class Decoder(nn.Module):
@@ -107,13 +136,23 @@ class Decoder(nn.Module):
         self.layers = layers
         self.norm = norm
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+        draws: KeyedDropout | None = None,
+    ) -> Tensor:
         """Hidden states (batch, seq, hidden_size) of tokens: (batch, seq) int64; cos, sin: (..., seq, head_dim)."""
         x = to_compute_dtype(self.embed_tokens(tokens))
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         mask = None if cache is None else cache.mask(tokens.shape[1], tokens.device)
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache.layers[index], mask)
+            if draws is not None:
+                x = layer(x, cos, sin, draws=draws.fold(index))
+            else:
+                x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache.layers[index], mask)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -135,6 +174,8 @@ class Transformer(nn.Module):
         init_std: standard deviation of initial weights, or a rule of `resolve_std`.
         embedding_init_std: that of the token embedding; None: init_std.
         logprob_tile_tokens: positions per tile of the head's projection; 0: all at once.
+        hidden_dropout: share of elements dropped from what attention and feed-forward add to the residual stream.
+        attention_dropout: share of attention weights dropped; both only in training, and where samples have keys.
 
     Raises:
         ConfigError: the heads do not divide as they must.
@@ -156,6 +197,8 @@ class Transformer(nn.Module):
         init_std: float | str = 0.02,
         embedding_init_std: float | str | None = None,
         logprob_tile_tokens: int = 0,
+        hidden_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         _check_heads(hidden_size, num_heads, num_kv_heads)
@@ -167,7 +210,9 @@ class Transformer(nn.Module):
             self.init_std if embedding_init_std is None else embedding_init_std, hidden_size
         )
         blocks = (
-            TransformerBlock(hidden_size, intermediate_size, num_heads, num_kv_heads, norm_eps)
+            TransformerBlock(
+                hidden_size, intermediate_size, num_heads, num_kv_heads, norm_eps, hidden_dropout, attention_dropout
+            )
             for _ in range(num_layers)
         )
         self.model = Decoder(
@@ -188,6 +233,7 @@ class Transformer(nn.Module):
         return_logits: bool = False,
         read: Read | None = None,
         per_token: Sequence[Tensor] = (),
+        dropout_keys: Tensor | None = None,
     ) -> TokenLogProbs:
         """Log-probabilities of the targets.
 
@@ -199,6 +245,7 @@ class Transformer(nn.Module):
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
             per_token: (batch, seq, ...) each, what `read` is given besides.
+            dropout_keys: (batch,) int64, of each sample, for training with dropout.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len.
@@ -209,7 +256,8 @@ class Transformer(nn.Module):
         head_dim = self.model.embed_tokens.embedding_dim // self.num_heads
         cos, sin = rotary_table(seq_len, head_dim, self.rope_theta, tokens.device)
         if cache is None:
-            hidden = self.model(tokens, cos, sin)
+            draws = KeyedDropout(dropout_keys) if dropout_keys is not None and self.training else None
+            hidden = self.model(tokens, cos, sin, draws=draws)
         else:
             positions = cache.positions(tokens.shape[0], tokens.shape[1], tokens.device)
             hidden = self.model(tokens, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1), cache)[:, -1:]
@@ -297,6 +345,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x: (batch, heads, seq, head_dim) by its positions; cos, sin: (..., seq, head_dim)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, dropout: float, draws: KeyedDropout) -> Tensor:
+    """Causal attention whose weights exist, because fused kernels draw from torch's generator."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.masked_fill(is_later, -math.inf).softmax(-1, dtype=dtype)
+    return draws.fold(2).attention(weights, dropout).to(value.dtype) @ value
 
 
 def _check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:

@@ -1,9 +1,13 @@
 """Cross-entropy of answers: supervised fine-tuning."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from foundry.models.token_log_probs import IGNORED_TARGET
+from foundry.objectives.keyed_random import keyed_integers
 from foundry.objectives.next_token import valid_targets
+from foundry.objectives.text_samples import TextSamples, continue_text
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
 
@@ -16,13 +20,32 @@ class SFT:
         z_loss_coefficient: weight of the squared log-sum-exp of the logits, averaged as the cross-entropy is.
         sft_average_log_probs: average over the tokens of each sample first, so that all samples weigh the same; else
             all tokens do.
+        hidden_dropout: what the model drops of hidden states, which it is built with; None: its own.
+        attention_dropout: likewise of attention weights.
+        seed: of dropout, whose draws are keyed by it and by the sample's position.
+        sample_tokens: longest answer of a text sample.
+        temperature: of a text sample; 0 picks the likeliest token.
     """
 
     metrics: tuple[str, ...]
-    forward_keywords = ("read",)
+    forward_keywords: tuple[str, ...] = ("read",)
 
-    def __init__(self, *, z_loss_coefficient: float = 0.0, sft_average_log_probs: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        z_loss_coefficient: float = 0.0,
+        sft_average_log_probs: bool = False,
+        hidden_dropout: float | None = None,
+        attention_dropout: float | None = None,
+        seed: int = 0,
+        sample_tokens: int = 160,
+        temperature: float = 0.0,
+    ) -> None:
         self.z_loss_coefficient = z_loss_coefficient
+        self.seed, self.sample_tokens, self.temperature = seed, sample_tokens, temperature
+        self._has_dropout = bool(hidden_dropout or attention_dropout)
+        if self._has_dropout:
+            self.forward_keywords += ("dropout_keys",)
         self.averages_samples = sft_average_log_probs
         self.metrics = ("accuracy", "cross_entropy", "z_loss") if z_loss_coefficient else ("accuracy",)
 
@@ -37,7 +60,7 @@ class SFT:
         The accuracy is the share of valid tokens of which the model finds no other more likely.
         """
         targets = valid_targets(microbatch)
-        output = model(microbatch["tokens"], targets, read=_find_correct)
+        output = model(microbatch["tokens"], targets, read=_find_correct, **self._dropout_keys(microbatch, targets))
         is_valid = targets != IGNORED_TARGET
         weights = is_valid.float()
         if self.averages_samples:
@@ -49,6 +72,18 @@ class SFT:
         z_loss = self.z_loss_coefficient * (output.logsumexp.square() * weights).sum()
         metrics |= {"cross_entropy": Mean(cross_entropy.detach()), "z_loss": Mean(z_loss.detach())}
         return LossSum(cross_entropy + z_loss, metrics)
+
+    def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples:
+        """Answer prompts; options are those of `continue_text`, where the lengths and the temperature are open."""
+        own = {"max_new_tokens": self.sample_tokens, "temperature": self.temperature}
+        return continue_text(model, data, device, **{**own, **options})
+
+    def _dropout_keys(self, microbatch: Microbatch, targets: Tensor) -> dict[str, Tensor]:
+        """What the model keys its dropout by, (batch,) int64, where there is any."""
+        if not self._has_dropout:
+            return {}
+        keys = keyed_integers(self.seed, microbatch["position"], 2**62, stream="dropout", device=targets.device)
+        return {"dropout_keys": keys}
 
 
 def _find_correct(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:

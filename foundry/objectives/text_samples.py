@@ -14,6 +14,8 @@ from foundry.objectives.generation import Decoding, generate
 from foundry.run_dir.files import write_atomically
 
 DEFAULT_PROMPT = "def "
+_SHOWN = 4
+"""Held-out prompts that are continued where none is given."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def continue_text(
         model: the model, wrapped or not; its training mode is restored.
         data: `DataSplits` of text; gives the tokenizer, the stop tokens and the chat template.
         device: where the model computes.
-        prompt: text to continue; None: `prompts`, or the first of the held-out data, or `def `.
+        prompt: text to continue; None: `prompts`, or the first few of the held-out data, or `def `.
         prompts: several.
         max_new_tokens: tokens to add at most; a text ends with its document or answer.
         temperature: 0 picks the likeliest token.
@@ -78,7 +80,7 @@ def continue_text(
     stop_ids = list(data.stop_ids) or special
     # Without a prompt a text starts where documents do: after the end of another.
     if prompt is None and prompts is None and chat and data.prompts:
-        encoded = [list(data.prompts[0].tokens)]
+        encoded = [list(prompt.tokens) for prompt in data.prompts[:_SHOWN]]
     else:
         encoded = [_encode(data, text, chat=chat) or stop_ids[:1] for text in _given(prompt, prompts, data, chat=chat)]
     if not all(encoded):

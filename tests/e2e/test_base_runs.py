@@ -1,18 +1,22 @@
 """A run that starts from another run, or from a folder of transformers, and is opened when that is gone."""
 
+import json
 import shutil
 
 import pytest
 import torch
 from composition import configure
+from outcome import outcome
 from small_text import RUN, SMALL, write_text
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foundry.config.errors import ConfigError
 from foundry.export import ExportOptions, export
 from foundry.restore import restore
+from foundry.run_dir.checkpoints import list_checkpoints
 from foundry.train import train
 
+QUIET = ["tracking=none", "tracking.log_every_n_steps=1", "hparams.global_batch_size=4", "hparams.per_gpu_batch_size=2"]
 STILL = ["hparams.lr=1e-30", "scheduler.warmup='0'", "optimizer.weight_decay=0"]
 
 
@@ -20,7 +24,7 @@ STILL = ["hparams.lr=1e-30", "scheduler.warmup='0'", "optimizer.weight_decay=0"]
 def one_step(tmp_path_factory, cache):
     """Overrides of a run of one step on a small text."""
     given = [write_text(tmp_path_factory.mktemp("text")), f"data.cache_dir={cache}"]
-    return [*RUN, *given, "hparams.max_steps=1", "checkpoint.interval=1"]
+    return [*RUN, *given, "data.seq_len=32", "hparams.max_steps=1", "checkpoint.interval=1"]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,24 @@ def test_a_tuned_run_starts_with_the_weights_and_opens_without_its_base(pretrain
     shutil.rmtree(tmp_path / "from_hf")
     found = {name.removeprefix("causal_lm."): value for name, value in weights(tmp_path / "again").items()}
     assert is_same(found, before)
+
+
+def test_supervised_fine_tuning_resumes_bit_for_bit(pretrained, tmp_path, cache):
+    # What is in checkpoints is all that is needed: neither dropout nor the answers shown draw from anything else.
+    file = tmp_path / "chats.jsonl"
+    rows = [{"prompt": f"Count {number}", "completion": f"{number}."} for number in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tuned = [*QUIET, "model=base", f"model.path={pretrained}", "data=chats", f"data.path={file}", "objective=sft"]
+    dropout = ["objective.hidden_dropout=0.1", "objective.attention_dropout=0.1", "evaluation.write_samples=true"]
+    steps = ["data.seq_len=32", f"data.cache_dir={cache}", "hparams.max_steps=4", "checkpoint.interval=2"]
+    config = configure(*tuned, *dropout, *steps)
+    train(config, tmp_path / "whole")
+    broken_off = shutil.copytree(tmp_path / "whole", tmp_path / "broken_off", symlinks=True)
+    shutil.rmtree(list_checkpoints(broken_off)[0])
+    (broken_off / "result.json").unlink()
+    train(config, broken_off)
+    assert outcome(broken_off) == outcome(tmp_path / "whole")
+    assert (broken_off / "plots" / "samples.txt").read_text().startswith("user: Count ")
 
 
 @pytest.mark.parametrize("start", ["", pytest.param("checkpoints/latest", marks=pytest.mark.long)])

@@ -11,10 +11,11 @@ pytestmark = pytest.mark.long
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
 
-def test_a_run_that_is_killed_three_times_ends_as_if_undisturbed():
+@pytest.mark.parametrize("case", ["lm", "sft"])
+def test_a_run_that_is_killed_three_times_ends_as_if_undisturbed(case):
     done = subprocess.run(
-        [sys.executable, str(DRIVER), "--case", "lm", "--kills", "3"], capture_output=True, text=True, timeout=300
+        [sys.executable, str(DRIVER), "--case", case, "--kills", "3"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("lm: 3 kills, ")
+    assert done.stdout.startswith(f"{case}: 3 kills, ")
     assert done.stdout.endswith("all bit-identical to an undisturbed run\n")

@@ -56,11 +56,15 @@ def gradients(model, objective, parts):
     return sum(part.loss.item() for part in losses) / count, accuracy, [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("options", [{}, {"sft_average_log_probs": True}, {"z_loss_coefficient": 0.1}])
+DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
+
+
+@pytest.mark.parametrize("options", [{}, {"sft_average_log_probs": True}, {"z_loss_coefficient": 0.1}, DROPOUT])
 @settings(max_examples=10, deadline=None)
 @given(cuts=st.sets(st.integers(1, 7)), seed=st.integers(0, 50))
 def test_cuts_of_a_batch_change_nothing(options, cuts, seed):
-    model, objective, found = make_model().double(), SFT(**options), rows(seed)
+    model = make_model(**(options if options is DROPOUT else {})).double()
+    objective, found = SFT(**options), rows(seed)
     bounds = [0, *sorted(cuts), len(found)]
     parts = [microbatch(found[a:b], a) for a, b in itertools.pairwise(bounds)]
     loss, accuracy, whole = gradients(model, objective, [microbatch(found)])
@@ -95,6 +99,18 @@ def test_with_every_token_trained_it_is_next_token_prediction():
     for options in ({}, {"z_loss_coefficient": 0.01}):
         ours, theirs = SFT(**options).loss(model, batch), NextToken(**options).loss(model, batch)
         assert torch.equal(ours.loss, theirs.loss) or float(ours.loss) == pytest.approx(float(theirs.loss), rel=1e-6)
+
+
+def test_dropout_is_keyed_by_seed_and_sample_and_is_of_training_only():
+    found, model = rows(), make_model(**DROPOUT)
+
+    def loss(seed=0, first=0):
+        return float(SFT(**DROPOUT, seed=seed).loss(model, microbatch(found, first)).loss)
+
+    assert loss() == loss()
+    assert len({loss(), loss(seed=1), loss(first=8)}) == 3
+    model.eval()
+    assert loss() == loss(seed=1) == float(SFT().loss(make_model(), microbatch(found)).loss)
 
 
 def test_prompts_and_padding_get_no_gradient():

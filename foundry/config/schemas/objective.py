@@ -59,6 +59,8 @@ class NextToken:
 class SFT:
     """Cross-entropy of answers: supervised fine-tuning."""
 
+    sampling: ClassVar[type[TextSampling]] = TextSampling
+
     wants: ClassVar[frozenset[str]] = frozenset({"completions"})
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
@@ -72,6 +74,19 @@ class SFT:
     sft_average_log_probs: bool = setting(
         False, "average over each sample's answer tokens first, so that long and short ones weigh the same"
     )
+    hidden_dropout: float | None = setting(
+        None,
+        "share dropped of what attention and feed-forward add to the hidden states; null: the model's own; 0: none",
+        ge=0,
+        lt=1,
+        aliases="resid_pdrop, residual_dropout",
+    )
+    attention_dropout: float | None = setting(
+        None, "share dropped of attention weights; null: the model's own; 0: none", ge=0, lt=1, aliases="attn_pdrop"
+    )
+    seed: int = setting("${hparams.seed}", "seed of dropout", ge=0)
+    sample_tokens: int = setting(160, "longest answer of a text sample in tokens", ge=1, le=10**8)
+    temperature: float = setting(0.0, "of a text sample; 0 picks the likeliest token", ge=0)
 
 
 class Prediction(Enum):
