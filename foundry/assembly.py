@@ -28,6 +28,7 @@ from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.splits import DataSplits
 from foundry.data.tokenizer import check_same
+from foundry.environments.judge import Judge
 from foundry.evaluators.pruning import Pruning
 from foundry.optim.schedule_state import reconcile
 from foundry.parallel.precision import PrecisionPolicy
@@ -84,6 +85,7 @@ class Setup:
         config: the composed configuration.
         config_hash: of the same.
         data: training and held-out samples.
+        judge: scores answers, where the run has an environment.
         world: this rank and the others.
         run_dir: where the run writes.
         folder: the same, watched, on the rank that writes.
@@ -93,6 +95,7 @@ class Setup:
     config: Config
     config_hash: str
     data: DataSplits
+    judge: Judge | None
     world: World
     run_dir: Path
     folder: RunFolder | None
@@ -269,7 +272,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         evaluation_interval=config.evaluation.interval_in(budget),
         evaluation=Evaluation(
             model=trained.parallel.model,
-            evaluators=build_evaluators(config, trained.objective, data),
+            evaluators=build_evaluators(config, trained.objective, data, setup.judge),
             precision=trained.precision,
             world=world,
             folder=setup.run_dir / PLOTS,
@@ -291,7 +294,7 @@ def _build_stop_rules(setup: Setup, trained: Trained) -> dict[str, StopRule]:
     """What may end the run early: first the search that proposed it, if one did."""
     pruning = Pruning.of(setup.run_dir, setup.world)
     searched: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
-    return searched | build_stop_rules(setup.config, trained.objective, setup.data)
+    return searched | build_stop_rules(setup.config, trained.objective, setup.data, setup.judge)
 
 
 def _build_source(setup: Setup, trained: Trained) -> WindowSource:

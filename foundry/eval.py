@@ -1,10 +1,11 @@
-"""`python -m foundry.eval run=DIR`: loss, perplexity and exact match of a run, or of a folder of transformers."""
+"""`python -m foundry.eval run=DIR`: loss, perplexity, exact match and reward of a run or a folder of transformers."""
 
 import json
 import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,12 @@ from foundry.run_dir.strict_json import encode
 if TYPE_CHECKING:
     from foundry.restore import Restored
 
-_GROUPS = ("data", "objective")
+_GROUPS = ("data", "objective", "environment")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """The command's options; besides them it takes data=... and objective=... with their settings, as a run does."""
+    """The command's options; besides them it takes data=..., objective=... and environment=... as a run does."""
 
     run: str = setting("???", "run directory, or folder of transformers, for which data=... is needed")
     which: str = setting("last", "last, best, or the number of a step")
@@ -49,6 +50,7 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     """
     import torch
 
+    from foundry.environments.judge import build_judge
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import World
     from foundry.restore import explained
@@ -59,16 +61,17 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     check_writable("out", out.parent)
     opened = _open(path, options, overrides)
     config, device = opened.config, opened.device
+    judge = build_judge(config.environment)
     precision = PrecisionPolicy.from_config(config.precision, device)
     with explained(f"{path} cannot be evaluated", config, "model", "data", "objective"):
         evaluation = Evaluation(
             model=precision.prepare(opened.model),
-            evaluators=_build_evaluators(opened, options),
+            evaluators=_build_evaluators(opened, options, judge),
             precision=precision,
             world=World(0, 0, 1, 1, device),
             folder=out.parent,
         )
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if judge is None else closing(judge):
             measured, _ = evaluation.run(0, lambda what: None)
     found = {name.removeprefix("val_"): value for name, value in measured.items()}
     result = {"checkpoint": opened.checkpoint.name, **_with_perplexity(found, config)}
@@ -98,6 +101,9 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     if is_transformers and not any(word.startswith("data=") for word in overrides):
         message = f"is needed: {path} is a folder of transformers, which names none; give data=... and its settings"
         raise ConfigError(Violation("data", message))
+    if not is_transformers and (scoring := [word for word in overrides if _has([word], "environment")]):
+        opened = _open(path, options, [word for word in overrides if word not in scoring])
+        return replace(opened, config=replace(opened.config, environment=compose(scoring).environment))
     words = ["model=base", f"model.path={_quoted(str(path))}", *overrides]
     if is_transformers:
         config, device = compose(words), choose_device()
@@ -119,8 +125,8 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     return replace(restored, config=config, data=build_part(config, "data", seed=config.hparams.seed))
 
 
-def _build_evaluators(opened: "Restored", options: EvalOptions) -> dict[str, Any]:
-    """The held-out loss, unless the objective compares with models that are not at hand, and exact match.
+def _build_evaluators(opened: "Restored", options: EvalOptions, judge: Any) -> dict[str, Any]:
+    """The held-out loss, unless the objective compares with models that are not at hand, exact match and rewards.
 
     Raises:
         ConfigError: there is nothing to measure.
@@ -140,7 +146,7 @@ def _build_evaluators(opened: "Restored", options: EvalOptions) -> dict[str, Any
     if not isinstance(objective, ComparingObjective):
         evaluators["held_out"] = HeldOut(objective=objective, **common)
     if data.prompts:
-        evaluators["exact_match"] = ExactMatch(max_new_tokens=options.max_new_tokens, **common)
+        evaluators["exact_match"] = ExactMatch(max_new_tokens=options.max_new_tokens, judge=judge, **common)
     if not evaluators:
         message = f"is {type(objective).__name__}, whose loss needs other models, and the data has no prompts"
         raise ConfigError(Violation("objective", f"{message}; give objective=next_token"))

@@ -22,6 +22,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.targets import runtime_settings
 from foundry.data.splits import DataSplits
+from foundry.environments.judge import Judge
 from foundry.evaluators.drawn_samples import DrawnSamples
 from foundry.optim.optimizers import not_covered
 from foundry.parallel.process_group import World
@@ -109,7 +110,9 @@ def check_forward(objective: Objective, model: nn.Module, key: str = "model") ->
         raise ConfigError(Violation(key, message))
 
 
-def build_evaluators(config: Config, objective: Objective, data: DataSplits) -> dict[str, Evaluator]:
+def build_evaluators(
+    config: Config, objective: Objective, data: DataSplits, judge: Judge | None = None
+) -> dict[str, Evaluator]:
     """What measures the model during the run, and what draws samples, by name.
 
     Raises:
@@ -118,7 +121,9 @@ def build_evaluators(config: Config, objective: Objective, data: DataSplits) -> 
     evaluators, measured = dict[str, Evaluator](), list[str]()
     are_known = True
     for name, node in config.evaluation.evaluators.items():
-        evaluator = _build_for_evaluation(config, objective, data, node)
+        if node is None:
+            continue
+        evaluator = _build_for_evaluation(config, objective, data, node, judge)
         names = node["metrics"] if "metrics" in node else getattr(evaluator, "metrics", None)
         are_known = are_known and names is not None
         measured += val_metric_names(names or ())
@@ -130,19 +135,24 @@ def build_evaluators(config: Config, objective: Objective, data: DataSplits) -> 
     return evaluators
 
 
-def build_stop_rules(config: Config, objective: Objective, data: DataSplits) -> dict[str, StopRule]:
+def build_stop_rules(
+    config: Config, objective: Objective, data: DataSplits, judge: Judge | None = None
+) -> dict[str, StopRule]:
     """What may end the run early, by name."""
-    own = config.evaluation.stop_rules.items()
+    own = [(name, node) for name, node in config.evaluation.stop_rules.items() if node is not None]
     rules: dict[str, StopRule] = {"early_stopping": EarlyStopping(config.evaluation.early_stopping)}
-    return rules | {name: _build_for_evaluation(config, objective, data, node) for name, node in own}
+    return rules | {name: _build_for_evaluation(config, objective, data, node, judge) for name, node in own}
 
 
-def _build_for_evaluation(config: Config, objective: Objective, data: DataSplits, node: Mapping[str, Any]) -> Any:
+def _build_for_evaluation(
+    config: Config, objective: Objective, data: DataSplits, node: Mapping[str, Any], judge: Judge | None
+) -> Any:
     """An evaluator or a stop rule; the names of its metrics are for the run, unless it takes them."""
     offered = {
         "objective": objective,
         "data": data,
         "tokenizer": data.tokenizer,
+        "judge": judge,
         "seed": config.hparams.seed,
         "per_gpu_batch_size": config.hparams.per_gpu_batch_size,
         "max_samples": config.evaluation.max_samples,

@@ -22,6 +22,7 @@ from foundry.config.frozen import hash_config, plain, strict
 from foundry.config.schemas.root import Config
 from foundry.data.loader import worker_deaths_explained
 from foundry.data.splits import DataSplits
+from foundry.environments.judge import Judge, build_judge
 from foundry.parallel.gathering import gather
 from foundry.parallel.malloc import keep_freed_memory
 from foundry.parallel.process_group import World, process_group
@@ -94,6 +95,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
                 config=config,
                 config_hash=config_hash,
                 data=_read_data(config, resume_point),
+                judge=_build_judge(config, held),
                 world=world,
                 run_dir=run_dir,
                 folder=RunFolder(run_dir, marker=CONFIG) if world.is_main else None,
@@ -115,6 +117,14 @@ def _train(setup: Setup, observers: list[Observer], held: ExitStack) -> RunResul
     with trainer.watchdog, trainer.signals:
         result = trainer.fit(started)
     return RunResult(setup.run_dir if folder is None else folder.path, result)
+
+
+def _build_judge(config: Config, held: ExitStack) -> Judge | None:
+    """What scores answers; its process ends with the run."""
+    judge = build_judge(config.environment)
+    if judge is not None:
+        held.callback(judge.close)
+    return judge
 
 
 def _identity(config: Config) -> dict[str, str]:

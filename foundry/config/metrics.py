@@ -6,6 +6,7 @@ from dataclasses import is_dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import Violation, nearest
+from foundry.config.schemas.environment import Environment, NoEnvironment
 from foundry.config.schemas.root import Config
 
 LOSS = "val_loss"
@@ -58,18 +59,36 @@ def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Vio
 def measured_by(config: Config) -> tuple[str, ...] | None:
     """What evaluations of a run measure, as far as schemas and settings say; None where one does not."""
     measured = list[str]()
-    for node in config.evaluation.evaluators.values():
+    for node in filter(None, config.evaluation.evaluators.values()):
         names = node.get("metrics") if isinstance(node, dict) else None
         if isinstance(node, dict) and node.get("_target_") == HELD_OUT:
             known = declared(config.objective)
         elif isinstance(node, dict) and node.get("_target_") == EXACT_MATCH:
-            known = val_metric_names(EXACT_MATCH_METRICS)
+            rewards = reward_metrics(config.environment)
+            known = None if rewards is None else val_metric_names((*EXACT_MATCH_METRICS, *rewards))
         else:
             known = val_metric_names(names) if isinstance(names, list) else None
         if known is None:
             return None
         measured += known
     return tuple(dict.fromkeys(measured))
+
+
+def reward_metrics(environment: object) -> tuple[str, ...] | None:
+    """What scored answers are measured by, given the group `environment`; None where the environment does not say.
+
+    The reward is the weighted sum of the scores, whose names follow; the last is the share of answers without one.
+    """
+    if isinstance(environment, NoEnvironment) and environment._target_ is None:
+        return ()
+    if not isinstance(environment, Environment) or environment._target_ != getattr(type(environment), "_target_", None):
+        return None
+    return reward_metric_names(environment.scores)
+
+
+def reward_metric_names(scores: Iterable[str]) -> tuple[str, ...]:
+    """What rewards are measured as, given the names of the scores."""
+    return ("reward", *(f"reward_{name}" for name in scores), "reward_missing")
 
 
 def check_metrics(config: Config, measured: Iterable[str]) -> Iterator[Violation]:

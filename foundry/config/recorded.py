@@ -59,7 +59,8 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
         own = {f"{group}._target_": own_targets(group)}
         for where, name, value in _keys(node, group):
             is_own = value in own.get(where, _OWN_NAMED_PARTS if _NAMED_PART.fullmatch(where) else ())
-            is_hydra = name in HYDRA_KEYS and not is_own
+            is_none = where in own and value is None  # such as no environment
+            is_hydra = name in HYDRA_KEYS and not is_own and not is_none
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
             if is_hydra or is_kernel:
                 yield f"{where}={shown(value)}"

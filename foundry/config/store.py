@@ -1,12 +1,12 @@
 """Registering the schemas with Hydra."""
 
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.root import Config
@@ -16,6 +16,7 @@ GROUPS = (
     "checkpoint",
     "data",
     "distributed",
+    "environment",
     "evaluation",
     "guard",
     "hparams",
@@ -45,7 +46,11 @@ def register_schemas() -> None:
     They live apart from the options, so that completion and error messages list only what can be chosen.
     """
     store = ConfigStore.instance()
-    store.store(name="base_config", node=writable(Config))
+    base = writable(Config)
+    for item in fields(Config):
+        if item.type is Any:
+            base[item.name] = MISSING  # an option decides what it is; a recorded configuration may lack it
+    store.store(name="base_config", node=base)
     for group in GROUPS:
         for name, schema in group_schemas(group).items():
             store.store(group=f"schema/{group}", name=name, node=writable(schema))

@@ -10,6 +10,7 @@ from foundry.config.schemas.data import ArithmeticForm, OnBadRow, TrainOn
 from foundry.data.chats import RowForm, RowSource, chat_splits
 from foundry.data.corpus import Corpus, Splits
 from foundry.data.preferences import PREFERENCES
+from foundry.data.prompts import prompt_splits
 from foundry.data.rows import Row, RowSplits
 from foundry.data.splits import DataSplits
 from foundry.data.text import text_splits
@@ -69,6 +70,7 @@ def arithmetic(
     cache_dir: str,
     chat_template: str | None = None,
     train_on: TrainOn = TrainOn.all,
+    max_new_tokens: int = 0,
     num_workers: int = 0,
 ) -> DataSplits:
     """Worked sums as text or as conversations; the same sums are held out in every form, and with every seed.
@@ -84,6 +86,7 @@ def arithmetic(
         cache_dir: folder for tokenizers and token arrays.
         chat_template: of conversations, as `resolve_chat_template` takes it.
         train_on: which answers of a conversation are learnt.
+        max_new_tokens: what a question leaves of `seq_len` for its answer.
         num_workers: unused: the loader's.
 
     Raises:
@@ -97,7 +100,8 @@ def arithmetic(
     if form is ArithmeticForm.text:
         corpus = Corpus(fingerprint, fingerprint, lambda: Splits(_Made(train, _text), _Made(validation, _text)))
         return text_splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
-    make = _preference if are_pairs else _conversation
+    makers = {ArithmeticForm.preferences: _preference, ArithmeticForm.prompts: _question}
+    make = makers.get(form, _conversation)
     source = RowSource(
         splits=RowSplits(_Made(train, make), _Made(validation, make)),
         places=["row"],
@@ -106,6 +110,17 @@ def arithmetic(
         key="data.seq_len",
         remedy="give more",
     )
+    if form is ArithmeticForm.prompts:
+        return prompt_splits(
+            source,
+            seq_len=seq_len,
+            max_new_tokens=max_new_tokens,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            cache_dir=cache_dir,
+            chat_template=chat_template,
+            on_bad_row=OnBadRow.refuse,
+        )
     return chat_splits(
         source,
         PREFERENCES if are_pairs else RowForm.conversations(train_on),
@@ -180,3 +195,9 @@ def _preference(number: int, sums: list[Sum]) -> Row:
     dropped = last.carries[number % len(last.carries)]
     rejected = last.worked(dropped)
     return Row(0, number, {"prompt": prompt, "chosen": chosen["content"], "rejected": rejected})
+
+
+def _question(number: int, sums: list[Sum]) -> Row:
+    """The last sum is asked, after what comes before it in the conversation."""
+    *prompt, answer = [message for one in sums for message in _turns(one)]
+    return Row(0, number, {"prompt": prompt, "answer": answer["content"]})

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,9 @@ from foundry.data.chat import ChatTemplate, Segment, read_template, resolve_chat
 from foundry.data.corpus import PATH, VALIDATION_PATH, find_corpus_files, held_out_names
 from foundry.data.examples import (
     BadRowError,
-    EncodedRows,
     LastAnswers,
     Pairs,
+    RowStatistics,
     describe_lengths,
     describe_pairs,
     encode_rows,
@@ -124,16 +124,19 @@ def chat_files(
     )
 
 
-def find_rows(path: str, validation_path: str | None, *, held_out: float, columns: tuple[str, ...]) -> RowSource:
-    """Rows of the user's files, a share of them held out where there are no files for that.
+def find_rows(
+    path: str, validation_path: str | None, *, held_out: float, columns: tuple[str, ...], reads_all: bool = False
+) -> RowSource:
+    """Rows of the user's files, a share of them held out where there are no files for that; see `FileRows`.
 
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; or there are too few rows.
     """
     found = find_corpus_files(path, validation_path, settings=f"rows {held_out}", kinds=_KINDS)
-    rows = FileRows(found.train, columns, PATH)
+    rows = FileRows(found.train, columns, PATH, reads_all=reads_all)
     if found.validation:
-        splits = RowSplits(rows, FileRows(found.validation, columns, VALIDATION_PATH, first_file=len(found.train)))
+        held = FileRows(found.validation, columns, VALIDATION_PATH, first_file=len(found.train), reads_all=reads_all)
+        splits = RowSplits(rows, held)
     else:
         splits = RowSplits(_Share(rows, held_out, is_held=False), _Share(rows, held_out, is_held=True))
     return RowSource(
@@ -179,10 +182,7 @@ def chat_splits(
     Raises:
         ConfigError: as `chat_files`.
     """
-    if tokenizer is None:
-        found, end = _train_tokenizer(source, form, vocab_size, chat_template, cache_dir)
-    else:
-        found, end = load_tokenizer(tokenizer, vocab_size)
+    found, end = resolve_tokenizer(source, form, tokenizer, vocab_size, chat_template, cache_dir)
     template = resolve_chat_template(chat_template, tokenizer, found, end)
     described = f"{template.source} {dict(template.variables)} {form.described}"
     encoded = encode_rows(
@@ -193,7 +193,7 @@ def chat_splits(
         max_tokens=seq_len,
         cache_dir=cache_dir,
     )
-    _check_rows(source, encoded, on_bad_row)
+    check_rows(source, encoded.statistics, on_bad_row, encoded.train, encoded.validation)
     train: Dataset = encoded.train
     validation: Dataset = encoded.validation
     notes = describe_lengths(encoded.train, encoded.validation, encoded.statistics)
@@ -215,26 +215,34 @@ def chat_splits(
     )
 
 
-def _check_rows(source: RowSource, encoded: EncodedRows, on_bad_row: OnBadRow) -> None:
+def check_rows(
+    source: RowSource, statistics: RowStatistics, on_bad_row: OnBadRow, train: Sized, validation: Sized
+) -> None:
     """Refuse rows that cannot be used, or warn of them, and splits without any.
 
     Raises:
         ConfigError: of those.
     """
-    if encoded.statistics.skipped:
-        counted, first = list_skipped(encoded.statistics, source.places)
+    if statistics.skipped:
+        counted, first = list_skipped(statistics, source.places)
         if on_bad_row is OnBadRow.refuse:
             raise ConfigError(Violation(source.key, line) for line in [*first, f"{counted}; {source.remedy}"])
         log.warning("%s and are skipped, such as %s", counted, first[0])
-    for name, split in (("training", encoded.train), ("validation", encoded.validation)):
+    for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise ConfigError(Violation(PATH, f"leaves no row for {name}; give more rows that can be used"))
 
 
-def _train_tokenizer(
-    source: RowSource, form: RowForm, vocab_size: int, chat_template: str | None, cache_dir: str
+def resolve_tokenizer(
+    source: RowSource, form: RowForm, path: str | None, vocab_size: int, chat_template: str | None, cache_dir: str
 ) -> tuple[Tokenizer, int]:
-    """A tokenizer trained on the conversations, from the cache or into it, and its end of a document."""
+    """A tokenizer and its end of a document; trained on the conversations, from the cache or into it, without a path.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it has too many entries.
+    """
+    if path is not None:
+        return load_tokenizer(path, vocab_size)
     template = ChatTemplate(read_template(chat_template), {"eos_token": END_OF_DOCUMENT, "bos_token": ""})
 
     def fill(folder: Path) -> tuple[str, ...]:

@@ -43,15 +43,17 @@ class FileRows:
 
     Attributes:
         files: in order.
-        columns: those that are read, of the ones there are.
+        columns: those of which one must be there.
         key: the setting that names the files, for what is wrong with them.
         first_file: the number of the first of them.
+        reads_all: read all columns; else, of Parquet, no others than `columns`.
     """
 
     files: Sequence[Path]
     columns: tuple[str, ...]
     key: str
     first_file: int = 0
+    reads_all: bool = False
 
     def __iter__(self) -> Iterator[Row]:
         """The rows in order.
@@ -61,7 +63,7 @@ class FileRows:
         """
         for number, file in enumerate(self.files, self.first_file):
             read = _parquet_rows if file.suffix == ".parquet" else _object_rows
-            yield from readable(partial(read, number, self.columns, self.key), self.key, file)
+            yield from readable(partial(read, number, self), self.key, file)
 
     @cached_property
     def count(self) -> int:
@@ -114,23 +116,23 @@ def json_rows(file: Path) -> Iterator[tuple[str, int, Any, str | None]]:
                 yield "line", number, None, f"is not JSON ({error})"
 
 
-def _object_rows(index: int, columns: tuple[str, ...], key: str, file: Path) -> Iterator[Row]:
+def _object_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
     for _, number, row, wrong in json_rows(file):
         if wrong is None and not isinstance(row, dict):
             wrong = f"holds {type(row).__name__}, not an object"
         yield Row(index, number, row if wrong is None else {}, wrong)
 
 
-def _parquet_rows(index: int, columns: tuple[str, ...], key: str, file: Path) -> Iterator[Row]:
+def _parquet_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     with pq.ParquetFile(file) as table:
         names = table.schema_arrow.names
-        if not (found := [name for name in columns if name in names]):
-            listed = ", ".join(sorted(names)) or "none"
-            raise ConfigError(Violation(key, f"{file} has the columns {listed}; none of {', '.join(columns)} is there"))
+        if not (found := [name for name in rows.columns if name in names]):
+            listed, wanted = ", ".join(sorted(names)) or "none", ", ".join(rows.columns)
+            raise ConfigError(Violation(rows.key, f"{file} has the columns {listed}; none of {wanted} is there"))
         number = 0
-        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=found):
+        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=names if rows.reads_all else found):
             try:
                 values = batch.to_pylist()
             except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """What a data part hands to the run."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -34,17 +34,24 @@ class BatchedDataset(Dataset, Protocol):
 
 
 class Prompt(NamedTuple):
-    """A prompt of the held-out data and the answer that is right.
+    """A prompt and the answer that is right.
 
     Attributes:
         tokens: of the prompt, as the model is to continue them.
-        answer: the text that a continuation is compared with.
+        answer: the text that a continuation is compared with; None: it is not known.
         row: tells it from the others; what is drawn for it is keyed by this.
+        columns: of its row, by name; None: the answer is all that there is.
     """
 
     tokens: tuple[int, ...]
-    answer: str
+    answer: str | None
     row: int
+    columns: Mapping[str, Any] | None = None
+
+    @property
+    def own_columns(self) -> Mapping[str, Any]:
+        """What an environment is told of the row."""
+        return {"answer": self.answer} if self.columns is None else self.columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +64,8 @@ class DataSplits:
             tokens.
         tokenizer: a `tokenizers.Tokenizer` for text; None otherwise.
         notes: facts worth telling, such as the unigram entropy of held-out text; they go to plan.json.
-        prompts: held-out prompts with answers, where the data has such.
+        prompts: held-out prompts, most of them with answers, where the data has such.
+        train_prompts: likewise to learn from, one for each of the training samples.
         stop_ids: tokens that end an answer or a document, first the document's; none without tokens.
         bos_id: the token with which a chat template may begin; None: it has none.
         chat_template: in Jinja, as transformers has it, for data that are chats; None: the model continues plain text.
@@ -72,6 +80,7 @@ class DataSplits:
     notes: dict[str, Any] | None = None
     content: str | None = None
     prompts: Sequence[Prompt] = ()
+    train_prompts: Sequence[Prompt] = ()
     stop_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     chat_template: str | None = None

@@ -1,13 +1,18 @@
-"""Whether a model answers held-out prompts as they are to be answered."""
+"""Whether a model answers held-out prompts as they are to be answered, and what its answers are worth."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.metrics import EXACT_MATCH_METRICS
-from foundry.data.splits import DataSplits
-from foundry.objectives.generation import Decoding, generate
+from foundry.config.metrics import EXACT_MATCH_METRICS, reward_metric_names
+from foundry.data.splits import DataSplits, Prompt
+from foundry.environments.judge import Judge
+from foundry.environments.protocol import Answer
+from foundry.objectives.generation import Continuation, Decoding, generate
 from foundry.objectives.text_samples import context_of
+from foundry.parallel.gathering import gather
 from foundry.parallel.whole_weights import gathered
 from foundry.training.protocols import EvaluationContext
 
@@ -15,40 +20,46 @@ from foundry.training.protocols import EvaluationContext
 class ExactMatch:
     """Share of the prompts whose greedy answer is the right one, letter by letter but for white space around it.
 
-    `ended` is the share of answers that end by themselves, within the model's context. Prompts are divided among the
-    ranks in fixed batches, so that any number of ranks measures the same; each needs memory for the whole model.
+    `ended` is the share of answers that end by themselves, within the model's context. In a run with an environment
+    `reward` is the mean of those that have one, `reward_<score>` that of each score, and `reward_missing` the share of
+    answers without a reward. Prompts are divided among the ranks in fixed batches, so that any number of ranks
+    measures the same; each needs memory for the whole model.
 
     Args:
         data: has `prompts`.
+        judge: of the run's environment.
         max_new_tokens: longest answer in tokens.
         per_gpu_batch_size: prompts at a time.
         max_samples: prompts, the first ones; None: all.
 
     Raises:
-        ConfigError: the data has no prompts with answers.
+        ConfigError: the data has no prompts.
     """
-
-    metrics = EXACT_MATCH_METRICS
 
     def __init__(
         self,
         *,
         data: DataSplits,
+        judge: Judge | None = None,
         max_new_tokens: int = 256,
         per_gpu_batch_size: int = 32,
         max_samples: int | None = None,
     ) -> None:
-        self._data, self._batch_size = data, per_gpu_batch_size
+        self._data, self._batch_size, self._judge = data, per_gpu_batch_size, judge
         self._prompts = data.prompts[: len(data.prompts) if max_samples is None else max_samples]
         self._decoding = Decoding(max_new_tokens=max_new_tokens, stop_ids=frozenset(data.stop_ids))
+        self.metrics: tuple[str, ...] | None = EXACT_MATCH_METRICS
+        if judge is not None:
+            names = judge.scores
+            self.metrics = None if names is None else (*EXACT_MATCH_METRICS, *reward_metric_names(names))
         if not len(self._prompts):
             message = "needs data that has prompts with answers, such as data=chats"
             raise ConfigError(Violation("evaluation.evaluators.exact_match", message))
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
-        """Answer and compare."""
+        """Answer and compare; a mean of nothing is left out."""
         world, size = context.world, self._batch_size
-        correct = ended = 0
+        measured = list[dict[str, float]]()
         with gathered(model) as whole:
             for start in range(world.dp_rank * size, len(self._prompts), world.dp_size * size):
                 context.beat("answering prompts")
@@ -63,10 +74,41 @@ class ExactMatch:
                         batch_size=size,
                         is_sliding=False,
                     )
-                ended += sum(continuation.is_ended for continuation in found)
-                for prompt, continuation in zip(prompts, found, strict=True):
-                    answer = self._data.tokenizer.decode(continuation.answer, skip_special_tokens=True)
-                    correct += answer.strip() == prompt.answer.strip()
-        counts = world.dp_sum(torch.tensor([correct, ended], dtype=torch.float64, device=world.device))
-        exact_match, has_ended = (counts / len(self._prompts)).tolist()
-        return {"exact_match": exact_match, "ended": has_ended}
+                measured += self._measured(prompts, found, context)
+        names = self.metrics
+        if names is None:  # the scores of an environment of the user's own, which other ranks may not have seen
+            names = tuple(sorted({name for own in gather(_names(measured), world) for name in own}))
+        sums = torch.tensor(
+            [[sum(one.get(name, 0.0) for one in measured), sum(name in one for one in measured)] for name in names],
+            dtype=torch.float64,
+            device=world.device,
+        )
+        totals = world.dp_sum(sums).tolist()
+        return {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count}
+
+    def _measured(
+        self, prompts: Sequence[Prompt], found: Sequence[Continuation], context: EvaluationContext
+    ) -> list[dict[str, float]]:
+        """What is measured of each answer, by name."""
+        tokenizer = self._data.tokenizer
+        texts = [tokenizer.decode(continuation.answer, skip_special_tokens=True) for continuation in found]
+        measured = [{"ended": float(continuation.is_ended)} for continuation in found]
+        for prompt, text, one in zip(prompts, texts, measured, strict=True):
+            if prompt.answer is not None:
+                one["exact_match"] = float(text.strip() == prompt.answer.strip())
+        if self._judge is None:
+            return measured
+        answers = [
+            Answer(text, tokenizer.decode(prompt.tokens), prompt.own_columns, not continuation.is_ended)
+            for prompt, text, continuation in zip(prompts, texts, found, strict=True)
+        ]
+        for one, judgement in zip(measured, self._judge.judge(answers, context.beat), strict=True):
+            one |= {f"reward_{name}": value for name, value in judgement.scores.items()}
+            one["reward_missing"] = float(judgement.reward is None)
+            if judgement.reward is not None:
+                one["reward"] = judgement.reward
+        return measured
+
+
+def _names(measured: Sequence[dict[str, float]]) -> list[str]:
+    return sorted({name for one in measured for name in one})

@@ -113,10 +113,11 @@ def _row_lengths(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     skipped = [f"{count:,} {kind}" for kind, count in notes["skipped_rows"].items()]
     lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in notes["row_tokens"].items())
+    learnt = f"; {notes['trained_share']:.1%} of them are learnt" if "trained_share" in notes else ""
     return [
         ("rows", f"{notes['train_rows']:,} for training, {notes['validation_rows']:,} for validation"),
         *([("skipped", ", ".join(skipped))] if skipped else []),
-        ("tokens per row", f"{lengths}; {notes['trained_share']:.1%} of them are learnt"),
+        ("tokens per row", lengths + learnt),
     ]
 
 

@@ -17,6 +17,15 @@ from foundry.config.schemas.root import to_config
 from foundry.config.store import GROUPS, group_schemas
 
 OPTIONS = {group: sorted(p.stem for p in (Path(config_dir()) / group).glob("*.yaml")) for group in GROUPS}
+COMPANIONS = {
+    "chats": ["objective=sft"],
+    "preferences": ["objective=dpo"],
+    "sft": ["data=arithmetic"],
+    "dpo": ["data=arithmetic", "data.form=preferences"],
+    "format": ["environment.pattern=x"],
+    "reward": ["environment=arithmetic"],
+}
+"""What an option does not compose without."""
 TASKS = {"llm": ("transformer", "stdlib"), "diffusion": ("dit", "digits")}
 
 
@@ -28,8 +37,13 @@ def test_every_option_composes(compose, group, option):
     overrides = [f"{group}={option}"]
     if group in ("model", "data", "objective") and option in ("dit", "digits", "diffusion"):
         overrides.append("hparams=diffusion")
-    if option == "text":
+    if option in ("base", "distillation", "prompts") or (option.startswith("nemo_") and group == "hparams"):
+        with pytest.raises(ConfigError, match="has no value"):  # a run or a folder of the user's
+            compose(*overrides)
+        return
+    if option in ("text", "chats", "preferences"):
         overrides.append("data.path=setup.cfg")
+    overrides += COMPANIONS.get(option, [])
     if option == "hsdp":
         overrides.append("distributed.num_replicas=1")
     if option == "hf":

@@ -12,7 +12,7 @@ from foundry.config.build import FOR_THE_BUILDER
 from foundry.config.compose import config_dir
 from foundry.config.schemas.root import Config
 from foundry.config.store import GROUPS, group_schemas
-from foundry.config.targets import GIVEN_BY_THE_RUN
+from foundry.config.targets import GIVEN_BY_THE_RUN, runtime_settings
 
 SCHEMAS = {(group, name): schema for group in GROUPS for name, schema in group_schemas(group).items()}
 
@@ -33,7 +33,7 @@ OPTION_FILES = sorted(path for path in Path(config_dir()).rglob("*.yaml"))
 
 
 def test_there_are_parts_in_every_group_that_has_them():
-    assert {group for group, _ in PARTS} == {"optimizer", "scheduler", "model", "data", "objective"}
+    assert {group for group, _ in PARTS} == {"optimizer", "scheduler", "model", "data", "objective", "environment"}
     assert len(PARTS) > 12
 
 
@@ -57,6 +57,7 @@ def test_the_part_takes_the_fields_of_its_schema(key):
     given = {item.name for item in dataclasses.fields(SCHEMAS[key])} - {"_target_", *FOR_THE_BUILDER} | set(
         GIVEN_BY_THE_RUN[key[0]]
     )
+    given -= set(runtime_settings(key[0])) if key[0] == "environment" else set()
     assert given <= set(parameters), "fields that the part does not take"
     required = {name for name, p in parameters.items() if p.default is p.empty}
     assert required <= given, "parameters that nothing gives"

@@ -59,7 +59,7 @@ def test_what_a_conversation_looks_like(tmp_path):
 
 
 def test_no_form_and_no_seed_learns_from_what_another_is_measured_on(tmp_path):
-    forms = {form: make(tmp_path, form=form) for form in ArithmeticForm}
+    forms = {form: make(tmp_path, form=form) for form in ArithmeticForm if form is not ArithmeticForm.prompts}
     other = make(tmp_path, seed=2)
     held_out = {found for splits in (*forms.values(), other) for found in sums(splits, "validation")}
     learnt = {found for splits in (*forms.values(), other) for found in sums(splits, "train")}

@@ -67,6 +67,15 @@ def test_a_run_is_measured_without_its_base_and_where_the_data_lies_now(runs, tm
     assert "exact_match" not in evaluate(EvalOptions(run=str(moved)), on_text)
 
 
+def test_an_environment_scores_the_answers_of_any_run(runs):
+    plain = evaluate(EvalOptions(run=str(runs / "sft")))
+    scored = ["environment=exact_match", "environment.pattern='It is (.*)'", "+environment.weights.format=0.5"]
+    measured = evaluate(EvalOptions(run=str(runs / "sft"), max_new_tokens=8), scored)
+    assert plain.items() <= measured.items()
+    assert measured["reward_missing"] == 0.0
+    assert measured["reward"] == measured["reward_correct"] + 0.5 * measured["reward_format"]
+
+
 def test_a_folder_of_transformers_is_measured_as_the_run_that_it_came_from(runs, tmp_path):
     export(ExportOptions(run=str(runs / "sft"), out=str(tmp_path / "hf")))
     with pytest.raises(ConfigError, match=r"^data: is needed: .* is a folder of transformers, which names none"):

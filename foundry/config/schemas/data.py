@@ -12,6 +12,8 @@ from foundry.config.setting import OnResume, setting
 _BYTES_AND_END = 257
 MODEL_TOKENIZER, MODEL_VOCAB_SIZE = "${model_folder:}", "${model_vocab_size:4096}"
 """What a tokenizer and its size are where nobody gives them: the model's, where it has them."""
+LONGEST_ANSWER = "${oc.select:objective.max_new_tokens,0}"
+"""What a prompt leaves room for, where the objective generates answers."""
 CHAT_TEMPLATES = ("plain", "chatml")
 """Those that foundry has."""
 
@@ -132,6 +134,18 @@ class OnBadRow(Enum):
     skip = "skip"
 
 
+def _check_template(template: str | None) -> Iterator[Violation]:
+    if template not in (None, *CHAT_TEMPLATES) and not Path(str(template)).expanduser().is_file():
+        message = f"is {shown(template)} but there is no such file; give {', '.join(CHAT_TEMPLATES)} or a file"
+        yield Violation("data.chat_template", message)
+
+
+def _check_room(seq_len: int, max_new_tokens: int) -> Iterator[Violation]:
+    if max_new_tokens >= seq_len:
+        message = f"is {seq_len}, of which an answer of objective.max_new_tokens={max_new_tokens} leaves no prompt"
+        yield Violation("data.seq_len", f"{message}; shorten the one or lengthen the other")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Templated(Tokenised):
     """Rows of messages, each of its own length, which a chat template makes text of."""
@@ -148,17 +162,14 @@ class Templated(Tokenised):
     def check(self) -> Iterator[Violation]:
         """The template is a known one, or a file."""
         yield from super().check()
-        template = self.chat_template
-        if template not in (None, *CHAT_TEMPLATES) and not Path(str(template)).expanduser().is_file():
-            message = f"is {shown(template)} but there is no such file; give {', '.join(CHAT_TEMPLATES)} or a file"
-            yield Violation("data.chat_template", message)
+        yield from _check_template(self.chat_template)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations(Templated):
     """Rows of which the model learns what the assistant says."""
 
-    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences", "completions", "prompts"})
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences", "completions"})
 
     train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
 
@@ -203,12 +214,30 @@ class PreferenceFiles(RowFiles):
     _target_: str = "foundry.data.preferences.preference_files"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptFiles(RowFiles):
+    """Prompts of the user's in JSONL or Parquet, texts or messages, with other columns for the environment."""
+
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "prompts"})
+
+    _target_: str = "foundry.data.prompts.prompt_files"
+    max_new_tokens: int = setting(
+        LONGEST_ANSWER, "tokens of seq_len that a prompt leaves for its answer: the objective's", ge=0
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Prompts have room."""
+        yield from super().check()
+        yield from _check_room(self.seq_len, self.max_new_tokens)
+
+
 class ArithmeticForm(Enum):
     """What a sample of `data=arithmetic` is."""
 
     text = "text"
     chats = "chats"
     preferences = "preferences"
+    prompts = "prompts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +248,7 @@ class Arithmetic(Conversations):
     form: ArithmeticForm = setting(
         ArithmeticForm.chats,
         "text: sequences for objective=next_token; chats: conversations for objective=sft; preferences: right answers "
-        "and others in which a carry was dropped, for objective=dpo",
+        "and others in which a carry was dropped, for objective=dpo; prompts: questions for objective=grpo",
     )
     num_rows: int = setting(20_000, "lines of text or conversations to learn from", ge=2, le=10**8)
     seq_len: int = setting(
@@ -231,6 +260,9 @@ class Arithmetic(Conversations):
         ge=1,
         le=10**8,
     )
+    max_new_tokens: int = setting(
+        LONGEST_ANSWER, "tokens of seq_len that a question leaves for its answer: the objective's", ge=0
+    )
 
     @property
     def offers(self) -> frozenset[str]:  # type: ignore[override] # it depends on the form
@@ -239,6 +271,7 @@ class Arithmetic(Conversations):
             ArithmeticForm.text: Text,
             ArithmeticForm.chats: Conversations,
             ArithmeticForm.preferences: PreferenceFiles,
+            ArithmeticForm.prompts: PromptFiles,
         }
         return by_form[self.form].offers
 
@@ -248,10 +281,12 @@ class Arithmetic(Conversations):
         return self.form is not ArithmeticForm.text
 
     def check(self) -> Iterator[Violation]:
-        """No setting would be ignored."""
+        """No setting would be ignored, and questions have room for an answer."""
         yield from super().check()
         if self.train_on is not TrainOn.all and self.form is not ArithmeticForm.chats:
             yield Violation("data.train_on", f"is {self.train_on.value} but means nothing without data.form=chats")
+        if self.form is ArithmeticForm.prompts:
+            yield from _check_room(self.seq_len, self.max_new_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,15 @@ class EarlyStopping:
 class Evaluation:
     """What is measured during the run and at its end, and what follows from it."""
 
-    offered: ClassVar[tuple[str, ...]] = ("objective", "data", "tokenizer", "seed", "per_gpu_batch_size", "max_samples")
+    offered: ClassVar[tuple[str, ...]] = (
+        "objective",
+        "data",
+        "tokenizer",
+        "judge",
+        "seed",
+        "per_gpu_batch_size",
+        "max_samples",
+    )
 
     interval: int | float | str | None = setting(
         "0.25 run",
@@ -76,7 +84,7 @@ class Evaluation:
     evaluators: dict[str, Any] = setting(
         _default_evaluators,
         "what measures the model, by a name: `_target_`, arguments and, if wanted, `metrics`, the names of what it "
-        "measures; ~evaluation.evaluators.held_out leaves the held-out loss out",
+        "measures; null leaves one out, as evaluation.evaluators.held_out=null the held-out loss",
     )
     metric: str | None = setting(
         "val_loss",
@@ -98,9 +106,9 @@ class Evaluation:
             yield Violation("evaluation.interval", str(error))
         for key in ("evaluators", "stop_rules"):
             for name, node in getattr(self, key).items():
-                if not isinstance(node, dict) or "_target_" not in node:
-                    message = "must be a mapping with a _target_; to leave one out write ~"
-                    yield Violation(f"evaluation.{key}.{name}", f"{message}evaluation.{key}.{name}")
+                if node is not None and (not isinstance(node, dict) or "_target_" not in node):
+                    message = "must be a mapping with a _target_; null leaves it out"
+                    yield Violation(f"evaluation.{key}.{name}", message)
         stopping = self.early_stopping
         if stopping.patience is not None and stopping.metric is None:
             message = f"is null but patience is {stopping.patience}; name a metric"

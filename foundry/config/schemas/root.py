@@ -7,6 +7,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from foundry.config.schemas.checkpoint import Checkpoint
 from foundry.config.schemas.distributed import Distributed
+from foundry.config.schemas.environment import NoEnvironment
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.guard import Guard
 from foundry.config.schemas.hparams import HParams
@@ -30,6 +31,7 @@ class Config:
     model: Any = group(MISSING, given=())
     data: Any = group(MISSING, given=("seed",))
     objective: Any = group(MISSING, given=(), offered=("world", "tokenizer"))
+    environment: Any = group(NoEnvironment, given=())
     evaluation: Evaluation = group(Evaluation, OnResume.allowed)
     guard: Guard = group(Guard, OnResume.allowed)
     checkpoint: Checkpoint = group(Checkpoint, OnResume.same)

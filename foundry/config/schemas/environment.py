@@ -1,0 +1,150 @@
+"""`environment=`: what scores a model's answers."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from foundry.config.errors import Violation, nearest
+from foundry.config.setting import setting
+
+
+def _parse_pattern(text: str) -> re.Pattern[str]:
+    """A regular expression.
+
+    Raises:
+        ValueError: the text is none.
+    """
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is {text!r}, which is no regular expression: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoEnvironment:
+    """Nothing scores answers."""
+
+    _target_: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What scores answers: a reward is the weighted sum of an answer's scores.
+
+    Attributes:
+        needs: the columns of a row, besides its prompt, that the environment reads.
+        in_worker: whether it runs in a process of its own, with a time limit.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    in_worker: ClassVar[bool] = False
+
+    _target_: str
+    weights: dict[str, float] = setting(
+        dict,
+        "of the scores in the reward, by name, such as {correct: 1, format: 0.1}; 1 where it is left out",
+        runtime=True,
+    )
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The names of what is scored."""
+        return ("correct",)
+
+    def check(self) -> Iterator[Violation]:
+        """Every weight is of a score that there is."""
+        for name in self.weights:
+            if name not in self.scores:
+                message = f"is no score of this environment, which has {', '.join(self.scores)}"
+                yield Violation(f"environment.weights.{name}", f"{message}{nearest(name, self.scores)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMatch(Environment):
+    """The answer is the row's `answer`, but for white space around it."""
+
+    needs: ClassVar[tuple[str, ...]] = ("answer",)
+
+    _target_: str = "foundry.environments.matching.ExactMatch"
+    pattern: str | None = setting(
+        None,
+        "regular expression whose last match, or its first group, is the answer within the text; that it matches is "
+        "scored as `format`; null: the whole text is the answer",
+        parse=_parse_pattern,
+    )
+    ignore_case: bool = setting(False, "whether upper and lower case are the same")
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The names of what is scored."""
+        return ("correct",) if self.pattern is None else ("correct", "format")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoice(Environment):
+    """The last choice that the answer names is the row's `answer`: its letter, or its number from 0."""
+
+    needs: ClassVar[tuple[str, ...]] = ("answer",)
+
+    _target_: str = "foundry.environments.matching.MultipleChoice"
+    choices: str = setting("ABCD", "the letters of the choices")
+    pattern: str | None = setting(
+        None,
+        "regular expression whose last match, or its first group, is the letter; null: a letter that stands alone",
+        parse=_parse_pattern,
+    )
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The names of what is scored."""
+        return ("correct", "format")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(Environment):
+    """The answer matches a regular expression."""
+
+    _target_: str = "foundry.environments.matching.Format"
+    pattern: str = setting("???", "regular expression that the whole answer is to match", parse=_parse_pattern)
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The names of what is scored."""
+        return ("format",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic(Environment):
+    """The number after `Answer:` is the right one, as in data=arithmetic."""
+
+    needs: ClassVar[tuple[str, ...]] = ("answer",)
+
+    _target_: str = "foundry.environments.matching.Arithmetic"
+    weights: dict[str, float] = setting(
+        lambda: {"correct": 1.0, "format": 0.1},
+        "of the scores in the reward, by name; 1 where it is left out",
+        runtime=True,
+    )
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The names of what is scored."""
+        return ("correct", "format")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Python(Environment):
+    """The answer, or the code between ``` in it, is Python that can be parsed; it is never run."""
+
+    in_worker: ClassVar[bool] = True
+
+    _target_: str = "foundry.environments.python.Python"
+    timeout_seconds: float = setting(
+        10.0, "longest time to score one answer, after which it does not count", gt=0, le=10**6, runtime=True
+    )
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The names of what is scored."""
+        return ("parses",)

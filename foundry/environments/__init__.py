@@ -1,0 +1,1 @@
+"""What scores a model's answers; no torch is imported here."""

@@ -1,0 +1,132 @@
+"""Rewards: what an environment's scores come to."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from foundry.config.build import build, field_of
+from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.targets import runtime_settings
+from foundry.environments.protocol import Answer, Environment
+from foundry.environments.worker import FaultError, Worker
+
+_TIMEOUT_SECONDS = 10.0
+_KEY = "environment"
+FAULTS = ("raised", "timed_out", "died", "no_number")
+"""Why an answer has no reward although the environment was asked for one."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What an answer is worth.
+
+    Attributes:
+        reward: the weighted sum of the scores; None: it cannot be scored.
+        scores: by name; those that are no number are left out.
+        fault: one of `FAULTS`; empty: none.
+        message: what happened.
+    """
+
+    reward: float | None
+    scores: Mapping[str, float]
+    fault: str = ""
+    message: str = ""
+
+
+class Judge:
+    """Scores answers by an environment; whatever it does, the run goes on.
+
+    An answer whose scores are None or NaN, or that the environment raises at, hangs at or dies of, has no reward.
+
+    Args:
+        environment: scores answers in this process.
+        worker: scores them one by one in another; one of the two is None.
+        weights: of the scores, by name; 1 where left out.
+        name: of the environment, for messages.
+        needs: columns that it reads.
+        scores: their names; None: the environment does not say.
+    """
+
+    def __init__(
+        self,
+        environment: Environment | None,
+        worker: Worker | None,
+        *,
+        weights: Mapping[str, float],
+        name: str,
+        needs: Sequence[str] = (),
+        scores: Sequence[str] | None = None,
+    ) -> None:
+        self._environment, self._worker = environment, worker
+        self._weights, self.name, self.needs = dict(weights), name, tuple(needs)
+        self.scores = scores
+        self._has_warned = False
+
+    def judge(self, answers: Sequence[Answer], beat: Callable[[str], None] = lambda what: None) -> list[Judgement]:
+        """What each answer is worth.
+
+        Args:
+            answers: to be scored.
+            beat: says what is being done, to a watchdog.
+        """
+        found = [self._judge(answer, beat) for answer in answers]
+        for judgement, answer in zip(found, answers, strict=True):
+            if judgement.fault and not self._has_warned:
+                self._has_warned = True
+                where = f"the answer {shown(answer.text)} to {shown(answer.prompt)}"
+                log.warning("environment %s: %s, at %s; it does not count", self.name, judgement.message, where)
+        return found
+
+    def close(self) -> None:
+        """End the process of the environment, where it has one."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _judge(self, answer: Answer, beat: Callable[[str], None]) -> Judgement:
+        beat("scoring answers")
+        try:
+            if self._worker is not None:
+                scores = self._worker.score(answer)
+            else:
+                assert self._environment is not None
+                (scores,) = self._environment.score([answer])
+        except FaultError as error:
+            return Judgement(None, {}, error.kind, str(error))
+        return self._weighed(scores)
+
+    def _weighed(self, scores: Mapping[str, float | None]) -> Judgement:
+        numbers = {name: float(value) for name, value in scores.items() if value is not None and math.isfinite(value)}
+        if wrong := [name for name, value in scores.items() if value is not None and name not in numbers]:
+            return Judgement(None, numbers, "no_number", f"scores {wrong[0]} as {scores[wrong[0]]}")
+        if len(numbers) < len(scores) or not numbers:
+            return Judgement(None, numbers)
+        return Judgement(sum(self._weights.get(name, 1.0) * value for name, value in numbers.items()), numbers)
+
+
+def build_judge(node: Any) -> Judge | None:
+    """The judge of a run, given its group `environment`; None where nothing scores answers.
+
+    One of the user's own runs in a process of its own.
+
+    Raises:
+        ConfigError: the environment cannot be built.
+    """
+    target = field_of(node, "_target_")
+    if target is None:
+        return None
+    is_own = not is_dataclass(node) or target != getattr(type(node), "_target_", None)
+    weights = field_of(node, "weights") or {}
+    name = target.rpartition(".")[2]
+    names = list(node) if isinstance(node, dict) else [item.name for item in fields(node)]
+    settings = {key: field_of(node, key) for key in names if key not in runtime_settings(_KEY)}
+    known: dict[str, Any] = {} if is_own else {"needs": node.needs, "scores": node.scores}
+    if not is_own and not node.in_worker:
+        return Judge(build(settings), None, weights=weights, name=name, **known)
+    try:
+        worker = Worker(settings, float(field_of(node, "timeout_seconds", _TIMEOUT_SECONDS)))
+    except FaultError as error:
+        raise ConfigError(Violation(f"{_KEY}._target_", f"is {target}, which cannot be built: {error}")) from None
+    return Judge(None, worker, weights=weights, name=name, **known)
