@@ -11,9 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from foundry.checkpoint.folder import CheckpointError
-from foundry.checkpoint.init_from import init_from
 from foundry.checkpoint.manager import NoCheckpoints, ShardedCheckpointManager
-from foundry.checkpoint.resume_point import ResumePoint, restore_rng
+from foundry.checkpoint.resume_point import ResumePoint, check_base, restore_rng
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import read_source_tensors, restore_into
@@ -22,7 +21,7 @@ from foundry.config.build import field_of
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import plain, strict
-from foundry.config.schemas.model import HuggingFace
+from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
@@ -30,6 +29,8 @@ from foundry.data.splits import DataSplits
 from foundry.data.tokenizer import check_same
 from foundry.environments.judge import Judge
 from foundry.evaluators.pruning import Pruning
+from foundry.initial_model import Base, adapt, read_initial, resolve_base
+from foundry.models.lora import frozen_matrices
 from foundry.optim.schedule_state import reconcile
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, roll_call
@@ -46,7 +47,6 @@ from foundry.parts import (
     build_stop_rules,
     check_forward,
     constant_weight_decay,
-    resolve_init_from,
 )
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.run_dir.ends import leave_note, record_end
@@ -108,6 +108,7 @@ class Trained:
 
     Attributes:
         unwrapped: the model as it was built.
+        base: what adapters are trained beside; None where the whole model is trained.
         parallel: the model as it is called.
         optimizers: they cover its trainable parameters.
         ema: averaged weights, where kept.
@@ -119,6 +120,7 @@ class Trained:
     """
 
     unwrapped: nn.Module
+    base: Base | None
     parallel: Parallel
     optimizers: Sequence[Optimizer]
     ema: WeightAverage | None
@@ -155,9 +157,13 @@ def _build_trained(setup: Setup) -> Trained:
     config, world, resume_point = setup.config, setup.world, setup.resume_point
     hparams, budget = config.hparams, build_budget(config, setup.data, world.dp_size)
     precision = PrecisionPolicy.from_config(config.precision, world.device)
-    model = build_model(config) if resume_point is not None else _build_initial(setup, None)
+    is_adapted = isinstance(config.peft, LoRA)
+    model = build_model(config) if resume_point is not None and not is_adapted else _build_initial(setup, None)
+    base = adapt(model, config, resolve_base(config.model))
+    if resume_point is not None and base is not None:
+        check_base(resume_point, base.facts(), config.checkpoint.on_changed_config)
     parallel = parallelize(
-        precision.prepare(model),
+        precision.prepare(model, frozen_matrices(model) if config.peft.narrows_base else ()),
         precision,
         world,
         grad_checkpointing=hparams.grad_checkpointing,
@@ -171,12 +177,13 @@ def _build_trained(setup: Setup) -> Trained:
     schedule = build_schedule(config, budget)
     if resume_point is not None:
         try:
-            restore_into(resume_point.folder, parallel.model, ema, optimizers)
+            restore_into(resume_point.folder, parallel.model, ema, optimizers, trained_only=base is not None)
         except CheckpointError as error:
             raise ConfigError(Violation("checkpoint.resume", str(error))) from error
         schedule = reconcile(schedule, resume_point.state["schedule"], config.checkpoint.scheduler_on_resume)
     return Trained(
         unwrapped=model,
+        base=base,
         parallel=parallel,
         optimizers=optimizers,
         ema=ema,
@@ -191,14 +198,10 @@ def _build_trained(setup: Setup) -> Trained:
 def _build_initial(setup: Setup, node: Any) -> nn.Module:
     """A model as a run from scratch starts with it; `node` is of another model than the run's."""
     node = setup.config.model if node is None else node
-    weights, tokenizer = resolve_init_from(node), setup.data.tokenizer
-    source = Path(node.path) if weights is None and isinstance(node, HuggingFace) and node.path else weights
-    if source is not None and tokenizer is not None:
-        check_same(tokenizer, source)
-    model = build_model(setup.config, node)
-    if weights is not None:
-        init_from(model, weights, setup.world)
-    return model
+    path, tokenizer = resolve_base(node), setup.data.tokenizer
+    if path is not None and tokenizer is not None:
+        check_same(tokenizer, path)
+    return read_initial(node, path, partial(build_model, setup.config), setup.world, "model.init_from")
 
 
 def _build_frozen(setup: Setup, objective: Objective, precision: PrecisionPolicy) -> Mapping[str, nn.Module]:
@@ -370,7 +373,9 @@ def _build_checkpoints(setup: Setup, trained: Trained) -> CheckpointManager:
             "config": strict(config),
             "strategy": world.distributed.strategy,
             "data": setup.data.identity(),
+            "base": {} if trained.base is None else trained.base.facts(),
         },
+        trained_only=trained.base is not None,
     )
 
 

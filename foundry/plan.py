@@ -94,14 +94,13 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
     """The plan with what the model needs and how it starts."""
     import torch
 
-    from foundry.config.build import build
     from foundry.data.loader import read_batch
     from foundry.planning.derive import build_plan
-    from foundry.planning.fake import build_fake
+    from foundry.planning.fake import build_adapted, build_fake
     from foundry.planning.memory import checkpoint_bytes, estimate_memory
 
     on_gpu = torch.cuda.is_available()
-    fake = build_fake(partial(build, config.model))
+    fake = build_fake(partial(build_adapted, config))
     samples = config.hparams.per_gpu_batch_size
     longest = getattr(data.train, "longest", 0)
     # One sample stands for all, which are not read: there may be more than fit into this machine.

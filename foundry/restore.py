@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,20 @@ from foundry.config.errors import ConfigError, Violation, format_reason, shown
 from foundry.config.frozen import load_config
 from foundry.config.schemas.data import Tokenised
 from foundry.config.schemas.model import HuggingFace
+from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
 from foundry.data.tokenizer import usual_end
+from foundry.initial_model import find_base, read_base
+from foundry.models.lora import add_adapters
+from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
 from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STOP_TOKENS, TOKENIZER, TRANSFORMERS
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 
-_BUILT = ("model", "data", "objective")
+_BUILT = ("model", "peft", "data", "objective")
 """Groups that sampling and exporting build; of the others nothing is run."""
 
 
@@ -40,6 +44,7 @@ class Restored:
         model: in evaluation mode, on `device`.
         data: the run's; of text only the tokenizer, without samples.
         checkpoint: the folder that was read.
+        base_path: what the weights beside the adapters came from, where a run of adapters names it.
     """
 
     config: Config
@@ -47,6 +52,7 @@ class Restored:
     data: DataSplits
     checkpoint: Path
     device: torch.device
+    base_path: Path | None = None
 
 
 def restore(run_dir: str | Path, which: str, *, ema: bool, trust: bool = False) -> Restored:
@@ -67,12 +73,14 @@ def restore(run_dir: str | Path, which: str, *, ema: bool, trust: bool = False) 
     _check_bounds(run_dir, config)
     device = choose_device()
     data = _data(config, run_dir)
-    model: nn.Module = build_part(config, "model", **_own_architecture(config, run_dir, trust=trust))
+    is_adapted = isinstance(config.peft, LoRA)
+    model = _build_adapted(config, run_dir, folder, trust=trust) if is_adapted else _build(config, run_dir, trust=trust)
     try:
-        load_weights(folder, model, ema=ema)
+        load_weights(folder, model, ema=ema, trained_only=is_adapted)
     except CheckpointError as error:
         raise ConfigError(Violation("which", str(error))) from error
-    return Restored(config, model.to(device).eval(), data, folder, device)
+    base_path = find_base(folder) if is_adapted else None
+    return Restored(config, model.to(device).eval(), data, folder, device, base_path)
 
 
 def choose_device() -> torch.device:
@@ -109,6 +117,34 @@ def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
         if not all(is_dataclass(getattr(config, group)) for group in groups):
             raise
         raise ConfigError(Violation("run", f"{what}: {format_reason(error)}")) from error
+
+
+def _build(config: Config, run_dir: Path, *, trust: bool) -> nn.Module:
+    """The model, without its weights."""
+    model: nn.Module = build_part(config, "model", **_own_architecture(config, run_dir, trust=trust))
+    return model
+
+
+def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bool) -> nn.Module:
+    """The model with the weights of its base, and with adapters, which have no weights yet.
+
+    Raises:
+        ConfigError: the base is no longer where it was, or is another.
+    """
+    assert isinstance(config.peft, LoRA)
+
+    def build_base(node: Any) -> nn.Module:
+        torch.manual_seed(config.hparams.seed)  # a base that was drawn is drawn again
+        whole = replace(config, model=node)
+        if isinstance(node, HuggingFace) and node.path is not None and node.init_from is None:
+            model: nn.Module = build_part(whole, "model")
+            return model
+        return _build(whole, run_dir, trust=trust)
+
+    world = World(0, 0, 1, 1, torch.device("cpu"))
+    model = read_base(config.model, checkpoint, build_base, world, "run")
+    add_adapters(model, config.peft, config.hparams.seed)
+    return model
 
 
 def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class Manifest:
         files: every other file of the folder.
         optimizer: how nested state of optimizers is made up of tensors; empty for state that is tensors by name.
         data: what tells the data from other data; empty in checkpoints that did not say it.
+        base: digest and path of the weights beside which adapters were trained, which are all that the checkpoint then
+            holds; empty where it holds the whole model.
         format: of the checkpoint; a field that is unknown within a format may be ignored.
     """
 
@@ -102,11 +104,12 @@ class Manifest:
     files: Mapping[str, FileFacts] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("config", "state", "versions", "files", "data", "optimizer"), dict),
+    **dict.fromkeys(("config", "state", "versions", "files", "data", "optimizer", "base"), dict),
     **dict.fromkeys(("step", "samples", "world_size", "format"), int),
     **dict.fromkeys(("config_hash", "strategy"), str),
     "tokens": (int, type(None)),

@@ -37,14 +37,7 @@ def init_from(model: nn.Module, path: Path, world: World) -> None:
         ConfigError: there are no weights, they are damaged, or their names or shapes are not the model's.
     """
     try:
-        checkpoint = (
-            path.resolve()  # `checkpoints/latest` is a link
-            if (path / MANIFEST).is_file()
-            else find(path, "last")
-            if (path / CHECKPOINTS).is_dir()
-            else None
-        )
-        if checkpoint is not None:
+        if (checkpoint := find_checkpoint(path)) is not None:
             if wrong := damage_together(checkpoint, world):
                 raise CheckpointError(f"{checkpoint.name} is not whole: {'; '.join(wrong)}")
             load_weights(checkpoint, model, ema=True)
@@ -56,6 +49,17 @@ def init_from(model: nn.Module, path: Path, world: World) -> None:
         _copy_from(files, model)
     except (OSError, CheckpointError) as error:
         raise ConfigError(Violation(_KEY, f"is {path}: {error}")) from None
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a path is, or of a run directory the newest; None for anything else.
+
+    Raises:
+        FileNotFoundError: a run directory has none.
+    """
+    if (path / MANIFEST).is_file():
+        return path.resolve()  # `checkpoints/latest` is a link
+    return find(path, "last") if (path / CHECKPOINTS).is_dir() else None
 
 
 @torch.no_grad()

@@ -38,6 +38,7 @@ class ShardedCheckpointManager:
         interval: between checkpoints; None: by time only.
         every_minutes: between checkpoints; None: by interval only.
         facts: what every manifest says of the run: config_hash, config and strategy.
+        trained_only: of the weights, save those that are trained; the rest lies elsewhere.
     """
 
     checkpointer: Checkpointer
@@ -48,6 +49,7 @@ class ShardedCheckpointManager:
     interval: Interval | None
     every_minutes: float | None
     facts: dict[str, Any]
+    trained_only: bool = False
     _since: float = field(default_factory=time.monotonic)
     _is_checked: bool = False
 
@@ -104,7 +106,7 @@ class ShardedCheckpointManager:
         }
         self.checkpointer.save(
             progress.steps,
-            tensors=partial(collect, self.model, self.ema, self.optimizers, tensors),
+            tensors=partial(collect, self.model, self.ema, self.optimizers, tensors, trained_only=self.trained_only),
             manifest=manifest,
             rank_state=rng_state(self.world.device),
             metric=metric if metric is not None and math.isfinite(metric) else None,
@@ -130,7 +132,7 @@ class ShardedCheckpointManager:
         folder = verify_newest(self.checkpointer.run_dir, self.world)
         if folder is None:
             return None
-        restore_into(folder, self.model, self.ema, self.optimizers)
+        restore_into(folder, self.model, self.ema, self.optimizers, trained_only=self.trained_only)
         return dict(read_manifest(folder).state)
 
 

@@ -163,6 +163,30 @@ def check_data(
     return str(now["order"] if "content" in changed else resume_point.manifest.data.get("order", now["order"]))
 
 
+def check_base(resume_point: ResumePoint, now: Mapping[str, Any], on_changed: OnChangedConfig) -> None:
+    """Refuse to go on training adapters beside other weights than they were trained with, wherever either lie.
+
+    Args:
+        resume_point: the checkpoint.
+        now: digest and path of the base of this run.
+        on_changed: whether to refuse, or only to warn.
+
+    Raises:
+        ConfigError: the base is another.
+    """
+    was = resume_point.manifest.base
+    if was.get("digest") == now["digest"]:
+        return
+    message = (
+        f"leads to another base than the adapters of the checkpoint were trained with, at {was.get('path')} (digest "
+        f"{was.get('digest')} -> {now['digest']}); give that, start from scratch in another hydra.run.dir, or set "
+        "checkpoint.on_changed_config=warn"
+    )
+    if on_changed is OnChangedConfig.error:
+        raise ConfigError(Violation("model.init_from", message))
+    log.warning("resumed although model.init_from %s", message)
+
+
 def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:
     """What the data of a run differs in from that of a checkpoint; what the checkpoint does not say does not differ."""
     return [name for name in _DATA_KEYS if manifest.data.get(name) not in (None, now[name])]

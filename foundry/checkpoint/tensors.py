@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +35,8 @@ def collect(
     ema: WeightAverage | None,
     optimizers: Sequence[Optimizer],
     source: Mapping[str, Tensor] | None = None,
+    *,
+    trained_only: bool = False,
 ) -> dict[str, Tensor]:
     """The tensors themselves, no copies; sharded ones stay sharded, a tied one comes once.
 
@@ -42,12 +45,13 @@ def collect(
         ema: the averaged weights, where kept.
         optimizers: all of the run.
         source: tensors of the source of windows, equal on all ranks.
+        trained_only: of the weights, those that are trained; the rest lies elsewhere.
 
     Raises:
         CheckpointError: an optimizer's state that another layout could not read.
     """
     inner = _inner(model)
-    weights = {f"model.{name}": tensor for name, tensor in _weights(inner).items()}
+    weights = {f"model.{name}": tensor for name, tensor in _weights(inner, trained_only).items()}
     others = {f"{_SOURCE}{name}": tensor for name, tensor in (source or {}).items()}
     return weights | _averages(ema) | collect_state(inner, optimizers) | others
 
@@ -61,7 +65,14 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
     return describe_state(_inner(model), optimizers)
 
 
-def restore_into(folder: Path, model: nn.Module, ema: WeightAverage | None, optimizers: Sequence[Optimizer]) -> None:
+def restore_into(
+    folder: Path,
+    model: nn.Module,
+    ema: WeightAverage | None,
+    optimizers: Sequence[Optimizer],
+    *,
+    trained_only: bool = False,
+) -> None:
     """Read what `collect` gave, whatever number of ranks and wrapper wrote it; every rank reads its own part.
 
     Args:
@@ -69,13 +80,14 @@ def restore_into(folder: Path, model: nn.Module, ema: WeightAverage | None, opti
         model: as it is wrapped now.
         ema: the averaged weights, where kept; how many updates they have seen is not a tensor, and the caller's.
         optimizers: over this model's parameters; whatever state they have is replaced.
+        trained_only: as in `collect`.
 
     Raises:
         CheckpointError: the checkpoint lacks tensors of this run, has others, or has them in another shape.
     """
     reader, saved = _open(folder)
     inner = _inner(model)
-    weights = {f"model.{name}": tensor for name, tensor in _weights(inner).items()}
+    weights = {f"model.{name}": tensor for name, tensor in _weights(inner, trained_only).items()}
     states = allocate_state(inner, optimizers, saved, read_manifest(folder).optimizer)
     targets = weights | _averages(ema)
     for held in states:
@@ -98,18 +110,19 @@ def read_source_tensors(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix(_SOURCE): tensor for name, tensor in targets.items()}
 
 
-def load_weights(folder: Path, model: nn.Module, *, ema: bool = False) -> None:
+def load_weights(folder: Path, model: nn.Module, *, ema: bool = False, trained_only: bool = False) -> None:
     """Read a checkpoint's weights into an unwrapped model on one process, whatever number of ranks wrote it.
 
     Args:
         folder: the checkpoint.
         model: a model of the same configuration; its own tensors are filled, so that there is no second copy.
         ema: read the averaged weights instead of the model's own, where there are any; buffers are the model's own.
+        trained_only: as in `collect`.
 
     Raises:
         CheckpointError: the checkpoint lacks weights of the model, has others, or has them in another shape.
     """
-    weights = _weights(model)
+    weights = _weights(model, trained_only)
     with _readable(folder):
         reader, saved = _open(folder)
     _check_names(folder, [f"model.{name}" for name in weights], [name for name in saved if name.startswith("model.")])
@@ -131,10 +144,22 @@ def _inner(model: nn.Module) -> nn.Module:
     return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
 
 
-def _weights(inner: nn.Module) -> dict[str, Tensor]:
+def compute_digest(model: nn.Module) -> str:
+    """XXH3 of 128 bits, in hexadecimal, of a model's weights and their names; it is on the CPU and not wrapped."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(_weights(model).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _weights(inner: nn.Module, trained_only: bool = False) -> dict[str, Tensor]:
     """Parameters and buffers, each once. Asked for its state, FSDP2 reshards whatever is gathered."""
-    state, tied = inner.state_dict(), tied_names(inner)
-    return {name: tensor for name, tensor in state.items() if name not in tied}
+    state, left_out = inner.state_dict(), tied_names(inner)
+    if trained_only:
+        trained = {name for name, parameter in inner.named_parameters() if parameter.requires_grad}
+        left_out |= state.keys() - trained
+    return {name: tensor for name, tensor in state.items() if name not in left_out}
 
 
 def _averages(ema: WeightAverage | None) -> dict[str, Tensor]:

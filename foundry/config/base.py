@@ -152,7 +152,7 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
 def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
     """Sizes that the data was given otherwise than the base has them, and files that are none."""
     for own, other, what in (("vocab_size", "vocab_size", "tokens"), ("max_seq_len", "seq_len", "positions")):
-        have = None if OmegaConf.is_interpolation(model, own) else model.get(own)
+        have = _own_size(model, own)
         need = data.get(other) if isinstance(data, DictConfig) and not _is_left_open(data, other) else None
         if isinstance(have, int) and isinstance(need, int) and need > have:
             message = f"is {need} but the model of model.path={folder} has {have} {what}; set data.{other}={have}"
@@ -166,11 +166,16 @@ def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, 
 
 def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
     """What the data takes from the base where nobody has given it: the tokenizer, its size, the chat template."""
-    size = None if OmegaConf.is_interpolation(model, "vocab_size") else model.get("vocab_size")
+    size = _own_size(model, "vocab_size")
     values: dict[str, Any] = {name: str(file.absolute()) for name, file in files.items() if file.is_file()}
     for name, value in {**values, "vocab_size": size}.items():
         if value is not None and _is_left_open(data, name):
             data[name] = value
+
+
+def _own_size(model: DictConfig, name: str) -> Any:
+    """A size that the model has of itself; None where it follows the data, or a model of images has no such size."""
+    return model[name] if name in model and not OmegaConf.is_interpolation(model, name) else None
 
 
 def _is_left_open(data: Any, name: str) -> bool:

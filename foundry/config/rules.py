@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry.config.adapters import check_adapters
 from foundry.config.base import expand_base
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Duration, Unit
@@ -336,6 +337,10 @@ def _precision(config: Config, launch: Launch) -> Iterator[Violation]:
         )
 
 
+def _adapters(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_adapters(config)
+
+
 def _rollback(config: Config, launch: Launch) -> Iterator[Violation]:
     guard, checkpoint = config.guard, config.checkpoint
     goes_back = guard.spike_zscore is not None and guard.spike_action is SpikeAction.rollback
@@ -383,6 +388,7 @@ RULES: tuple[Rule, ...] = (
     _launcher,
     _strategy,
     _precision,
+    _adapters,
     _rollback,
     _paths,
 )

@@ -23,6 +23,7 @@ GROUPS = (
     "model",
     "objective",
     "optimizer",
+    "peft",
     "precision",
     "scheduler",
     "tracking",

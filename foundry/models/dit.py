@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas import model as schemas
+from foundry.models.flops import matmul_flops
 from foundry.models.fsdp_block import FSDPBlock
 
 TIMESTEP_FEATURES = 256
@@ -133,7 +134,6 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(num_layers))
         self.final_layer = FinalLayer(hidden_size, patch_dim)
         self.init_weights()
-        self._flops_per_sample = self._count_flops()
 
     def forward(self, images: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
         """What the objective asks of noisy images: their noise or their velocity.
@@ -176,21 +176,16 @@ class DiT(nn.Module):
         """FLOPs of a forward and backward pass over one image: 6 (P N + C + 2 L P² H).
 
         P patches; N the parameters of matrix products applied to each patch, C those applied once to the image's
-        condition; L layers, H hidden_size. A product costs 2 FLOPs per weight forward and 4 backward.
+        condition; L layers, H hidden_size. A product costs 2 FLOPs per weight forward and 4 backward, 2 where it
+        is frozen.
         """
-        return self._flops_per_sample
-
-    def _count_flops(self) -> float:
         num_patches = self.grid_size**2
-        per_patch = per_image = 0
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                if name.endswith("modulation") or name.startswith("timestep_embedder"):
-                    per_image += module.weight.numel()
-                else:
-                    per_patch += module.weight.numel()
+        linear = {name: module.weight for name, module in self.named_modules() if isinstance(module, nn.Linear)}
+        of_image = [name for name in linear if "modulation" in name or name.startswith("timestep_embedder")]
+        per_image = matmul_flops(linear[name] for name in of_image)
+        per_patch = matmul_flops(weight for name, weight in linear.items() if name not in of_image)
         attention = 2 * len(self.blocks) * num_patches**2 * self.hidden_size
-        return float(6 * (num_patches * per_patch + per_image + attention))
+        return float(num_patches * per_patch + per_image + 6 * attention)
 
     def _to_patches(self, images: Tensor) -> Tensor:
         """Patches (batch, patches, channels * patch_size²) of images: (batch, channels, height, width)."""

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, resolve_std
 from foundry.models.kv_cache import Cache
 from foundry.models.token_log_probs import Read, TokenLogProbs, read_log_probs
@@ -82,7 +83,6 @@ class HuggingFaceCausalLM(nn.Module):
         for module in self.causal_lm.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_to_compute_dtype)
-        self._matmul_parameters = _count_matmul_parameters(self.causal_lm)
         self._takes = frozenset(inspect.signature(self.causal_lm.forward).parameters)
         self.max_seq_len = max_seq_len
 
@@ -152,13 +152,13 @@ class HuggingFaceCausalLM(nn.Module):
     def flops_per_sample(self, seq_len: int) -> float:
         """FLOPs of a forward and backward pass over one sequence of seq_len tokens.
 
-        Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B), as for `Transformer`. Of a mixture of
-        experts all are counted, also those that a token does not visit.
+        Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B), as for `Transformer`, 4 N where frozen.
+        Of a mixture of experts all are counted, also those that a token does not visit.
         """
         config: Any = self.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
-        return float(seq_len * (6 * self._matmul_parameters + attention))
+        return float(seq_len * (matmul_flops(_matmul_weights(self.causal_lm)) + attention))
 
     def _init_weights(self, init_std: float | str, embedding_init_std: float | str) -> None:
         config: Any = self.config
@@ -334,13 +334,13 @@ def _check_sizes(config: PreTrainedConfig, vocab_size: int, max_seq_len: int) ->
         raise ConfigError(violations)
 
 
-def _count_matmul_parameters(model: PreTrainedModel) -> int:
-    """Parameters of matrix products: all matrices but embeddings, and the head though it be tied to one."""
+def _matmul_weights(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Those of matrix products: all matrices but embeddings, and the head though it be tied to one."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and p not in embeddings)
+    matrices = [p for p in model.parameters() if p.ndim >= 2 and p not in embeddings]
     output_embeddings: Any = model.get_output_embeddings
     head = output_embeddings().weight
-    return matrices + (head.numel() if head in embeddings else 0)
+    return [*matrices, head] if head in embeddings else matrices
 
 
 def _wrong_fields(error: Exception) -> ConfigError:

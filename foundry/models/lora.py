@@ -1,13 +1,33 @@
 """Low-rank adapters (Hu et al., 2021): which layers have one, and their weights with it."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.peft import LoRA
+from foundry.models.fsdp_block import find_blocks
+
+MEGATRON = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "qkv", "query_key_value", "c_attn"),
+    "linear_proj": ("o_proj", "out_proj", "dense", "out"),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h"),
+    "linear_fc2": ("down_proj", "fc2", "dense_4h_to_h"),
+}
+"""Megatron's names of the linear layers of a block, and what others call them."""
 
 _NO_ALIASES: Mapping[str, Sequence[str]] = {}
+_KEY = "peft.target_modules"
+_ADAPTER = "default"
+_SEED_OFFSET = 0x4C6F5241
+"""So that adapters are not drawn with the random numbers of the first weights."""
 
 
 def match_targets(
@@ -47,6 +67,117 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, *, alpha: float, rslora: bool =
     dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     delta = scaling(alpha, a.shape[0], rslora=rslora) * (b.to(dtype) @ a.to(dtype))
     return (weight.to(dtype) + delta).to(weight.dtype)
+
+
+def resolve_targets(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """The full names of a model's linear layers that patterns choose; Megatron's names are those of layers in blocks.
+
+    Raises:
+        ConfigError: a pattern fits no layer, or the head, whose matrix a language model reads without the layer.
+    """
+    layers = {name: module for name, module in model.named_modules() if is_linear(module)}
+    blocks = {module for block in find_blocks(model) for module in block.modules()}
+    inner = [name for name, module in layers.items() if module in blocks or not blocks]
+    find_head: Callable[[], nn.Module | None] = getattr(model, "output_head", lambda: None)
+    head = find_head()
+    chosen = set[str]()
+    for pattern in patterns:
+        found = {*match_targets(layers, [pattern]), *match_targets(inner, [pattern], MEGATRON)}
+        if not found:
+            known = dict.fromkeys(name.rpartition(".")[2] for name, module in layers.items() if module is not head)
+            message = f"has {pattern}, which fits no linear layer of {type(model).__name__}"
+            there = f"there are {', '.join(known)}, in full such as {next(iter(inner), 'none')}"
+            raise ConfigError(Violation(_KEY, f"{message}; {there}"))
+        if heads := [name for name in found if layers[name] is head]:
+            message = f"has {pattern}, which fits {heads[0]}, whose matrix is read without its layer"
+            raise ConfigError(Violation(_KEY, f"{message}; name the layers of the blocks, such as *.layers.*_proj"))
+        chosen |= found
+    return [name for name in layers if name in chosen]
+
+
+def add_adapters(model: nn.Module, settings: LoRA, seed: int) -> list[str]:
+    """Give layers of a model adapters, which change nothing yet, and freeze everything else; in place.
+
+    Args:
+        model: not yet wrapped; the adapters are float32, and names `<layer>.weight` become `<layer>.base_layer.weight`.
+        settings: of the adapters.
+        seed: of their first weights, which depend on nothing else.
+
+    Returns:
+        The full names of the layers.
+
+    Raises:
+        ConfigError: as `resolve_targets`.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = resolve_targets(model, settings.target_modules)
+    config = LoraConfig(
+        r=settings.adapter_dim,
+        lora_alpha=cast(int, settings.alpha),
+        lora_dropout=settings.adapter_dropout or 0.0,
+        use_rslora=settings.rslora,
+        # A pattern for whole names: those of a list would fit the ends of others, too.
+        target_modules="|".join(map(re.escape, names)),
+        fan_in_fan_out=not any(isinstance(model.get_submodule(name), nn.Linear) for name in names),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + _SEED_OFFSET)
+        inject_adapter_in_model(config, model, _ADAPTER)
+    return names
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers of a model that have adapters, as peft's `LoraLayer`, by the name that the layer had without."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Have a model, wrapped or not, compute in the body what its base does; what is trained stays trainable.
+
+    peft's `enable_adapters` would change `requires_grad`, after which FSDP2 and optimizers no longer fit the model.
+    """
+    layers = list(adapted_layers(model).values())
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was_disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = was_disabled
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Add the adapters of a model, not wrapped, to the weights of their layers, and take them away; in place."""
+    for name, layer in adapted_layers(model).items():
+        base, a, b = layer.base_layer, layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+        settings = {"alpha": layer.lora_alpha[_ADAPTER], "rslora": layer.use_rslora[_ADAPTER]}
+        weight = base.weight if isinstance(base, nn.Linear) else base.weight.T  # transformers' Conv1D
+        weight.copy_(merged(weight, a, b, **settings))
+        model.set_submodule(name, base)
+    if hasattr(model, "peft_config"):  # which injection has left
+        del model.peft_config
+
+
+def frozen_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The frozen weights of linear layers in blocks, which autocast rounds whenever it multiplies by them."""
+    modules = (module for block in find_blocks(model) for module in block.modules() if is_linear(module))
+    weights = (cast(nn.Parameter, module.weight) for module in modules)
+    return [weight for weight in dict.fromkeys(weights) if not weight.requires_grad]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies by a matrix and does nothing else: torch's, or transformers' Conv1D."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def count_by_kind(names: Iterable[str]) -> str:
+    """Layers by the last part of their names, such as "q_proj x 4, v_proj x 4"."""
+    counts = Counter(name.rpartition(".")[2] for name in names)
+    return ", ".join(f"{kind} x {count}" for kind, count in counts.items())
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.dropout import KeyedDropout
+from foundry.models.flops import matmul_flops
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.models.initialisation import draw_weights, resolve_std
 from foundry.models.kv_cache import KVCache, LayerCache
@@ -220,9 +221,6 @@ class Transformer(nn.Module):
         )
         self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)
         self.init_weights()
-        self._matmul_parameters = sum(
-            module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)
-        ) + (vocab_size * hidden_size if tie_embeddings else 0)
 
     def forward(
         self,
@@ -292,10 +290,13 @@ class Transformer(nn.Module):
         """FLOPs of a forward and backward pass over one sequence of seq_len tokens.
 
         Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B): N the parameters of matrix products
-        including the head, L layers, H heads of Q dimensions, T = seq_len; causality is not subtracted.
+        including the head, L layers, H heads of Q dimensions, T = seq_len; causality is not subtracted. A
+        frozen matrix counts 4 instead of 6.
         """
         attention = 12 * len(self.model.layers) * self.model.embed_tokens.embedding_dim * seq_len
-        return float(seq_len * (6 * self._matmul_parameters + attention))
+        matrices = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
+        tied = [self.model.embed_tokens.weight] if self.lm_head is None else []
+        return float(seq_len * (matmul_flops([*matrices, *tied]) + attention))
 
     def hf_config(self) -> "LlamaConfig":
         """The same architecture as a transformers config; `export_state` fits the model it describes."""

@@ -56,12 +56,15 @@ class PrecisionPolicy:
             raise ConfigError(Violation("precision", message))
         return policy
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, frozen: Iterable[nn.Parameter] = ()) -> nn.Module:
         """Bring parameters and buffers to the type they are held in; call it before the optimizer is built.
 
         pure_bf16 casts them, and from then on what the model is called with. The other modes need fp32 parameters and
-        leave the model alone.
+        leave the model alone, but for those of `frozen`: matrices that autocast would round each time, and amp holds
+        rounded.
         """
+        for parameter in frozen if self.is_amp else ():
+            parameter.data = parameter.data.to(self.compute_dtype)
         if self.mode is PrecisionMode.pure_bf16:
             model.to(torch.bfloat16)
             model.register_forward_pre_hook(cast_inputs, with_kwargs=True)

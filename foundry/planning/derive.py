@@ -10,6 +10,7 @@ from foundry.config.duration import Budget, EpochInterval, Interval, without_rou
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.data.splits import DataSplits
+from foundry.models.lora import adapted_layers
 from foundry.optim.schedules import Schedule as OwnSchedule
 from foundry.parts import constant_weight_decay
 from foundry.training.events import Phase, PlannedUpdate
@@ -57,6 +58,7 @@ def build_plan(
         "batch_stages": _batch_stages(budget, config.hparams.per_gpu_batch_size * dp_size),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "adapters": list(adapted_layers(model)),
         "notes": data.notes or {},
     }
 

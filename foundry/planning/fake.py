@@ -11,6 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foundry.config.build import build
+from foundry.config.schemas.peft import LoRA
+from foundry.config.schemas.root import Config
+from foundry.models.lora import add_adapters
+
 
 @dataclass(frozen=True)
 class FakeModel:
@@ -25,16 +30,28 @@ class FakeModel:
     mode: FakeTensorMode
 
 
-def build_fake(build: Callable[[], nn.Module]) -> FakeModel:
+def build_fake(make: Callable[[], nn.Module]) -> FakeModel:
     """Build a model without allocating its weights; what its constructor raises is passed on.
 
     Args:
-        build: makes the model, as for training.
+        make: makes the model, as for training.
     """
     # Without a kernel for fake tensors torch would run the real one on zeros, and allocate them.
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with mode, _truncated_normals_left_out():
-        return FakeModel(build(), mode)
+        return FakeModel(make(), mode)
+
+
+def build_adapted(config: Config) -> nn.Module:
+    """The model of a run with its adapters, where it has some, and without the weights of its base.
+
+    Raises:
+        ConfigError: a layer is chosen that the model has not, or that cannot have an adapter.
+    """
+    model: nn.Module = build(config.model)
+    if isinstance(config.peft, LoRA):
+        add_adapters(model, config.peft, config.hparams.seed)
+    return model
 
 
 @contextmanager

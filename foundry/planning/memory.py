@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from foundry.config.errors import format_reason
 from foundry.config.lengths import resolve_batch_sizes
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, Single, resolve_distributed
+from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.models.fsdp_block import find_blocks
+from foundry.models.lora import frozen_matrices
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.process_group import World
 from foundry.parts import build_model, build_objective, build_optimizers
@@ -39,6 +42,7 @@ class Memory:
 
     Attributes:
         weights: parameters, or this rank's shards of them.
+        frozen_weights: those of them that are not trained.
         gathered: transient: whole weights of the FSDP2 units that compute or are fetched ahead.
         gradients: at their peak; between two microbatches without a reduction FSDP2 keeps whole ones.
         reducing: transient: gradients on their way through a reduction.
@@ -52,6 +56,7 @@ class Memory:
     """
 
     weights: int
+    frozen_weights: int
     gathered: int
     gradients: int
     reducing: int
@@ -93,7 +98,7 @@ def estimate_memory(
         ConfigError: the strategy does not fit the number of ranks, or the optimizer not the model.
     """
     policy = PrecisionPolicy(config.precision.mode)
-    model = _as_held(fake.model, policy)
+    model = _as_held(fake.model, policy, narrow_frozen=config.peft.narrows_base)
     layout = _layout(config.distributed, model, policy, world_size)
     dp_size = config.distributed.dp_size(world_size)
     sizes = resolve_batch_sizes(config.hparams, dp_size=dp_size, tokens_per_sample=None).sizes
@@ -105,12 +110,13 @@ def estimate_memory(
     shards = layout.parts(_num_bytes)
     gradients = layout.gradients(config.distributed.gradient_sync, accumulates)
     optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
-    ema = layout.parts(lambda p: _FLOAT32_BYTES * p.numel() if config.hparams.ema_decay is not None else 0)
+    ema = layout.parts(partial(_average_bytes, config))
     frozen_parts = [each.parts(_num_bytes) for each, _ in frozen]
     offloaded = sum(part for part, _ in frozen_parts) + shards[0] + layout.parts(_grad_bytes)[0] + optimizer[0] + ema[0]
     notes = [note for note in (optimizer_note, activations_note) if note is not None]
     return Memory(
         weights=sum(shards),
+        frozen_weights=sum(shards) - sum(layout.parts(_grad_bytes)),
         gathered=sum(each.gathered(config.distributed.gradient_sync) for each in (layout, *(f for f, _ in frozen))),
         gradients=gradients,
         reducing=layout.reducing(config.distributed.gradient_sync, accumulates),
@@ -166,13 +172,15 @@ def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
     Raises:
         ConfigError: the optimizer does not fit the model.
     """
-    model = _as_held(fake.model, PrecisionPolicy(config.precision.mode))
+    model = _as_held(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
     state, note = _optimizer_state(config, model)
     if note is not None:
         return None
-    weights = sum(map(_num_bytes, set(model.state_dict(keep_vars=True).values())))
-    ema = 0 if config.hparams.ema_decay is None else sum(_FLOAT32_BYTES * p.numel() for p in model.parameters())
-    return weights + ema + sum(state.values())
+    held: set[Tensor] = set(model.state_dict(keep_vars=True).values())
+    if isinstance(config.peft, LoRA):
+        held = {tensor for tensor in held if tensor.requires_grad}
+    ema = sum(_average_bytes(config, parameter) for parameter in model.parameters())
+    return sum(map(_num_bytes, held)) + ema + sum(state.values())
 
 
 @dataclass(frozen=True)
@@ -353,10 +361,17 @@ def _activations(
     return size, None
 
 
-def _as_held(model: nn.Module, policy: PrecisionPolicy) -> nn.Module:
+def _as_held(model: nn.Module, policy: PrecisionPolicy, *, narrow_frozen: bool = False) -> nn.Module:
     """A copy of a fake model in the types that `PrecisionPolicy.prepare` gives it."""
     is_cast = policy.mode is PrecisionMode.pure_bf16
-    return _retyped(model, lambda t: torch.bfloat16 if is_cast and t.is_floating_point() else t.dtype)
+    narrowed: set[Tensor] = {*frozen_matrices(model)} if narrow_frozen and policy.is_amp else set()
+
+    def dtype_of(tensor: Tensor) -> torch.dtype:
+        if tensor in narrowed:
+            return policy.compute_dtype
+        return torch.bfloat16 if is_cast and tensor.is_floating_point() else tensor.dtype
+
+    return _retyped(model, dtype_of)
 
 
 def _retyped(model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> nn.Module:
@@ -377,6 +392,11 @@ def _num_bytes(tensor: Tensor) -> int:
 
 def _grad_bytes(parameter: nn.Parameter) -> int:
     return _num_bytes(parameter) if parameter.requires_grad else 0
+
+
+def _average_bytes(config: Config, parameter: nn.Parameter) -> int:
+    is_averaged = config.hparams.ema_decay is not None and parameter.requires_grad
+    return _FLOAT32_BYTES * parameter.numel() if is_averaged else 0
 
 
 @contextmanager

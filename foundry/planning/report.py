@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from foundry.models.lora import count_by_kind
 from foundry.run_dir.files import replaced_atomically
 from foundry.tracking.humanize import count, duration
 from foundry.tracking.plot_style import save_figure
@@ -20,6 +21,7 @@ CSV, PICTURE = "schedule.csv", "schedule.png"
 
 _MEMORY_PARTS = {
     "weights": "weights",
+    "frozen_weights": "of these, frozen",
     "gathered": "gathered weights (transient)",
     "gradients": "gradients",
     "reducing": "gradients in reduction (transient)",
@@ -98,7 +100,10 @@ def _run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{plan['parameters']:,} ({count(plan['parameters'])})"),
     ]
     if plan["trainable_parameters"] != plan["parameters"]:
-        rows.append(("trainable", f"{plan['trainable_parameters']:,}"))
+        share = plan["trainable_parameters"] / plan["parameters"]
+        rows.append(("trainable", f"{plan['trainable_parameters']:,} ({share:.2%})"))
+    if plan["adapters"]:
+        rows.append(("adapters", f"{count_by_kind(plan['adapters'])}, the first {plan['adapters'][0]}"))
     if plan["checkpoint_bytes"] is not None:
         rows.append(("checkpoint", num_bytes(plan["checkpoint_bytes"])))
     if plan.get("run_seconds") is not None:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """A moving average of a model's parameters: average = d * average + (1 - d) * weights.
+    """A moving average of what is trained of a model's parameters: average = d * average + (1 - d) * weights.
 
     The decay d of update t is min(decay, (1 + t) / (10 + t)), as in TensorFlow's ExponentialMovingAverage, so that
     a short run does not average in its initial weights.
@@ -18,7 +18,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
         self._updates: int | Tensor = 0
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # In fp32 whatever the weights are: in bf16 a step of 1 - decay would be rounded away.
         self.average = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
 

@@ -1,7 +1,25 @@
 import pytest
 import torch
+from torch import nn
 
-from foundry.models.lora import match_targets, merged, scaling
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.peft import LoRA
+from foundry.config.schemas.precision import PrecisionMode
+from foundry.models.dit import DiT
+from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.lora import (
+    adapted_layers,
+    adapters_off,
+    add_adapters,
+    frozen_matrices,
+    match_targets,
+    merge_adapters,
+    merged,
+    resolve_targets,
+    scaling,
+)
+from foundry.models.transformer import Transformer
+from foundry.parallel.precision import PrecisionPolicy
 
 NAMES = [
     f"layers.{layer}.{part}"
@@ -56,3 +74,152 @@ def test_a_small_update_of_a_bfloat16_layer_is_rounded_once():
 def test_a_new_adapter_changes_nothing():
     weight, a = torch.randn(6, 5), torch.randn(4, 5)
     assert torch.equal(merged(weight, a, torch.zeros(6, 4), alpha=16), weight)
+
+
+def transformer():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
+    return Transformer(vocab_size=64, max_seq_len=16, **sizes)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return HuggingFaceCausalLM(path=None, architecture="gpt2", config=sizes, vocab_size=64, max_seq_len=16)
+
+
+def dit():
+    torch.manual_seed(0)
+    return DiT(image_size=8, num_channels=1, num_classes=10, hidden_size=32, num_layers=2, num_heads=2)
+
+
+def trained(model, **settings):
+    """With adapters that change what it computes."""
+    add_adapters(model, LoRA(**settings), seed=0)
+    for layer in adapted_layers(model).values():
+        nn.init.normal_(layer.lora_B.default.weight, std=0.1)
+    return model
+
+
+TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def log_prob(model):
+    return model(TOKENS, TOKENS).log_prob
+
+
+@pytest.mark.parametrize(
+    ("build", "patterns", "found"),
+    [
+        (transformer, ["linear_qkv"], [f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkv"]),
+        (transformer, ["*.1.*o_proj", "*.0.*o_proj"], ["model.layers.{}.self_attn.o_proj"]),
+        (
+            gpt2,
+            ["linear_qkv", "*.mlp.c_proj"],
+            [f"causal_lm.transformer.h.{{}}.{x}" for x in ("attn.c_attn", "mlp.c_proj")],
+        ),
+        (dit, ["linear_qkv", "linear_fc1"], ["blocks.{}.attention.qkv", "blocks.{}.mlp.fc1"]),
+    ],
+)
+def test_patterns_and_megatrons_names_choose_layers_of_blocks(build, patterns, found):
+    assert resolve_targets(build(), patterns) == [name.format(layer) for layer in (0, 1) for name in found]
+
+
+@pytest.mark.parametrize(
+    ("build", "patterns", "message"),
+    [
+        (dit, ["out", "*_proj"], "*_proj, which fits no linear layer of DiT; there are patch_embedder, fc1, fc2, mod"),
+        (transformer, ["c_attn"], "c_attn, which fits no linear layer of Transformer; there are q_proj, k_proj, v_pr"),
+        (transformer, ["*"], "*, which fits lm_head, whose matrix is read without its layer; name the layers of the b"),
+    ],
+)
+def test_a_pattern_that_fits_nothing_or_the_head_is_a_config_error(build, patterns, message):
+    with pytest.raises(ConfigError) as refused:
+        resolve_targets(build(), patterns)
+    assert str(refused.value).startswith(f"peft.target_modules: has {message}")
+
+
+@pytest.mark.parametrize(("build", "targets"), [(transformer, ["*_proj"]), (gpt2, ["linear_qkv", "*.mlp.c_proj"])])
+def test_adapters_change_nothing_at_first_and_can_be_merged(build, targets):
+    base, model = build(), build()
+    assert list(adapted_layers(model)) == []
+    names = add_adapters(model, LoRA(target_modules=targets), seed=0)
+    assert list(adapted_layers(model)) == names
+    assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    assert torch.equal(log_prob(model), log_prob(base))
+    model = trained(build(), target_modules=targets)
+    ours = log_prob(model)
+    assert (ours - log_prob(base)).abs().max() > 0.01
+    merge_adapters(model)
+    assert list(model.state_dict()) == list(base.state_dict())
+    torch.testing.assert_close(log_prob(model), ours, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_off_is_the_base_bit_for_bit_and_leaves_what_is_trained():
+    """It sets `_disable_adapters`, which is peft's own affair: here is noticed if that has another name."""
+    model, base = trained(transformer()), transformer()
+    trainable = [parameter.requires_grad for parameter in model.parameters()]
+    before = log_prob(model)
+    with adapters_off(model):
+        with adapters_off(model):
+            assert torch.equal(log_prob(model), log_prob(base))
+        assert torch.equal(log_prob(model), log_prob(base))
+        assert [parameter.requires_grad for parameter in model.parameters()] == trainable
+    assert torch.equal(log_prob(model), before)
+    with pytest.raises(RuntimeError, match="on purpose"), adapters_off(model):
+        raise RuntimeError("on purpose")
+    assert torch.equal(log_prob(model), before)
+
+
+def test_first_weights_depend_on_the_seed_alone_and_disturb_no_other_numbers():
+    def drawn(seed, noise):
+        model = transformer()
+        torch.manual_seed(noise)
+        before = torch.get_rng_state()
+        add_adapters(model, LoRA(), seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        return torch.cat([p.flatten() for p in model.parameters() if p.requires_grad])
+
+    assert torch.equal(drawn(1, 0), drawn(1, 5))
+    assert not torch.equal(drawn(1, 0), drawn(2, 0))
+
+
+@pytest.mark.parametrize("build", [transformer, gpt2])
+@pytest.mark.parametrize("mode", [PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16])
+def test_frozen_matrices_in_the_compute_type_change_no_bit_under_amp(build, mode):
+    policy, found = PrecisionPolicy(mode), []
+    for is_narrow in (False, True):
+        model = trained(build(), target_modules=["linear_qkv"])
+        model = policy.prepare(model, frozen_matrices(model) if is_narrow else ())
+        with policy.autocast(torch.device("cpu")):
+            loss = log_prob(model)
+        loss.sum().backward()
+        found.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.float32, policy.compute_dtype}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert len(found[0]) > 4
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_diffusion_model_learns_by_adapters():
+    model = trained(dit(), target_modules=["linear_qkv", "modulation", "timestep_embedder.*"])
+    images, steps, labels = torch.randn(2, 1, 8, 8), torch.tensor([3, 5]), torch.tensor([0, 1])
+    ours = model(images, steps, labels)
+    ours.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    merge_adapters(model)
+    torch.testing.assert_close(model(images, steps, labels), ours, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("build", [transformer, gpt2, dit])
+def test_frozen_matrices_count_four_flops_a_weight_and_adapters_six(build):
+    def flops(model):
+        return model.flops_per_sample(*(() if build is dit else (16,)))
+
+    base, model = build(), build()
+    add_adapters(model, LoRA(target_modules=["linear_qkv"]), seed=0)
+    assert 2 / 3 < flops(model) / flops(base) < 0.95
+    if build is transformer:
+        frozen = sum(p.numel() for p in base.parameters() if p.ndim == 2) - 64 * 32
+        adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert flops(model) == flops(base) - 16 * (2 * frozen - 6 * adapters)

@@ -11,6 +11,7 @@ from foundry.config.schemas.environment import NoEnvironment
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.guard import Guard
 from foundry.config.schemas.hparams import HParams
+from foundry.config.schemas.peft import Peft
 from foundry.config.schemas.precision import Precision
 from foundry.config.schemas.tracking import Tracking
 from foundry.config.setting import OnResume, group
@@ -29,6 +30,7 @@ class Config:
     precision: Precision = group(Precision)
     distributed: Distributed = group(Distributed, OnResume.same)
     model: Any = group(MISSING, given=())
+    peft: Peft = group(Peft)
     data: Any = group(MISSING, given=("seed",))
     objective: Any = group(MISSING, given=(), offered=("world", "tokenizer"))
     environment: Any = group(NoEnvironment, given=())

@@ -1,0 +1,92 @@
+"""`peft=`: whether all weights are trained, or adapters beside frozen ones."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from foundry.config.errors import Violation
+from foundry.config.setting import OnResume, setting
+
+HEAD = "lm_head"
+
+
+class BaseDtype(Enum):
+    """What the frozen matrices of blocks are held in.
+
+    Attributes:
+        auto: the type that amp multiplies them in, which changes no result; else fp32.
+        fp32: fp32.
+    """
+
+    auto = "auto"
+    fp32 = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peft:
+    """All weights are trained."""
+
+    method: str = setting("none", "the option's own name")
+
+    @property
+    def narrows_base(self) -> bool:
+        """Whether frozen matrices may be held in the type that they are multiplied in."""
+        return False
+
+    def check(self) -> Iterator[Violation]:
+        """Refuse a method that is not the class's: its fields would be missing or ignored."""
+        own = type(self).method
+        if self.method != own:
+            yield Violation("peft.method", f"is {self.method} but peft={own} is chosen; choose peft={self.method}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA(Peft):
+    """Low-rank adapters (Hu et al., 2021) of linear layers; all other weights are frozen."""
+
+    method: str = "lora"
+    adapter_dim: int = setting(
+        8, "rank of the adapters; a power of 2", ge=1, le=2**16, aliases="r, rank, lora_r, lora_rank, lora_dim"
+    )
+    alpha: float = setting(
+        16.0, "adapters are scaled by alpha / adapter_dim", gt=0, aliases="lora_alpha, adapter_alpha"
+    )
+    adapter_dropout: float | None = setting(
+        None, "dropout of what goes into the adapters; null: none", ge=0, lt=1, aliases="lora_dropout"
+    )
+    target_modules: list[str] = setting(
+        lambda: ["*_proj"],
+        "layers that get one: last parts of names, wildcards for whole names, or Megatron's linear_qkv, linear_proj, "
+        "linear_fc1, linear_fc2",
+        aliases="lora_target_modules",
+    )
+    rslora: bool = setting(False, "scale by alpha / sqrt(adapter_dim) instead", aliases="use_rslora")
+    base_dtype: BaseDtype = setting(
+        BaseDtype.auto,
+        "frozen matrices of blocks: auto: in the type that amp computes in, with the same results; fp32",
+        on_resume=OnResume.same,
+    )
+    merge: bool = setting(
+        False,
+        "foundry.export adds the adapters to the weights, in fp32, and writes a plain model",
+        aliases="lora_merged, merge_adapters",
+        on_resume=OnResume.same,
+    )
+
+    @property
+    def narrows_base(self) -> bool:
+        """Whether `base_dtype` lets them."""
+        return self.base_dtype is BaseDtype.auto
+
+    def check(self) -> Iterator[Violation]:
+        """Say which rank is none, and which layers cannot have an adapter."""
+        yield from super().check()
+        if self.adapter_dim & (self.adapter_dim - 1):
+            lower = 1 << (self.adapter_dim.bit_length() - 1)
+            message = f"is {self.adapter_dim} but must be a power of 2; nearest: {lower} or {2 * lower}"
+            yield Violation("peft.adapter_dim", message)
+        if not self.target_modules:
+            yield Violation("peft.target_modules", "is empty; name layers, such as ['*_proj']")
+        if heads := [name for name in self.target_modules if name.rpartition(".")[2] == HEAD]:
+            message = f"has {heads[0]}, whose matrix is read without its layer; leave it out"
+            yield Violation("peft.target_modules", f"{message}, or train all weights with peft=none")

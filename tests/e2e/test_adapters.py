@@ -1,0 +1,163 @@
+"""Runs with peft=lora: what they train, keep, resume from, hand on and export."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from composition import configure
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny import SMALL_LM, TINY_DIT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foundry.checkpoint.folder import read_manifest
+from foundry.config.errors import ConfigError
+from foundry.eval import EvalOptions, evaluate
+from foundry.export import ExportOptions, export
+from foundry.restore import restore
+from foundry.run_dir.checkpoints import find
+from foundry.sample import SampleOptions, sample
+from foundry.train import train
+
+QUIET = ["tracking=none", "tracking.progress=false", "evaluation.write_samples=false", "evaluation.interval=null"]
+FEW = ["debug=fast", "data.seq_len=32", *QUIET]
+LORA = ["peft=lora", "optimizer=adamw", "hparams.lr=0.02", "scheduler=constant", "hparams.max_steps=3"]
+STILL = ["optimizer=adamw", "hparams.lr=1e-30", "optimizer.weight_decay=0", "hparams.max_steps=1"]
+LONGER = ["hparams.max_steps=4", "checkpoint.scheduler_on_resume=config"]
+TOKENS = torch.arange(24).view(1, 24)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The run directory of a tiny language model."""
+    folder = tmp_path_factory.mktemp("base") / "base"
+    train(configure(*SMALL_LM, *QUIET, "hparams.lr=0.01", "hparams.max_steps=1"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    """A run of adapters on that."""
+    folder = tmp_path_factory.mktemp("adapted") / "adapted"
+    train(on(base, "hparams.ema_decay=0.5"), folder)
+    return folder
+
+
+def on(base, *overrides):
+    return configure("model=base", f"model.path={base}", *FEW, *LORA, *overrides)
+
+
+def logits(run):
+    with torch.no_grad():
+        return restore(run, "last", ema=True).model(TOKENS, return_logits=True).logits
+
+
+def saved(run):
+    return {name: tensor for file in find(run).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_only_adapters_are_trained_and_kept(base, adapted):
+    tensors, manifest = saved(adapted), read_manifest(find(adapted))
+    assert {name.split(".")[0] for name in tensors} == {"model", "ema", "optimizer"}
+    assert all(".lora_A.default." in name or ".lora_B.default." in name for name in tensors)
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    assert manifest.base["path"] == str(find(base))
+    assert (logits(adapted) - logits(base)).abs().max() > 0.01
+    plan = json.loads((adapted / "plan.json").read_text())
+    assert plan["adapters"][0] == "model.layers.0.self_attn.q_proj"
+    assert len(plan["adapters"]) == 14
+    assert plan["trainable_parameters"] == sum(t.numel() for name, t in tensors.items() if name.startswith("model."))
+
+
+def test_a_run_that_is_resumed_ends_as_the_undisturbed_one_bit_for_bit(base, tmp_path):
+    overrides = ["hparams.max_steps=4", "peft.adapter_dropout=0.5", "hparams.ema_decay=0.9", "checkpoint.interval='2'"]
+    train(on(base, *overrides), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "half", symlinks=True)
+    shutil.rmtree(find(tmp_path / "half"))  # as if it had been killed after the second step
+    for name in ("status.json", "result.json", "checkpoints/latest", "checkpoints/best"):
+        (tmp_path / "half" / name).unlink(missing_ok=True)
+    train(on(base, *overrides), tmp_path / "half")
+    one, other = saved(tmp_path / "whole"), saved(tmp_path / "half")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_base_that_is_gone_or_another_is_a_config_error(base, tmp_path):
+    own = shutil.copytree(base, tmp_path / "base", symlinks=True)
+    train(on(own), tmp_path / "run")
+    moved = own.rename(tmp_path / "moved")
+    gone = r"adapters of the base .*/base/checkpoints/step_\d+, which is no longer there; put it back there, or a link"
+    with pytest.raises(ConfigError, match="^run: leads to .*" + gone):
+        restore(tmp_path / "run", "last", ema=True)
+    with pytest.raises(ConfigError, match=r"^model\.init_from: leads to .*" + gone):
+        train(configure("model=base", f"model.path={tmp_path / 'run'}", *FEW), tmp_path / "next")
+    other = tmp_path / "other"
+    train(configure(*SMALL_LM, *QUIET, "hparams.seed=7", "hparams.max_steps=1"), other)
+    with pytest.raises(ConfigError, match=r"^model\.init_from: leads to another base than the adapters of the checkpo"):
+        train(on(other, *LONGER), tmp_path / "run")
+    train(on(moved, *LONGER), tmp_path / "run")  # the same weights elsewhere
+    shutil.rmtree(moved)
+    other.rename(moved)
+    with pytest.raises(ConfigError, match=r"adapters of a base with the digest \w+, but .* now has \w+; put back the weig"):
+        restore(tmp_path / "run", "last", ema=True)
+
+
+def test_a_run_of_adapters_is_the_base_of_others(adapted, tmp_path):
+    expected = logits(adapted)
+    train(configure("model=base", f"model.path={adapted}", *FEW, *STILL), tmp_path / "whole")
+    train(on(adapted, *STILL), tmp_path / "second")
+    train(on(tmp_path / "second", *STILL), tmp_path / "third")
+    for name in ("whole", "second", "third"):
+        torch.testing.assert_close(logits(tmp_path / name), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["foundry", "transformers"])
+def test_plain_peft_loads_the_adapters_and_transformers_the_merged_model(base, adapted, tmp_path, kind):
+    run, load = adapted, AutoModelForCausalLM.from_pretrained
+    export(ExportOptions(run=str(base), out=str(tmp_path / "base")))
+    if kind == "transformers":
+        run = tmp_path / "run"
+        train(on(tmp_path / "base", "peft.rslora=true", "peft.alpha=4", "peft.target_modules=[linear_qkv]"), run)
+    export(ExportOptions(run=str(run), out=str(tmp_path / "adapter")))
+    export(ExportOptions(run=str(run), out=str(tmp_path / "merged"), merge=True))
+    with torch.no_grad():
+        merged = load(tmp_path / "merged").eval()(TOKENS).logits
+        model = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval()
+        beside = model(TOKENS).logits
+    torch.testing.assert_close(merged, logits(run), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(beside, logits(run), atol=1e-5, rtol=1e-5)
+    one, other = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("adapter", "base"))
+    assert (len(one), one.eos_token) == (len(other), other.eos_token)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == (str(tmp_path / "base") if kind == "transformers" else None)
+
+
+def test_it_is_sampled_and_measured_as_any_other(base, adapted, tmp_path):
+    drawn = sample(SampleOptions(run=str(adapted), prompt="def", max_new_tokens=4, out=str(tmp_path / "drawn")))
+    assert drawn.read_text().startswith("def")
+    found = evaluate(EvalOptions(run=str(adapted), out=str(tmp_path / "eval.json"), max_samples=4))
+    assert 0 < found["loss"] < 20
+    with pytest.raises(ConfigError, match=r"^merge: is True but .* has no adapters; leave it out$"):
+        export(ExportOptions(run=str(base), out=str(tmp_path / "out"), merge=True))
+
+
+def test_a_diffusion_model_is_tuned_by_adapters(tmp_path):
+    train(configure(*TINY_DIT, *QUIET, "hparams.max_steps=1"), tmp_path / "base")
+    overrides = ["hparams=diffusion", "debug=fast", "model=base", f"model.path={tmp_path / 'base'}", *TINY_DIT[5:]]
+    adapters = ["peft=lora", "peft.target_modules=[linear_qkv,linear_fc1]", "optimizer=adamw", "hparams.max_steps=2"]
+    train(configure(*overrides, *QUIET, *adapters), tmp_path / "run")
+    assert len({name.rpartition(".lora_")[0] for name in saved(tmp_path / "run") if name.startswith("model.")}) == 4
+    export(ExportOptions(run=str(tmp_path / "run"), out=str(tmp_path / "merged"), merge=True))
+    names = load_file(tmp_path / "merged" / "model.safetensors").keys()
+    assert names == restore(tmp_path / "base", "last", ema=True).model.state_dict().keys()
+
+
+def test_adapters_beside_drawn_weights_are_warned_of(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        train(configure(*SMALL_LM, *QUIET, *LORA, "hparams.max_steps=1"), tmp_path / "run")
+    assert "peft=lora without a base" in caplog.text
+    assert logits(tmp_path / "run").isfinite().all()
+    with pytest.raises(ConfigError, match="which no file has; export it with merge=true"):
+        train(on(tmp_path / "run"), tmp_path / "next")
