@@ -1,7 +1,6 @@
 """A metric has one name; a setting that chooses one which nobody measures is refused before anything is spent."""
 
 import sys
-from collections import defaultdict
 
 import pytest
 import torch
@@ -81,7 +80,7 @@ SHIPPED = {
     "NextToken, z-loss": lambda: configure("hparams=llm", Z_LOSS).objective,
     "SFT": lambda: configure(*SFT).objective,
     "SFT, z-loss": lambda: configure(*SFT, Z_LOSS).objective,
-    "DPO": lambda: schemas.DPO(),
+    "DPO": lambda: schemas.DPO(reference=schemas.Reference.copy),
     "Distillation": lambda: schemas.Distillation(teacher="runs/teacher", vocab_size=5, max_seq_len=3),
     "Diffusion": lambda: configure("hparams=diffusion").objective,
 }
@@ -98,7 +97,7 @@ def test_an_objective_measures_what_its_schema_declares(name):
     assert type(schema).__name__ == name.partition(",")[0]
     objective = build(schema)
     if hasattr(objective, "compare"):
-        objective.compare(defaultdict(Model))
+        objective.compare({"reference": Model(), "teacher": Model()})
     returned = objective.loss(Model(), microbatch(schema.wants)).metrics
     assert declared(schema) == declared(objective) == val_metric_names(["loss", *returned])
 
