@@ -47,6 +47,7 @@ from foundry.parts import (
     build_stop_rules,
     check_forward,
     constant_weight_decay,
+    resolve_packing,
 )
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.run_dir.ends import leave_note, record_end
@@ -117,6 +118,7 @@ class Trained:
         schedule: learning rate and weight decay of each update.
         budget: the size of the run.
         precision: the arithmetic of the run.
+        pack_tokens: tokens of a row that holds several samples; None: each has its own row.
     """
 
     unwrapped: nn.Module
@@ -129,6 +131,7 @@ class Trained:
     schedule: Schedule
     budget: Budget
     precision: PrecisionPolicy
+    pack_tokens: int | None
 
 
 def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
@@ -162,6 +165,7 @@ def _build_trained(setup: Setup) -> Trained:
     base = adapt(model, config, resolve_base(config.model))
     if resume_point is not None and base is not None:
         check_base(resume_point, base.facts(), config.checkpoint.on_changed_config)
+    pack_tokens = resolve_packing(config, model)
     parallel = parallelize(
         precision.prepare(model, frozen_matrices(model) if config.peft.narrows_base else ()),
         precision,
@@ -192,6 +196,7 @@ def _build_trained(setup: Setup) -> Trained:
         schedule=schedule,
         budget=budget,
         precision=precision,
+        pack_tokens=pack_tokens,
     )
 
 
@@ -304,7 +309,7 @@ def _build_source(setup: Setup, trained: Trained) -> WindowSource:
     """Where windows come from: the training data, unless the objective brings another source."""
     world, objective = setup.world, trained.objective
     if not isinstance(objective, SourcingObjective):
-        return _build_loader(setup, trained.budget)
+        return _build_loader(setup, trained.budget, pack_tokens=trained.pack_tokens)
     context = SourceContext(
         model=trained.parallel.model,
         data=setup.data,
@@ -317,7 +322,7 @@ def _build_source(setup: Setup, trained: Trained) -> WindowSource:
     return objective.build_source(context)
 
 
-def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False) -> Loader:
+def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False, pack_tokens: int | None = None) -> Loader:
     """The training samples in the global order: of this rank, or all of them."""
     config, data, world = setup.config, setup.data, setup.world
     return Loader(
@@ -330,6 +335,7 @@ def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False) -> Loade
         num_workers=field_of(config.data, "num_workers", 0),
         pin_memory=world.device.type == "cuda",
         tokens_per_sample=data.tokens_per_sample,
+        pack_tokens=pack_tokens,
     )
 
 

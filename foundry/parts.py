@@ -24,6 +24,7 @@ from foundry.config.targets import runtime_settings
 from foundry.data.splits import DataSplits
 from foundry.environments.judge import Judge
 from foundry.evaluators.drawn_samples import DrawnSamples
+from foundry.models.documents import isolates_documents
 from foundry.optim.optimizers import not_covered
 from foundry.parallel.process_group import World
 from foundry.training.early_stopping import EarlyStopping
@@ -108,6 +109,28 @@ def check_forward(objective: Objective, model: nn.Module, key: str = "model") ->
         needs = f"objective {type(objective).__name__} calls it with {' and '.join(missing)}"
         message = f"is {type(model).__name__}, whose forward() does not take what {needs}; pass it on to read_log_probs"
         raise ConfigError(Violation(key, message))
+
+
+def resolve_packing(config: Config, model: nn.Module) -> int | None:
+    """Tokens of a row that holds several samples; None: each has its own row, or the model would mix them.
+
+    Args:
+        config: of the run.
+        model: not yet wrapped; it is asked about two short documents.
+
+    Raises:
+        ConfigError: samples are to share rows, and the model's forward() does not take `documents`.
+    """
+    if not field_of(config.data, "packing", False):
+        return None
+    parameters = inspect.signature(model.forward).parameters
+    if "documents" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        message = f"is true but the model is {type(model).__name__}, whose forward() does not take documents"
+        raise ConfigError(Violation("data.packing", f"{message}; set it to false, or choose model=transformer"))
+    if not isolates_documents(model):
+        log.warning("data.packing is off: in one row with another document, the model computes other log-probabilities")
+        return None
+    return int(field_of(config.data, "seq_len"))
 
 
 def build_evaluators(

@@ -94,6 +94,7 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
     """The plan with what the model needs and how it starts."""
     import torch
 
+    from foundry.config.build import field_of
     from foundry.data.loader import read_batch
     from foundry.planning.derive import build_plan
     from foundry.planning.fake import build_adapted, build_fake
@@ -104,7 +105,10 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
     samples = config.hparams.per_gpu_batch_size
     longest = getattr(data.train, "longest", 0)
     # One sample stands for all, which are not read: there may be more than fit into this machine.
-    sample = {name: t.expand(samples, *t.shape[1:]) for name, t in read_batch(data.train, [longest]).items()}
+    batch = read_batch(data.train, [longest])
+    if field_of(config.data, "packing", False):  # a full row of several samples is like one of a long sample
+        batch = {name: t[:, :1].expand(1, config.data.seq_len) for name, t in batch.items()}
+    sample = {name: t.expand(samples, *t.shape[1:]) for name, t in batch.items()}
     microbatch = {**sample, "position": torch.zeros(samples, dtype=torch.int64)}
     memory = estimate_memory(
         config,

@@ -294,6 +294,19 @@ def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
             yield Violation(group, f"is {name}, made for {made_for}, but data is {data}, which has {has}")
 
 
+def _packing(config: Config, launch: Launch) -> Iterator[Violation]:
+    """The objective knows of rows with several samples, and nothing is compiled for rows of one shape."""
+    if not getattr(config.data, "packing", False):
+        return
+    if not getattr(config.objective, "takes_packed", False):
+        name = type(config.objective).__name__
+        message = f"is true but objective {name} takes one sample a row; set it to false, or choose objective=sft"
+        yield Violation("data.packing", message)
+    if config.hparams.torchcompile:
+        message = "is true together with hparams.torchcompile, which would compile each packed row for itself"
+        yield Violation("data.packing", f"{message}; set one of them to false")
+
+
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_sizes(config)
 
@@ -381,6 +394,7 @@ RULES: tuple[Rule, ...] = (
     _learning_rates,
     _lengths,
     _samples,
+    _packing,
     _sizes,
     _targets,
     _loss,

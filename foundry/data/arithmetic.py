@@ -72,6 +72,7 @@ def arithmetic(
     train_on: TrainOn = TrainOn.all,
     max_new_tokens: int = 0,
     num_workers: int = 0,
+    packing: bool = False,
 ) -> DataSplits:
     """Worked sums as text or as conversations; the same sums are held out in every form, and with every seed.
 
@@ -88,6 +89,7 @@ def arithmetic(
         train_on: which answers of a conversation are learnt.
         max_new_tokens: what a question leaves of `seq_len` for its answer.
         num_workers: unused: the loader's.
+        packing: likewise.
 
     Raises:
         ConfigError: the tokenizer or template does not fit, or there are not enough rows or tokens for a sample.

@@ -91,6 +91,7 @@ def chat_files(
     train_on: TrainOn = TrainOn.all,
     on_bad_row: OnBadRow = OnBadRow.refuse,
     num_workers: int = 0,
+    packing: bool = False,
 ) -> DataSplits:
     """The user's own conversations: rows of JSONL or Parquet with `messages`, or with `prompt` and `completion`.
 
@@ -107,6 +108,7 @@ def chat_files(
         train_on: which answers are learnt.
         on_bad_row: what becomes of rows that cannot be used.
         num_workers: unused: the loader's.
+        packing: likewise.
 
     Raises:
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.

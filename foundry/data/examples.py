@@ -77,14 +77,36 @@ class Examples:
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Rows padded on the right to the longest of them: tokens and targets, (len(indices), longest) int64 each."""
-        starts, ends = self.offsets[np.asarray(indices)], self.offsets[np.asarray(indices) + 1]
-        longest = int((ends - starts).max()) - 1
-        tokens = np.zeros((len(indices), longest), dtype=np.int64)
-        targets = np.full((len(indices), longest), IGNORED_TARGET, dtype=np.int64)
-        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-            tokens[row, : end - start - 1] = self.tokens[start : end - 1]
-            following = self.tokens[start + 1 : end].astype(np.int64)
-            targets[row, : end - start - 1] = np.where(self.trained[start + 1 : end], following, IGNORED_TARGET)
+        return self._rows([[index] for index in indices])
+
+    def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Several samples a row, one after the other, padded on the right to the longest row.
+
+        Returns:
+            tokens, targets and documents, (len(packs), longest) int64 each, the last the number of each token's sample
+            among all of them, -1 for padding.
+        """
+        numbers, lengths = iter(range(sum(map(len, packs)))), self.lengths
+        rows = [np.concatenate([[], *(np.full(lengths[i], next(numbers)) for i in pack)]) for pack in packs]
+        found = self._rows(packs)
+        documents = np.full(found["tokens"].shape, -1, dtype=np.int64)
+        for row, values in zip(documents, rows, strict=True):
+            row[: len(values)] = values
+        return {**found, "documents": torch.from_numpy(documents)}
+
+    def _rows(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        lengths = self.lengths
+        longest = max(1, *(int(sum(lengths[index] for index in pack)) for pack in packs))
+        tokens = np.zeros((len(packs), longest), dtype=np.int64)
+        targets = np.full((len(packs), longest), IGNORED_TARGET, dtype=np.int64)
+        for row, pack in enumerate(packs):
+            at = 0
+            for index in pack:
+                start, end = self.offsets[index : index + 2].tolist()
+                here, at = slice(at, at + end - start - 1), at + end - start - 1
+                tokens[row, here] = self.tokens[start : end - 1]
+                following = self.tokens[start + 1 : end].astype(np.int64)
+                targets[row, here] = np.where(self.trained[start + 1 : end], following, IGNORED_TARGET)
         return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from foundry.data.order import GlobalOrder
-from foundry.data.splits import BatchedDataset, Dataset
+from foundry.data.packing import Pack, first_fit_decreasing
+from foundry.data.splits import BatchedDataset, Dataset, PackedDataset
 from foundry.training.protocols import Microbatch, Window
 
 _REAP_SECONDS = 1.0
@@ -94,15 +95,23 @@ def _how_it_died(pid: int, code: int | None) -> str:
     return f"a data loader worker (process {pid}) {how}: {remedy}"
 
 
+_Cut = range | list[Pack]
+"""The positions of a microbatch: one a row, or several."""
+
+
 class _PositionedReader:
     """The dataset by position in the global order, a microbatch at a time, as torch's `DataLoader` wants it."""
 
     def __init__(self, dataset: Dataset, order: GlobalOrder) -> None:
         self.dataset, self.order = dataset, order
 
-    def __getitems__(self, positions: range) -> Microbatch:
-        batch = read_batch(self.dataset, self.order.indices(positions).tolist())
-        return {**batch, "position": torch.arange(positions.start, positions.stop)}
+    def __getitems__(self, cut: _Cut) -> Microbatch:
+        if isinstance(cut, range):
+            batch = read_batch(self.dataset, self.order.indices(cut).tolist())
+            return {**batch, "position": torch.arange(cut.start, cut.stop)}
+        packs = [[int(self.order.indices(range(p, p + 1))[0]) for p in pack] for pack in cut]
+        batch = cast(PackedDataset, self.dataset).packed(packs)
+        return {**batch, "position": torch.tensor([p for pack in cut for p in pack], dtype=torch.int64)}
 
 
 class Loader:
@@ -110,6 +119,9 @@ class Loader:
 
     Within the window that starts at position c, rank r's microbatch m holds the `per_gpu_batch_size` positions from
     c + (m * dp_size + r) * per_gpu_batch_size on. The only state is how many samples were consumed, and left out.
+
+    With packing the samples of the same window share rows. Every rank packs all of them, and microbatches hold rows in
+    the place of samples; rows without any fill up the last ones. The model sees the same samples in each step.
     """
 
     def __init__(
@@ -124,6 +136,7 @@ class Loader:
         num_workers: int = 0,
         pin_memory: bool = False,
         tokens_per_sample: int | None = None,
+        pack_tokens: int | None = None,
     ) -> None:
         """Read `dataset` for one rank.
 
@@ -138,6 +151,7 @@ class Loader:
             pin_memory: put microbatches into page-locked memory, for copies that do not block.
             tokens_per_sample: the same for all samples, unless the dataset counts them with `num_tokens(indices)`; None
                 where they are not sequences of tokens.
+            pack_tokens: tokens of a row that holds several samples, for a `PackedDataset`; None: each has its own row.
         """
         self.samples = 0
         self._skipped = 0
@@ -145,20 +159,20 @@ class Loader:
         self._batch_size_at, self._per_gpu = batch_size_at, per_gpu_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._num_workers, self._pin_memory = num_workers, pin_memory
-        self._tokens_per_sample = tokens_per_sample
+        self._tokens_per_sample, self._pack_tokens = tokens_per_sample, pack_tokens
         self._ahead: Iterator[Microbatch] | None = None
 
     def next_window(self) -> Window:
         """Read the next window; see the class for which positions it holds."""
         num_samples = self._batch_size_at(self.samples)
+        cuts = list(self._cuts(self.samples))
         if self._num_workers == 0:
-            microbatches = [self._read(positions) for positions in self._positions(self.samples)]
+            microbatches = [self._read(cut) for cut in cuts]
         else:
             if self._ahead is None:
                 self._ahead = iter(self._workers())
-            count = num_samples // (self._per_gpu * self._dp_size)
             with worker_deaths_explained(self._ahead):
-                microbatches = [next(self._ahead) for _ in range(count)]
+                microbatches = [next(self._ahead) for _ in cuts]
         tokens = self._num_tokens(self.samples + self._skipped, num_samples)
         self.samples += num_samples
         return Window(microbatches, num_samples, tokens)
@@ -191,27 +205,40 @@ class Loader:
             return int(count(self._reader.order.indices(range(first, first + num_samples))))
         return None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
 
-    def _positions(self, start: int) -> Iterator[range]:
+    def _cuts(self, start: int) -> Iterator[_Cut]:
         """The positions of each of this rank's microbatches in the window that starts at `start`."""
+        if self._pack_tokens is not None:
+            yield from self._packs(start, self._pack_tokens)
+            return
         stride = self._per_gpu * self._dp_size
         first = start + self._skipped + self._dp_rank * self._per_gpu
         for offset in range(first, first + self._batch_size_at(start), stride):
             yield range(offset, offset + self._per_gpu)
 
-    def _all_positions(self) -> Iterator[range]:
+    def _packs(self, start: int, capacity: int) -> Iterator[list[Pack]]:
+        """Rows of this rank's microbatches, which are as many on every rank."""
+        first, stride = start + self._skipped, self._per_gpu * self._dp_size
+        positions = range(first, first + self._batch_size_at(start))
+        lengths = cast(PackedDataset, self._reader.dataset).lengths[self._reader.order.indices(positions)]
+        packs = [[positions[i] for i in pack] for pack in first_fit_decreasing(lengths.tolist(), capacity)]
+        for offset in range(self._dp_rank * self._per_gpu, -(-len(packs) // stride) * stride, stride):
+            rows = packs[offset : offset + self._per_gpu]
+            yield [*rows, *([] for _ in range(self._per_gpu - len(rows)))]
+
+    def _all_cuts(self) -> Iterator[_Cut]:
         start = self.samples
         while True:
-            yield from self._positions(start)
+            yield from self._cuts(start)
             start += self._batch_size_at(start)
 
-    def _read(self, positions: range) -> Microbatch:
-        microbatch = self._reader.__getitems__(positions)
+    def _read(self, cut: _Cut) -> Microbatch:
+        microbatch = self._reader.__getitems__(cut)
         return {name: tensor.pin_memory() for name, tensor in microbatch.items()} if self._pin_memory else microbatch
 
     def _workers(self) -> DataLoader[Microbatch]:
         return DataLoader(
             cast(Any, self._reader),
-            batch_sampler=cast(Any, self._all_positions()),
+            batch_sampler=cast(Any, self._all_cuts()),
             collate_fn=cast(Any, _identity),
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -30,6 +32,19 @@ class BatchedDataset(Dataset, Protocol):
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Samples stacked along a first dimension."""
+        ...
+
+
+class PackedDataset(Dataset, Protocol):
+    """A dataset of samples of their own lengths, of which several fit into a row."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """(samples,) int64, tokens of each."""
+        ...
+
+    def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Samples in rows as `Examples.packed` has them."""
         ...
 
 

@@ -1,5 +1,6 @@
 """Dropout keyed by sample: the same in whatever microbatch, on whatever rank, and when recomputed."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,31 +19,56 @@ class KeyedDropout:
     on a device, and numbers drawn on the host would be as many as the activations.
 
     Args:
-        keys: (batch,) int64, of samples; other layers and places in a layer are derived from them by `fold`.
+        keys: (batch, seq or 1) int64, of each token's sample; other layers and places in a layer are derived by `fold`.
+        positions: (batch or 1, seq) int64, of each token in its sample.
     """
 
     keys: Tensor
+    positions: Tensor
 
     def fold(self, number: int) -> "KeyedDropout":
         """Draws for something else of the same samples, such as another layer."""
-        return KeyedDropout(_mix(self.keys ^ ~number))
+        return KeyedDropout(_mix(self.keys ^ ~number), self.positions)
 
     def hidden(self, x: Tensor, probability: float) -> Tensor:
         """Drop elements of x: (batch, seq, hidden_size), and scale up the others."""
-        seq_len, size = x.shape[1:]
-        places = torch.arange(seq_len * size, device=x.device).view(seq_len, size)
-        return self._drop(x, probability, places)
+        places = self.positions[..., None] * x.shape[-1] + torch.arange(x.shape[-1], device=x.device)
+        return _drop(x, probability, self.keys[..., None], places)
 
     def attention(self, weights: Tensor, probability: float) -> Tensor:
         """Drop elements of attention weights: (batch, heads, seq, seq), and scale up the others."""
-        heads, queries, keys = (torch.arange(size, device=weights.device) for size in weights.shape[1:])
-        places = (heads[:, None, None] << 2 * _POSITION_BITS) + (queries[:, None] << _POSITION_BITS) + keys
-        return self._drop(weights, probability, places)
+        heads = torch.arange(weights.shape[1], device=weights.device)
+        queries = (heads[:, None] << _POSITION_BITS) + self.positions[:, None]
+        places = (queries[..., None] << _POSITION_BITS) + self.positions[:, None, None]
+        return _drop(weights, probability, self.keys[:, None, :, None], places)
 
-    def _drop(self, x: Tensor, probability: float, places: Tensor) -> Tensor:
-        keys = self.keys.view(-1, *(1 for _ in places.shape))
-        bits = _shift_right(_mix(keys + places * _STEP), 11)
-        return x.masked_fill(bits < round(probability * 2**53), 0.0) * (1 / (1 - probability))
+
+def attend_with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, probability: float, draws: KeyedDropout
+) -> Tensor:
+    """Attention whose weights exist, because fused kernels draw from torch's generator.
+
+    Args:
+        query: (batch, heads, seq, head_dim).
+        key: (batch, kv heads, seq, head_dim), as is `value`.
+        value: see there.
+        mask: (batch, 1, seq, seq) bool, which tokens attend to which; None: causal.
+        probability: share of the weights that are dropped.
+        draws: of this layer.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1, dtype=dtype)
+    return draws.fold(2).attention(weights, probability).to(value.dtype) @ value
+
+
+def _drop(x: Tensor, probability: float, keys: Tensor, places: Tensor) -> Tensor:
+    bits = _shift_right(_mix(keys + places * _STEP), 11)
+    return x.masked_fill(bits < round(probability * 2**53), 0.0) * (1 / (1 - probability))
 
 
 def _mix(values: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """A Llama-style decoder in plain PyTorch, under the parameter names of transformers' Llama."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.models.dropout import KeyedDropout
+from foundry.models.documents import Documents
+from foundry.models.dropout import KeyedDropout, attend_with_dropout
 from foundry.models.flops import matmul_flops
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.models.initialisation import draw_weights, resolve_std
@@ -55,6 +55,7 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         mask: Tensor | None = None,
         draws: KeyedDropout | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Attend within x: (batch, seq, hidden_size), and to what a cache holds; cos, sin: (..., seq, head_dim)."""
         query, key, value = (
@@ -66,7 +67,11 @@ class Attention(nn.Module):
             key, value = cache.append(key, value)
         is_causal = mask is None and query.shape[2] == key.shape[2]  # else the one query attends to all keys
         if draws is not None and self.dropout > 0:
-            attended = _attend_with_dropout(query, key, value, self.dropout, draws)
+            attended = attend_with_dropout(
+                query, key, value, None if documents is None else documents.mask, self.dropout, draws
+            )
+        elif documents is not None:
+            attended = documents.attend(query, key, value, grouped=self.grouped)
         else:
             attended = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=self.grouped
@@ -118,9 +123,10 @@ class TransformerBlock(FSDPBlock):
         cache: LayerCache | None = None,
         mask: Tensor | None = None,
         draws: KeyedDropout | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (..., seq, head_dim)."""
-        x = x + self._drop(self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, draws), draws, 0)
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, draws, documents), draws, 0)
         output: Tensor = x + self._drop(self.mlp(self.post_attention_layernorm(x)), draws, 1)
         return output
 
@@ -144,16 +150,19 @@ class Decoder(nn.Module):
         sin: Tensor,
         cache: KVCache | None = None,
         draws: KeyedDropout | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Hidden states (batch, seq, hidden_size) of tokens: (batch, seq) int64; cos, sin: (..., seq, head_dim)."""
         x = to_compute_dtype(self.embed_tokens(tokens))
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         mask = None if cache is None else cache.mask(tokens.shape[1], tokens.device)
         for index, layer in enumerate(self.layers):
-            if draws is not None:
-                x = layer(x, cos, sin, draws=draws.fold(index))
+            if cache is not None:
+                x = layer(x, cos, sin, cache.layers[index], mask)
+            elif draws is None and documents is None:
+                x = layer(x, cos, sin)
             else:
-                x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache.layers[index], mask)
+                x = layer(x, cos, sin, draws=None if draws is None else draws.fold(index), documents=documents)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -232,6 +241,7 @@ class Transformer(nn.Module):
         read: Read | None = None,
         per_token: Sequence[Tensor] = (),
         dropout_keys: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> TokenLogProbs:
         """Log-probabilities of the targets.
 
@@ -243,7 +253,9 @@ class Transformer(nn.Module):
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
             per_token: (batch, seq, ...) each, what `read` is given besides.
-            dropout_keys: (batch,) int64, of each sample, for training with dropout.
+            dropout_keys: (samples,) int64, of each sample, for training with dropout.
+            documents: (batch, seq) int64, the sample of each token where rows hold several, -1 for padding; None: row
+                i is sample i.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len.
@@ -254,8 +266,13 @@ class Transformer(nn.Module):
         head_dim = self.model.embed_tokens.embedding_dim // self.num_heads
         cos, sin = rotary_table(seq_len, head_dim, self.rope_theta, tokens.device)
         if cache is None:
-            draws = KeyedDropout(dropout_keys) if dropout_keys is not None and self.training else None
-            hidden = self.model(tokens, cos, sin, draws=draws)
+            packed = None if documents is None else Documents(documents)
+            if packed is not None:
+                cos, sin = cos[packed.positions].unsqueeze(1), sin[packed.positions].unsqueeze(1)
+            draws = None
+            if dropout_keys is not None and self.training:
+                draws = _keyed_dropout(dropout_keys, documents, packed, seq_len)
+            hidden = self.model(tokens, cos, sin, draws=draws, documents=packed)
         else:
             positions = cache.positions(tokens.shape[0], tokens.shape[1], tokens.device)
             hidden = self.model(tokens, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1), cache)[:, -1:]
@@ -348,15 +365,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, dropout: float, draws: KeyedDropout) -> Tensor:
-    """Causal attention whose weights exist, because fused kernels draw from torch's generator."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-    is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    dtype = torch.promote_types(scores.dtype, torch.float32)
-    weights = scores.masked_fill(is_later, -math.inf).softmax(-1, dtype=dtype)
-    return draws.fold(2).attention(weights, dropout).to(value.dtype) @ value
+def _keyed_dropout(keys: Tensor, documents: Tensor | None, packed: Documents | None, seq_len: int) -> KeyedDropout:
+    """Draws keyed by sample, wherever in a row it is."""
+    if documents is None or packed is None:
+        return KeyedDropout(keys[:, None], torch.arange(seq_len, device=keys.device)[None])
+    # Padding, document -1, has the last key.
+    return KeyedDropout(torch.cat([keys, keys.new_zeros(1)])[documents], packed.positions)
 
 
 def _check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from foundry.models.token_log_probs import IGNORED_TARGET
@@ -15,6 +16,8 @@ class SFT:
     """Cross-entropy of the tokens that the model is to say, with an optional z-loss as in pre-training.
 
     A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 for prompts and padding, and `position`.
+    Where rows hold several samples, also `documents`: (batch, seq) int64, the sample of each token, -1 for padding;
+    `position` is then that of each sample.
 
     Args:
         z_loss_coefficient: weight of the squared log-sum-exp of the logits, averaged as the cross-entropy is.
@@ -52,7 +55,11 @@ class SFT:
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of targets that are not ignored; with `sft_average_log_probs` of samples that have any."""
         is_valid = valid_targets(microbatch) != IGNORED_TARGET
-        return int((is_valid.any(1) if self.averages_samples else is_valid).sum())
+        if not self.averages_samples:
+            return int(is_valid.sum())
+        if "documents" in microbatch:
+            return len(set(microbatch["documents"][is_valid].tolist()))
+        return int(is_valid.any(1).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Sum over valid tokens, or over samples of the mean of theirs.
@@ -60,11 +67,14 @@ class SFT:
         The accuracy is the share of valid tokens of which the model finds no other more likely.
         """
         targets = valid_targets(microbatch)
-        output = model(microbatch["tokens"], targets, read=_find_correct, **self._dropout_keys(microbatch, targets))
+        asked = self._dropout_keys(microbatch, targets)
+        if "documents" in microbatch:
+            asked["documents"] = microbatch["documents"]
+        output = model(microbatch["tokens"], targets, read=_find_correct, **asked)
         is_valid = targets != IGNORED_TARGET
         weights = is_valid.float()
         if self.averages_samples:
-            weights = weights / is_valid.sum(1, keepdim=True).clamp(min=1)
+            weights = weights / _tokens_of_sample(is_valid, microbatch.get("documents")).clamp(min=1)
         cross_entropy = -(output.log_prob * weights).sum()
         metrics = {"accuracy": Mean(output.read["correct"].sum().float(), is_valid.sum())}
         if self.z_loss_coefficient == 0:
@@ -89,3 +99,12 @@ class SFT:
 def _find_correct(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Whether the likeliest token is the target, (tokens,) bool; never where that is ignored."""
     return {"correct": logits.argmax(-1) == targets}
+
+
+def _tokens_of_sample(is_valid: Tensor, documents: Tensor | None) -> Tensor:
+    """(batch, seq or 1) int64, how many valid tokens each token's sample has; is_valid: (batch, seq) bool."""
+    if documents is None:
+        return is_valid.sum(1, keepdim=True)
+    samples = documents.flatten() + 1  # whole numbers, whose sum does not depend on the order of atomic additions
+    counts = torch.zeros(samples.numel() + 1, dtype=torch.int64, device=samples.device)
+    return counts.scatter_add_(0, samples, is_valid.flatten().long())[samples].view_as(documents)

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foundry.config.build import build
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.models.lora import add_adapters
+from foundry.parts import build_model
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def build_adapted(config: Config) -> nn.Module:
     Raises:
         ConfigError: a layer is chosen that the model has not, or that cannot have an adapter.
     """
-    model: nn.Module = build(config.model)
+    model = build_model(config)
     if isinstance(config.peft, LoRA):
         add_adapters(model, config.peft, config.hparams.seed)
     return model

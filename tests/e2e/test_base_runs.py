@@ -67,7 +67,8 @@ def test_supervised_fine_tuning_resumes_bit_for_bit(pretrained, tmp_path, cache)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tuned = [*QUIET, "model=base", f"model.path={pretrained}", "data=chats", f"data.path={file}", "objective=sft"]
     dropout = ["objective.hidden_dropout=0.1", "objective.attention_dropout=0.1", "evaluation.write_samples=true"]
-    steps = ["data.seq_len=32", f"data.cache_dir={cache}", "hparams.max_steps=4", "checkpoint.interval=2"]
+    steps = ["data.seq_len=32", "data.packing=true", f"data.cache_dir={cache}"]
+    steps += ["hparams.max_steps=4", "checkpoint.interval=2"]
     config = configure(*tuned, *dropout, *steps)
     train(config, tmp_path / "whole")
     broken_off = shutil.copytree(tmp_path / "whole", tmp_path / "broken_off", symlinks=True)

@@ -14,21 +14,25 @@ KEYS = torch.tensor([3, -(2**62), 2**62])
 SIZES = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
 
 
+def keyed(size, keys=KEYS):
+    return KeyedDropout(keys[:, None], torch.arange(size)[None])
+
+
 def dropped(draws, size=64, probability=0.3):
     return draws.hidden(torch.ones(len(draws.keys), size, size), probability) == 0
 
 
 def test_the_share_is_the_one_asked_for_and_the_sum_stays():
     x = torch.ones(3, 200, 100)
-    out = KeyedDropout(KEYS).hidden(x, 0.3)
+    out = keyed(200).hidden(x, 0.3)
     assert out.unique().tolist() == pytest.approx([0, 1 / 0.7])
     assert out.mean((1, 2)).tolist() == pytest.approx([1, 1, 1], abs=0.02)
-    assert torch.equal(KeyedDropout(KEYS).hidden(x, 0.0), x)
-    assert KeyedDropout(KEYS).attention(torch.ones(3, 4, 50, 50), 0.3).mean() == pytest.approx(1, abs=0.02)
+    assert torch.equal(keyed(200).hidden(x, 0.0), x)
+    assert keyed(50).attention(torch.ones(3, 4, 50, 50), 0.3).mean() == pytest.approx(1, abs=0.02)
 
 
 def test_samples_layers_and_neighbours_are_independent():
-    draws = KeyedDropout(KEYS)
+    draws = keyed(64)
     found = dropped(draws)
     others = [dropped(draws.fold(0)), dropped(draws.fold(1)), dropped(draws.fold(0).fold(1)), found.roll(1, 0)]
     for other in [*others, found.roll(1, 1), found.roll(1, 2)]:
@@ -36,7 +40,7 @@ def test_samples_layers_and_neighbours_are_independent():
 
 
 def test_draws_depend_on_the_key_and_the_place_alone():
-    draws, one = KeyedDropout(KEYS), KeyedDropout(KEYS[1:2])
+    draws, one = keyed(9), keyed(5, KEYS[1:2])
     assert torch.equal(draws.hidden(torch.ones(3, 9, 8), 0.5)[1:2, :5], one.hidden(torch.ones(1, 5, 8), 0.5))
     whole, part = torch.ones(3, 2, 9, 9), torch.ones(1, 2, 5, 5)
     assert torch.equal(draws.attention(whole, 0.5)[1:2, :, :5, :5], one.attention(part, 0.5))

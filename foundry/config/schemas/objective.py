@@ -62,6 +62,7 @@ class SFT:
     sampling: ClassVar[type[TextSampling]] = TextSampling
 
     wants: ClassVar[frozenset[str]] = frozenset({"completions"})
+    takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
     @property

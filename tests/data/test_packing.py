@@ -1,0 +1,197 @@
+"""Samples that share rows: each once, none sees another, and sums of a window are those of rows of their own."""
+
+import numpy as np
+import pytest
+import torch
+from composition import compose, configure
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foundry.config.errors import ConfigError
+from foundry.data.examples import Examples
+from foundry.data.loader import Loader
+from foundry.data.order import GlobalOrder
+from foundry.data.packing import first_fit_decreasing
+from foundry.models.documents import Documents, isolates_documents
+from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.token_log_probs import read_log_probs
+from foundry.models.transformer import Transformer
+from foundry.objectives.sft import SFT
+from foundry.parts import resolve_packing
+
+VOCAB, CAPACITY, WINDOW = 40, 24, 16
+DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
+PACKED = ["data=arithmetic", "data.packing=true"]
+
+
+@given(lengths=st.lists(st.integers(1, CAPACITY), max_size=60))
+@settings(max_examples=30, deadline=None)
+def test_every_sample_is_in_one_row_and_rows_are_few(lengths):
+    packs = first_fit_decreasing(lengths, CAPACITY)
+    assert sorted(sample for pack in packs for sample in pack) == list(range(len(lengths)))
+    filled = [sum(lengths[sample] for sample in pack) for pack in packs]
+    assert all(0 < tokens <= CAPACITY for tokens in filled)
+    assert len(packs) < 2 * sum(lengths) / CAPACITY + 1
+    assert packs == first_fit_decreasing(lengths, CAPACITY)
+
+
+def examples(seed=0, count=40):
+    """Rows of 2 to 20 tokens; of some nothing is to be learnt."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(3, 22, count)
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    trained = random.random(offsets[-1]) < 0.5
+    for row in range(0, count, 7):
+        trained[offsets[row] : offsets[row + 1]] = False
+    return Examples(random.integers(0, VOCAB, offsets[-1], dtype=np.uint16), trained, offsets)
+
+
+def windows(pack_tokens, dp_size=1, per_gpu=4, workers=0):
+    """The second window of every rank."""
+    dataset, found = examples(), []
+    order = GlobalOrder(num_samples=len(dataset), fingerprint="x", seed=1)
+    for rank in range(dp_size):
+        sizes = {"batch_size_at": lambda samples: WINDOW, "per_gpu_batch_size": per_gpu, "num_workers": workers}
+        loader = Loader(dataset=dataset, order=order, dp_rank=rank, dp_size=dp_size, pack_tokens=pack_tokens, **sizes)
+        loader.next_window()
+        found.append(loader.next_window())
+    return found
+
+
+def texts(microbatch):
+    """The tokens and targets of each sample, by its position."""
+    if "documents" not in microbatch:
+        rows = zip(microbatch["position"].tolist(), microbatch["tokens"], microbatch["targets"], strict=True)
+        return {position: (tokens.tolist(), targets.tolist()) for position, tokens, targets in rows}
+    of_sample = [microbatch["documents"] == number for number in range(len(microbatch["position"]))]
+    rows = zip(microbatch["position"].tolist(), of_sample, strict=True)
+    return {p: (microbatch["tokens"][here].tolist(), microbatch["targets"][here].tolist()) for p, here in rows}
+
+
+@pytest.mark.parametrize(("dp_size", "per_gpu", "workers"), [(1, 4, 0), (2, 2, 0), (4, 4, 0), (1, 2, 2)])
+def test_a_window_has_the_same_samples_on_any_number_of_ranks(dp_size, per_gpu, workers):
+    (plain,) = windows(None)
+    packed = windows(CAPACITY, dp_size, per_gpu, workers)
+    assert len({len(window.microbatches) for window in packed}) == 1
+    assert {window.num_tokens for window in packed} == {plain.num_tokens}
+    assert {window.num_samples for window in packed} == {WINDOW}
+    found = {}
+    for window in packed:
+        for microbatch in window.microbatches:
+            assert len(microbatch["tokens"]) == per_gpu
+            assert microbatch["tokens"].shape[1] <= CAPACITY
+            assert ((microbatch["documents"] == -1) <= (microbatch["targets"] == -100)).all()
+            found |= texts(microbatch)
+    for microbatch in plain.microbatches:
+        for position, (tokens, targets) in texts(microbatch).items():
+            own = found.pop(position)
+            assert own == (tokens[: len(own[0])], targets[: len(own[0])])
+            assert all(target == -100 for target in targets[len(own[0]) :])
+    assert found == {}
+
+
+def make_model(**changes):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    return Transformer(vocab_size=VOCAB, max_seq_len=CAPACITY, init_std=0.3, **sizes, **changes)
+
+
+def step(model, objective, window):
+    """Mean loss, accuracy and gradients of all ranks' microbatches."""
+    model.zero_grad()
+    parts = [microbatch for of_rank in window for microbatch in of_rank.microbatches]
+    count = sum(objective.num_valid(part) for part in parts)
+    losses = [objective.loss(model, part) for part in parts]
+    loss = sum(part.loss for part in losses) / count
+    loss.backward()
+    correct = sum(float(part.metrics["accuracy"].sum) for part in losses)
+    return float(loss.detach()), correct, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"sft_average_log_probs": True}, {"z_loss_coefficient": 0.1}, DROPOUT])
+@pytest.mark.parametrize(("dp_size", "per_gpu"), [(1, 1), (2, 4)])
+def test_loss_and_gradients_are_those_of_rows_of_their_own(options, dp_size, per_gpu):
+    model, objective = make_model(**(options if options is DROPOUT else {})), SFT(**options)
+    loss, correct, plain = step(model, objective, windows(None))
+    other_loss, other_correct, packed = step(model, objective, windows(CAPACITY, dp_size, per_gpu))
+    assert other_loss == pytest.approx(loss, rel=1e-6)
+    assert other_correct == correct
+    for one, other in zip(plain, packed, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_a_microbatch_without_samples_is_exactly_zero():
+    empty = {"tokens": torch.zeros(2, 1, dtype=torch.int64), "targets": torch.full((2, 1), -100)}
+    empty |= {"documents": torch.full((2, 1), -1), "position": torch.empty(0, dtype=torch.int64)}
+    for options in (DROPOUT, {"sft_average_log_probs": True}):
+        objective, model = SFT(**options), make_model(**(options if options is DROPOUT else {}))
+        assert objective.num_valid(empty) == 0
+        loss = objective.loss(model, empty).loss
+        loss.backward()
+        assert float(loss.detach()) == 0.0
+        assert all(float(parameter.grad.abs().sum()) == 0.0 for parameter in model.parameters())
+
+
+def test_a_loop_over_documents_is_the_mask():
+    # The mask is for devices on which a loop would wait for each number of tokens.
+    torch.manual_seed(0)
+    documents = Documents(torch.tensor([[0, 0, 0, 1, 2, 2, -1], [3, 3, 3, 3, 3, 3, 3]]))
+    assert documents.positions.tolist() == [[0, 1, 2, 0, 0, 1, 0], list(range(7))]
+    query, (key, value) = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 2, 7, 8)
+    masked = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=documents.mask, enable_gqa=True
+    )
+    torch.testing.assert_close(documents.attend(query, key, value, grouped=True), masked, rtol=1e-5, atol=1e-6)
+
+
+class Leaky(torch.nn.Module):
+    """A model that takes `documents` and mixes them all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, tokens, targets=None, *, documents=None, **asked):
+        return self.inner(tokens, targets, **asked)
+
+
+class Unaware(torch.nn.Module):
+    """A model that does not take `documents`."""
+
+    def forward(self, tokens, targets=None, *, read=None):
+        return read_log_probs(torch.zeros(*tokens.shape, VOCAB), targets, read=read)
+
+
+def test_a_model_is_asked_before_the_run(caplog):
+    config = configure(*PACKED, "objective=sft")
+    assert isolates_documents(make_model())
+    assert resolve_packing(config, make_model()) == config.data.seq_len == 160
+    assert resolve_packing(configure("data=arithmetic", "objective=sft"), Unaware()) is None
+    assert resolve_packing(config, Leaky()) is None
+    assert "data.packing is off: in one row with another document" in caplog.text
+    hf = HuggingFaceCausalLM(
+        path=None,
+        architecture="llama",
+        config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+        vocab_size=VOCAB,
+        max_seq_len=16,
+    )
+    for model in (hf, Unaware()):
+        with pytest.raises(ConfigError) as refused:
+            resolve_packing(config, model)
+        name = type(model).__name__
+        expected = f"data.packing: is true but the model is {name}, whose forward() does not take documents; set it to"
+        assert str(refused.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective=next_token"], "is true but objective NextToken takes one sample a row"),
+        (["objective=sft", "hparams.torchcompile=true"], "is true together with hparams.torchcompile"),
+    ],
+)
+def test_what_packing_is_not_for_is_a_line(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        compose(*PACKED, *overrides)
+    assert f"data.packing: {message}" in str(refused.value)
