@@ -100,7 +100,9 @@ def test_a_base_that_is_gone_or_another_is_a_config_error(base, tmp_path):
     train(on(moved, *LONGER), tmp_path / "run")  # the same weights elsewhere
     shutil.rmtree(moved)
     other.rename(moved)
-    with pytest.raises(ConfigError, match=r"adapters of a base with the digest \w+, but .* now has \w+; put back the weig"):
+    with pytest.raises(
+        ConfigError, match=r"adapters of a base with the digest \w+, but .* now has \w+; put back the w"
+    ):
         restore(tmp_path / "run", "last", ema=True)
 
 
