@@ -11,7 +11,7 @@ pytestmark = pytest.mark.long
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
 
-@pytest.mark.parametrize("case", ["lm", "sft", "lora"])
+@pytest.mark.parametrize("case", ["lm", "sft", "lora", "dpo"])
 def test_a_run_that_is_killed_three_times_ends_as_if_undisturbed(case):
     done = subprocess.run(
         [sys.executable, str(DRIVER), "--case", case, "--kills", "3"], capture_output=True, text=True, timeout=300

@@ -1,0 +1,143 @@
+"""Direct preference optimisation on pairs of different lengths: as a plain loop does it, on any layout, and resumed."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from composition import configure
+from parity_parts import differences, run_all, weights
+
+from foundry.data.order import GlobalOrder
+from foundry.parts import build_data, build_model
+from foundry.train import train
+
+STEPS, BATCH, LR, BETA = 20, 8, 3e-3, 0.2
+WORDS = [
+    "data=preferences",
+    "objective=dpo",
+    f"objective.ref_policy_kl_penalty={BETA}",
+    "optimizer=adamw",
+    "optimizer.weight_decay=0",
+    "scheduler=constant",
+    "scheduler.warmup=0",
+    "precision=fp32",
+    "data.seq_len=64",
+    "data.vocab_size=257",
+    "model.hidden_size=16",
+    "model.intermediate_size=24",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    f"hparams.lr={LR}",
+    f"hparams.global_batch_size={BATCH}",
+    "hparams.grad_clip_norm=1.0",
+    f"hparams.max_steps={STEPS}",
+    f"scheduler.horizon='{STEPS}'",
+    "tracking=none",
+    "tracking.progress=false",
+    "tracking.log_every_n_steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with pairs, of which the longer answer is not always the better one."""
+    root = tmp_path_factory.mktemp("dpo")
+    rows = [
+        {"prompt": "?" * (1 + n % 3), "chosen": "yes " * (1 + n % 4), "rejected": "no " * (1 + n % 5)}
+        for n in range(40)
+    ]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def make(folder, *overrides):
+    return configure(*WORDS, f"data.path={folder / 'rows.jsonl'}", f"data.cache_dir={folder / 'cache'}", *overrides)
+
+
+def logged(run_dir):
+    lines = map(json.loads, (run_dir / "metrics.jsonl").open())
+    return [line for line in lines if "loss" in line]
+
+
+def log_prob(model, sample, row):
+    """Of one answer, by full logits of one row without its padding."""
+    targets = sample["targets"][row]
+    length = int((targets != -100).nonzero().max()) + 1
+    logits = model(sample["tokens"][row, :length][None], return_logits=True).logits[0].double()
+    return -F.cross_entropy(logits, targets[:length], ignore_index=-100, reduction="sum")
+
+
+def raw_loop(config, *, sft_weight):
+    """Loss, accuracy and margin of each step, and the model; rows one by one, a second model as the reference."""
+    data, model = build_data(config), build_model(config)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
+    order = GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed)
+    found = []
+    for step in range(STEPS):
+        samples = [data.train[int(i)] for i in order.indices(range(step * BATCH, (step + 1) * BATCH))]
+        policy = torch.stack([torch.stack([log_prob(model, sample, row) for row in (0, 1)]) for sample in samples])
+        with torch.no_grad():
+            fixed = torch.stack([torch.stack([log_prob(reference, s, row) for row in (0, 1)]) for s in samples])
+        margin = BETA * ((policy - fixed)[:, 0] - (policy - fixed)[:, 1])
+        loss = F.softplus(-margin).mean() - sft_weight * policy[:, 0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((loss.item(), (margin > 0).double().mean().item(), margin.mean().item()))
+    return found, model
+
+
+@pytest.mark.parametrize("sft_weight", [0.0, 0.1])
+def test_twenty_steps_are_those_of_a_plain_loop(folder, tmp_path, sft_weight):
+    config = make(folder, "hparams.per_gpu_batch_size=4", f"objective.sft_loss_weight={sft_weight}")
+    expected, model = raw_loop(config, sft_weight=sft_weight)
+    train(config, tmp_path)
+    lines = logged(tmp_path)
+    for name, values in zip(("loss", "accuracy", "margin"), zip(*expected, strict=True), strict=True):
+        # A margin of 1e-9 may have either sign at the first step.
+        first = 1 if name == "accuracy" else 0
+        assert [line[name] for line in lines[first:]] == pytest.approx(values[first:], abs=1e-5), name
+    if sft_weight == 0:
+        assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert lines[-1]["loss"] < 0.5
+    assert differences(model.state_dict(), weights(config, tmp_path))[0] < 1e-4
+
+
+LAYOUTS = {
+    "1 x 8": (1, 8, []),
+    "1 x 1": (1, 1, []),
+    "DDP 2 x 2": (2, 2, ["distributed=ddp"]),
+    "FSDP2 2 x 4": (2, 4, ["distributed=fsdp"]),
+    "FSDP2 2 x 4, copy": (2, 4, ["distributed=fsdp", "objective.reference=copy"]),
+}
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_any_layout_ends_with_the_same_weights_and_a_resumed_run_with_the_same_bits(folder):
+    runs, jobs = {}, []
+
+    def job(layout, name, steps):
+        processes, microbatch, own = LAYOUTS[layout]
+        changes = [f"hparams.per_gpu_batch_size={microbatch}", f"distributed.nproc_per_node={processes}"]
+        runs[name] = run = make(folder, *own, *changes, f"hparams.max_steps={steps}"), folder / name
+        run[1].mkdir(exist_ok=True)
+        return processes, run
+
+    jobs = [job(layout, layout, STEPS) for layout in LAYOUTS]
+    run_all([*jobs, job("1 x 8", "resumed", 9)])
+    run_all([job("1 x 8", "resumed", STEPS)])
+    one = weights(*runs["1 x 8"])
+    for layout in list(LAYOUTS)[1:]:
+        assert differences(one, weights(*runs[layout]))[0] < 1e-5, layout
+        for name in ("loss", "accuracy", "margin", "chosen_reward"):
+            ours, theirs = ([line[name] for line in logged(runs[key][1])][1:] for key in (layout, "1 x 8"))
+            assert ours == pytest.approx(theirs, abs=1e-5), (layout, name)
+    resumed = weights(*runs["resumed"])
+    assert all(torch.equal(one[name], resumed[name]) for name in one)
