@@ -18,6 +18,7 @@ from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.metrics import check_metrics, val_metric_names
 from foundry.config.schemas.hparams import ScheduleUnit
 from foundry.config.schemas.model import HuggingFace
+from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.targets import runtime_settings
@@ -86,8 +87,9 @@ def build_data(config: Config) -> DataSplits:
 
 
 def build_objective(config: Config, world: World | None = None, tokenizer: Any = None) -> Objective:
-    """What is minimised; it is given the ranks and the tokenizer if it takes them, and not yet any frozen models."""
-    objective: Objective = build(config.objective, offered={"world": world, "tokenizer": tokenizer})
+    """What is minimised; given ranks, tokenizer, and if there are adapters where it takes it; no frozen models."""
+    offered = {"world": world, "tokenizer": tokenizer, "has_adapters": isinstance(config.peft, LoRA)}
+    objective: Objective = build(config.objective, offered=offered)
     return objective
 
 

@@ -25,6 +25,8 @@ from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientS
 from foundry.config.schemas.guard import SpikeAction
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
 from foundry.config.schemas.launcher import check_launcher, resolve_num_tasks
+from foundry.config.schemas.objective import Reference
+from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.schemas.scheduler import Scheduler
@@ -354,6 +356,12 @@ def _adapters(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_adapters(config)
 
 
+def _reference(config: Config, launch: Launch) -> Iterator[Violation]:
+    if getattr(config.objective, "reference", None) is Reference.adapters_off and not isinstance(config.peft, LoRA):
+        message = "is adapters_off but peft=none trains the model itself; choose cached or copy, or peft=lora"
+        yield Violation("objective.reference", message)
+
+
 def _rollback(config: Config, launch: Launch) -> Iterator[Violation]:
     guard, checkpoint = config.guard, config.checkpoint
     goes_back = guard.spike_zscore is not None and guard.spike_action is SpikeAction.rollback
@@ -403,6 +411,7 @@ RULES: tuple[Rule, ...] = (
     _strategy,
     _precision,
     _adapters,
+    _reference,
     _rollback,
     _paths,
 )

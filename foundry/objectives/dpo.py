@@ -1,6 +1,7 @@
 """Direct preference optimisation: chosen responses become likelier than rejected ones."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from foundry.config.schemas.objective import DPO as Settings
 from foundry.config.schemas.objective import PreferenceLoss, Reference
+from foundry.models.lora import adapters_off
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
@@ -36,7 +38,10 @@ class DPO:
         preference_average_log_probs: bool = False,
         sft_average_log_probs: bool = False,
         reference: Reference = Reference.auto,
+        has_adapters: bool = False,
     ) -> None:
+        if reference is Reference.auto:
+            reference = Reference.adapters_off if has_adapters else Reference.cached
         self._beta = ref_policy_kl_penalty
         self._settings: dict[str, Any] = {
             "ref_policy_kl_penalty": ref_policy_kl_penalty,
@@ -47,8 +52,9 @@ class DPO:
             "preference_average_log_probs": preference_average_log_probs,
             "sft_average_log_probs": sft_average_log_probs,
         }
-        self.frozen_models: Mapping[str, Any] = {_REFERENCE: None}
-        self.columns = () if reference is Reference.copy else (_REFERENCE,)
+        self._is_within = reference is Reference.adapters_off
+        self.frozen_models: Mapping[str, Any] = {} if self._is_within else {_REFERENCE: None}
+        self.columns = (_REFERENCE,) if reference is Reference.cached else ()
         self.metrics = Settings.metrics
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
@@ -68,12 +74,11 @@ class DPO:
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Sum of the pairs' losses, with rewards: β times the log-ratios of responses to the reference."""
         tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
+        reference = self._ask_reference(model, microbatch)
         log_prob = _response_log_probs(model, tokens, targets)
-        with torch.no_grad():
-            known = microbatch if _REFERENCE in microbatch else self.precompute(microbatch)
         is_valid = _is_valid(microbatch).to(tokens.device, non_blocking=True)
         num_tokens = _num_tokens(targets)
-        losses = pair_losses(log_prob, known[_REFERENCE], num_tokens, is_valid, **self._settings)
+        losses = pair_losses(log_prob, reference, num_tokens, is_valid, **self._settings)
         rewards = self._beta * losses.rewards.detach()
         margin = rewards[:, 0] - rewards[:, 1]
         # Means over tokens, so that long and short responses can be compared.
@@ -88,6 +93,29 @@ class DPO:
             "chosen_log_prob": chosen,
         }
         return LossSum(losses.loss.sum().float(), {name: Mean(v.sum().float()) for name, v in values.items()})
+
+    @torch.no_grad()
+    def _ask_reference(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
+        """(pairs, 2) float64; asked before the policy: FSDP2 wants nothing between its forward and backward."""
+        if _REFERENCE in microbatch:
+            return microbatch[_REFERENCE]
+        if not self._is_within:
+            return self.precompute(microbatch)[_REFERENCE]
+        tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
+        with adapters_off(model), _without_dropout(model):
+            return _response_log_probs(model, tokens, targets)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Have a model be in evaluation mode in the body."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _is_valid(microbatch: Microbatch) -> Tensor:

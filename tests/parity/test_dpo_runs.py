@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from composition import configure
 from parity_parts import differences, run_all, weights
 
+from foundry.config.errors import ConfigError
 from foundry.data.order import GlobalOrder
 from foundry.parts import build_data, build_model
 from foundry.train import train
@@ -109,12 +110,38 @@ def test_twenty_steps_are_those_of_a_plain_loop(folder, tmp_path, sft_weight):
     assert differences(model.state_dict(), weights(config, tmp_path))[0] < 1e-4
 
 
+def test_a_policy_with_adapters_is_compared_with_itself_without_them(folder, tmp_path):
+    lines = {}
+    for reference in ("auto", "cached", "copy"):
+        words = ["peft=lora", "peft.adapter_dropout=0.2", f"objective.reference={reference}", "hparams.max_steps=8"]
+        (tmp_path / reference).mkdir()
+        train(make(folder, "hparams.per_gpu_batch_size=8", *words), tmp_path / reference)
+        lines[reference] = logged(tmp_path / reference)
+        assert (tmp_path / reference / "columns.safetensors").exists() == (reference == "cached")
+    for reference in ("cached", "copy"):
+        for name in ("loss", "margin", "chosen_reward"):
+            ours, theirs = ([line[name] for line in lines[key]] for key in ("auto", reference))
+            assert ours == pytest.approx(theirs, abs=1e-6), (reference, name)
+    assert lines["auto"][0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines["auto"][-1]["loss"] < lines["auto"][0]["loss"]
+    assert all(line["rejected_reward"] != 0 for line in lines["auto"][1:])
+
+
+def test_a_model_without_adapters_has_none_to_leave_out(folder):
+    with pytest.raises(
+        ConfigError, match=r"objective\.reference: is adapters_off but peft=none .* choose cached or copy"
+    ):
+        make(folder, "objective.reference=adapters_off")
+
+
 LAYOUTS = {
     "1 x 8": (1, 8, []),
     "1 x 1": (1, 1, []),
     "DDP 2 x 2": (2, 2, ["distributed=ddp"]),
     "FSDP2 2 x 4": (2, 4, ["distributed=fsdp"]),
     "FSDP2 2 x 4, copy": (2, 4, ["distributed=fsdp", "objective.reference=copy"]),
+    "1 x 8, adapters": (1, 8, ["peft=lora"]),
+    "FSDP2 2 x 4, adapters": (2, 4, ["distributed=fsdp", "peft=lora"]),
 }
 
 
@@ -135,9 +162,12 @@ def test_any_layout_ends_with_the_same_weights_and_a_resumed_run_with_the_same_b
     run_all([job("1 x 8", "resumed", STEPS)])
     one = weights(*runs["1 x 8"])
     for layout in list(LAYOUTS)[1:]:
-        assert differences(one, weights(*runs[layout]))[0] < 1e-5, layout
+        has_adapters = layout.endswith("adapters")
+        if not has_adapters:
+            assert differences(one, weights(*runs[layout]))[0] < 1e-5, layout
+        undivided = "1 x 8, adapters" if has_adapters else "1 x 8"
         for name in ("loss", "accuracy", "margin", "chosen_reward"):
-            ours, theirs = ([line[name] for line in logged(runs[key][1])][1:] for key in (layout, "1 x 8"))
+            ours, theirs = ([line[name] for line in logged(runs[key][1])][1:] for key in (layout, undivided))
             assert ours == pytest.approx(theirs, abs=1e-5), (layout, name)
     resumed = weights(*runs["resumed"])
     assert all(torch.equal(one[name], resumed[name]) for name in one)

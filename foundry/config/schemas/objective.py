@@ -117,14 +117,16 @@ class Reference(Enum):
     """What a policy is compared with, which always has the weights with which the run started.
 
     Attributes:
-        auto: cached.
+        auto: adapters_off with adapters, else cached.
         cached: two numbers for each pair, computed once before the first step and kept in the run directory.
         copy: a second model in memory, asked at each step.
+        adapters_off: the model itself without its adapters, asked at each step.
     """
 
     auto = "auto"
     cached = "cached"
     copy = "copy"
+    adapters_off = "adapters_off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +169,8 @@ class DPO:
     reference: Reference = setting(
         Reference.auto,
         "what to compare with: cached: log-probabilities of all pairs are computed once before the first step; "
-        "copy: a second model is asked at each step; auto: cached",
+        "copy: a second model is asked at each step; adapters_off: the model without its adapters; auto: adapters_off "
+        "with adapters, else cached",
     )
 
     def check(self) -> Iterator[Violation]:

@@ -32,7 +32,7 @@ class Config:
     model: Any = group(MISSING, given=())
     peft: Peft = group(Peft)
     data: Any = group(MISSING, given=("seed",))
-    objective: Any = group(MISSING, given=(), offered=("world", "tokenizer"))
+    objective: Any = group(MISSING, given=(), offered=("world", "tokenizer", "has_adapters"))
     environment: Any = group(NoEnvironment, given=())
     evaluation: Evaluation = group(Evaluation, OnResume.allowed)
     guard: Guard = group(Guard, OnResume.allowed)
