@@ -120,8 +120,8 @@ class Loader:
     Within the window that starts at position c, rank r's microbatch m holds the `per_gpu_batch_size` positions from
     c + (m * dp_size + r) * per_gpu_batch_size on. The only state is how many samples were consumed, and left out.
 
-    With packing the samples of the same window share rows. Every rank packs all of them, and microbatches hold rows in
-    the place of samples; rows without any fill up the last ones. The model sees the same samples in each step.
+    With packing the samples of the same window share rows. Every rank packs all of them, and microbatches hold at most
+    `per_gpu_batch_size` rows in the place of samples. The model sees the same samples in each step.
     """
 
     def __init__(
@@ -216,14 +216,14 @@ class Loader:
             yield range(offset, offset + self._per_gpu)
 
     def _packs(self, start: int, capacity: int) -> Iterator[list[Pack]]:
-        """Rows of this rank's microbatches, which are as many on every rank."""
-        first, stride = start + self._skipped, self._per_gpu * self._dp_size
+        """Rows of this rank's microbatches, which are as many on every rank and of nearly the same size."""
+        first = start + self._skipped
         positions = range(first, first + self._batch_size_at(start))
         lengths = cast(PackedDataset, self._reader.dataset).lengths[self._reader.order.indices(positions)]
         packs = [[positions[i] for i in pack] for pack in first_fit_decreasing(lengths.tolist(), capacity)]
-        for offset in range(self._dp_rank * self._per_gpu, -(-len(packs) // stride) * stride, stride):
-            rows = packs[offset : offset + self._per_gpu]
-            yield [*rows, *([] for _ in range(self._per_gpu - len(rows)))]
+        count = self._dp_size * -(-len(packs) // (self._per_gpu * self._dp_size))
+        for index in range(self._dp_rank, count, self._dp_size):
+            yield packs[index::count] or [[]]
 
     def _all_cuts(self) -> Iterator[_Cut]:
         start = self.samples

@@ -78,7 +78,7 @@ def test_a_window_has_the_same_samples_on_any_number_of_ranks(dp_size, per_gpu, 
     found = {}
     for window in packed:
         for microbatch in window.microbatches:
-            assert len(microbatch["tokens"]) == per_gpu
+            assert len(microbatch["tokens"]) <= per_gpu
             assert microbatch["tokens"].shape[1] <= CAPACITY
             assert ((microbatch["documents"] == -1) <= (microbatch["targets"] == -100)).all()
             found |= texts(microbatch)
