@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.config.schemas.peft import LoRA
@@ -38,7 +38,8 @@ def build_fake(make: Callable[[], nn.Module]) -> FakeModel:
     """
     # Without a kernel for fake tensors torch would run the real one on zeros, and allocate them.
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    with mode, _truncated_normals_left_out():
+    # torch draws truncated normals again until all values are within, which fakes cannot tell.
+    with mode, _left_out(nn.init, "_no_grad_trunc_normal_"):
         return FakeModel(make(), mode)
 
 
@@ -50,21 +51,21 @@ def build_adapted(config: Config) -> nn.Module:
     """
     model = build_model(config)
     if isinstance(config.peft, LoRA):
-        add_adapters(model, config.peft, config.hparams.seed)
+        with _left_out(nn.Module, "to"):  # torch cannot move fakes, and these are where they belong
+            add_adapters(model, config.peft, config.hparams.seed)
     return model
 
 
 @contextmanager
-def _truncated_normals_left_out() -> Iterator[None]:
-    """Draw no truncated normals: torch draws again until all values are within, which fakes cannot tell."""
-    name = "_no_grad_trunc_normal_"
-    original = getattr(nn.init, name)
+def _left_out(owner: Any, name: str) -> Iterator[None]:
+    """Have a function that returns its first argument leave that as it is."""
+    original = getattr(owner, name)
 
-    def leave(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        return tensor
+    def leave(value: Any, *arguments: Any, **options: Any) -> Any:
+        return value
 
-    setattr(nn.init, name, leave)
+    setattr(owner, name, leave)
     try:
         yield
     finally:
-        setattr(nn.init, name, original)
+        setattr(owner, name, original)

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import GradientSync
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
+from foundry.models.lora import frozen_matrices
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize
-from foundry.planning.fake import build_fake
+from foundry.planning.fake import build_adapted, build_fake
 from foundry.planning.memory import checkpoint_bytes, estimate_memory
 
 LLAMA_70B = [
@@ -132,6 +134,25 @@ def test_sharded_weights_need_no_rounded_copies(configure):
     sharded = plan(config, world_size=2, microbatch=microbatch).activations_estimated
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 48)
     assert alone - sharded == 2 * matrices
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_adapters_are_all_that_has_gradients_state_and_averages(configure, world_size):
+    config = configure(*SMALL, "peft=lora", "hparams.ema_decay=0.9")
+    fake = build_fake(partial(build_adapted, config))
+    planned = estimate_memory(config, fake, world_size=world_size, microbatch=microbatch_of(config), device_type="cuda")
+    with torch.device("cpu"):
+        model = build_adapted(config)
+    model = PrecisionPolicy(config.precision.mode).prepare(model, frozen_matrices(model))
+    held = [p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad]
+    trained = [4 * p.numel() for p in model.parameters() if p.requires_grad]
+    if world_size == 1:
+        assert (planned.frozen_weights, planned.weights) == (sum(held), sum(held) + sum(trained))
+    assert planned.frozen_weights < planned.weights < plan(configure(*SMALL), world_size=world_size).weights
+    share = sum(trained) / world_size
+    assert (planned.gradients, planned.optimizer, planned.ema) == (share, 2 * share, share)
+    assert planned.note is None
+    assert checkpoint_bytes(config, fake) == 4 * sum(trained)
 
 
 def test_offloaded_parts_leave_the_device(configure):
