@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, resolve_std
 from foundry.models.kv_cache import Cache
@@ -101,6 +102,7 @@ class HuggingFaceCausalLM(nn.Module):
         read: Read | None = None,
         per_token: Sequence[Tensor] = (),
         dropout_keys: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> TokenLogProbs:
         """Log-probabilities of the targets.
 
@@ -113,12 +115,15 @@ class HuggingFaceCausalLM(nn.Module):
             read: what else is read off them.
             per_token: (batch, seq, ...) each, what `read` is given besides.
             dropout_keys: unused: transformers draws from torch's generator, whose state is in checkpoints.
+            documents: (batch, seq) int64, the sample of each token where rows hold several, -1 for padding; given
+                neither mask nor cache, transformers separates them where positions start anew.
         """
         if cache is not None:
             logits = self.causal_lm(input_ids=tokens, **self._from_cache(cache, tokens)).logits[:, -1:]
             cache.advance(tokens.shape[1])
         else:
-            logits = self.causal_lm(input_ids=tokens, use_cache=False).logits
+            given = {} if documents is None else {"position_ids": Documents(documents).positions}
+            logits = self.causal_lm(input_ids=tokens, use_cache=False, **given).logits
         return read_log_probs(logits, targets, return_logits=return_logits, read=read, per_token=per_token)
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":

@@ -169,19 +169,48 @@ def test_a_model_is_asked_before_the_run(caplog):
     assert resolve_packing(configure("data=arithmetic", "objective=sft"), Unaware()) is None
     assert resolve_packing(config, Leaky()) is None
     assert "data.packing is off: in one row with another document" in caplog.text
-    hf = HuggingFaceCausalLM(
+    with pytest.raises(ConfigError) as refused:
+        resolve_packing(config, Unaware())
+    expected = "data.packing: is true but the model is Unaware, whose forward() does not take documents; set it to"
+    assert str(refused.value).startswith(expected)
+
+
+def make_hf(architecture, attention="sdpa"):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if architecture in ("llama", "qwen3"):
+        sizes |= {"num_key_value_heads": 1, "head_dim": 8}
+    if architecture == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return HuggingFaceCausalLM(
         path=None,
-        architecture="llama",
-        config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+        architecture=architecture,
+        config={**sizes, "attn_implementation": attention},
         vocab_size=VOCAB,
-        max_seq_len=16,
+        max_seq_len=CAPACITY,
+        init_std=0.3,
     )
-    for model in (hf, Unaware()):
-        with pytest.raises(ConfigError) as refused:
-            resolve_packing(config, model)
-        name = type(model).__name__
-        expected = f"data.packing: is true but the model is {name}, whose forward() does not take documents; set it to"
-        assert str(refused.value).startswith(expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "gpt_neox"])
+def test_models_of_transformers_separate_documents(architecture, attention):
+    model = make_hf(architecture, attention)
+    assert isolates_documents(model)
+    loss, correct, plain = step(model, SFT(), windows(None))
+    other_loss, other_correct, packed = step(model, SFT(), windows(CAPACITY, 2, 4))
+    assert (other_loss, other_correct) == (pytest.approx(loss, rel=1e-6), correct)
+    for one, other in zip(plain, packed, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_one_that_cannot_is_known_before_the_run():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    recurrent = HuggingFaceCausalLM(
+        path=None, architecture="mamba", config=sizes, vocab_size=VOCAB, max_seq_len=CAPACITY
+    )
+    assert not isolates_documents(recurrent)
 
 
 @pytest.mark.parametrize(

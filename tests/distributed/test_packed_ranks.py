@@ -1,0 +1,46 @@
+"""Rows that several samples share, as runs: on any number of ranks the losses are those of rows of their own."""
+
+import json
+
+import pytest
+from outcome import losses
+
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
+
+DROPOUT = ["objective.hidden_dropout=0.2", "objective.attention_dropout=0.1"]
+RUN = [
+    "debug=fast",
+    "data=chats",
+    "data.path=chats.jsonl",
+    "data.seq_len=128",
+    "data.vocab_size=280",
+    "objective=sft",
+    *DROPOUT,
+    "precision=fp32",
+    "model.hidden_size=16",
+    "model.intermediate_size=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "hparams.global_batch_size=8",
+    "evaluation.write_samples=false",
+    "tracking=none",
+    "tracking.log_every_n_steps=1",
+]
+RANKS = ["distributed.nproc_per_node=2", "data.packing=true"]
+LAYOUTS = {
+    "packed": ["data.packing=true", "hparams.per_gpu_batch_size=1", "hparams.grad_checkpointing=true"],
+    "read ahead": ["data.packing=true", "hparams.per_gpu_batch_size=4", "data.num_workers=1"],
+    "DDP": [*RANKS, "distributed=ddp", "hparams.per_gpu_batch_size=1"],
+    "FSDP2": [*RANKS, "distributed=fsdp", "hparams.per_gpu_batch_size=4"],
+}
+
+
+def test_packed_runs_learn_what_others_do(shell):
+    rows = [{"prompt": f"Count {number}", "completion": "so" * (1 + number % 7)} for number in range(40)]
+    (shell.cwd / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shell.run(*RUN, "hparams.per_gpu_batch_size=2", "hydra.run.dir=plain")
+    expected = list(losses(shell.cwd / "plain").values())
+    for number, (layout, overrides) in enumerate(LAYOUTS.items()):
+        shell.run(*RUN, *overrides, f"hydra.run.dir=run_{number}")
+        assert list(losses(shell.cwd / f"run_{number}").values()) == pytest.approx(expected, rel=1e-5), layout
