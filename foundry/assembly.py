@@ -1,6 +1,6 @@
 """The parts of a run put together: a trainer at the point where the run starts or resumes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from foundry.environments.judge import Judge
 from foundry.evaluators.pruning import Pruning
 from foundry.initial_model import Base, adapt, read_initial, resolve_base
 from foundry.models.lora import frozen_matrices
+from foundry.objectives.rollout import RolloutObjective
 from foundry.optim.schedule_state import reconcile
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, roll_call
@@ -48,8 +49,10 @@ from foundry.parts import (
     check_forward,
     constant_weight_decay,
     resolve_packing,
+    samples_per_epoch,
 )
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
+from foundry.rollouts.source import build_rollouts
 from foundry.run_dir.ends import leave_note, record_end
 from foundry.run_dir.folder import RunFolder
 from foundry.run_dir.names import PLOTS
@@ -252,6 +255,17 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
     world = setup.world
     data = setup.data
     budget = trained.budget
+    progress = Progress(samples_per_epoch=samples_per_epoch(config, data), tokens_per_sample=data.tokens_per_sample)
+    watchdog = Watchdog(
+        config.distributed.timeout_seconds,
+        world.rank,
+        roll_call=roll_call(world, config.distributed.timeout_seconds),
+        record=partial(_record_stall, setup.run_dir),
+    )
+
+    def beat(what: str) -> None:
+        watchdog.beat(progress.steps + 1, what)
+
     return Trainer(
         step=TrainStep(
             model=trained.parallel.model,
@@ -263,19 +277,14 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
             max_grad_norm=config.hparams.grad_clip_norm,
             guard=config.guard,
         ),
-        source=_build_source(setup, trained),
+        source=_build_source(setup, trained, beat),
         schedule=trained.schedule,
         constant_weight_decay=constant_weight_decay(config),
-        progress=Progress(samples_per_epoch=len(data.train), tokens_per_sample=data.tokens_per_sample),
+        progress=progress,
         budget=budget,
         world=world,
         throughput=_build_throughput(setup, trained.unwrapped),
-        watchdog=Watchdog(
-            config.distributed.timeout_seconds,
-            world.rank,
-            roll_call=roll_call(world, config.distributed.timeout_seconds),
-            record=partial(_record_stall, setup.run_dir),
-        ),
+        watchdog=watchdog,
         log_every_n_steps=config.tracking.log_every_n_steps,
         evaluation_interval=config.evaluation.interval_in(budget),
         evaluation=Evaluation(
@@ -305,9 +314,22 @@ def _build_stop_rules(setup: Setup, trained: Trained) -> dict[str, StopRule]:
     return searched | build_stop_rules(setup.config, trained.objective, setup.data, setup.judge)
 
 
-def _build_source(setup: Setup, trained: Trained) -> WindowSource:
-    """Where windows come from: the training data, unless the objective brings another source."""
+def _build_source(setup: Setup, trained: Trained, beat: Callable[[str], None]) -> WindowSource:
+    """Where windows come from: the training data, what the model generates, or the objective's own source."""
     world, objective = setup.world, trained.objective
+    if isinstance(objective, RolloutObjective):
+        return build_rollouts(
+            objective,
+            model=trained.parallel.model,
+            frozen=list(trained.frozen.values()),
+            data=setup.data,
+            judge=setup.judge,
+            world=world,
+            autocast=partial(trained.precision.autocast, world.device),
+            seed=setup.config.hparams.seed,
+            per_gpu_batch_size=setup.config.hparams.per_gpu_batch_size,
+            beat=beat,
+        )
     if not isinstance(objective, SourcingObjective):
         return _build_loader(setup, trained.budget, pack_tokens=trained.pack_tokens)
     context = SourceContext(

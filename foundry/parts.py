@@ -48,6 +48,7 @@ def build_model(config: Config, node: Any = None) -> nn.Module:
     node = config.model if node is None else node
     has_weights = isinstance(node, HuggingFace) and node.path is not None and node.init_from is not None
     runtime = _dropouts(config.objective, field_of(node, "_target_"))
+    runtime |= _tile(config.objective, field_of(node, "_target_"))
     if has_weights:
         runtime["read_weights"] = False
     model: nn.Module = build(node, **runtime)
@@ -67,6 +68,26 @@ def _dropouts(objective: Any, target: str) -> dict[str, Any]:
         message = f"but the model, {target}, has no such argument; set it to null, which leaves dropout to the model"
         raise ConfigError(Violation(f"objective.{name}", f"is {given[name]} {message}") for name in wrong)
     return given
+
+
+def _tile(objective: Any, target: str) -> dict[str, Any]:
+    """The model's argument for the logits that exist at a time, where the objective gives it.
+
+    Raises:
+        ConfigError: it does not take one.
+    """
+    size = field_of(objective, "logprob_chunk_size")
+    if size is None:
+        return {}
+    if "logprob_tile_tokens" not in inspect.signature(get_object(target)).parameters:
+        message = f"but the model, {target}, has no argument logprob_tile_tokens; set it to null"
+        raise ConfigError(Violation("objective.logprob_chunk_size", f"is {size} {message}"))
+    return {"logprob_tile_tokens": size}
+
+
+def samples_per_epoch(config: Config, data: DataSplits) -> int:
+    """Samples of one pass over the training data: of an objective that generates, several for each row."""
+    return len(data.train) * int(field_of(config.objective, "samples_per_row", 1))
 
 
 def constant_weight_decay(config: Config) -> float:
@@ -197,7 +218,8 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
         message = "is tokens but a sample of this data has none; set samples"
         raise ConfigError(Violation("hparams.batch_schedule_unit", message))
     try:
-        budget = resolve_budget(hparams, samples_per_epoch=len(data.train), dp_size=dp_size, tokens_per_sample=tokens)
+        epoch = samples_per_epoch(config, data)
+        budget = resolve_budget(hparams, samples_per_epoch=epoch, dp_size=dp_size, tokens_per_sample=tokens)
     except ValueError as error:
         # Thresholds in tokens of data that says only now how many a sample has.
         raise ConfigError(Violation("hparams.batch_schedule", str(error))) from None

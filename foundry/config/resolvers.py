@@ -14,6 +14,7 @@ def register_resolvers() -> None:
     """Register foundry's resolvers with OmegaConf."""
     OmegaConf.register_new_resolver("accum_freq", _accum_freq, replace=True)
     OmegaConf.register_new_resolver("times", _times, replace=True)
+    OmegaConf.register_new_resolver("completions_per_update", _completions_per_update, replace=True)
     OmegaConf.register_new_resolver("mode_of", _mode_of, replace=True)
     OmegaConf.register_new_resolver("direction_of", _direction_of, replace=True)
     OmegaConf.register_new_resolver("model_folder", _model_folder, replace=True)
@@ -22,6 +23,10 @@ def register_resolvers() -> None:
 
 def _times(factor: float, value: float) -> float:
     return factor * value
+
+
+def _completions_per_update(prompts: int, generations: int, updates: int) -> int:
+    return max(1, prompts * generations // max(1, updates))
 
 
 def world_size(nproc_per_node: int) -> int:

@@ -21,6 +21,7 @@ from foundry.config.errors import ConfigError, Violation, first_line, listed, sh
 from foundry.config.holes import check_hydra, holes
 from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
 from foundry.config.metrics import check_metrics, check_sweeper, measured_by
+from foundry.config.rollouts import check_rollouts
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, resolve_distributed
 from foundry.config.schemas.guard import SpikeAction
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
@@ -309,6 +310,10 @@ def _packing(config: Config, launch: Launch) -> Iterator[Violation]:
         yield Violation("data.packing", f"{message}; set one of them to false")
 
 
+def _rollouts(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_rollouts(config)
+
+
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_sizes(config)
 
@@ -403,6 +408,7 @@ RULES: tuple[Rule, ...] = (
     _lengths,
     _samples,
     _packing,
+    _rollouts,
     _sizes,
     _targets,
     _loss,

@@ -48,6 +48,7 @@ class HuggingFaceCausalLM(nn.Module):
         read_weights: take the folder's weights; False: they come from a checkpoint, and the folder has none.
         hidden_dropout: what the architecture drops of hidden states in training; None: as its config says.
         attention_dropout: likewise of attention weights.
+        logprob_tile_tokens: positions whose log-probabilities are computed at a time; 0: all.
 
     Raises:
         ConfigError: there is no such folder, architecture or field, or the vocabulary or the positions do not suffice,
@@ -67,6 +68,7 @@ class HuggingFaceCausalLM(nn.Module):
         read_weights: bool = True,
         hidden_dropout: float | None = None,
         attention_dropout: float | None = None,
+        logprob_tile_tokens: int = 0,
     ) -> None:
         super().__init__()
         fields = dict(config or {})
@@ -86,6 +88,7 @@ class HuggingFaceCausalLM(nn.Module):
                 module.register_forward_hook(_to_compute_dtype)
         self._takes = frozenset(inspect.signature(self.causal_lm.forward).parameters)
         self.max_seq_len = max_seq_len
+        self.logprob_tile_tokens = logprob_tile_tokens
 
     def output_head(self) -> nn.Module | None:
         """The projection onto the vocabulary; tied to the embedding it counts as that."""
@@ -124,7 +127,14 @@ class HuggingFaceCausalLM(nn.Module):
         else:
             given = {} if documents is None else {"position_ids": Documents(documents).positions}
             logits = self.causal_lm(input_ids=tokens, use_cache=False, **given).logits
-        return read_log_probs(logits, targets, return_logits=return_logits, read=read, per_token=per_token)
+        return read_log_probs(
+            logits,
+            targets,
+            tile_tokens=self.logprob_tile_tokens,
+            return_logits=return_logits,
+            read=read,
+            per_token=per_token,
+        )
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":
         """An empty cache for `forward`, arguments as those of `Cache`; None where the architecture has another kind."""

@@ -77,6 +77,7 @@ def read_log_probs(
     logits: Tensor,
     targets: Tensor | None,
     *,
+    tile_tokens: int = 0,
     return_logits: bool = False,
     read: Read | None = None,
     per_token: Sequence[Tensor] = (),
@@ -86,6 +87,8 @@ def read_log_probs(
     Args:
         logits: (batch, seq, vocab).
         targets: (batch, seq) int64, -100 where ignored; None: only the logits are returned, always.
+        tile_tokens: positions read at a time, and again in the backward pass, so that what is made of them in fp32 does
+            not exist at once; 0: all.
         return_logits: also return the logits.
         read: what else is read off them.
         per_token: (batch, seq, ...) each, what `read` is given besides.
@@ -93,6 +96,12 @@ def read_log_probs(
     if targets is None:
         empty = logits.new_empty((logits.shape[0], 0), dtype=torch.float32)
         return TokenLogProbs(empty, empty, logits)
+    if tile_tokens:
+        tiles = [
+            checkpoint(_log_probs, logits_tile, read, *others, use_reentrant=False)
+            for logits_tile, *others in zip(*_split(tile_tokens, logits, targets, *per_token), strict=True)
+        ]
+        return _joined(tiles, targets, logits if return_logits else None)
     # On a CPU the allocator returns large buffers to the kernel, and faulting them in anew takes half the loss's time.
     chunk = max(1, _CPU_CHUNK_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else 0
     tiles = [

@@ -1,6 +1,6 @@
 """Continuing prompts in batches, greedily or by drawing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from foundry.models.sampling import draw_tokens, filtered
 from foundry.objectives.keyed_random import keyed_sequences
 from foundry.training.model_hooks import hook
-
-_STREAM = "generation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +24,8 @@ class Decoding:
         top_p: the fewest tokens are drawn from whose probabilities sum up to it.
         stop_ids: tokens of which each ends a continuation.
         seed: of the drawing.
+        stream: what is drawn for; other streams are independent of it.
+        keeps_log_probs: keep the log-probability with which each token was drawn.
     """
 
     max_new_tokens: int
@@ -34,6 +34,8 @@ class Decoding:
     top_p: float = 1.0
     stop_ids: frozenset[int] = frozenset()
     seed: int = 0
+    stream: str = "generation"
+    keeps_log_probs: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,12 @@ class Continuation:
     Attributes:
         tokens: the token that ends it included.
         is_ended: it ends with such a token, rather than at `max_new_tokens`.
+        log_probs: with which each token was drawn, through the filters, where they are kept.
     """
 
     tokens: tuple[int, ...]
     is_ended: bool
+    log_probs: tuple[float, ...] = ()
 
     @property
     def answer(self) -> tuple[int, ...]:
@@ -66,6 +70,7 @@ def generate(
     keys: Sequence[int] | None = None,
     is_sliding: bool = True,
     in_lockstep: bool = False,
+    beat: Callable[[str], None] | None = None,
 ) -> list[Continuation]:
     """Continue prompts; what is drawn depends on seed, key and place in the continuation, and not on the batches.
 
@@ -81,6 +86,7 @@ def generate(
         keys: what is drawn for a prompt is keyed by; None: its place.
         is_sliding: continue beyond the context.
         in_lockstep: call the model as often on every rank, whatever is drawn: each call gathers a sharded model.
+        beat: says what is being done, to a watchdog.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model  # which has nothing to reduce here
     keys = range(len(prompts)) if keys is None else keys
@@ -92,7 +98,7 @@ def generate(
             for start in range(0, len(prompts), size):
                 own = slice(start, start + size)
                 batch = _Batch(model, prompts[own], keys[own], decoding, context=context, device=device)
-                batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep)
+                batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep, beat=beat)
                 found += batch.continuations()
     finally:
         model.train(was_training)
@@ -120,16 +126,19 @@ class _Batch:
         self._model, self._decoding, self._context, self._device = model, decoding, context, device
         self._prompts = [len(prompt) for prompt in prompts]
         self._sequences = [list(prompt) for prompt in prompts]
+        self._log_probs: list[list[float]] = [[] for _ in prompts]
         self._is_ended = [False] * len(prompts)
         self._is_done = [False] * len(prompts)  # or as long as it may be
         self._rows = list(range(len(prompts)))  # of the prompts that the model still reads
         self._cache: Any = None
         num_drawn = decoding.max_new_tokens if decoding.temperature > 0 else 0
-        self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=_STREAM)
+        self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=decoding.stream)
 
-    def run(self, *, is_sliding: bool, in_lockstep: bool) -> None:
+    def run(self, *, is_sliding: bool, in_lockstep: bool, beat: Callable[[str], None] | None = None) -> None:
         """Continue all of them."""
         for step in range(self._decoding.max_new_tokens):
+            if beat is not None:
+                beat("generating answers")
             self._is_done = [
                 is_ended or (not is_sliding and len(sequence) >= self._context)
                 for is_ended, sequence in zip(self._is_ended, self._sequences, strict=True)
@@ -138,12 +147,13 @@ class _Batch:
                 self._let_go()
                 if not self._rows:
                     break
-            self._add(self._choose(self._read(self._decoding.max_new_tokens - step), step))
+            self._add(*self._choose(self._read(self._decoding.max_new_tokens - step), step))
 
     def continuations(self) -> Iterator[Continuation]:
         """What has come of each prompt."""
-        for length, sequence, is_ended in zip(self._prompts, self._sequences, self._is_ended, strict=True):
-            yield Continuation(tuple(sequence[length:]), is_ended)
+        found = zip(self._prompts, self._sequences, self._is_ended, self._log_probs, strict=True)
+        for length, sequence, is_ended, log_probs in found:
+            yield Continuation(tuple(sequence[length:]), is_ended, tuple(log_probs))
 
     def _read(self, num_left: int) -> Tensor:
         """Logits of the next token, (rows, vocab), of which `num_left` are still to come."""
@@ -162,20 +172,25 @@ class _Batch:
         logits: Tensor = self._model(tokens, return_logits=True, **cache).logits[:, -1]
         return logits.float()
 
-    def _choose(self, logits: Tensor, step: int) -> list[int]:
-        decoding, chosen = self._decoding, logits.argmax(-1)
+    def _choose(self, logits: Tensor, step: int) -> tuple[list[int], list[float]]:
+        """The next token of each row, and the log-probability with which it is drawn, where that is kept."""
+        decoding, chosen, kept = self._decoding, logits.argmax(-1), logits
         if decoding.temperature > 0:
             kept = filtered(logits, temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p)
             # A temperature so small that the quotients overflow picks the likeliest, too.
             drawn = draw_tokens(kept, self._uniforms[self._rows, step])
             chosen = torch.where(kept.amax(-1).isfinite(), drawn, chosen)
+        log_probs: list[float] = []
+        if decoding.keeps_log_probs:
+            log_probs = kept.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1).tolist()
         tokens: list[int] = chosen.tolist()
-        return tokens
+        return tokens, log_probs
 
-    def _add(self, tokens: Sequence[int]) -> None:
-        for row, token in zip(self._rows, tokens, strict=True):
+    def _add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        for place, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             if not self._is_done[row]:
                 self._sequences[row].append(token)
+                self._log_probs[row] += log_probs[place : place + 1]
                 self._is_ended[row] = token in self._decoding.stop_ids
 
     def _let_go(self) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from foundry.config.schemas.objective import KLType
+from foundry.config.schemas.policy import KLType
 
 
 def kl_estimate(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foundry.config.schemas.objective import ImportanceWeights, KLGradient, KLType
+from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType
 from foundry.objectives.kl import kl_estimate
 
 

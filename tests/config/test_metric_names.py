@@ -81,6 +81,8 @@ SHIPPED = {
     "SFT": lambda: configure(*SFT).objective,
     "SFT, z-loss": lambda: configure(*SFT, Z_LOSS).objective,
     "DPO": lambda: schemas.DPO(reference=schemas.Reference.copy),
+    "GRPO": lambda: schemas.GRPO(num_generations_per_prompt=2),
+    "GRPO, likelihood": lambda: schemas.GRPO(num_generations_per_prompt=2, positive_example_nll_weight=0.1),
     "Distillation": lambda: schemas.Distillation(teacher="runs/teacher", vocab_size=5, max_seq_len=3),
     "Diffusion": lambda: configure("hparams=diffusion").objective,
 }
@@ -98,7 +100,8 @@ def test_an_objective_measures_what_its_schema_declares(name):
     objective = build(schema)
     if hasattr(objective, "compare"):
         objective.compare({"reference": Model(), "teacher": Model()})
-    returned = objective.loss(Model(), microbatch(schema.wants)).metrics
+    is_rollout = "prompts" in schema.wants
+    returned = objective.loss(Model(), objective.example(2, 3) if is_rollout else microbatch(schema.wants)).metrics
     assert declared(schema) == declared(objective) == val_metric_names(["loss", *returned])
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.config.schemas.objective import ImportanceWeights, KLGradient, KLType
+from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType
 from foundry.objectives.kl import kl_estimate
 from foundry.objectives.policy_gradient import (
     Completions,

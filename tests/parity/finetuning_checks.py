@@ -19,7 +19,7 @@ from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
 from foundry.config.schemas.evaluation import EarlyStopping as EarlyStoppingSettings
 from foundry.config.schemas.evaluation import Evaluation, PatienceUnit
-from foundry.config.schemas.objective import KLType
+from foundry.config.schemas.policy import KLType
 from foundry.config.schemas.scheduler import EvaluateAt
 from foundry.models.lora import match_targets, merged, scaling
 from foundry.models.sampling import filtered

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import ClassVar
 
 from foundry.config.errors import Violation
+from foundry.config.schemas.policy import PolicyGradient
 from foundry.config.setting import setting
 
 
@@ -180,44 +181,6 @@ class DPO:
             yield Violation("objective.preference_loss_weight", message)
 
 
-class KLType(Enum):
-    """Estimators of a divergence at drawn tokens."""
-
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class KLGradient(Enum):
-    """What the estimate of the divergence is weighted by, which decides its gradient.
-
-    Attributes:
-        score: 1, with the gradient of the token's probability.
-        ratio: the policy's probability over that of the policy before the rollout's first update.
-        none: 1, without a gradient.
-    """
-
-    score = "score"
-    ratio = "ratio"
-    none = "none"
-
-
-class ImportanceWeights(Enum):
-    """What becomes of the weights that correct for the difference between sampler and trainer.
-
-    Attributes:
-        plain: nothing.
-        tis: they are clamped to their bounds.
-        icepop: tokens out of bounds do not count.
-        seq_mask: sequences whose geometric mean is out of bounds do not count.
-    """
-
-    plain = "plain"
-    tis = "tis"
-    icepop = "icepop"
-    seq_mask = "seq_mask"
-
-
 class Divergence(Enum):
     """How two distributions of the next token are compared."""
 
@@ -299,6 +262,13 @@ class Distillation:
             if not is_used and value != defaults[name]:
                 message = f"is {value.value if isinstance(value, Enum) else value} but means nothing without {needed}"
                 yield Violation(f"objective.{name}", message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(PolicyGradient):
+    """Group-relative policy optimisation: the model's own answers that are better than others become likelier."""
+
+    _target_: str = "foundry.objectives.grpo.GRPO"
 
 
 @dataclass(frozen=True, kw_only=True)

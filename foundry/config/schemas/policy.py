@@ -1,0 +1,183 @@
+"""Settings of objectives that learn from the model's own answers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import ClassVar
+
+from foundry.config.errors import Violation
+from foundry.config.setting import setting
+
+
+class KLType(Enum):
+    """Estimators of a divergence at drawn tokens."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KLGradient(Enum):
+    """What the estimate of the divergence is weighted by, which decides its gradient.
+
+    Attributes:
+        score: 1, with the gradient of the token's probability.
+        ratio: the policy's probability over that of the policy before the rollout's first update.
+        none: 1, without a gradient.
+    """
+
+    score = "score"
+    ratio = "ratio"
+    none = "none"
+
+
+class ImportanceWeights(Enum):
+    """What becomes of the weights that correct for the difference between sampler and trainer.
+
+    Attributes:
+        plain: nothing.
+        tis: they are clamped to their bounds.
+        icepop: tokens out of bounds do not count.
+        seq_mask: sequences whose geometric mean is out of bounds do not count.
+    """
+
+    plain = "plain"
+    tis = "tis"
+    icepop = "icepop"
+    seq_mask = "seq_mask"
+
+
+def policy_metrics(*, has_kl: bool, has_nll: bool) -> tuple[str, ...]:
+    """What is measured of a policy's updates, given whether the loss has a divergence and a likelihood in it."""
+    own = ("policy_loss", "ratio", "clipped", "mult_prob_error", "sampler_kl", "entropy")
+    return (*own, *(("kl",) if has_kl else ()), *(("positive_nll",) if has_nll else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient:
+    """A rollout, what its answers are compared with, and the loss of its updates."""
+
+    wants: ClassVar[frozenset[str]] = frozenset({"prompts"})
+    loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    num_prompts_per_step: int = setting(1, "prompts of a rollout", ge=1, le=10**7)
+    num_generations_per_prompt: int = setting(
+        1, "answers to each prompt, which are compared with each other; at least 2", ge=1, le=10**6
+    )
+    updates_per_rollout: int = setting(
+        1, "optimizer steps that a rollout is divided among, by whole prompts", ge=1, le=10**6, aliases="num_iterations"
+    )
+    generation_batch_size: int = setting(32, "answers that a rank generates at a time", ge=1, le=10**6)
+    generation_temperature: float = setting(1.0, "of what is drawn", gt=0, le=1)
+    generation_top_p: float = setting(
+        0.9, "draw from the fewest tokens whose probabilities sum up to this, after top_k", gt=0, le=1
+    )
+    generation_top_k: int | None = setting(50, "draw from so many of the likeliest tokens; null: all", ge=1)
+    generation_pipeline_parallel_size: int = setting(1, "stages of the model when it generates: only 1", ge=1, le=1)
+    max_new_tokens: int = setting(
+        256, "longest answer in tokens", ge=1, le=10**7, aliases="max_completion_length, max_total_sequence_length"
+    )
+    normalize_rewards: bool = setting(True, "divide advantages by the deviation of their group's rewards")
+    use_rloo: bool = setting(True, "compare an answer with the others of its prompt; false: with all, itself included")
+    overlong_filtering: bool = setting(
+        False, "leave out answers that did not end by themselves; they stay in what others are compared with"
+    )
+    ratio_clip_min: float = setting(
+        0.2, "a ratio of probabilities below 1 - this is clipped; 1: never", ge=0, le=1, aliases="epsilon, clip_range"
+    )
+    ratio_clip_max: float = setting(0.2, "a ratio above 1 + this is clipped", ge=0, aliases="epsilon_high")
+    ratio_clip_c: float | None = setting(
+        None, "bounds the loss of a negative advantage A at this times |A| (dual clip), such as 3; null: not", gt=1
+    )
+    ref_policy_kl_penalty: float = setting(
+        0.01,
+        "β: weight of the divergence from the reference, the model with which the run starts; 0: none is kept",
+        ge=0,
+        aliases="beta",
+    )
+    token_level_loss: bool = setting(True, "mean over all tokens; false: over answers of the mean of their tokens")
+    use_on_policy_kl_approximation: bool = setting(
+        False, "weigh the divergence by the policy's probability over the sampler's"
+    )
+    use_importance_sampling_correction: bool = setting(
+        False, "weigh the loss by the trainer's probability over the sampler's at the rollout"
+    )
+    logprob_chunk_size: int | None = setting(
+        1024,
+        "tokens whose logits exist at a time, which are computed again in backward; null: the model's own setting",
+        ge=1,
+        le=10**12,
+    )
+    kl_type: KLType = setting(KLType.k3, "estimator of the divergence: k1, k2 or k3")
+    kl_input_clamp: float | None = setting(20.0, "largest log-ratio in it; null: no limit", gt=0)
+    kl_output_clamp: float | None = setting(10.0, "largest estimate; null: no limit", gt=0)
+    kl_gradient: KLGradient = setting(
+        KLGradient.score, "what weighs the estimate: score: 1 with the token's gradient; ratio; or none"
+    )
+    use_kl_in_reward: bool = setting(False, "take the divergence off the rewards instead of adding it to the loss")
+    sequence_level_importance_ratios: bool = setting(
+        False, "one ratio an answer, the geometric mean of its tokens' (GSPO)"
+    )
+    disable_ppo_ratio: bool = setting(False, "the log-probability itself in place of the ratio (REINFORCE)")
+    force_on_policy_ratio: bool = setting(False, "take the ratio to be 1, with its gradient")
+    use_cispo: bool = setting(False, "log-probabilities weighted by the clipped ratio, which has no gradient (CISPO)")
+    importance_weights: ImportanceWeights = setting(
+        ImportanceWeights.plain, "what becomes of the correction's weights: plain, tis (clamped), icepop or seq_mask"
+    )
+    importance_weight_min: float | None = setting(None, "their lower bound; null: 0", ge=0)
+    importance_weight_max: float | None = setting(None, "their upper bound; null: none", gt=0)
+    positive_example_nll_weight: float = setting(
+        0.0, "weight of the negative log-probability of answers with a reward above 0", ge=0
+    )
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is measured besides the loss."""
+        has_kl = self.ref_policy_kl_penalty > 0 and not self.use_kl_in_reward
+        return policy_metrics(has_kl=has_kl, has_nll=self.positive_example_nll_weight > 0)
+
+    @property
+    def samples_per_row(self) -> int:
+        """Samples that one row of the data makes."""
+        return self.num_generations_per_prompt
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Answers of a rollout."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    def check(self) -> Iterator[Violation]:
+        """Answers are compared, a rollout can be divided, and no setting would be ignored."""
+        if self.num_generations_per_prompt == 1:
+            message = "is 1, so no answer is compared with another, and nothing is learnt; give at least 2, better 8"
+            yield Violation("objective.num_generations_per_prompt", message)
+        if self.num_prompts_per_step % self.updates_per_rollout:
+            message = f"is {self.updates_per_rollout} but must divide objective.num_prompts_per_step"
+            yield Violation("objective.updates_per_rollout", f"{message}={self.num_prompts_per_step}")
+        ratios = ("use_cispo", "force_on_policy_ratio", "disable_ppo_ratio")
+        if len(chosen := [name for name in ratios if getattr(self, name)]) > 1:
+            yield Violation(f"objective.{chosen[1]}", f"is given together with objective.{chosen[0]}; choose one")
+        if self.force_on_policy_ratio and self.updates_per_rollout > 1:
+            message = "is given together with several updates_per_rollout, after the first of which the ratio is not 1"
+            yield Violation("objective.force_on_policy_ratio", message)
+        yield from self._check_unused()
+
+    def _check_unused(self) -> Iterator[Violation]:
+        has_kl, corrects = self.ref_policy_kl_penalty > 0, self.use_importance_sampling_correction
+        is_loss = has_kl and not self.use_kl_in_reward
+        is_bounded = corrects and self.importance_weights is not ImportanceWeights.plain
+        has_ratio = not (self.use_cispo or self.force_on_policy_ratio or self.disable_ppo_ratio)
+        weighs_kl = is_loss and not self.use_on_policy_kl_approximation
+        defaults = {item.name: item.default for item in fields(self)}
+        for names, needed, is_used in (
+            (("kl_type", "kl_input_clamp", "kl_output_clamp", "use_kl_in_reward"), "a ref_policy_kl_penalty", has_kl),
+            (("use_on_policy_kl_approximation",), "a divergence in the loss", is_loss),
+            (("kl_gradient",), "a divergence in the loss that it alone weighs", weighs_kl),
+            (("importance_weights",), "use_importance_sampling_correction", corrects),
+            (("importance_weight_min", "importance_weight_max"), "importance_weights other than plain", is_bounded),
+            (("ratio_clip_min", "ratio_clip_max"), "a clipped ratio", has_ratio or self.use_cispo),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if not is_used and value != defaults[name]:
+                    text = value.value if isinstance(value, Enum) else value
+                    yield Violation(f"objective.{name}", f"is {text} but means nothing without {needed}")

@@ -1,0 +1,285 @@
+"""Group-relative policy optimisation: answers that are better than others to the same prompt become likelier."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType, policy_metrics
+from foundry.models.lora import adapters_off
+from foundry.models.sampling import filtered
+from foundry.models.token_log_probs import IGNORED_TARGET
+from foundry.objectives.advantages import group_advantages, penalized_rewards
+from foundry.objectives.generation import Decoding
+from foundry.objectives.kl import kl_estimate
+from foundry.objectives.policy_gradient import (
+    Completions,
+    PolicyLossSettings,
+    policy_loss,
+    positive_example_nll,
+    sampling_mismatch,
+)
+from foundry.objectives.rollout import Prepared, Rollout, RolloutSettings
+from foundry.training.protocols import LossSum, Mean, Microbatch
+
+_REFERENCE = "reference"
+_MISMATCHES = ("mult_prob_error", "sampler_kl", "entropy")
+
+
+class GRPO:
+    """Clipped policy gradient of completions by their advantages (Shao et al., 2024); see `policy_loss`.
+
+    A microbatch holds `tokens` and `targets`: (completions, seq) int64, targets -100 for prompts and padding,
+    `position`, and what `prepare` makes of a rollout. The loss is a mean over tokens, or with token_level_loss=False
+    over completions, of those that count. Log-probabilities are those of the filters that the tokens were drawn with;
+    the divergence from the reference, the model with which the run started, is of the unfiltered ones.
+
+    Args:
+        num_prompts_per_step: prompts of a rollout.
+        num_generations_per_prompt: completions of each.
+        updates_per_rollout: optimizer steps that a rollout is cut into.
+        generation_batch_size: completions generated at a time.
+        generation_temperature: of what is drawn.
+        generation_top_p: as in `Decoding`.
+        generation_top_k: as in `Decoding`.
+        generation_pipeline_parallel_size: 1.
+        max_new_tokens: longest completion.
+        normalize_rewards: as in `group_advantages`.
+        use_rloo: as in `group_advantages`.
+        overlong_filtering: completions that did not end by themselves do not count; they stay in the baseline.
+        positive_example_nll_weight: weight of the negative log-probability of completions with a reward above 0.
+        logprob_chunk_size: read by the run: the model's tile.
+        has_adapters: whether the model has any.
+
+    All others are those of `PolicyLossSettings`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_prompts_per_step: int = 1,
+        num_generations_per_prompt: int = 2,
+        updates_per_rollout: int = 1,
+        generation_batch_size: int = 32,
+        generation_temperature: float = 1.0,
+        generation_top_p: float = 0.9,
+        generation_top_k: int | None = 50,
+        generation_pipeline_parallel_size: int = 1,
+        max_new_tokens: int = 256,
+        normalize_rewards: bool = True,
+        use_rloo: bool = True,
+        overlong_filtering: bool = False,
+        positive_example_nll_weight: float = 0.0,
+        logprob_chunk_size: int | None = None,
+        has_adapters: bool = False,
+        ratio_clip_min: float = 0.2,
+        ratio_clip_max: float = 0.2,
+        ratio_clip_c: float | None = None,
+        token_level_loss: bool = True,
+        sequence_level_importance_ratios: bool = False,
+        disable_ppo_ratio: bool = False,
+        force_on_policy_ratio: bool = False,
+        use_cispo: bool = False,
+        ref_policy_kl_penalty: float = 0.01,
+        kl_type: KLType = KLType.k3,
+        kl_input_clamp: float | None = 20.0,
+        kl_output_clamp: float | None = 10.0,
+        kl_gradient: KLGradient = KLGradient.score,
+        use_on_policy_kl_approximation: bool = False,
+        use_kl_in_reward: bool = False,
+        use_importance_sampling_correction: bool = False,
+        importance_weights: ImportanceWeights = ImportanceWeights.plain,
+        importance_weight_min: float | None = None,
+        importance_weight_max: float | None = None,
+    ) -> None:
+        self._settings = PolicyLossSettings(
+            ratio_clip_min=ratio_clip_min,
+            ratio_clip_max=ratio_clip_max,
+            ratio_clip_c=ratio_clip_c,
+            token_level_loss=token_level_loss,
+            sequence_level_importance_ratios=sequence_level_importance_ratios,
+            disable_ppo_ratio=disable_ppo_ratio,
+            force_on_policy_ratio=force_on_policy_ratio,
+            use_cispo=use_cispo,
+            ref_policy_kl_penalty=ref_policy_kl_penalty,
+            kl_type=kl_type,
+            kl_input_clamp=kl_input_clamp,
+            kl_output_clamp=kl_output_clamp,
+            kl_gradient=kl_gradient,
+            use_on_policy_kl_approximation=use_on_policy_kl_approximation,
+            use_kl_in_reward=use_kl_in_reward,
+            use_importance_sampling_correction=use_importance_sampling_correction,
+            importance_weights=importance_weights,
+            importance_weight_min=importance_weight_min,
+            importance_weight_max=importance_weight_max,
+        )
+        filters: dict[str, Any] = {
+            "temperature": generation_temperature,
+            "top_k": generation_top_k,
+            "top_p": generation_top_p,
+        }
+        self.rollouts = RolloutSettings(
+            num_prompts=num_prompts_per_step,
+            num_generations=num_generations_per_prompt,
+            num_updates=updates_per_rollout,
+            batch_size=generation_batch_size,
+            decoding=Decoding(max_new_tokens=max_new_tokens, **filters),
+        )
+        self._advantages = partial(group_advantages, use_rloo=use_rloo, normalize_rewards=normalize_rewards)
+        self._leaves_out_truncated = overlong_filtering
+        self._nll_weight = positive_example_nll_weight
+        self._is_filtered = generation_temperature != 1 or generation_top_p < 1 or generation_top_k is not None
+        self._filters = filters
+        self._has_reference = self._settings.ref_policy_kl_penalty > 0
+        self._is_within = has_adapters  # the model without its adapters is its own reference
+        has_copy = self._has_reference and not has_adapters
+        self.frozen_models: Mapping[str, Any] = {_REFERENCE: None} if has_copy else {}
+        has_kl = self._has_reference and not use_kl_in_reward
+        self.metrics = policy_metrics(has_kl=has_kl, has_nll=positive_example_nll_weight > 0)
+        self.forward_keywords = ("read",) if self._is_filtered else ()
+
+    def compare(self, frozen: Mapping[str, nn.Module]) -> None:
+        """Take the reference, unless the model without its adapters is it."""
+        self._reference = frozen.get(_REFERENCE)
+
+    def num_valid(self, microbatch: Microbatch) -> int:
+        """Number of tokens that count, or of completions that have such."""
+        mask = _counted(microbatch)
+        return int((mask if self._settings.token_level_loss else mask.any(-1)).sum())
+
+    def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
+        """Sum over the tokens, or over completions of the means of theirs, with the penalty of the divergence."""
+        mask = _counted(microbatch)
+        log_prob, unfiltered = self._log_probs(model, microbatch["tokens"], microbatch["targets"])
+        old = microbatch.get("old", log_prob.detach())
+        part = Completions(
+            log_prob=log_prob,
+            old=old,
+            sampler=microbatch["sampler"],
+            mask=mask,
+            advantage=microbatch["advantage"],
+            reference=microbatch.get("reference"),
+            unfiltered=unfiltered,
+        )
+        found = policy_loss(part, self._settings)
+        loss, kept = found.loss, found.is_kept
+        count = kept.sum()
+        clipped = (found.ratio < 1 - self._settings.ratio_clip_min) | (found.ratio > 1 + self._settings.ratio_clip_max)
+        metrics = {
+            "policy_loss": Mean(found.policy.detach().float()),
+            "ratio": Mean(found.ratio.masked_fill(~kept, 0.0).sum(), count),
+            "clipped": Mean((clipped & kept).sum().float(), count),
+        }
+        mismatch = sampling_mismatch(log_prob.detach(), old, part.sampler, kept)
+        metrics |= {name: Mean(mismatch[name].float(), count) for name in _MISMATCHES}
+        if self._has_reference and not self._settings.use_kl_in_reward:
+            metrics["kl"] = Mean(found.kl.detach().float())
+        if self._nll_weight > 0:
+            nll, number = positive_example_nll(log_prob, kept, microbatch["reward"])
+            # Each sum has a count of its own: the step divides both by the number of valid items.
+            loss = loss + self._nll_weight * microbatch["nll_scale"][0] * nll
+            metrics["positive_nll"] = Mean(nll.detach().float(), number)
+        return LossSum(loss.float(), metrics)
+
+    def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """The policy's log-probabilities where they are needed after the first update, and the reference's."""
+        recorded = dict[str, Tensor]()
+        if self.rollouts.num_updates > 1 or self._settings.use_kl_in_reward:
+            filtered_ones, unfiltered = self._log_probs(model, tokens, targets)
+            if self.rollouts.num_updates > 1:
+                recorded["old"] = filtered_ones
+            if self._settings.use_kl_in_reward:
+                recorded["policy"] = filtered_ones if unfiltered is None else unfiltered
+        if self._has_reference and self._is_within:
+            with adapters_off(model):
+                recorded[_REFERENCE] = model(tokens, targets).log_prob
+        elif self._has_reference:
+            assert self._reference is not None
+            recorded[_REFERENCE] = self._reference(tokens, targets).log_prob
+        return recorded
+
+    def prepare(self, rollout: Rollout) -> Prepared:
+        """Advantages within groups, and which completions count."""
+        is_token = rollout.targets != IGNORED_TARGET
+        counts = ~rollout.is_truncated if self._leaves_out_truncated else torch.ones_like(rollout.is_truncated)
+        columns = {name: rollout.recorded[name] for name in ("old", _REFERENCE) if name in rollout.recorded}
+        rewards, metrics = rollout.rewards, dict[str, float]()
+        if self._settings.use_kl_in_reward and self._has_reference:
+            kl = kl_estimate(
+                rollout.recorded["policy"],
+                columns.pop(_REFERENCE),
+                kl_type=self._settings.kl_type,
+                input_clamp=self._settings.kl_input_clamp,
+                output_clamp=self._settings.kl_output_clamp,
+            )
+            rewards = penalized_rewards(rewards, kl.double(), is_token, self._settings.ref_policy_kl_penalty)
+            metrics["rollout_kl"] = float(kl[is_token].double().mean())
+        found = self._advantages(rewards, rollout.group)
+        mask = is_token & counts[:, None]
+        columns |= {
+            "sampler": rollout.sampler,
+            "advantage": found.advantage.float(),
+            "is_counted": counts,
+            "reward": rollout.rewards,
+        }
+        if self._nll_weight > 0:
+            columns["nll_scale"] = self._nll_scale(mask, rollout.rewards)
+        return Prepared(columns, metrics | _describe(rewards, rollout))
+
+    def example(self, num_samples: int, seq_len: int) -> Microbatch:
+        """A microbatch of completions of that length."""
+        per_token = torch.zeros(num_samples, seq_len)
+        per_sample = torch.zeros(num_samples)
+        columns = {"sampler": per_token, "advantage": per_sample, "is_counted": torch.ones(num_samples).bool()}
+        columns["reward"] = per_sample.double()
+        if self.rollouts.num_updates > 1:
+            columns["old"] = per_token
+        if self._has_reference and not self._settings.use_kl_in_reward:
+            columns[_REFERENCE] = per_token
+        if self._nll_weight > 0:
+            columns["nll_scale"] = per_sample
+        tokens = torch.zeros(num_samples, seq_len, dtype=torch.int64)
+        return {"tokens": tokens, "targets": tokens, "position": torch.arange(num_samples), **columns}
+
+    def _log_probs(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(completions, seq) float32: as the filters leave them, and without filters; None where there are none."""
+        if not self._is_filtered:
+            return model(tokens, targets).log_prob, None
+        output = model(tokens, targets, read=self._read)
+        return output.read["filtered"], output.log_prob
+
+    def _read(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """(tokens,) log-probabilities of the targets among the tokens that the filters leave; 0 at ignored targets."""
+        ignored = targets == IGNORED_TARGET
+        kept = filtered(logits, **self._filters).log_softmax(-1)
+        chosen = kept.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+        return {"filtered": chosen.masked_fill(ignored, 0.0)}
+
+    def _nll_scale(self, mask: Tensor, rewards: Tensor) -> Tensor:
+        """(completions,), for each update's completions the items that count over the tokens with a reward above 0."""
+        scales = list[Tensor]()
+        for own, reward in zip(
+            mask.chunk(self.rollouts.num_updates), rewards.chunk(self.rollouts.num_updates), strict=True
+        ):
+            items = own.sum() if self._settings.token_level_loss else own.any(-1).sum()
+            positive = (own & (reward > 0)[:, None]).sum().clamp(min=1)
+            scales.append((items / positive).expand(len(own)))
+        return torch.cat(scales).float()
+
+
+def _counted(microbatch: Microbatch) -> Tensor:
+    """(completions, seq) bool, where the microbatch is: tokens that count."""
+    mask = microbatch["targets"] != IGNORED_TARGET
+    is_sample = (microbatch["position"] >= 0).to(mask.device, non_blocking=True)
+    return mask & (microbatch["is_counted"] & is_sample)[:, None]
+
+
+def _describe(rewards: Tensor, rollout: Rollout) -> dict[str, float]:
+    """Of groups: the mean deviation of their rewards, and the share of those from which nothing can be learnt."""
+    groups = [rewards[rollout.group == group] for group in sorted(set(rollout.group.tolist()))]
+    scored = [own[~own.isnan()] for own in groups]
+    deviations = torch.stack([own.std() if len(own) > 1 else own.new_zeros(()) for own in scored])
+    without = [len(own) < 2 or bool((own - own[0]).abs().max() <= 1e-9) for own in scored]
+    return {"reward_std": float(deviations.mean()), "groups_without_variance": sum(without) / len(without)}

@@ -1,0 +1,1 @@
+"""Windows of what the model itself generates, scored."""

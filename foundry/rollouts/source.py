@@ -1,0 +1,281 @@
+"""A source of windows whose samples are the model's own answers to prompts."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.data.loader import Loader
+from foundry.data.order import GlobalOrder
+from foundry.data.prompts import RowNumbers
+from foundry.data.splits import DataSplits
+from foundry.environments.judge import Judge, Judgement
+from foundry.models.token_log_probs import IGNORED_TARGET
+from foundry.objectives.rollout import Rollout, RolloutObjective
+from foundry.objectives.text_samples import context_of
+from foundry.parallel.gathering import gather
+from foundry.parallel.process_group import World
+from foundry.parallel.whole_weights import gathered
+from foundry.rollouts.completions import Completion, Completions, complete, place
+from foundry.training.protocols import Microbatch, Window
+
+_STREAM = "rollout"
+
+
+def build_rollouts(
+    objective: RolloutObjective,
+    *,
+    model: nn.Module,
+    frozen: Sequence[nn.Module],
+    data: DataSplits,
+    judge: Judge | None,
+    world: World,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    seed: int,
+    per_gpu_batch_size: int,
+    beat: Callable[[str], None],
+) -> "RolloutSource":
+    """The source of a run, which reads prompts in their global order; arguments as those of `RolloutSource`.
+
+    Raises:
+        ConfigError: there is no environment that scores answers, or there are no prompts, or one cannot be used.
+    """
+    count = len(data.train_prompts)
+    if judge is None:
+        raise ConfigError(Violation("environment", "is none but the objective needs one that scores answers"))
+    if not count or count != len(data.train):
+        raise ConfigError(Violation("data", "has no train_prompts for its training samples; choose data=prompts"))
+    size = objective.rollouts.num_prompts
+    return RolloutSource(
+        objective=objective,
+        model=model,
+        frozen=frozen,
+        data=data,
+        judge=judge,
+        world=world,
+        autocast=autocast,
+        seed=seed,
+        per_gpu_batch_size=per_gpu_batch_size,
+        loader=Loader(
+            dataset=RowNumbers(count),
+            order=GlobalOrder(num_samples=count, fingerprint=data.fingerprint, seed=seed),
+            batch_size_at=lambda samples: size,
+            per_gpu_batch_size=size,
+        ),
+        beat=beat,
+    )
+
+
+class RolloutSource:
+    """Has the model answer prompts, and cuts what comes of it into the windows of several updates.
+
+    A rollout is made in chunks of `generation_batch_size` completions, of which rank r makes every world_size-th: what
+    is in a chunk, and what is drawn for it, does not depend on the number of ranks. Its completions are known to
+    all ranks. Within a window they are dealt to ranks and microbatches as a `Loader` deals samples.
+
+    Args:
+        objective: says how much is generated, and what is to be known of it.
+        model: as it is called in training.
+        frozen: the models that the objective records from.
+        data: has `train_prompts`.
+        judge: scores answers.
+        world: this rank and the others.
+        autocast: a context for forward passes in the arithmetic of the run.
+        seed: of what is drawn.
+        per_gpu_batch_size: completions of a microbatch.
+        loader: reads the numbers of the prompts, all of a rollout on every rank.
+        beat: says what is being done, to a watchdog.
+
+    Raises:
+        ConfigError: a prompt leaves no room for an answer, or lacks a column that the environment reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        objective: RolloutObjective,
+        model: nn.Module,
+        frozen: Sequence[nn.Module],
+        data: DataSplits,
+        judge: Judge,
+        world: World,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        seed: int,
+        per_gpu_batch_size: int,
+        loader: Loader,
+        beat: Callable[[str], None],
+    ) -> None:
+        self._objective, self._model, self._frozen = objective, model, frozen
+        self._data, self._judge, self._world = data, judge, world
+        self._autocast, self._per_gpu, self._loader, self._beat = autocast, per_gpu_batch_size, loader, beat
+        self._settings = objective.rollouts
+        self._decoding = replace(
+            self._settings.decoding,
+            stop_ids=frozenset(data.stop_ids),
+            seed=seed,
+            stream=_STREAM,
+            keeps_log_probs=True,
+        )
+        self._context = context_of(model, data)
+        _check_prompts(data, judge, self._context - self._decoding.max_new_tokens)
+        self._update = 0  # of the rollout; 0: the next window needs another
+        self._samples: dict[str, Tensor] = {}
+        self._metrics: dict[str, float] = {}
+
+    def next_window(self) -> Window:
+        """The completions of the next update, after a rollout where it is the first.
+
+        Raises:
+            ConfigError: the environment has failed at every answer.
+        """
+        if self._update == 0:
+            self._roll_out()
+        size = self._settings.num_completions // self._settings.num_updates
+        first = self._update * size
+        self._update = (self._update + 1) % self._settings.num_updates
+        rank, ranks = self._world.dp_rank, self._world.dp_size
+        starts = range(first + rank * self._per_gpu, first + size, ranks * self._per_gpu)
+        lengths = self._samples["length"]
+        return Window(
+            microbatches=[self._cut(slice(start, start + self._per_gpu)) for start in starts],
+            num_samples=size,
+            num_tokens=int(lengths[first : first + size].sum()),
+            metrics=self._metrics,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts consumed, and which update of their rollout is next."""
+        metrics = self._metrics if self._update else {}
+        return {"prompts": self._loader.state_dict(), "update": self._update, "metrics": metrics}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._loader.load_state_dict(state["prompts"])
+        self._update, self._metrics = int(state["update"]), dict(state["metrics"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The rollout, between two of its updates."""
+        return dict(self._samples) if self._update else {}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue with a rollout."""
+        self._samples = dict(tensors)
+
+    def rewind(self, samples: int) -> None:
+        """Nothing is counted by samples here, and what has been generated is not generated again."""
+
+    def _roll_out(self) -> None:
+        """Generate, score and prepare."""
+        read = self._loader.next_window().microbatches[0]
+        each = self._settings.num_generations
+        prompts = [self._data.train_prompts[row] for row in read["row"].tolist() for _ in range(each)]
+        keys = [position * each + number for position in read["position"].tolist() for number in range(each)]
+        longest = max(len(prompt.tokens) for prompt in prompts) + self._decoding.max_new_tokens - 1
+        completions = Completions(len(prompts), longest)
+        judged = dict[int, Completion]()
+        size = self._settings.batch_size
+        with torch.no_grad(), ExitStack() as held:
+            whole = held.enter_context(gathered(self._model))
+            for model in self._frozen:
+                held.enter_context(gathered(model))
+            for start in range(self._world.rank * size, len(prompts), self._world.world_size * size):
+                self._beat("generating answers")
+                found = complete(
+                    whole,
+                    prompts[start : start + size],
+                    keys[start : start + size],
+                    self._decoding,
+                    context=self._context,
+                    world=self._world,
+                    autocast=self._autocast,
+                    record=self._objective.record,
+                    tokenizer=self._data.tokenizer,
+                    beat=self._beat,
+                )
+                place(completions, found, start)
+                judgements = self._judge.judge([one.answer for one in found.answers], self._beat)
+                for number, (one, judgement) in enumerate(zip(found.answers, judgements, strict=True), start):
+                    judged[number] = replace(one, judgement=judgement)
+        self._beat("collecting answers")
+        completions.share(self._world)
+        self._prepare(completions, self._collected(judged), torch.tensor(keys))
+
+    def _collected(self, judged: Mapping[int, Completion]) -> list[tuple[int, bool, Judgement]]:
+        """Of every completion its length, whether it was cut short, and what it is worth.
+
+        Raises:
+            ConfigError: the environment has failed at every answer.
+        """
+        own = {number: (one.length, one.answer.is_truncated, one.judgement) for number, one in judged.items()}
+        everything = {number: one for part in gather(own, self._world) for number, one in part.items()}
+        found = [everything[number] for number in range(len(everything))]
+        faults = [judgement for _, _, judgement in found if judgement.fault]
+        if len(faults) == len(found):
+            message = f"{self._judge.name} has failed at all {len(found)} answers of a rollout, first: "
+            raise ConfigError(Violation("environment", message + faults[0].message))
+        return found
+
+    def _prepare(self, completions: Completions, found: Sequence[tuple[int, bool, Judgement]], keys: Tensor) -> None:
+        rewards = [math.nan if judgement.reward is None else judgement.reward for _, _, judgement in found]
+        each = self._settings.num_generations
+        prepared = self._objective.prepare(
+            Rollout(
+                tokens=completions.tokens,
+                targets=completions.targets,
+                group=torch.arange(len(found)) // each,
+                rewards=torch.tensor(rewards, dtype=torch.float64),
+                is_truncated=torch.tensor([is_truncated for _, is_truncated, _ in found]),
+                sampler=completions.columns["sampler"],
+                recorded={name: column for name, column in completions.columns.items() if name != "sampler"},
+            )
+        )
+        num_new = (completions.targets != IGNORED_TARGET).sum(-1)
+        self._samples = {
+            "tokens": completions.tokens,
+            "targets": completions.targets,
+            "length": torch.tensor([length for length, _, _ in found]),
+            "position": keys,
+            **prepared.columns,
+        }
+        self._metrics = _measured(found, num_new) | dict(prepared.metrics)
+
+    def _cut(self, rows: slice) -> Microbatch:
+        """Some completions, padded to the longest of them."""
+        longest = int(self._samples["length"][rows].max())
+        return {
+            name: (column[rows, :longest] if column.dim() > 1 else column[rows]).contiguous()
+            for name, column in self._samples.items()
+            if name != "length"
+        }
+
+
+def _check_prompts(data: DataSplits, judge: Judge, most: int) -> None:
+    prompts = data.train_prompts
+    if long := [prompt for prompt in prompts if len(prompt.tokens) > most]:
+        message = f"leaves {most} of the model's positions for prompts, and {len(long)} of {len(prompts)} are longer"
+        raise ConfigError(Violation("objective.max_new_tokens", f"{message}; shorten it, or set data.on_bad_row=skip"))
+    for name in judge.needs:
+        if lacking := sum(prompt.own_columns.get(name) is None for prompt in prompts):
+            message = f"is {judge.name}, which reads the column {name} of prompts, but {lacking} of {len(prompts)}"
+            raise ConfigError(Violation("environment", f"{message} have none; add it, or choose another environment"))
+
+
+def _measured(found: Sequence[tuple[int, bool, Judgement]], num_new: Tensor) -> dict[str, float]:
+    """What a rollout was worth; means over the completions that have a reward or a score."""
+    judgements = [judgement for _, _, judgement in found]
+    rewards = [judgement.reward for judgement in judgements if judgement.reward is not None]
+    metrics = {"reward": sum(rewards) / len(rewards)} if rewards else {}
+    for name in sorted({name for judgement in judgements for name in judgement.scores}):
+        values = [judgement.scores[name] for judgement in judgements if name in judgement.scores]
+        metrics[f"reward_{name}"] = sum(values) / len(values)
+    metrics["reward_missing"] = 1 - len(rewards) / len(found)
+    for fault in sorted({judgement.fault for judgement in judgements} - {""}):
+        metrics[f"reward_{fault}"] = float(sum(judgement.fault == fault for judgement in judgements))
+    metrics["truncated"] = sum(is_truncated for _, is_truncated, _ in found) / len(found)
+    metrics["completion_tokens"] = float(num_new.double().mean())
+    return metrics

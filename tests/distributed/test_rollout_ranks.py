@@ -1,0 +1,67 @@
+"""Equal weights make equal rollouts, on one process, and on two under DDP and FSDP2."""
+
+import pytest
+from harness import spawn
+
+from foundry.config.schemas.distributed import DDP, FSDP
+
+REWARDED = {"updates_per_rollout": 2, "ref_policy_kl_penalty": 0.1, "generation_batch_size": 3}
+
+
+def windows(model, reference, world):
+    """Two rollouts' worth of microbatches as plain lists, and the metrics."""
+    from rollout_parts import make_objective, make_source
+
+    objective = make_objective(reference, **REWARDED)
+    source = make_source(objective, model, world=world, frozen=[reference], per_gpu_batch_size=2)
+    found = [source.next_window() for _ in range(4)]
+    names = ("position", "tokens", "targets", "is_counted", "advantage", "sampler", "old", "reference")
+    parts = [[{name: part[name].tolist() for name in names} for part in window.microbatches] for window in found]
+    return parts, [dict(window.metrics) for window in found], [window.num_tokens for window in found]
+
+
+def on_ranks(world):
+    from rollout_parts import make_model
+
+    from foundry.config.schemas.precision import PrecisionMode
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import arrange
+    from foundry.parallel.wrap import parallelize, place_frozen
+
+    policy, found = PrecisionPolicy(PrecisionMode.fp32), []
+    for config in (DDP(), FSDP()):
+        own = arrange(world, config)
+        parallel = parallelize(make_model(), policy, own, grad_checkpointing=False, torchcompile=False)
+        found.append(windows(parallel.model, place_frozen(make_model(4), policy, own), own))
+    return found
+
+
+def close(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        if name in ("position", "tokens", "targets", "is_counted"):
+            assert one[name] == other[name], name
+        else:
+            for row, expected in zip(one[name], other[name], strict=True):
+                assert row == pytest.approx(expected, abs=1e-5), name
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_rollouts_are_the_same_on_any_number_of_ranks():
+    import torch
+    from rollout_parts import make_model
+
+    from foundry.parallel.process_group import World
+
+    alone, metrics, tokens = windows(make_model(), make_model(4), World(0, 0, 1, 1, torch.device("cpu")))
+    results = spawn(on_ranks, 2)
+    for strategy in range(2):
+        for rank in range(2):
+            parts, own_metrics, own_tokens = results[rank][strategy]
+            assert own_tokens == tokens
+            for one, expected in zip(own_metrics, metrics, strict=True):
+                assert one == pytest.approx(expected, abs=1e-6)
+            for window, whole in zip(parts, alone, strict=True):
+                for number, part in enumerate(window):
+                    close(part, whole[2 * number + rank])

@@ -1,0 +1,121 @@
+"""Runs of objective=grpo: on any layout, killed between two updates of a rollout, and evaluated."""
+
+import json
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from warm import WarmShell
+
+OWN = '''
+import os
+import signal
+
+from foundry.objectives.grpo import GRPO
+
+
+class Mortal(GRPO):
+    """Is killed at its DIE_AT-th microbatch."""
+
+    calls = 0
+
+    def loss(self, model, microbatch):
+        Mortal.calls += 1
+        if Mortal.calls == int(os.environ.get("DIE_AT", 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, microbatch)
+
+
+class Digits:
+    """The share of digits in an answer; of its prompt it knows the row."""
+
+    def score(self, answers):
+        (answer,) = answers
+        assert "answer" in answer.columns
+        return [{"digits": sum(c.isdigit() for c in answer.text) / 8}]
+'''
+TINY = [
+    "debug=fast",
+    "data=arithmetic",
+    "data.form=prompts",
+    "data.num_rows=32",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "objective=grpo",
+    "objective.max_new_tokens=8",
+    "objective.num_prompts_per_step=4",
+    "objective.num_generations_per_prompt=4",
+    "objective.updates_per_rollout=2",
+    "objective.generation_batch_size=4",
+    "hparams.global_batch_size=8",
+    "hparams.per_gpu_batch_size=4",
+    "hparams.max_steps=4",
+    "environment=arithmetic",
+    "evaluation=reward",
+    "evaluation.max_samples=8",
+    "evaluation.write_samples=false",
+    "tracking=none",
+    "tracking.log_every_n_steps=1",
+    "precision=fp32",
+]
+OWN_DIGITS = ["environment._target_=own.Digits", "environment.weights={}"]
+TIMES = ("step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes")
+
+
+@pytest.fixture
+def shell(tmp_path, cache):
+    (tmp_path / "own.py").write_text(OWN)
+    return WarmShell(tmp_path, cache)
+
+
+def metrics(shell, name):
+    lines = map(json.loads, (shell.cwd / name / "metrics.jsonl").open())
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def weights(shell, name):
+    folder = shell.cwd / name / "checkpoints" / "latest"
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+@pytest.mark.long
+def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell):
+    overrides = [*TINY, *OWN_DIGITS, "objective._target_=own.Mortal", "evaluation.interval=null"]
+    overrides += ["checkpoint.interval='1 steps'", "checkpoint.asynchronous=false", "hparams.max_steps=6"]
+    shell.run(*overrides, "hydra.run.dir=whole")
+    shell.run(*overrides, "hydra.run.dir=killed", variables={"DIE_AT": "8"}, code=-signal.SIGKILL)
+    kept = weights(shell, "killed")
+    assert {"source.tokens", "source.advantage", "source.old"} <= kept.keys(), "the fourth step is a second update"
+    shell.run(*overrides, "hydra.run.dir=killed")
+    assert metrics(shell, "killed") == metrics(shell, "whole")
+    whole, resumed = weights(shell, "whole"), weights(shell, "killed")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_layouts_learn_the_same_from_the_first_rollout(shell):
+    two = ["distributed.nproc_per_node=2", "hparams.max_steps=2"]
+    shell.run(*TINY, *OWN_DIGITS, "hparams.max_steps=2", "hydra.run.dir=one")
+    one = metrics(shell, "one")
+    assert one[0]["reward"] > 0
+    assert one[0]["grad_norm"] > 0
+    assert one[0]["mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+    assert one[0]["kl"] == 0.0
+    for name in ("ddp", "fsdp"):
+        shell.run(*TINY, *OWN_DIGITS, *two, f"distributed={name}", f"hydra.run.dir={name}")
+        for ours, theirs in zip(metrics(shell, name), one, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.long
+def test_adapters_have_the_model_without_them_as_reference(shell):
+    overrides = [*TINY, *OWN_DIGITS, "peft=lora", "optimizer=adamw", "hparams.lr=0.05", "scheduler.warmup='0'"]
+    shell.run(*overrides, "hydra.run.dir=adapted")
+    lines = [line for line in metrics(shell, "adapted") if "kl" in line]
+    assert [line["kl"] > 0 for line in lines] == [False, True, True, True], "the base is where the adapters began"

@@ -1,0 +1,66 @@
+"""A tiny model with prompts and an environment, from which rollouts are made."""
+
+import contextlib
+
+import torch
+
+from foundry.data.prompts import RowNumbers
+from foundry.data.splits import DataSplits, Prompt
+from foundry.data.tokenizer import train_tokenizer
+from foundry.environments.judge import Judge
+from foundry.models.transformer import Transformer
+from foundry.objectives.grpo import GRPO
+from foundry.parallel.process_group import World
+from foundry.rollouts.source import build_rollouts
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+QUESTIONS = ["the dog", "a", "the cat runs", "dog", "cat cat", "runs a dog", "the", "a a"]
+SETTINGS = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "generation_batch_size": 6, "max_new_tokens": 8}
+
+
+class Vowels:
+    """`vowels`: their share of the answer."""
+
+    def score(self, answers):
+        texts = [answer.text for answer in answers]
+        return [{"vowels": sum(c in "aeiou" for c in text) / max(1, len(text))} for text in texts]
+
+
+def make_model(seed=3):
+    torch.manual_seed(seed)
+    return Transformer(vocab_size=280, max_seq_len=32, init_std=0.3, **SIZES)
+
+
+def make_data():
+    tokenizer = train_tokenizer(["the dog runs", "a cat"] * 9, 280)
+    prompts = [Prompt(tuple(tokenizer.encode(text).ids), None, row, {}) for row, text in enumerate(QUESTIONS)]
+    return DataSplits(
+        train=RowNumbers(len(prompts)),
+        validation=RowNumbers(0),
+        fingerprint="questions",
+        tokenizer=tokenizer,
+        train_prompts=prompts,
+        stop_ids=(0, *range(270, 280)),
+        tokens_per_sample=12,
+    )
+
+
+def make_source(objective, model, *, world=None, judge=None, data=None, frozen=(), per_gpu_batch_size=4):
+    return build_rollouts(
+        objective,
+        model=model,
+        frozen=frozen,
+        data=make_data() if data is None else data,
+        judge=Judge(Vowels(), None, weights={"vowels": 2.0}, name="Vowels") if judge is None else judge,
+        world=World(0, 0, 1, 1, torch.device("cpu")) if world is None else world,
+        autocast=contextlib.nullcontext,
+        seed=5,
+        per_gpu_batch_size=per_gpu_batch_size,
+        beat=lambda what: None,
+    )
+
+
+def make_objective(reference=None, **settings):
+    objective = GRPO(**{**SETTINGS, **settings})
+    objective.compare({} if reference is None else {"reference": reference.requires_grad_(False).eval()})
+    return objective
