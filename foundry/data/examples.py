@@ -67,9 +67,15 @@ class Examples:
         """The index of the longest row, which needs the most memory."""
         return int(self.lengths.argmax())
 
+    def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """(len(indices),) int64, the tokens of these rows; nothing else is read."""
+        rows = np.asarray(indices, dtype=np.int64)
+        found: NDArray[np.int64] = self.offsets[rows + 1] - self.offsets[rows] - 1
+        return found
+
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Tokens of these rows together, without padding."""
-        return int(self.lengths[np.asarray(indices, dtype=np.int64)].sum())
+        return int(self.lengths_of(indices).sum())
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One row: tokens and targets, (length,) int64 each."""
@@ -77,7 +83,8 @@ class Examples:
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Rows padded on the right to the longest of them: tokens and targets, (len(indices), longest) int64 each."""
-        return self._rows([[index] for index in indices])
+        found = self.packed([[index] for index in indices])
+        return {name: found[name] for name in ("tokens", "targets")}
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Several samples a row, one after the other, padded on the right to the longest row.
@@ -86,28 +93,21 @@ class Examples:
             tokens, targets and documents, (len(packs), longest) int64 each, the last the number of each token's sample
             among all of them, -1 for padding.
         """
-        numbers, lengths = iter(range(sum(map(len, packs)))), self.lengths
-        rows = [np.concatenate([[], *(np.full(lengths[i], next(numbers)) for i in pack)]) for pack in packs]
-        found = self._rows(packs)
-        documents = np.full(found["tokens"].shape, -1, dtype=np.int64)
-        for row, values in zip(documents, rows, strict=True):
-            row[: len(values)] = values
-        return {**found, "documents": torch.from_numpy(documents)}
-
-    def _rows(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        lengths = self.lengths
-        longest = max(1, *(int(sum(lengths[index] for index in pack)) for pack in packs))
-        tokens = np.zeros((len(packs), longest), dtype=np.int64)
-        targets = np.full((len(packs), longest), IGNORED_TARGET, dtype=np.int64)
+        shape = len(packs), max(1, *(self.num_tokens(pack) for pack in packs))
+        tokens, targets, documents = (np.full(shape, fill, dtype=np.int64) for fill in (0, IGNORED_TARGET, -1))
+        number = 0
         for row, pack in enumerate(packs):
-            at = 0
+            end = 0
             for index in pack:
-                start, end = self.offsets[index : index + 2].tolist()
-                here, at = slice(at, at + end - start - 1), at + end - start - 1
-                tokens[row, here] = self.tokens[start : end - 1]
-                following = self.tokens[start + 1 : end].astype(np.int64)
-                targets[row, here] = np.where(self.trained[start + 1 : end], following, IGNORED_TARGET)
-        return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+                first, last = self.offsets[index : index + 2].tolist()
+                here = slice(end, end := end + last - first - 1)
+                tokens[row, here] = self.tokens[first : last - 1]
+                following = self.tokens[first + 1 : last].astype(np.int64)
+                targets[row, here] = np.where(self.trained[first + 1 : last], following, IGNORED_TARGET)
+                documents[row, here] = number
+                number += 1
+        named = {"tokens": tokens, "targets": targets, "documents": documents}
+        return {name: torch.from_numpy(array) for name, array in named.items()}
 
 
 class Pairs:

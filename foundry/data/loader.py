@@ -219,7 +219,8 @@ class Loader:
         """Rows of this rank's microbatches, which are as many on every rank and of nearly the same size."""
         first = start + self._skipped
         positions = range(first, first + self._batch_size_at(start))
-        lengths = cast(PackedDataset, self._reader.dataset).lengths[self._reader.order.indices(positions)]
+        dataset, order = cast(PackedDataset, self._reader.dataset), self._reader.order
+        lengths = dataset.lengths_of(order.indices(positions).tolist())
         packs = [[positions[i] for i in pack] for pack in first_fit_decreasing(lengths.tolist(), capacity)]
         count = self._dp_size * -(-len(packs) // (self._per_gpu * self._dp_size))
         for index in range(self._dp_rank, count, self._dp_size):

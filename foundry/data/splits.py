@@ -38,9 +38,8 @@ class BatchedDataset(Dataset, Protocol):
 class PackedDataset(Dataset, Protocol):
     """A dataset of samples of their own lengths, of which several fit into a row."""
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """(samples,) int64, tokens of each."""
+    def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """(len(indices),) int64, tokens of each."""
         ...
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
