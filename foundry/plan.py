@@ -110,6 +110,7 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
         batch = {name: t[:, :1].expand(1, config.data.seq_len) for name, t in batch.items()}
     sample = {name: t.expand(samples, *t.shape[1:]) for name, t in batch.items()}
     microbatch = {**sample, "position": torch.zeros(samples, dtype=torch.int64)}
+    most = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
     memory = estimate_memory(
         config,
         fake,
@@ -117,6 +118,7 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
         microbatch=microbatch,
         device_type="cuda" if on_gpu else "cpu",
         tokenizer=data.tokenizer,
+        answer_tokens=None if most is None else max(len(prompt.tokens) for prompt in data.train_prompts) + most - 1,
     )
     return {
         **build_plan(

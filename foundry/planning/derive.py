@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from foundry.config.duration import Budget, EpochInterval, Interval, without_rounding_error
+from foundry.config.schemas.policy import PolicyGradient
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.data.splits import DataSplits
@@ -59,7 +60,21 @@ def build_plan(
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "adapters": list(adapted_layers(model)),
+        "rollout": _rollout(config.objective),
         "notes": data.notes or {},
+    }
+
+
+def _rollout(objective: Any) -> dict[str, int] | None:
+    """What is generated at a time, where the objective learns from the model's own answers."""
+    if not isinstance(objective, PolicyGradient):
+        return None
+    return {
+        "prompts": objective.num_prompts_per_step,
+        "generations": objective.num_generations_per_prompt,
+        "answers": objective.samples_per_rollout,
+        "updates": objective.updates_per_rollout,
+        "max_new_tokens": objective.max_new_tokens,
     }
 
 

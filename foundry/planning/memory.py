@@ -25,11 +25,13 @@ from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.lora import frozen_matrices
+from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.process_group import World
 from foundry.parts import build_model, build_objective, build_optimizers
 from foundry.planning.activations import activation_bytes
 from foundry.planning.fake import FakeModel
+from foundry.planning.generation import cache_bytes
 from foundry.training.protocols import ComparingObjective, Microbatch, Objective
 
 _FLOAT32_BYTES = 4
@@ -51,6 +53,7 @@ class Memory:
         frozen: models that do not learn, with their buffers.
         buffers: the model's.
         activations_estimated: what the forward pass of one microbatch saves; None where it is not known.
+        generation: transient: whole weights, and keys and values of the answers that are generated at a time.
         host: how much of weights, gradients, optimizer and ema lies in host memory instead of the device's.
         note: why something is None.
     """
@@ -65,6 +68,7 @@ class Memory:
     frozen: int
     buffers: int
     activations_estimated: int | None
+    generation: int
     host: int
     note: str | None
 
@@ -72,7 +76,7 @@ class Memory:
     def total(self) -> int:
         """All that is known, in the device's memory at once; a bound, since not all peaks coincide."""
         known = self.weights + self.gathered + self.gradients + self.reducing + self.ema + self.frozen + self.buffers
-        return known + (self.optimizer or 0) + (self.activations_estimated or 0) - self.host
+        return known + (self.optimizer or 0) + (self.activations_estimated or 0) + self.generation - self.host
 
 
 def estimate_memory(
@@ -83,6 +87,7 @@ def estimate_memory(
     microbatch: Microbatch | None,
     device_type: str,
     tokenizer: Any = None,
+    answer_tokens: int | None = None,
 ) -> Memory:
     """Say what a run needs on its fullest rank.
 
@@ -93,6 +98,7 @@ def estimate_memory(
         microbatch: real tensors of a microbatch's shapes; None: activations are not known.
         device_type: "cuda" or "cpu"; on a CPU offloading moves nothing.
         tokenizer: of the data, for an objective that takes it.
+        answer_tokens: of the longest prompt with an answer, where the objective generates.
 
     Raises:
         ConfigError: the strategy does not fit the number of ranks, or the optimizer not the model.
@@ -106,6 +112,13 @@ def estimate_memory(
     state, optimizer_note = _optimizer_state(config, model)
     objective = build_objective(config, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer)
     frozen = _build_frozen(config, objective, fake, policy, world_size)
+    generation, generation_note = 0, None
+    if isinstance(objective, RolloutObjective) and answer_tokens is not None:
+        microbatch = objective.example(config.hparams.per_gpu_batch_size, answer_tokens)
+        whole = sum(each.ungathered(config.distributed.gradient_sync) for each in (layout, *(f for f, _ in frozen)))
+        cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
+        generation = whole + (cache or 0)
+        generation_note = "the memory of keys and values is not known" if cache is None else None
     activations, activations_note = _activations(config, objective, model, fake.mode, policy, layout, microbatch)
     shards = layout.parts(_num_bytes)
     gradients = layout.gradients(config.distributed.gradient_sync, accumulates)
@@ -113,7 +126,7 @@ def estimate_memory(
     ema = layout.parts(partial(_average_bytes, config))
     frozen_parts = [each.parts(_num_bytes) for each, _ in frozen]
     offloaded = sum(part for part, _ in frozen_parts) + shards[0] + layout.parts(_grad_bytes)[0] + optimizer[0] + ema[0]
-    notes = [note for note in (optimizer_note, activations_note) if note is not None]
+    notes = [note for note in (optimizer_note, activations_note, generation_note) if note is not None]
     return Memory(
         weights=sum(shards),
         frozen_weights=sum(shards) - sum(layout.parts(_grad_bytes)),
@@ -125,6 +138,7 @@ def estimate_memory(
         frozen=sum(map(sum, frozen_parts)) + sum(buffers for _, buffers in frozen),
         buffers=sum(map(_num_bytes, model.buffers())),
         activations_estimated=activations,
+        generation=generation,
         host=offloaded if layout.offloads and device_type != "cpu" else 0,
         note="; ".join(notes) or None,
     )
@@ -244,6 +258,10 @@ class _Layout:
             return sum(blocks) + root
         pairs = [sum(pair) for pair in pairwise(blocks)] if self.prefetches else []
         return root + max([*pairs, *blocks], default=0)
+
+    def ungathered(self, sync: GradientSync) -> int:
+        """What all whole weights at once take beyond those that are gathered in a step."""
+        return sum(unit.gathered() for unit in self.units) - self.gathered(sync)
 
     def gradients(self, sync: GradientSync, accumulates: bool) -> int:
         """Gradients at their peak, before the window's last reduction where they are summed up whole."""

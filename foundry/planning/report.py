@@ -30,6 +30,7 @@ _MEMORY_PARTS = {
     "frozen": "frozen models",
     "buffers": "buffers",
     "activations_estimated": "activations (estimate)",
+    "generation": "generation of answers (transient)",
 }
 
 
@@ -82,12 +83,20 @@ def num_bytes(value: float) -> str:
 def _step_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     size, tokens = plan["global_batch_size"], plan["tokens_per_step"]
     ranks = f"{plan['world_size']} rank{'s' * (plan['world_size'] > 1)}"
+    rollout = plan.get("rollout")
     made = f"{plan['per_gpu_batch_size']} per rank x {ranks} x {plan['accum_freq']} accumulated"
     return [
         ("ranks", f"{plan['world_size']} ({plan['strategy']}), {plan['precision']}, {plan['device']}"),
         ("samples per step", f"{made} = {size}"),
+        *([] if rollout is None else [("answers per rollout", _rollout(rollout))]),
         *([] if tokens is None else [("tokens per step", f"{plan['tokens_per_sample']} x {size} = {tokens:,}")]),
     ]
+
+
+def _rollout(rollout: Mapping[str, int]) -> str:
+    updates = f"{rollout['updates']} step{'s' * (rollout['updates'] > 1)}"
+    made = f"{rollout['prompts']} prompts x {rollout['generations']} = {rollout['answers']}"
+    return f"{made}, of at most {rollout['max_new_tokens']} tokens, for {updates}"
 
 
 def _run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -127,3 +127,12 @@ def test_what_is_read_beside_the_targets_is_that_of_each_token(tile_tokens):
     torch.testing.assert_close(ours.read["distance"], expected)
     gradients = [torch.autograd.grad(distance.sum(), hidden)[0] for distance in (ours.read["distance"], expected)]
     torch.testing.assert_close(*gradients)
+
+
+def test_tiles_of_given_logits_change_neither_values_nor_gradients():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 7, 11, requires_grad=True), torch.randint(0, 11, (2, 7))
+    whole, tiled = (read_log_probs(logits, targets, tile_tokens=size) for size in (0, 3))
+    assert torch.allclose(whole.log_prob, tiled.log_prob)
+    gradients = [torch.autograd.grad(one.log_prob.square().sum(), logits)[0] for one in (whole, tiled)]
+    assert torch.allclose(*gradients)

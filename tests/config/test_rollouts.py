@@ -1,0 +1,81 @@
+"""What a run that learns from its own answers is refused for, and what its preset makes of a rollout."""
+
+import pytest
+from composition import configure
+
+from foundry.config.errors import ConfigError
+
+SOUND = [
+    "data=arithmetic",
+    "data.form=prompts",
+    "objective=grpo",
+    "objective.num_prompts_per_step=4",
+    "objective.num_generations_per_prompt=4",
+    "objective.max_new_tokens=48",
+    "hparams.global_batch_size=16",
+    "environment=arithmetic",
+    "evaluation=reward",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["objective.num_generations_per_prompt=1", "hparams.global_batch_size=4"],
+            "objective.num_generations_per_prompt: is 1, so no answer is compared with another, and nothing is learnt; "
+            "give at least 2, better 8",
+        ),
+        (
+            ["hparams.global_batch_size=8"],
+            "hparams.global_batch_size: is 8 but must be the answers of a step: num_prompts_per_step 4 x "
+            "num_generations_per_prompt 4 / updates_per_rollout 1 = 16",
+        ),
+        (["objective.updates_per_rollout=3"], "objective.updates_per_rollout: is 3 but must divide objective.num_pro"),
+        (["environment=none"], "environment: is none but objective GRPO needs one that scores answers"),
+        (["evaluation=default"], "evaluation.evaluators.held_out: measures a held-out loss, which objective GRPO has"),
+        (["data.form=chats"], "objective: is GRPO, made for prompts, but data is Arithmetic, which has completions"),
+        (
+            ["data.seq_len=48"],
+            "data.seq_len: is 48, of which an answer of objective.max_new_tokens=48 leaves no prompt",
+        ),
+        (["objective.generation_temperature=0"], "objective.generation_temperature: is 0"),
+        (["objective.generation_pipeline_parallel_size=2"], "objective.generation_pipeline_parallel_size: is 2"),
+        (["objective.ratio_clip_c=1"], "objective.ratio_clip_c: is 1"),
+        (
+            ["objective.importance_weights=tis"],
+            "objective.importance_weights: is tis but means nothing without",
+        ),
+        (["objective.ref_policy_kl_penalty=0", "objective.kl_type=k1"], "objective.kl_type: is k1 but means nothing"),
+        (
+            ["objective.use_cispo=true", "objective.disable_ppo_ratio=true"],
+            "objective.disable_ppo_ratio: is given together with objective.use_cispo; choose one",
+        ),
+        (["hparams.z_loss_coefficient=1e-4"], "hparams.z_loss_coefficient: is set but objective GRPO has no z-loss"),
+    ],
+)
+def test_what_is_refused(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        configure(*SOUND, *overrides)
+    assert message in str(caught.value)
+
+
+def test_what_is_accepted():
+    config = configure(*SOUND)
+    assert config.data.max_new_tokens == 48
+    assert config.evaluation.evaluators["answers"]["max_new_tokens"] == 48
+    half = ["objective.updates_per_rollout=2", "hparams.global_batch_size=8"]
+    assert configure(*SOUND, *half).objective.samples_per_rollout == 16
+
+
+def test_the_preset_has_the_batch_that_follows_from_the_rollout(tmp_path):
+    own = ["model=transformer", "model.max_seq_len=256", "data=arithmetic", "data.form=prompts", "data.seq_len=256"]
+    rollout = ["objective.num_prompts_per_step=6", "objective.num_generations_per_prompt=4", "environment=arithmetic"]
+    rest = ["objective.max_new_tokens=100", "objective.updates_per_rollout=3"]
+    config = configure("hparams=nemo_grpo", *own, *rollout, *rest)
+    assert (config.hparams.global_batch_size, config.hparams.grad_clip_norm) == (8, 1.0)
+    assert config.evaluation.metric == config.evaluation.early_stopping.metric == "val_reward"
+    assert config.evaluation.early_stopping.mode.name == "max"
+    objective = config.objective
+    assert (objective.ref_policy_kl_penalty, objective.use_rloo, objective.normalize_rewards) == (0.01, True, True)
+    assert (objective.generation_top_p, objective.generation_top_k, objective.generation_batch_size) == (0.9, 50, 32)
