@@ -29,7 +29,7 @@ from foundry.data.splits import DataSplits
 from foundry.data.tokenizer import check_same
 from foundry.environments.judge import Judge
 from foundry.evaluators.pruning import Pruning
-from foundry.initial_model import Base, adapt, read_initial, resolve_base
+from foundry.initial_model import Base, adapt, read_initial, resolve_weights
 from foundry.models.lora import frozen_matrices
 from foundry.objectives.rollout import RolloutObjective
 from foundry.optim.schedule_state import reconcile
@@ -165,7 +165,7 @@ def _build_trained(setup: Setup) -> Trained:
     precision = PrecisionPolicy.from_config(config.precision, world.device)
     is_adapted = isinstance(config.peft, LoRA)
     model = build_model(config) if resume_point is not None and not is_adapted else _build_initial(setup, None)
-    base = adapt(model, config, resolve_base(config.model))
+    base = adapt(model, config, resolve_weights(config.model))
     if resume_point is not None and base is not None:
         check_base(resume_point, base.facts(), config.checkpoint.on_changed_config)
     pack_tokens = resolve_packing(config, model)
@@ -206,7 +206,7 @@ def _build_trained(setup: Setup) -> Trained:
 def _build_initial(setup: Setup, node: Any) -> nn.Module:
     """A model as a run from scratch starts with it; `node` is of another model than the run's."""
     node = setup.config.model if node is None else node
-    path, tokenizer = resolve_base(node), setup.data.tokenizer
+    path, tokenizer = resolve_weights(node), setup.data.tokenizer
     if path is not None and tokenizer is not None:
         check_same(tokenizer, path)
     return read_initial(node, path, partial(build_model, setup.config), setup.world, "model.init_from")

@@ -68,7 +68,7 @@ class Base:
         return dict(vars(self))
 
 
-def resolve_base(node: Any) -> Path | None:
+def resolve_weights(node: Any) -> Path | None:
     """Where the weights of a model come from, if from anywhere."""
     weights = resolve_init_from(node)
     return Path(node.path) if weights is None and isinstance(node, HuggingFace) and node.path else weights
@@ -79,7 +79,7 @@ def read_initial(node: Any, path: Path | None, build: BuildModel, world: World, 
 
     Args:
         node: configuration of the model.
-        path: from `resolve_base`; None: what `build` makes is all.
+        path: from `resolve_weights`; None: what `build` makes is all.
         build: makes the model.
         world: all ranks call this together.
         key: of the setting that leads to the weights, for messages.
