@@ -16,6 +16,7 @@ _ELSEWHERE = {
     "hydra.run.dir": ("output_dir", "save_dir", "run_dir", "out_dir", "log_dir", "logging_dir", "default_root_dir"),
     "optimizer": ("optim", "optimizer_name", "optimizer_type"),
     "scheduler": ("lr_scheduler", "lr_scheduler_type", "lr_schedule", "lr_decay_style"),
+    "peft": ("finetuning_type", "peft_type", "peft_config", "use_peft", "lora", "use_lora"),
     "distributed": ("parallel", "parallelism", "fsdp", "ddp", "deepspeed"),
 }
 """Other systems' names of what is no setting of a schema."""

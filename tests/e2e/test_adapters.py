@@ -115,7 +115,7 @@ def test_a_run_of_adapters_is_the_base_of_others(adapted, tmp_path):
         torch.testing.assert_close(logits(tmp_path / name), expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["foundry", "transformers"])
+@pytest.mark.parametrize("kind", ["foundry", pytest.param("transformers", marks=pytest.mark.long)])
 def test_plain_peft_loads_the_adapters_and_transformers_the_merged_model(base, adapted, tmp_path, kind):
     run, load = adapted, AutoModelForCausalLM.from_pretrained
     export(ExportOptions(run=str(base), out=str(tmp_path / "base")))
@@ -145,6 +145,7 @@ def test_it_is_sampled_and_measured_as_any_other(base, adapted, tmp_path):
         export(ExportOptions(run=str(base), out=str(tmp_path / "out"), merge=True))
 
 
+@pytest.mark.long
 def test_a_diffusion_model_is_tuned_by_adapters(tmp_path):
     train(configure(*TINY_DIT, *QUIET, "hparams.max_steps=1"), tmp_path / "base")
     overrides = ["hparams=diffusion", "debug=fast", "model=base", f"model.path={tmp_path / 'base'}", *TINY_DIT[5:]]
@@ -156,6 +157,7 @@ def test_a_diffusion_model_is_tuned_by_adapters(tmp_path):
     assert names == restore(tmp_path / "base", "last", ema=True).model.state_dict().keys()
 
 
+@pytest.mark.long
 def test_adapters_beside_drawn_weights_are_warned_of(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         train(configure(*SMALL_LM, *QUIET, *LORA, "hparams.max_steps=1"), tmp_path / "run")
