@@ -32,24 +32,18 @@ class Sum(NamedTuple):
         """As a user asks it."""
         return f"What is {self.a}+{self.b}?"
 
-    @property
-    def carries(self) -> list[int]:
-        """The places whose carry the next place takes, 0 for the last digit."""
-        places = range(1, len(str(self.a)))
-        return [place - 1 for place in places if self.a % 10**place + self.b % 10**place >= 10**place]
-
-    def worked(self, dropped: int | None = None) -> str:
+    def worked(self, wrong: int | None = None) -> str:
         """The sum from the last digit to the first, each with the carry of the one before, and the answer.
 
         Args:
-            dropped: a place whose carry is dropped, which makes the answer wrong.
+            wrong: a place, 0 for the last digit, whose carry is dropped, or taken where there is none.
         """
         steps, answer, carry = list[str](), "", 0
         for place, (first, second) in enumerate(zip(reversed(str(self.a)), reversed(str(self.b)), strict=True)):
             total = int(first) + int(second) + carry
             steps.append(f"{first}+{second}{'+1' if carry else ''}={total}")
             answer = f"{total % 10}{answer}"
-            carry = 0 if place == dropped else total // 10
+            carry = (total < 10) if place == wrong else total // 10
         return f"{', '.join(steps)}. Answer: {carry or ''}{answer}"
 
     def is_held_out(self, share: float) -> bool:
@@ -97,8 +91,8 @@ def arithmetic(
     settings = f"arithmetic {_FORMAT} {form.value} {seed} {num_rows} {held_out}"
     fingerprint = hashlib.sha256(settings.encode()).hexdigest()
     are_pairs = form is ArithmeticForm.preferences
-    train = _Rows(seed, num_rows, held_out, is_held=False, are_carried=are_pairs)
-    validation = _Rows(0, _VALIDATION_ROWS, held_out, is_held=True, are_carried=are_pairs)
+    train = _Rows(seed, num_rows, held_out, is_held=False)
+    validation = _Rows(0, _VALIDATION_ROWS, held_out, is_held=True)
     if form is ArithmeticForm.text:
         corpus = Corpus(fingerprint, fingerprint, lambda: Splits(_Made(train, _text), _Made(validation, _text)))
         return text_splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
@@ -144,26 +138,24 @@ class _Rows:
         count: of rows.
         held_out: share of all sums that are for validation.
         is_held: draw from these, or from the others.
-        are_carried: the last sum of each row has a carry that can be dropped.
     """
 
     seed: int
     count: int
     held_out: float
     is_held: bool
-    are_carried: bool
 
     def __iter__(self) -> Iterator[list[Sum]]:
         for number in range(self.count):
             generator = random.Random(f"{self.seed} {number} {self.is_held}")
             turns = 2 if generator.random() < _TWO_TURNS else 1
-            yield [self._draw(generator, self.are_carried and turn == turns - 1) for turn in range(turns)]
+            yield [self._draw(generator) for _ in range(turns)]
 
-    def _draw(self, generator: random.Random, is_carried: bool) -> Sum:
+    def _draw(self, generator: random.Random) -> Sum:
         while True:
             low = 100 if generator.random() < _THREE_DIGITS else 10
             found = Sum(generator.randrange(low, 10 * low), generator.randrange(low, 10 * low))
-            if found.is_held_out(self.held_out) == self.is_held and (found.carries or not is_carried):
+            if found.is_held_out(self.held_out) == self.is_held:
                 return found
 
 
@@ -191,11 +183,10 @@ def _turns(one: Sum) -> list[dict[str, str]]:
 
 
 def _preference(number: int, sums: list[Sum]) -> Row:
-    """The last sum worked out, against the same with one of its carries dropped."""
+    """The last sum worked out, against the same with one carry wrong."""
     *prompt, chosen = [message for one in sums for message in _turns(one)]
     last = sums[-1]
-    dropped = last.carries[number % len(last.carries)]
-    rejected = last.worked(dropped)
+    rejected = last.worked(number % (len(str(last.a)) - 1))
     return Row(0, number, {"prompt": prompt, "chosen": chosen["content"], "rejected": rejected})
 
 

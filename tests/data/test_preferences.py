@@ -151,13 +151,12 @@ def test_bad_rows_are_named_by_file_and_line_or_skipped(tmp_path):
         assert len(skipped.train) == 20
 
 
-def test_a_dropped_carry_is_the_only_mistake(tmp_path):
+def test_a_carry_is_the_only_mistake(tmp_path):
     assert Sum(47, 38).worked(0) == "7+8=15, 4+3=7. Answer: 75"
-    assert Sum(199, 201).carries == [0, 1]
+    assert Sum(47, 31).worked(0) == "7+1=8, 4+3+1=8. Answer: 88"
     assert Sum(199, 201).worked(1) == "9+1=10, 9+0+1=10, 1+2=3. Answer: 300"
     options = {"seed": 1, "num_rows": 50, "seq_len": 160, "vocab_size": 257, "tokenizer": None, "held_out": 0.05}
     splits = arithmetic(form=ArithmeticForm.preferences, cache_dir=str(tmp_path), **options)
     for chosen, rejected in texts(splits):
         right, wrong = (int(text.split("Answer: ")[1].removesuffix(END)) for text in (chosen, rejected))
-        assert right - wrong in (10, 100)
-        assert chosen.count("+1=") == rejected.count("+1=") + 1 or chosen.count("+1") > rejected.count("+1")
+        assert abs(right - wrong) in (10, 100)

@@ -146,3 +146,24 @@ def test_the_plan_counts_the_reference_where_it_stays_and_both_responses(shell):
     assert memory["cached"]["activations_estimated"] == memory["copied"]["activations_estimated"]
     memory["pairs"] = memory["copied"]
     assert memory["longer"]["activations_estimated"] > 1.5 * memory["pairs"]["activations_estimated"] > 0
+
+
+@pytest.mark.long
+def test_a_sweep_over_the_penalty_on_two_local_jobs_is_reported_on(shell):
+    sweep = ["-m", *RUN, *LAYOUTS["one"], "objective.ref_policy_kl_penalty=0.1,0.5", "evaluation.metric=val_margin"]
+    local = [
+        "evaluation.direction=maximize",
+        "hydra/launcher=local",
+        "hydra.launcher.n_jobs=2",
+        "hydra.sweep.dir=sweep",
+    ]
+    shell.run(*sweep, *local)
+    stdout, stderr = shell.run("dir=sweep", module="foundry.report")
+    assert stderr == ""
+    lines = stdout.splitlines()
+    assert lines[0].split()[:3] == ["job", "ref_policy_kl_penalty", "state"]
+    results = [json.loads((shell.cwd / "sweep" / str(number) / "result.json").read_text()) for number in range(2)]
+    assert results[1]["val_margin"] > results[0]["val_margin"] > 0
+    assert [line.split()[:2] for line in lines[1:3]] == [["1", "0.5"], ["0", "0.1"]]
+    assert "2 jobs: 2 finished" in lines
+    assert (shell.cwd / "sweep" / "report.png").is_file()
