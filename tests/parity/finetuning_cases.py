@@ -13,14 +13,8 @@ from typing import Any
 
 from golden_cases import FOLDER, OWN_FOLDER
 
-from foundry.config.schemas.objective import (
-    Divergence,
-    ImportanceWeights,
-    KLGradient,
-    KLType,
-    OutsideTopK,
-    PreferenceLoss,
-)
+from foundry.config.schemas.objective import Divergence, OutsideTopK, PreferenceLoss
+from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType
 
 Case = dict[str, Any]
 
