@@ -13,6 +13,7 @@ from foundry.environments.judge import Judgement
 from foundry.environments.protocol import Answer
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.generation import Decoding, generate
+from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 
 Record = Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]
@@ -54,8 +55,10 @@ class Completions:
     def share(self, world: World) -> None:
         """Have every rank know all rows; all ranks call this together."""
         self.tokens, self.targets = (_summed(tensor, world) for tensor in (self.tokens, self.targets))
-        names = sorted(self.columns)
-        self.columns = {name: _summed(self.columns[name], world) for name in names}
+        # A rank that has made no rows has no columns either.
+        names = sorted({name for part in gather(list(self.columns), world) for name in part})
+        own = {name: self.columns.get(name, torch.zeros(self.tokens.shape)) for name in names}
+        self.columns = {name: _summed(column, world) for name, column in own.items()}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A source of windows whose samples are the model's own answers to prompts."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -25,6 +26,7 @@ from foundry.rollouts.completions import Completion, Completions, complete, plac
 from foundry.training.protocols import Microbatch, Window
 
 _STREAM = "rollout"
+log = logging.getLogger(__name__)
 
 
 def build_rollouts(
@@ -121,6 +123,11 @@ class RolloutSource:
             stream=_STREAM,
             keeps_log_probs=True,
         )
+        num_chunks = math.ceil(self._settings.num_completions / self._settings.batch_size)
+        if num_chunks < world.world_size:
+            message = "objective.generation_batch_size=%d makes %d chunks of a rollout: %d of %d ranks generate nothing"
+            idle = world.world_size - num_chunks
+            log.warning(message, self._settings.batch_size, num_chunks, idle, world.world_size)
         self._context = context_of(model, data)
         _check_prompts(data, judge, self._context - self._decoding.max_new_tokens)
         self._update = 0  # of the rollout; 0: the next window needs another

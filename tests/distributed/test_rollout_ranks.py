@@ -5,14 +5,14 @@ from harness import spawn
 
 from foundry.config.schemas.distributed import DDP, FSDP
 
-REWARDED = {"updates_per_rollout": 2, "ref_policy_kl_penalty": 0.1, "generation_batch_size": 3}
+REWARDED = {"updates_per_rollout": 2, "ref_policy_kl_penalty": 0.1}
 
 
-def windows(model, reference, world):
+def windows(model, reference, world, chunk):
     """Two rollouts' worth of microbatches as plain lists, and the metrics."""
     from rollout_parts import make_objective, make_source
 
-    objective = make_objective(reference, **REWARDED)
+    objective = make_objective(reference, **REWARDED, generation_batch_size=chunk)
     source = make_source(objective, model, world=world, frozen=[reference], per_gpu_batch_size=2)
     found = [source.next_window() for _ in range(4)]
     names = ("position", "tokens", "targets", "is_counted", "advantage", "sampler", "old", "reference")
@@ -20,7 +20,7 @@ def windows(model, reference, world):
     return parts, [dict(window.metrics) for window in found], [window.num_tokens for window in found]
 
 
-def on_ranks(world):
+def on_ranks(world, chunk):
     from rollout_parts import make_model
 
     from foundry.config.schemas.precision import PrecisionMode
@@ -32,7 +32,7 @@ def on_ranks(world):
     for config in (DDP(), FSDP()):
         own = arrange(world, config)
         parallel = parallelize(make_model(), policy, own, grad_checkpointing=False, torchcompile=False)
-        found.append(windows(parallel.model, place_frozen(make_model(4), policy, own), own))
+        found.append(windows(parallel.model, place_frozen(make_model(4), policy, own), own, chunk))
     return found
 
 
@@ -48,14 +48,16 @@ def close(one, other):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_rollouts_are_the_same_on_any_number_of_ranks():
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_rollouts_are_the_same_on_any_number_of_ranks(chunk):
+    """Of chunks there are more than ranks, or one, which leaves a rank without any."""
     import torch
     from rollout_parts import make_model
 
     from foundry.parallel.process_group import World
 
-    alone, metrics, tokens = windows(make_model(), make_model(4), World(0, 0, 1, 1, torch.device("cpu")))
-    results = spawn(on_ranks, 2)
+    alone, metrics, tokens = windows(make_model(), make_model(4), World(0, 0, 1, 1, torch.device("cpu")), chunk)
+    results = spawn(on_ranks, 2, chunk)
     for strategy in range(2):
         for rank in range(2):
             parts, own_metrics, own_tokens = results[rank][strategy]
