@@ -15,8 +15,8 @@ from foundry.checkpoint.manager import NoCheckpoints, ShardedCheckpointManager
 from foundry.checkpoint.resume_point import ResumePoint, check_base, restore_rng
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer
-from foundry.checkpoint.tensors import read_source_tensors, restore_into
-from foundry.columns import ColumnContext, digest_weights, join_columns
+from foundry.checkpoint.tensors import compute_digest, read_source_tensors, restore_into
+from foundry.columns import ColumnContext, join_columns
 from foundry.config.build import field_of
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
@@ -236,7 +236,7 @@ def _join_columns(setup: Setup, trained: Trained) -> DataSplits:
 
     def build_frozen() -> tuple[Mapping[str, nn.Module], str]:
         models = {name: _build_initial(setup, node) for name, node in objective.frozen_models.items()}
-        digest = digest_weights(models)
+        digest = " ".join(f"{name} {compute_digest(model)}" for name, model in models.items())
         return {name: place_frozen(precision.prepare(m), precision, world) for name, m in models.items()}, digest
 
     context = ColumnContext(

@@ -118,11 +118,6 @@ def join_columns(
     return _joined(context.data, columns)
 
 
-def digest_weights(models: Mapping[str, nn.Module]) -> str:
-    """What tells the weights and buffers of models from others; they are whole and in host memory."""
-    return _checksum({f"{name}.{key}": t for name, model in models.items() for key, t in model.state_dict().items()})
-
-
 def _compute(objective: PrecomputingObjective, dataset: Dataset, context: ColumnContext) -> dict[str, Tensor]:
     """The columns of a dataset; each rank computes its share, and gets all."""
     world, columns = context.world, dict[str, Tensor]()
