@@ -34,6 +34,7 @@ from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.secrets import check_secrets
 from foundry.config.setting import OutOfBounds, check_fields, guarded
 from foundry.config.sizes import check_sizes
+from foundry.config.store import fill_left_out
 from foundry.config.targets import check_targets
 from foundry.config.teacher import pin_teacher
 
@@ -81,6 +82,8 @@ def check(composed: DictConfig) -> list[Violation]:
     except ConfigError as error:
         return list(error.violations)
     choices = list(_check_choices(composed))
+    if not choices:
+        fill_left_out(composed)
     base = [] if choices else expand_base(composed) or pin_teacher(composed)
     unusable = {wrong.key for wrong in choices} | ({"model"} if base else set())
     keys = [str(key) for key in composed if key != "hydra" and key not in unusable]

@@ -1,5 +1,6 @@
 """Registering the schemas with Hydra."""
 
+from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import import_module
@@ -38,6 +39,14 @@ def group_schemas(group: str) -> dict[str, type[Any]]:
         for name, value in vars(module).items()
         if isinstance(value, type) and is_dataclass(value) and value.__module__ == module.__name__
     }
+
+
+def fill_left_out(composed: DictConfig) -> None:
+    """Give the parts that a configuration may do without, such as an environment, the schema of having none."""
+    for item in fields(Config):
+        schema: Any = item.default_factory
+        if item.type is Any and schema is not NO_DEFAULT and OmegaConf.is_missing(composed, item.name):
+            composed[item.name] = writable(schema)
 
 
 @cache

@@ -113,7 +113,7 @@ class FrozenLauncher(Launcher):
             with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
                 composed.hydra.runtime.output_dir = str(job.run_dir)
             hydra_dir = job.run_dir / (composed.hydra.output_subdir or HYDRA)
-            make_folder(hydra_dir)
+            make_folder(hydra_dir, parents=True)
             own = [str(key) for key in composed if key != "hydra"]
             save_yaml(OmegaConf.masked_copy(composed, own), hydra_dir / "config.yaml")
             save_yaml(OmegaConf.masked_copy(composed, ["hydra"]), hydra_dir / "hydra.yaml")

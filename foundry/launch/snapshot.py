@@ -25,10 +25,10 @@ def snapshot(sweep_dir: Path) -> Path:
     """
     folder = sweep_dir / FOLDER
     if os.path.lexists(folder):
-        return make_folder(folder)
+        return make_folder(folder, parents=True)
     partial = sweep_dir / f".{FOLDER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    make_folder(partial)
+    make_folder(partial, parents=True)
     package = Path(__file__).resolve().parent.parent
     for name in _tracked():
         if Path(name).parts[0] != package.name:

@@ -154,7 +154,7 @@ def _note_path(run_dir: Path, rank: int | str) -> Path:
 
 def _leave_note(run_dir: Path, rank: int, reason: str) -> None:
     path = _note_path(run_dir, rank)
-    make_folder(path.parent)
+    make_folder(path.parent, parents=True)
     write_atomically(path, json.dumps({"reason": f"rank {rank}: {reason}"}))
 
 

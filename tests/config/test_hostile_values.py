@@ -100,8 +100,22 @@ VALUES = [*NUMBERS, *INTEGERS, *TEXTS, *NESTED, *INTERPOLATIONS, *SWEEPS]
 
 ODD = ("Traceback", "object at 0x", "<class", "<enum", "full_key", "ConfigValueError", "NoneType")
 
+REWARDED = ["objective=grpo", "data=arithmetic", "data.form=prompts", "environment=arithmetic", "evaluation=reward"]
+REWARDED += ["objective.num_generations_per_prompt=8", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=8"]
 NEEDED = {
     "data=text": ["data.path=setup.cfg"],
+    "data=chats": ["objective=sft", "data.path=setup.cfg"],
+    "data=preferences": ["objective=dpo", "data.path=setup.cfg"],
+    "data=prompts": [*REWARDED, "data=prompts", "data.path=setup.cfg"],
+    "environment=format": ["environment.pattern=x"],
+    "evaluation=reward": REWARDED,
+    "objective=grpo": REWARDED,
+    "objective=sft": ["data=arithmetic"],
+    "objective=dpo": ["data=arithmetic", "data.form=preferences"],
+    "hparams=nemo_sft": ["model=transformer", "data.path=setup.cfg", "model.vocab_size=300"],
+    "hparams=nemo_dpo": ["model=transformer", "data.path=setup.cfg"],
+    "hparams=nemo_distillation": ["model=transformer", "data.path=setup.cfg"],
+    "peft=lora": ["optimizer=adamw"],
     "model=hf": ["+model.config={hidden_size: 32}"],
     "distributed=hsdp": ["distributed.num_replicas=1"],
     "scheduler=constant": ["scheduler.min_lr=0"],

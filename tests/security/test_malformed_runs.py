@@ -261,7 +261,7 @@ def test_options_of_a_picture(dit, tmp_path, capsys, overrides):
 
 
 def test_weights_that_are_no_numbers_are_not_drawn_from(lm, tmp_path, capsys, monkeypatch):
-    def load(folder, model, ema):
+    def load(folder, model, **options):
         torch.nn.init.constant_(next(model.parameters()), torch.nan)
 
     monkeypatch.setattr("foundry.restore.load_weights", load)

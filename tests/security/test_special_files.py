@@ -121,7 +121,7 @@ WRITERS = {
     "status.json": lambda run_dir: write_status(run_dir, state="failed"),
     "result.json": lambda run_dir: follow(StatusFile(run_dir=run_dir), run_dir),
     "foundry.log": lambda run_dir: RunLog(run_dir / "foundry.log").emit(logging.makeLogRecord({"msg": "x"})),
-    "plots/samples.txt": lambda run_dir: TextSamples("a", "b").save(run_dir / "plots" / "samples"),
+    "plots/samples.txt": lambda run_dir: TextSamples(("a b",)).save(run_dir / "plots" / "samples"),
     "plots/loss.png": lambda run_dir: follow(Plots(run_dir=run_dir), run_dir),
     "report.png": lambda run_dir: save_figure(figure(), run_dir / "report.png"),
     ".report.png.partial": lambda run_dir: save_figure(figure(), run_dir / "report.png"),
