@@ -4,6 +4,7 @@
 fixed share of them is.
 """
 
+import json
 import math
 import os
 import pickle
@@ -100,21 +101,22 @@ VALUES = [*NUMBERS, *INTEGERS, *TEXTS, *NESTED, *INTERPOLATIONS, *SWEEPS]
 
 ODD = ("Traceback", "object at 0x", "<class", "<enum", "full_key", "ConfigValueError", "NoneType")
 
-REWARDED = ["objective=grpo", "data=arithmetic", "data.form=prompts", "environment=arithmetic", "evaluation=reward"]
+REWARDED = ["objective=grpo", "environment=arithmetic", "evaluation=reward", "data.seq_len=512"]
 REWARDED += ["objective.num_generations_per_prompt=8", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=8"]
+SUMS = [*REWARDED, "data=arithmetic", "data.form=prompts"]
 NEEDED = {
     "data=text": ["data.path=setup.cfg"],
     "data=chats": ["objective=sft", "data.path=setup.cfg"],
     "data=preferences": ["objective=dpo", "data.path=setup.cfg"],
-    "data=prompts": [*REWARDED, "data=prompts", "data.path=setup.cfg"],
+    "data=prompts": [*REWARDED, "data.path=setup.cfg"],
     "environment=format": ["environment.pattern=x"],
-    "evaluation=reward": REWARDED,
-    "objective=grpo": REWARDED,
+    "evaluation=reward": SUMS,
+    "objective=grpo": SUMS,
+    "objective=distillation": ["objective.teacher=BASE"],
     "objective=sft": ["data=arithmetic"],
     "objective=dpo": ["data=arithmetic", "data.form=preferences"],
-    "hparams=nemo_sft": ["model=transformer", "data.path=setup.cfg", "model.vocab_size=300"],
-    "hparams=nemo_dpo": ["model=transformer", "data.path=setup.cfg"],
-    "hparams=nemo_distillation": ["model=transformer", "data.path=setup.cfg"],
+    "hparams=nemo_sft": ["model=transformer", "data.path=setup.cfg"],
+    "model=base": ["model.path=BASE"],
     "peft=lora": ["optimizer=adamw"],
     "model=hf": ["+model.config={hidden_size: 32}"],
     "distributed=hsdp": ["distributed.num_replicas=1"],
@@ -143,6 +145,15 @@ def keys_of(config, path):
     for key in node:
         child = f"{path}.{key}"
         yield from keys_of(config, child) if OmegaConf.is_dict(node._get_node(key)) else [child]
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory):
+    """A folder of transformers, as far as a composition reads it."""
+    folder = tmp_path_factory.mktemp("base")
+    sizes = {"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +229,8 @@ def problems(repository, base, key, text):
 
 
 @pytest.mark.parametrize("option", list(options()))
-def test_every_value_of_every_setting(option, repository, tmp_path, monkeypatch):
-    overrides = [option, *NEEDED.get(option, [])]
+def test_every_value_of_every_setting(option, repository, base_folder, tmp_path, monkeypatch):
+    overrides = [option, *(word.replace("BASE", str(base_folder)) for word in NEEDED.get(option, []))]
     with initialize_config_dir(config_dir(), version_base="1.3"):
         composed = compose("config", overrides, return_hydra_config=True)
     base, group = pickle.dumps(composed), option.partition("=")[0].replace("/", ".")
