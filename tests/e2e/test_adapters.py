@@ -106,6 +106,7 @@ def test_a_base_that_is_gone_or_another_is_a_config_error(base, tmp_path):
         restore(tmp_path / "run", "last", ema=True)
 
 
+@pytest.mark.long
 def test_a_run_of_adapters_is_the_base_of_others(adapted, tmp_path):
     expected = logits(adapted)
     train(configure("model=base", f"model.path={adapted}", *FEW, *STILL), tmp_path / "whole")

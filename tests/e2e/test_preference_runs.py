@@ -91,6 +91,7 @@ def losses(shell, name):
     return [line["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_it_learns_the_order_on_any_layout(shell):
     for name, overrides in LAYOUTS.items():
@@ -105,7 +106,7 @@ def test_it_learns_the_order_on_any_layout(shell):
     assert result["val_loss"] < 0.5
 
 
-@pytest.mark.parametrize("reference", ["cached", "copy"])
+@pytest.mark.parametrize("reference", ["cached", pytest.param("copy", marks=pytest.mark.long)])
 def test_a_resumed_run_keeps_its_reference(shell, reference):
     run = [*RUN, *LAYOUTS["one"], f"objective.reference={reference}"]
     shell.run(*run, "hydra.run.dir=whole")
@@ -120,6 +121,7 @@ def test_a_resumed_run_keeps_its_reference(shell, reference):
         assert "once before the first step" not in log
 
 
+@pytest.mark.long
 def test_a_damaged_file_of_the_reference_is_made_again_from_the_first_weights(shell):
     run = [*RUN, *LAYOUTS["one"]]
     shell.run(*run, "hydra.run.dir=run", "hparams.max_steps=6")
@@ -132,6 +134,7 @@ def test_a_damaged_file_of_the_reference_is_made_again_from_the_first_weights(sh
     assert all(torch.equal(tensor, load(whole)[name]) for name, tensor in load_file(file).items())
 
 
+@pytest.mark.long
 def test_the_plan_counts_the_reference_where_it_stays_and_both_responses(shell):
     memory = {}
     for name, overrides in (

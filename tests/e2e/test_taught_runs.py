@@ -39,6 +39,7 @@ def metrics(shell, name):
     return [{key: line[key] for key in kept if key in line} for line in lines]
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_the_student_comes_near_its_teacher_on_any_layout(taught):
     shell, data = taught

@@ -7,7 +7,7 @@ import torch
 from composition import configure
 from parity_parts import differences, run_all, weights
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 WORDS = [
     "data=chats",
