@@ -119,6 +119,39 @@ def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
 
 
 @pytest.mark.long
+def test_a_job_that_learns_from_its_own_answers_is_preempted_and_ends_as_if_undisturbed(cluster):
+    overrides = [
+        "data=arithmetic",
+        "data.form=prompts",
+        "data.num_rows=64",
+        "data.seq_len=160",
+        "objective=grpo",
+        "objective.max_new_tokens=8",
+        "objective.num_prompts_per_step=4",
+        "objective.num_generations_per_prompt=4",
+        "objective.updates_per_rollout=2",
+        "objective.generation_batch_size=8",
+        "environment=format",
+        "environment.pattern='(?s).*[0-9].*'",
+        "evaluation=reward",
+        "optimizer=adamw",
+        "precision=fp32",
+        "hparams.global_batch_size=8",
+        "hparams.per_gpu_batch_size=4",
+        "hparams.max_steps=200",
+    ]
+    driver = cluster.sweep(*SLURM, *overrides, "tracking.run_name=a")
+    cluster.wait_for_steps(0, 3)
+    cluster.ask("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true")
+    cluster.finish(driver)
+    assert cluster.state_in_slurm(0)["Restarts"] == "1"
+    cluster.finish(cluster.sweep(*overrides, "tracking.run_name=a", "hydra.sweep.dir=local"))
+    assert steps(cluster.cwd / "s/0") == steps(cluster.cwd / "local/0") == list(range(1, 201))
+    assert len({line["reward"] for line in read_metrics(cluster.cwd / "s/0") if "reward" in line}) > 3
+    assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "local/0")
+
+
+@pytest.mark.long
 def test_a_detached_sweep_continues_and_is_found_again(cluster):
     overrides = [*SLURM, "hydra.launcher.snapshot_code=true", "hparams.max_steps=3", "hparams.lr=1e-3,2e-3"]
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")

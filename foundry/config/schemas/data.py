@@ -1,9 +1,9 @@
 """`data=`: what is learnt from."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import ClassVar
 
 from foundry.config.errors import Violation, shown
@@ -135,7 +135,7 @@ class OnBadRow(Enum):
 
 
 def _check_template(template: str | None) -> Iterator[Violation]:
-    if template not in (None, *CHAT_TEMPLATES) and not Path(str(template)).expanduser().is_file():
+    if template not in (None, *CHAT_TEMPLATES) and not os.path.isfile(os.path.expanduser(str(template))):
         message = f"is {shown(template)} but there is no such file; give {', '.join(CHAT_TEMPLATES)} or a file"
         yield Violation("data.chat_template", message)
 
