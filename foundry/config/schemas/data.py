@@ -1,9 +1,9 @@
 """`data=`: what is learnt from."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import ClassVar
 
 from foundry.config.errors import Violation, shown
@@ -134,8 +134,15 @@ class OnBadRow(Enum):
     skip = "skip"
 
 
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, RuntimeError):  # a name that no file can have, or the folder of no user
+        return False
+
+
 def _check_template(template: str | None) -> Iterator[Violation]:
-    if template not in (None, *CHAT_TEMPLATES) and not os.path.isfile(os.path.expanduser(str(template))):
+    if template not in (None, *CHAT_TEMPLATES) and not _is_file(str(template)):
         message = f"is {shown(template)} but there is no such file; give {', '.join(CHAT_TEMPLATES)} or a file"
         yield Violation("data.chat_template", message)
 
