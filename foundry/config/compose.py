@@ -16,12 +16,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.check import check
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.holes import check_hydra
 from foundry.config.hydra_internals import ConfigLoaderImpl, cache_interpolations, wrap_loading
 from foundry.config.override_errors import find_errors, includes_schemas, master_over_options, without_null_choices
 from foundry.config.resolvers import register_resolvers
-from foundry.config.rules import check
 from foundry.config.schemas.root import Config
 from foundry.config.secrets import check_overrides, check_secrets
 from foundry.config.start_dir import anchor_paths

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.base import OF_THE_BASE
+from foundry.config.check import check
 from foundry.config.errors import Violation, first_line, nearest, shown
 from foundry.config.hydra_internals import (
     CachingConfigRepository,
@@ -24,7 +25,6 @@ from foundry.config.hydra_internals import (
     open_repository,
 )
 from foundry.config.names import did_you_mean, leaves, meanings
-from foundry.config.rules import check
 from foundry.config.schemas.model import Base
 from foundry.config.schemas.root import Config
 from foundry.config.store import GROUPS, group_schemas

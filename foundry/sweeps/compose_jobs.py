@@ -8,6 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from foundry.config.check import check
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.hydra_internals import (
     apply_overrides,
@@ -17,7 +18,6 @@ from foundry.config.hydra_internals import (
     require_loader,
 )
 from foundry.config.override_errors import Known, choice_line, find_errors
-from foundry.config.rules import check
 from foundry.config.start_dir import anchor_paths
 
 Overrides = tuple[str, ...]

@@ -22,11 +22,11 @@ from omegaconf import OmegaConf
 import foundry.optim.schedules  # noqa: F401 # its import of torch is no part of a composition's time
 from foundry.config import override_errors as errors
 from foundry.config.build import build
+from foundry.config.check import check
 from foundry.config.compose import config_dir, install
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import hash_config
 from foundry.config.lengths import check_lengths, resolve_budget
-from foundry.config.rules import check
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.root import to_config
 from foundry.config.schemas.scheduler import Scheduler
