@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.config.errors import format_reason
 from foundry.config.lengths import resolve_batch_sizes
-from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, Single, resolve_distributed
+from foundry.config.schemas.distributed import FSDP, resolve_distributed
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
-from foundry.models.fsdp_block import find_blocks
 from foundry.models.lora import frozen_matrices
 from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
@@ -32,6 +30,7 @@ from foundry.parts import build_model, build_objective, build_optimizers
 from foundry.planning.activations import activation_bytes
 from foundry.planning.fake import FakeModel
 from foundry.planning.generation import cache_bytes
+from foundry.planning.layout import Layout, build_layout, grad_bytes, num_bytes
 from foundry.training.protocols import ComparingObjective, Microbatch, Objective
 
 _FLOAT32_BYTES = 4
@@ -105,7 +104,7 @@ def estimate_memory(
     """
     policy = PrecisionPolicy(config.precision.mode)
     model = _as_held(fake.model, policy, narrow_frozen=config.peft.narrows_base)
-    layout = _layout(config.distributed, model, policy, world_size)
+    layout = build_layout(config.distributed, model, policy, world_size)
     dp_size = config.distributed.dp_size(world_size)
     sizes = resolve_batch_sizes(config.hparams, dp_size=dp_size, tokens_per_sample=None).sizes
     accumulates = max(sizes) > dp_size * config.hparams.per_gpu_batch_size
@@ -120,23 +119,23 @@ def estimate_memory(
         generation = whole + (cache or 0)
         generation_note = "the memory of keys and values is not known" if cache is None else None
     activations, activations_note = _activations(config, objective, model, fake.mode, policy, layout, microbatch)
-    shards = layout.parts(_num_bytes)
+    shards = layout.parts(num_bytes)
     gradients = layout.gradients(config.distributed.gradient_sync, accumulates)
     optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
     ema = layout.parts(partial(_average_bytes, config))
-    frozen_parts = [each.parts(_num_bytes) for each, _ in frozen]
-    offloaded = sum(part for part, _ in frozen_parts) + shards[0] + layout.parts(_grad_bytes)[0] + optimizer[0] + ema[0]
+    frozen_parts = [each.parts(num_bytes) for each, _ in frozen]
+    offloaded = sum(part for part, _ in frozen_parts) + shards[0] + layout.parts(grad_bytes)[0] + optimizer[0] + ema[0]
     notes = [note for note in (optimizer_note, activations_note, generation_note) if note is not None]
     return Memory(
         weights=sum(shards),
-        frozen_weights=sum(shards) - sum(layout.parts(_grad_bytes)),
+        frozen_weights=sum(shards) - sum(layout.parts(grad_bytes)),
         gathered=sum(each.gathered(config.distributed.gradient_sync) for each in (layout, *(f for f, _ in frozen))),
         gradients=gradients,
         reducing=layout.reducing(config.distributed.gradient_sync, accumulates),
         optimizer=sum(optimizer) if optimizer_note is None else None,
         ema=sum(ema),
         frozen=sum(map(sum, frozen_parts)) + sum(buffers for _, buffers in frozen),
-        buffers=sum(map(_num_bytes, model.buffers())),
+        buffers=sum(map(num_bytes, model.buffers())),
         activations_estimated=activations,
         generation=generation,
         host=offloaded if layout.offloads and device_type != "cpu" else 0,
@@ -146,7 +145,7 @@ def estimate_memory(
 
 def _build_frozen(
     config: Config, objective: Objective, fake: FakeModel, policy: PrecisionPolicy, world_size: int
-) -> list[tuple["_Layout", int]]:
+) -> list[tuple[Layout, int]]:
     """The layouts of the models that the objective compares with, which it is given, and the bytes of their buffers.
 
     Of models that are asked before the first step only, there are none: without gradients they need less than a step.
@@ -164,10 +163,10 @@ def _build_frozen(
     is_sharded = isinstance(resolve_distributed(config.distributed, world_size), FSDP)
     return [
         (
-            _layout(config.distributed, model, policy, world_size)
+            build_layout(config.distributed, model, policy, world_size)
             if is_sharded
-            else _Layout([], list(model.parameters())),
-            sum(map(_num_bytes, model.buffers())),
+            else Layout([], list(model.parameters())),
+            sum(map(num_bytes, model.buffers())),
         )
         for model in frozen.values()
     ]
@@ -194,127 +193,7 @@ def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
     if isinstance(config.peft, LoRA):
         held = {tensor for tensor in held if tensor.requires_grad}
     ema = sum(_average_bytes(config, parameter) for parameter in model.parameters())
-    return sum(map(_num_bytes, held)) + ema + sum(state.values())
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Parameters that FSDP2 gathers and reduces together.
-
-    Attributes:
-        parameters: those that no inner unit has.
-        gather_dtype: of whole weights, and of gradients as they are computed; None: the parameter's own.
-        reduce_dtype: of gradients where they are summed; None: as they are computed.
-    """
-
-    parameters: list[nn.Parameter]
-    gather_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-
-    def gathered(self) -> int:
-        return sum(p.numel() * (self.gather_dtype or p.dtype).itemsize for p in self.parameters)
-
-    def computed(self) -> int:
-        return sum(p.numel() * (self.gather_dtype or p.dtype).itemsize for p in self.parameters if p.requires_grad)
-
-    def reduced(self) -> int:
-        dtype = self.reduce_dtype or self.gather_dtype
-        return sum(p.numel() * (dtype or p.dtype).itemsize for p in self.parameters if p.requires_grad)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """What a rank holds.
-
-    Attributes:
-        units: FSDP2's, the root last; empty where nothing is sharded.
-        whole: parameters that every rank holds whole.
-        num_shards: ranks among which a unit is divided.
-        keeps_gathered: units stay gathered from forward to backward.
-        prefetches: units are gathered while the one before computes.
-        offloads: shards live in host memory.
-        reduces_whole: gradients of `whole` are copied into one tensor and averaged at the end.
-    """
-
-    units: list[_Unit]
-    whole: list[nn.Parameter]
-    num_shards: int = 1
-    keeps_gathered: bool = False
-    prefetches: bool = False
-    offloads: bool = False
-    reduces_whole: bool = False
-
-    def parts(self, bytes_of: Callable[[nn.Parameter], int]) -> tuple[int, int]:
-        """Bytes of this rank's shards, and of what it holds whole, given those of whole parameters."""
-        shards = sum(bytes_of(p) * self._rows(p) // max(1, p.shape[0]) for unit in self.units for p in unit.parameters)
-        return shards, sum(map(bytes_of, self.whole))
-
-    def gathered(self, sync: GradientSync) -> int:
-        """Whole weights at once: the root and the blocks in flight, or everything where it is kept."""
-        if not self.units:
-            return 0
-        *blocks, root = [unit.gathered() for unit in self.units]
-        if self.keeps_gathered or sync is GradientSync.last_keep_params:
-            return sum(blocks) + root
-        pairs = [sum(pair) for pair in pairwise(blocks)] if self.prefetches else []
-        return root + max([*pairs, *blocks], default=0)
-
-    def ungathered(self, sync: GradientSync) -> int:
-        """What all whole weights at once take beyond those that are gathered in a step."""
-        return sum(unit.gathered() for unit in self.units) - self.gathered(sync)
-
-    def gradients(self, sync: GradientSync, accumulates: bool) -> int:
-        """Gradients at their peak, before the window's last reduction where they are summed up whole."""
-        shards, whole = self.parts(_grad_bytes)
-        if not accumulates or sync is GradientSync.every:
-            return shards + whole
-        # Offloaded shards come into being next to the whole gradients; others take their place.
-        return whole + sum(unit.reduced() for unit in self.units) + (shards if self.offloads else 0)
-
-    def reducing(self, sync: GradientSync, accumulates: bool) -> int:
-        """A unit's gradients in the reduction's type, next to those just computed unless these are summed already."""
-        summed = accumulates and sync is not GradientSync.every
-        largest = max((unit.reduced() + (0 if summed else unit.computed()) for unit in self.units), default=0)
-        return max(largest, sum(map(_grad_bytes, self.whole)) if self.reduces_whole else 0)
-
-    def _rows(self, parameter: nn.Parameter) -> int:
-        return -(-parameter.shape[0] // self.num_shards)
-
-
-def _layout(config: Distributed, model: nn.Module, policy: PrecisionPolicy, world_size: int) -> _Layout:
-    """What `foundry.parallel.wrap` makes of a model."""
-    resolved = resolve_distributed(config, world_size)
-    if isinstance(resolved, Single):
-        return _Layout([], list(model.parameters()))
-    num_shards = resolved.mesh_shape(world_size).get("shard", 1)
-    if isinstance(resolved, DDP):
-        if not resolved.shard_optimizer:
-            return _Layout([], list(model.parameters()), reduces_whole=not resolved.overlap_grad_reduce)
-        units, whole = _units(model, policy, blocks=resolved.overlap_grad_reduce)
-        return _Layout(units, whole, num_shards, keeps_gathered=True, reduces_whole=True)
-    units, whole = _units(model, policy, blocks=True)
-    return _Layout(
-        units,
-        whole,
-        num_shards,
-        keeps_gathered=not resolved.reshard_after_forward,
-        prefetches=resolved.overlap_param_gather,
-        offloads=resolved.cpu_offload,
-        reduces_whole=True,
-    )
-
-
-def _units(model: nn.Module, policy: PrecisionPolicy, *, blocks: bool) -> tuple[list[_Unit], list[nn.Parameter]]:
-    """FSDP2's units, the root last, and the parameters it leaves whole."""
-    modules = list(find_blocks(model)) if blocks else []
-    in_blocks = {parameter for module in modules for parameter in module.parameters()}
-    whole = [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
-    taken, units = set(whole), list[_Unit]()
-    for module in (*modules, model):
-        types = policy.fsdp_policy(root=module is model)
-        units.append(_Unit([p for p in module.parameters() if p not in taken], types.param_dtype, types.reduce_dtype))
-        taken.update(module.parameters())
-    return units, whole
+    return sum(map(num_bytes, held)) + ema + sum(state.values())
 
 
 def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int], str | None]:
@@ -331,7 +210,7 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
             optimizer.step()
             for updated, held in optimizer.state.items():
                 tensors = [value for value in held.values() if isinstance(value, Tensor) and value.ndim > 0]
-                state[updated] = state.get(updated, 0) + sum(map(_num_bytes, tensors))
+                state[updated] = state.get(updated, 0) + sum(map(num_bytes, tensors))
     except Exception as error:  # whatever a user's optimizer does with numbers that are not there
         return {}, f"the optimizers cannot step on fake tensors ({format_reason(error)})"
     return state, None
@@ -343,7 +222,7 @@ def _activations(
     model: nn.Module,
     mode: FakeTensorMode,
     policy: PrecisionPolicy,
-    layout: _Layout,
+    layout: Layout,
     microbatch: Microbatch | None,
 ) -> tuple[int | None, str | None]:
     """Bytes of activations, or why they are not known; `model` holds the parameters of `layout`."""
@@ -402,14 +281,6 @@ def _retyped(model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> nn.
         memo[id(buffer)] = buffer.to(dtype_of(buffer), copy=True)
     retyped: nn.Module = copy.deepcopy(model, memo)
     return retyped
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _grad_bytes(parameter: nn.Parameter) -> int:
-    return _num_bytes(parameter) if parameter.requires_grad else 0
 
 
 def _average_bytes(config: Config, parameter: nn.Parameter) -> int:
