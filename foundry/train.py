@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from foundry.assembly import Setup, build_trainer
+from foundry.assembly import build_trainer
 from foundry.checkpoint.finished import check_finished
 from foundry.checkpoint.resume_point import (
     ResumePoint,
@@ -37,6 +37,7 @@ from foundry.run_dir.status import read_status
 from foundry.run_files import refill, write_run_files
 from foundry.tracking.folder_watch import FolderWatch
 from foundry.tracking.observers import build_observers
+from foundry.trained import Setup
 from foundry.training.events import Observer, RunEnded
 from foundry.training.memory_error import memory_explained
 

@@ -1,0 +1,193 @@
+"""What a run trains: model, optimizers, averages and objective, at the values where the run starts or resumes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from foundry.checkpoint.folder import CheckpointError
+from foundry.checkpoint.resume_point import ResumePoint, check_base
+from foundry.checkpoint.tensors import compute_digest, restore_into
+from foundry.columns import ColumnContext, join_columns
+from foundry.config.duration import Budget
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.peft import LoRA
+from foundry.config.schemas.root import Config
+from foundry.data.splits import DataSplits
+from foundry.data.tokenizer import check_same
+from foundry.environments.judge import Judge
+from foundry.initial_model import Base, adapt, read_initial, resolve_weights
+from foundry.models.lora import frozen_matrices
+from foundry.optim.schedule_state import reconcile
+from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.process_group import World
+from foundry.parallel.wrap import Parallel, parallelize, place_frozen
+from foundry.parts import (
+    build_budget,
+    build_model,
+    build_objective,
+    build_optimizers,
+    build_schedule,
+    check_forward,
+    resolve_packing,
+)
+from foundry.run_dir.folder import RunFolder
+from foundry.training.ema import WeightAverage
+from foundry.training.protocols import (
+    ComparingObjective,
+    Objective,
+    PrecomputingObjective,
+    Schedule,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is known of a run before any of its parts is built.
+
+    Attributes:
+        config: the composed configuration.
+        config_hash: of the same.
+        data: training and held-out samples.
+        judge: scores answers, where the run has an environment.
+        world: this rank and the others.
+        run_dir: where the run writes.
+        folder: the same, watched, on the rank that writes.
+        resume_point: the checkpoint to resume from, if there is one.
+    """
+
+    config: Config
+    config_hash: str
+    data: DataSplits
+    judge: Judge | None
+    world: World
+    run_dir: Path
+    folder: RunFolder | None
+    resume_point: ResumePoint | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run trains, and with what.
+
+    Attributes:
+        unwrapped: the model as it was built.
+        base: what adapters are trained beside; None where the whole model is trained.
+        parallel: the model as it is called.
+        optimizers: they cover its trainable parameters.
+        ema: averaged weights, where kept.
+        objective: what is minimised.
+        frozen: the models that the objective compares with, by name.
+        schedule: learning rate and weight decay of each update.
+        budget: the size of the run.
+        precision: the arithmetic of the run.
+        pack_tokens: tokens of a row that holds several samples; None: each has its own row.
+    """
+
+    unwrapped: nn.Module
+    base: Base | None
+    parallel: Parallel
+    optimizers: Sequence[Optimizer]
+    ema: WeightAverage | None
+    objective: Objective
+    frozen: Mapping[str, nn.Module]
+    schedule: Schedule
+    budget: Budget
+    precision: PrecisionPolicy
+    pack_tokens: int | None
+
+
+def build_trained(setup: Setup) -> Trained:
+    """The model with its optimizers and averages, at their first or restored values."""
+    config, world, resume_point = setup.config, setup.world, setup.resume_point
+    hparams, budget = config.hparams, build_budget(config, setup.data, world.dp_size)
+    precision = PrecisionPolicy.from_config(config.precision, world.device)
+    is_adapted = isinstance(config.peft, LoRA)
+    model = build_model(config) if resume_point is not None and not is_adapted else _build_initial(setup, None)
+    base = adapt(model, config, resolve_weights(config.model))
+    if resume_point is not None and base is not None:
+        check_base(resume_point, base.facts(), config.checkpoint.on_changed_config)
+    pack_tokens = resolve_packing(config, model)
+    parallel = parallelize(
+        precision.prepare(model, frozen_matrices(model) if config.peft.narrows_base else ()),
+        precision,
+        world,
+        grad_checkpointing=hparams.grad_checkpointing,
+        torchcompile=hparams.torchcompile,
+    )
+    optimizers = build_optimizers(config, parallel.model)
+    ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
+    objective = build_objective(config, world, setup.data.tokenizer)
+    check_forward(objective, model)
+    frozen = _build_frozen(setup, objective, precision)
+    schedule = build_schedule(config, budget)
+    if resume_point is not None:
+        try:
+            restore_into(resume_point.folder, parallel.model, ema, optimizers, trained_only=base is not None)
+        except CheckpointError as error:
+            raise ConfigError(Violation("checkpoint.resume", str(error))) from error
+        schedule = reconcile(schedule, resume_point.state["schedule"], config.checkpoint.scheduler_on_resume)
+    return Trained(
+        unwrapped=model,
+        base=base,
+        parallel=parallel,
+        optimizers=optimizers,
+        ema=ema,
+        objective=objective,
+        frozen=frozen,
+        schedule=schedule,
+        budget=budget,
+        precision=precision,
+        pack_tokens=pack_tokens,
+    )
+
+
+def _build_initial(setup: Setup, node: Any) -> nn.Module:
+    """A model as a run from scratch starts with it; `node` is of another model than the run's."""
+    node = setup.config.model if node is None else node
+    path, tokenizer = resolve_weights(node), setup.data.tokenizer
+    if path is not None and tokenizer is not None:
+        check_same(tokenizer, path)
+    return read_initial(node, path, partial(build_model, setup.config), setup.world, "model.init_from")
+
+
+def _build_frozen(setup: Setup, objective: Objective, precision: PrecisionPolicy) -> Mapping[str, nn.Module]:
+    """The models that the objective compares the run's with at each step, which it is given."""
+    if not isinstance(objective, ComparingObjective) or _are_precomputed(objective):
+        return {}
+    frozen = {
+        name: place_frozen(precision.prepare(_build_initial(setup, node)), precision, setup.world)
+        for name, node in objective.frozen_models.items()
+    }
+    objective.compare(frozen)
+    return frozen
+
+
+def _are_precomputed(objective: Objective) -> bool:
+    return isinstance(objective, PrecomputingObjective) and bool(objective.columns)
+
+
+def join_samples(setup: Setup, trained: Trained) -> DataSplits:
+    """The data, with what the objective's frozen models make of every sample, where they are asked once."""
+    objective, precision, world, origin = trained.objective, trained.precision, setup.world, setup.resume_point
+    if not (isinstance(objective, PrecomputingObjective) and objective.columns):
+        return setup.data
+
+    def build_frozen() -> tuple[Mapping[str, nn.Module], str]:
+        models = {name: _build_initial(setup, node) for name, node in objective.frozen_models.items()}
+        digest = " ".join(f"{name} {compute_digest(model)}" for name, model in models.items())
+        return {name: place_frozen(precision.prepare(m), precision, world) for name, m in models.items()}, digest
+
+    context = ColumnContext(
+        data=setup.data,
+        world=world,
+        autocast=partial(precision.autocast, world.device),
+        per_gpu_batch_size=setup.config.hparams.per_gpu_batch_size,
+        run_dir=setup.run_dir,
+        origin=None if origin is None else origin.folder.parents[1],
+    )
+    return join_columns(objective, build_frozen, context)
