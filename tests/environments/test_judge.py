@@ -93,3 +93,15 @@ def test_settings_that_are_wrong(overrides, message):
     with pytest.raises(ConfigError) as caught:
         configure(*overrides)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["format", "exact_match", "multiple_choice"])
+def test_a_pattern_that_never_ends_costs_its_answer_alone(option):
+    node = configure(
+        f"environment={option}", "environment.pattern='(a+)+$'", "environment.timeout_seconds=0.5"
+    ).environment
+    judge = build_judge(node)
+    texts = ["a" * 60 + "!", "aa"]
+    found = judge.judge([Answer(text, prompt="", columns={"answer": "aa"}) for text in texts])
+    judge.close()
+    assert [one.fault for one in found] == ["timed_out", ""]

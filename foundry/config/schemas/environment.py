@@ -61,7 +61,18 @@ class Environment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactMatch(Environment):
+class _InWorker(Environment):
+    """What an answer may cost any time: a search for a pattern may take exponentially long in the answer's length."""
+
+    in_worker: ClassVar[bool] = True
+
+    timeout_seconds: float = setting(
+        10.0, "longest time to score one answer, after which it does not count", gt=0, le=10**6, runtime=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMatch(_InWorker):
     """The answer is the row's `answer`, but for white space around it."""
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
@@ -82,7 +93,7 @@ class ExactMatch(Environment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultipleChoice(Environment):
+class MultipleChoice(_InWorker):
     """The last choice that the answer names is the row's `answer`: its letter, or its number from 0."""
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
@@ -102,7 +113,7 @@ class MultipleChoice(Environment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format(Environment):
+class Format(_InWorker):
     """The answer matches a regular expression."""
 
     _target_: str = "foundry.environments.matching.Format"
@@ -134,15 +145,10 @@ class Arithmetic(Environment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Python(Environment):
+class Python(_InWorker):
     """The answer, or the code between ``` in it, is Python that can be parsed; it is never run."""
 
-    in_worker: ClassVar[bool] = True
-
     _target_: str = "foundry.environments.python.Python"
-    timeout_seconds: float = setting(
-        10.0, "longest time to score one answer, after which it does not count", gt=0, le=10**6, runtime=True
-    )
 
     @property
     def scores(self) -> tuple[str, ...]:
