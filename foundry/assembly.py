@@ -154,6 +154,7 @@ def _build_source(setup: Setup, trained: Trained, beat: Callable[[str], None]) -
             seed=setup.config.hparams.seed,
             per_gpu_batch_size=setup.config.hparams.per_gpu_batch_size,
             beat=beat,
+            pack_tokens=trained.pack_tokens,
         )
     if not isinstance(objective, SourcingObjective):
         return _build_loader(setup, trained.budget, pack_tokens=trained.pack_tokens)
@@ -172,6 +173,9 @@ def _build_source(setup: Setup, trained: Trained, beat: Callable[[str], None]) -
 def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False, pack_tokens: int | None = None) -> Loader:
     """The training samples in the global order: of this rank, or all of them."""
     config, data, world = setup.config, setup.data, setup.world
+    if pack_tokens is not None and not hasattr(data.train, "lengths_of"):
+        message = f"is true but {type(data.train).__name__} has no lengths_of() by which its samples would share rows"
+        raise ConfigError(Violation("data.packing", f"{message}; set it to false"))
     return Loader(
         dataset=data.train,
         order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed),
@@ -245,6 +249,7 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
         world_size=setup.world.world_size,
         strategy=setup.world.distributed.strategy,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        pack_tokens=trained.pack_tokens,
     )
     shown = select_steps(schedule, budget)
     return RunStarted(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from foundry.data.loader import held_out_batches, read_batch
-from foundry.data.splits import Dataset, DataSplits
+from foundry.data.splits import Dataset, DataSplits, PackedDataset
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.run_dir.files import replaced_atomically
@@ -45,7 +45,7 @@ class WithColumns:
 
     def __init__(self, dataset: Dataset, columns: Mapping[str, Tensor]) -> None:
         self._dataset, self._columns = dataset, columns
-        for name in ("num_tokens", "longest"):
+        for name in ("num_tokens", "longest", "lengths_of"):
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
 
@@ -59,8 +59,16 @@ class WithColumns:
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Samples stacked, with their columns."""
-        rows = torch.as_tensor(indices)
-        return {**read_batch(self._dataset, indices), **{name: column[rows] for name, column in self._columns.items()}}
+        return {**read_batch(self._dataset, indices), **self._columns_of(indices)}
+
+    def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Samples in rows that they share, with the columns of each, (samples, ...), in the order of the packs."""
+        samples = [index for pack in packs for index in pack]
+        return {**cast(PackedDataset, self._dataset).packed(packs), **self._columns_of(samples)}
+
+    def _columns_of(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        return {name: column[rows] for name, column in self._columns.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,12 +134,13 @@ def check_forward(objective: Objective, model: nn.Module, key: str = "model") ->
         raise ConfigError(Violation(key, message))
 
 
-def resolve_packing(config: Config, model: nn.Module) -> int | None:
+def resolve_packing(config: Config, model: nn.Module, name: str = "model") -> int | None:
     """Tokens of a row that holds several samples; None: each has its own row, or the model would mix them.
 
     Args:
         config: of the run.
-        model: not yet wrapped; it is asked about two short documents.
+        model: the run's or one that it is compared with, not yet wrapped; it is asked about two short documents.
+        name: what it is.
 
     Raises:
         ConfigError: samples are to share rows, and the model's forward() does not take `documents`.
@@ -148,10 +149,11 @@ def resolve_packing(config: Config, model: nn.Module) -> int | None:
         return None
     parameters = inspect.signature(model.forward).parameters
     if "documents" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-        message = f"is true but the model is {type(model).__name__}, whose forward() does not take documents"
+        message = f"is true but the {name} is {type(model).__name__}, whose forward() does not take documents"
         raise ConfigError(Violation("data.packing", f"{message}; set it to false, or choose model=transformer"))
     if not isolates_documents(model):
-        log.warning("data.packing is off: in one row with another document, the model computes other log-probabilities")
+        message = "data.packing is off: in one row with another document, the %s computes other log-probabilities"
+        log.warning(message, name)
         return None
     return int(field_of(config.data, "seq_len"))
 

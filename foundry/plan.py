@@ -106,8 +106,10 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
     longest = getattr(data.train, "longest", 0)
     # One sample stands for all, which are not read: there may be more than fit into this machine.
     batch = read_batch(data.train, [longest])
-    if field_of(config.data, "packing", False):  # a full row of several samples is like one of a long sample
-        batch = {name: t[:, :1].expand(1, config.data.seq_len) for name, t in batch.items()}
+    pack_tokens = int(config.data.seq_len) if field_of(config.data, "packing", False) else None
+    if pack_tokens is not None:  # a full row of several samples is like one of a long sample
+        rows = {name: t for name, t in batch.items() if name in ("tokens", "targets")}
+        batch |= {name: t[..., :1].expand(*t.shape[:-1], pack_tokens) for name, t in rows.items()}
     sample = {name: t.expand(samples, *t.shape[1:]) for name, t in batch.items()}
     microbatch = {**sample, "position": torch.zeros(samples, dtype=torch.int64)}
     most = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
@@ -119,6 +121,7 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
         device_type="cuda" if on_gpu else "cpu",
         tokenizer=data.tokenizer,
         answer_tokens=None if most is None else max(len(prompt.tokens) for prompt in data.train_prompts) + most - 1,
+        pack_tokens=pack_tokens,
     )
     return {
         **build_plan(
@@ -130,6 +133,7 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
             world_size=ranks,
             strategy=resolve_distributed(config.distributed, ranks).strategy,
             device=torch.cuda.get_device_name() if on_gpu else "cpu",
+            pack_tokens=pack_tokens,
         ),
         "memory": {**asdict(memory), "total": memory.total},
         "checkpoint_bytes": checkpoint_bytes(config, fake),

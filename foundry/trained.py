@@ -123,7 +123,7 @@ def build_trained(setup: Setup) -> Trained:
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
     objective = build_objective(config, world, setup.data.tokenizer)
     check_forward(objective, model)
-    frozen = _build_frozen(setup, objective, precision)
+    frozen, can_pack = _build_frozen(setup, objective, precision)
     schedule = build_schedule(config, budget)
     if resume_point is not None:
         try:
@@ -142,7 +142,7 @@ def build_trained(setup: Setup) -> Trained:
         schedule=schedule,
         budget=budget,
         precision=precision,
-        pack_tokens=pack_tokens,
+        pack_tokens=pack_tokens if can_pack else None,
     )
 
 
@@ -155,16 +155,17 @@ def _build_initial(setup: Setup, node: Any) -> nn.Module:
     return read_initial(node, path, partial(build_model, setup.config), setup.world, "model.init_from")
 
 
-def _build_frozen(setup: Setup, objective: Objective, precision: PrecisionPolicy) -> Mapping[str, nn.Module]:
-    """The models that the objective compares the run's with at each step, which it is given."""
+def _build_frozen(
+    setup: Setup, objective: Objective, precision: PrecisionPolicy
+) -> tuple[Mapping[str, nn.Module], bool]:
+    """The models that the objective compares the run's with at each step, and whether they let samples share rows."""
     if not isinstance(objective, ComparingObjective) or _are_precomputed(objective):
-        return {}
-    frozen = {
-        name: place_frozen(precision.prepare(_build_initial(setup, node)), precision, setup.world)
-        for name, node in objective.frozen_models.items()
-    }
+        return {}, True
+    models = {name: _build_initial(setup, node) for name, node in objective.frozen_models.items()}
+    can_pack = [resolve_packing(setup.config, model, name) is not None for name, model in models.items()]
+    frozen = {name: place_frozen(precision.prepare(m), precision, setup.world) for name, m in models.items()}
     objective.compare(frozen)
-    return frozen
+    return frozen, all(can_pack)
 
 
 def _are_precomputed(objective: Objective) -> bool:

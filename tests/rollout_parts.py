@@ -45,7 +45,9 @@ def make_data():
     )
 
 
-def make_source(objective, model, *, world=None, judge=None, data=None, frozen=(), per_gpu_batch_size=4):
+def make_source(
+    objective, model, *, world=None, judge=None, data=None, frozen=(), per_gpu_batch_size=4, pack_tokens=None
+):
     return build_rollouts(
         objective,
         model=model,
@@ -57,6 +59,7 @@ def make_source(objective, model, *, world=None, judge=None, data=None, frozen=(
         seed=5,
         per_gpu_batch_size=per_gpu_batch_size,
         beat=lambda what: None,
+        pack_tokens=pack_tokens,
     )
 
 

@@ -219,12 +219,17 @@ def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _packing(config: Config, launch: Launch) -> Iterator[Violation]:
-    """The objective knows of rows with several samples, and nothing is compiled for rows of one shape."""
+    """Samples have lengths of their own, the objective knows of several in a row, and no shape is compiled for."""
     if not getattr(config.data, "packing", False):
         return
     if not getattr(config.objective, "takes_packed", False):
         name = type(config.objective).__name__
-        message = f"is true but objective {name} takes one sample a row; set it to false, or choose objective=sft"
+        others = "objective=sft, dpo, distillation or grpo"
+        message = f"is true but objective {name} takes one sample a row; set it to false, or choose {others}"
+        yield Violation("data.packing", message)
+    elif not getattr(config.data, "is_ragged", True):
+        name = type(config.data).__name__
+        message = f"is true but samples of {name} are all of data.seq_len tokens and fill a row each; set it to false"
         yield Violation("data.packing", message)
     if config.hparams.torchcompile:
         message = "is true together with hparams.torchcompile, which would compile each packed row for itself"

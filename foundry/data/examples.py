@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from foundry.data.packing import place_parts
 from foundry.data.rows import Row, RowSplits
 from foundry.data.splits import Prompt
 from foundry.data.token_cache import ArrayWriter, batches, cached_folder, token_dtype
@@ -129,6 +130,10 @@ class Pairs:
         """Tokens of these pairs together, without padding."""
         return self.examples.num_tokens(_rows_of(indices))
 
+    def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """(len(indices), 2) int64, the tokens of the rows of these pairs."""
+        return self.examples.lengths_of(_rows_of(indices)).reshape(-1, 2)
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One pair: tokens and targets, (2, longest) int64 each."""
         return {name: value[0] for name, value in self.batch([index]).items()}
@@ -137,6 +142,24 @@ class Pairs:
         """Pairs padded on the right to the longest row: tokens and targets, (len(indices), 2, longest) int64 each."""
         rows = self.examples.batch(_rows_of(indices))
         return {name: value.view(-1, 2, value.shape[1]) for name, value in rows.items()}
+
+    def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Several pairs in two rows, of which either may have chosen and rejected ones; see `place_parts`.
+
+        Returns:
+            tokens, targets and documents, (len(packs), 2, longest) int64 each; the documents of the n-th pair among all
+            of them are 2n, the chosen one, and 2n + 1.
+        """
+        rows, numbers, first = list[list[int]](), [-1], 0
+        for pack in packs:
+            for row in place_parts(self.lengths_of(pack).tolist(), num_rows=2):
+                rows.append([2 * pack[pair] + part for pair, part in row])
+                numbers += [2 * (first + pair) + part for pair, part in row]
+            first += len(pack)
+        found = self.examples.packed(rows)
+        # The rows' documents are numbered as they lie there.
+        found["documents"] = torch.tensor(numbers)[found["documents"] + 1]
+        return {name: value.view(len(packs), 2, -1) for name, value in found.items()}
 
 
 def _rows_of(pairs: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from foundry.data.order import GlobalOrder
-from foundry.data.packing import Pack, first_fit_decreasing
+from foundry.data.packing import Pack, deal, first_fit_decreasing
 from foundry.data.splits import BatchedDataset, Dataset, PackedDataset
 from foundry.training.protocols import Microbatch, Window
 
@@ -121,7 +121,8 @@ class Loader:
     c + (m * dp_size + r) * per_gpu_batch_size on. The only state is how many samples were consumed, and left out.
 
     With packing the samples of the same window share rows. Every rank packs all of them, and microbatches hold at most
-    `per_gpu_batch_size` rows in the place of samples. The model sees the same samples in each step.
+    `per_gpu_batch_size` rows in the place of samples, or of pairs twos of rows. The model sees the same samples in each
+    step.
     """
 
     def __init__(
@@ -221,10 +222,8 @@ class Loader:
         positions = range(first, first + self._batch_size_at(start))
         dataset, order = cast(PackedDataset, self._reader.dataset), self._reader.order
         lengths = dataset.lengths_of(order.indices(positions).tolist())
-        packs = [[positions[i] for i in pack] for pack in first_fit_decreasing(lengths.tolist(), capacity)]
-        count = self._dp_size * -(-len(packs) // (self._per_gpu * self._dp_size))
-        for index in range(self._dp_rank, count, self._dp_size):
-            yield packs[index::count] or [[]]
+        packs = [[positions[i] for i in pack] for pack in first_fit_decreasing(lengths, capacity)]
+        yield from deal(packs, per_gpu_batch_size=self._per_gpu, dp_rank=self._dp_rank, dp_size=self._dp_size)
 
     def _all_cuts(self) -> Iterator[_Cut]:
         start = self.samples

@@ -1,30 +1,63 @@
-"""Packing: which samples of a window share a row."""
+"""Packing: which samples of a window share rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 Pack = list[int]
-"""Samples of one row, in their order there."""
+"""Samples that share a row, or as many rows as each has parts, in their order there."""
 
 
-def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Pack]:
-    """Put each sample, the longest first, into the first row that has room for it (Johnson, 1973).
+def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[Pack]:
+    """Put each sample, the longest first, into the first pack that has room for it (Johnson, 1973).
+
+    A sample of several parts, such as a pair, goes whole into a pack of as many rows: its parts, the longest first,
+    each into the row with the most room left, which finds a place for two parts wherever there is one.
 
     Args:
-        lengths: tokens of each sample, at most `capacity`.
+        lengths: (samples,) or (samples, parts) int64, tokens, each at most `capacity`.
         capacity: tokens of a row.
 
     Returns:
-        The rows, which depend on the lengths alone.
+        The packs, which depend on the lengths alone.
     """
-    packs, room = list[Pack](), np.empty(len(lengths), dtype=np.int64)
-    for sample in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        fitting = np.flatnonzero(room[: len(packs)] >= lengths[sample])
-        if len(fitting):
-            packs[chosen := int(fitting[0])].append(sample)
-        else:
-            room[chosen := len(packs)] = capacity
-            packs.append([sample])
-        room[chosen] -= lengths[sample]
+    parts = np.sort(lengths if lengths.ndim == 2 else lengths[:, None])[:, ::-1]
+    packs, room = list[Pack](), np.full(parts.shape, capacity)
+    for sample in np.argsort(-parts.sum(1), kind="stable").tolist():
+        left = room[: len(packs) + 1].copy()  # the last one is empty
+        for length in parts[sample]:
+            left[np.arange(len(left)), left.argmax(1)] -= length
+        chosen = int((left >= 0).all(1).argmax())
+        if chosen == len(packs):
+            packs.append([])
+        packs[chosen].append(sample)
+        room[chosen] = left[chosen]
     return packs
+
+
+def place_parts(lengths: Sequence[Sequence[int]], num_rows: int) -> list[list[tuple[int, int]]]:
+    """Where the samples of a pack lie, as `first_fit_decreasing` has counted.
+
+    Args:
+        lengths: tokens of each part of each sample, in the order of the pack.
+        num_rows: of the pack.
+
+    Returns:
+        Of each row the sample and the part, by their numbers, one after the other.
+    """
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(num_rows)]
+    filled = [0] * num_rows
+    for sample, parts in enumerate(lengths):
+        for part in sorted(range(len(parts)), key=lambda part: -parts[part]):
+            row = filled.index(min(filled))
+            rows[row].append((sample, part))
+            filled[row] += parts[part]
+    return rows
+
+
+def deal(packs: Sequence[Pack], *, per_gpu_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[Pack]]:
+    """The packs of each of a rank's microbatches, which are as many on every rank and of nearly the same size."""
+    count = dp_size * -(-len(packs) // (per_gpu_batch_size * dp_size))
+    for index in range(dp_rank, count, dp_size):
+        yield list(packs[index::count]) or [[]]

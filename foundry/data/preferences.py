@@ -30,6 +30,7 @@ def preference_files(
     chat_template: str | None = None,
     on_bad_row: OnBadRow = OnBadRow.refuse,
     num_workers: int = 0,
+    packing: bool = False,
 ) -> DataSplits:
     """The user's own preferences: rows of JSONL or Parquet with `prompt`, `chosen` and `rejected`.
 
@@ -47,6 +48,7 @@ def preference_files(
         chat_template: as `resolve_chat_template` takes it.
         on_bad_row: what becomes of rows that cannot be used.
         num_workers: unused: the loader's.
+        packing: likewise.
 
     Raises:
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.

@@ -46,6 +46,7 @@ def prompt_files(
     chat_template: str | None = None,
     on_bad_row: OnBadRow = OnBadRow.refuse,
     num_workers: int = 0,
+    packing: bool = False,
 ) -> DataSplits:
     """The user's own prompts: rows of JSONL or Parquet with `prompt`, or with `messages`, and any other columns.
 
@@ -62,6 +63,7 @@ def prompt_files(
         chat_template: as `resolve_chat_template` takes it.
         on_bad_row: what becomes of rows that cannot be used.
         num_workers: unused: the loader's.
+        packing: likewise.
 
     Raises:
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.

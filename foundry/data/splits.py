@@ -39,11 +39,11 @@ class PackedDataset(Dataset, Protocol):
     """A dataset of samples of their own lengths, of which several fit into a row."""
 
     def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """(len(indices),) int64, tokens of each."""
+        """(len(indices),) int64, tokens of each; of samples of several parts (len(indices), parts)."""
         ...
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Samples in rows as `Examples.packed` has them."""
+        """Samples in rows as `Examples.packed` has them, or as `Pairs.packed` where they have two parts."""
         ...
 
 

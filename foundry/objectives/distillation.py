@@ -23,7 +23,8 @@ _TEACHER = "teacher"
 class Distillation:
     """Cross-entropy and divergence from a teacher at the same targets (Hinton et al., 2015).
 
-    A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 where ignored, and `position`. A token
+    A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 where ignored, and `position`; where
+    rows hold several samples also `documents`: (batch, seq) int64, the sample of each token, -1 for padding. A token
     costs ce_ratio x cross-entropy + (1 - ce_ratio) x temperature² x divergence.
 
     Args:
@@ -97,9 +98,10 @@ class Distillation:
             ConfigError: the teacher has another vocabulary.
         """
         tokens, targets = microbatch["tokens"], valid_targets(microbatch)
+        packed = {name: microbatch[name] for name in ("documents",) if name in microbatch}
         with torch.no_grad():
-            kept = self._teacher(tokens, targets, read=self._read_teacher).read
-        output = model(tokens, targets, read=self._read_student, per_token=tuple(kept.values()))
+            kept = self._teacher(tokens, targets, read=self._read_teacher, **packed).read
+        output = model(tokens, targets, read=self._read_student, per_token=tuple(kept.values()), **packed)
         cross_entropy = -output.log_prob.sum()
         divergence = output.read["divergence"].sum()
         loss = self._ce_ratio * cross_entropy + (1 - self._ce_ratio) * self._factor * divergence

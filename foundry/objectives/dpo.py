@@ -13,6 +13,7 @@ from foundry.config.schemas.objective import DPO as Settings
 from foundry.config.schemas.objective import PreferenceLoss, Reference
 from foundry.models.lora import adapters_off
 from foundry.models.token_log_probs import IGNORED_TARGET
+from foundry.objectives.unpacking import unpack
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
 _REFERENCE = "reference"
@@ -22,9 +23,11 @@ class DPO:
     """Preference loss over pairs of responses, compared with a reference: the model with which the run started.
 
     A microbatch holds `tokens` and `targets`: (pairs, 2, seq) int64, the chosen response first, targets -100 for
-    prompts and padding, and `position`: (pairs,); where the reference is cached also `reference`: (pairs, 2). A pair
-    counts where both of its responses have targets. The loss is a mean over pairs, ln 2 at the start with the sigmoid;
-    see `pair_losses` for the settings.
+    prompts and padding, and `position`: (pairs,); where the reference is cached also `reference`: (pairs, 2). Where
+    pairs share rows, tokens and targets are (packs, 2, seq), and so are `documents`, int64: 2n for tokens of the n-th
+    pair's chosen response, 2n + 1 for those of its rejected one, -1 for padding. A pair counts where both of its
+    responses have targets. The loss is a mean over pairs, ln 2 at the start with the sigmoid; see `pair_losses` for the
+    settings.
     """
 
     def __init__(
@@ -64,8 +67,7 @@ class DPO:
     def precompute(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """`reference`: (pairs, 2) float64, its log-probabilities of the responses."""
         assert self._reference is not None
-        tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
-        return {_REFERENCE: _response_log_probs(self._reference, tokens, targets)}
+        return {_REFERENCE: _response_log_probs(self._reference, microbatch)}
 
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of pairs that count."""
@@ -73,11 +75,9 @@ class DPO:
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Sum of the pairs' losses, with rewards: β times the log-ratios of responses to the reference."""
-        tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
         reference = self._ask_reference(model, microbatch)
-        log_prob = _response_log_probs(model, tokens, targets)
-        is_valid = _is_valid(microbatch).to(tokens.device, non_blocking=True)
-        num_tokens = _num_tokens(targets)
+        log_prob = _response_log_probs(model, microbatch)
+        is_valid, num_tokens = _is_valid(microbatch), _num_tokens(microbatch)
         losses = pair_losses(log_prob, reference, num_tokens, is_valid, **self._settings)
         rewards = self._beta * losses.rewards.detach()
         margin = rewards[:, 0] - rewards[:, 1]
@@ -101,9 +101,8 @@ class DPO:
             return microbatch[_REFERENCE]
         if not self._is_within:
             return self.precompute(microbatch)[_REFERENCE]
-        tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
         with adapters_off(model), _without_dropout(model):
-            return _response_log_probs(model, tokens, targets)
+            return _response_log_probs(model, microbatch)
 
 
 @contextmanager
@@ -120,19 +119,21 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 
 def _is_valid(microbatch: Microbatch) -> Tensor:
     """(pairs,) bool, where the microbatch is: not padding, and both responses have tokens."""
-    has_tokens = _num_tokens(microbatch["targets"].flatten(0, -2)).gt(0).all(-1)
+    has_tokens = _num_tokens(microbatch).gt(0).all(-1)
     return has_tokens & (microbatch["position"] >= 0).to(has_tokens.device, non_blocking=True)
 
 
-def _num_tokens(targets: Tensor) -> Tensor:
-    """(pairs, 2) int64, tokens of the responses; targets: (2 x pairs, seq)."""
-    return (targets != IGNORED_TARGET).sum(-1).view(-1, 2)
+def _num_tokens(microbatch: Microbatch) -> Tensor:
+    """(pairs, 2) int64, tokens of the responses."""
+    is_token = microbatch["targets"].flatten(0, -2) != IGNORED_TARGET
+    return unpack(is_token, microbatch, parts=2).sum(-1).view(-1, 2)
 
 
-def _response_log_probs(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+def _response_log_probs(model: nn.Module, microbatch: Microbatch) -> Tensor:
     """(pairs, 2) float64, the log-probabilities of responses; a float32 sum of many would lose a small margin."""
-    log_prob: Tensor = model(tokens, targets).log_prob
-    return log_prob.double().sum(-1).view(-1, 2)
+    rows = {name: microbatch[name].flatten(0, -2) for name in ("tokens", "targets", "documents") if name in microbatch}
+    log_prob: Tensor = model(rows.pop("tokens"), rows.pop("targets"), **rows).log_prob
+    return unpack(log_prob, microbatch, parts=2).double().sum(-1).view(-1, 2)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from foundry.objectives.policy_gradient import (
     sampling_mismatch,
 )
 from foundry.objectives.rollout import Prepared, Rollout, RolloutSettings
+from foundry.objectives.unpacking import unpack
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
 _REFERENCE = "reference"
@@ -32,9 +33,10 @@ class GRPO:
     """Clipped policy gradient of completions by their advantages (Shao et al., 2024); see `policy_loss`.
 
     A microbatch holds `tokens` and `targets`: (completions, seq) int64, targets -100 for prompts and padding,
-    `position`, and what `prepare` makes of a rollout. The loss is a mean over tokens, or with token_level_loss=False
-    over completions, of those that count. Log-probabilities are those of the filters that the tokens were drawn with;
-    the divergence from the reference, the model with which the run started, is of the unfiltered ones.
+    `position`, and what `prepare` makes of a rollout. Where completions share rows, the former are (rows, seq), and so
+    are `documents`, the completion of each token, -1 for padding. The loss is a mean over tokens, or with
+    token_level_loss=False over completions, of those that count. Log-probabilities are those of the filters that the
+    tokens were drawn with; the divergence is of the unfiltered ones, from the model with which the run started.
 
     Args:
         num_prompts_per_step: prompts of a rollout.
@@ -152,7 +154,7 @@ class GRPO:
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Sum over the tokens, or over completions of the means of theirs, with the penalty of the divergence."""
         mask = _counted(microbatch)
-        log_prob, unfiltered = self._log_probs(model, microbatch["tokens"], microbatch["targets"])
+        log_prob, unfiltered = self._log_probs(model, microbatch)
         old = microbatch.get("old", log_prob.detach())
         part = Completions(
             log_prob=log_prob,
@@ -179,7 +181,8 @@ class GRPO:
         if self._nll_weight > 0:
             nll, number = positive_example_nll(log_prob, kept, microbatch["reward"])
             # Each sum has a count of its own: the step divides both by the number of valid items.
-            loss = loss + self._nll_weight * microbatch["nll_scale"][0] * nll
+            scale = microbatch["nll_scale"][:1].sum()  # of a microbatch without completions 0
+            loss = loss + self._nll_weight * scale * nll
             metrics["positive_nll"] = Mean(nll.detach().float(), number)
         return LossSum(loss.float(), metrics)
 
@@ -187,7 +190,7 @@ class GRPO:
         """The policy's log-probabilities where they are needed after the first update, and the reference's."""
         recorded = dict[str, Tensor]()
         if self.rollouts.num_updates > 1 or self._settings.use_kl_in_reward:
-            filtered_ones, unfiltered = self._log_probs(model, tokens, targets)
+            filtered_ones, unfiltered = self._log_probs(model, {"tokens": tokens, "targets": targets})
             if self.rollouts.num_updates > 1:
                 recorded["old"] = filtered_ones
             if self._settings.use_kl_in_reward:
@@ -243,12 +246,16 @@ class GRPO:
         tokens = torch.zeros(num_samples, seq_len, dtype=torch.int64)
         return {"tokens": tokens, "targets": tokens, "position": torch.arange(num_samples), **columns}
 
-    def _log_probs(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _log_probs(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
         """(completions, seq) float32: as the filters leave them, and without filters; None where there are none."""
-        if not self._is_filtered:
-            return model(tokens, targets).log_prob, None
-        output = model(tokens, targets, read=self._read)
-        return output.read["filtered"], output.log_prob
+        asked: dict[str, Any] = {"read": self._read} if self._is_filtered else {}
+        if "documents" in microbatch:
+            asked["documents"] = microbatch["documents"]
+        output = model(microbatch["tokens"], microbatch["targets"], **asked)
+        log_prob = _by_completion(output.log_prob, microbatch)
+        return (
+            (_by_completion(output.read["filtered"], microbatch), log_prob) if self._is_filtered else (log_prob, None)
+        )
 
     def _read(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """(tokens,) log-probabilities of the targets among the tokens that the filters leave; 0 at ignored targets."""
@@ -269,9 +276,14 @@ class GRPO:
         return torch.cat(scales).float()
 
 
+def _by_completion(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """(completions, seq), as wide as the columns of a rollout; values: (rows, seq), of the tokens."""
+    return unpack(values, microbatch, width=microbatch.get("sampler", values).shape[1])
+
+
 def _counted(microbatch: Microbatch) -> Tensor:
     """(completions, seq) bool, where the microbatch is: tokens that count."""
-    mask = microbatch["targets"] != IGNORED_TARGET
+    mask = _by_completion(microbatch["targets"] != IGNORED_TARGET, microbatch)
     is_sample = (microbatch["position"] >= 0).to(mask.device, non_blocking=True)
     return mask & (microbatch["is_counted"] & is_sample)[:, None]
 

@@ -10,6 +10,8 @@ from foundry.config.duration import Budget, EpochInterval, Interval, without_rou
 from foundry.config.schemas.policy import PolicyGradient
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
+from foundry.data.order import GlobalOrder
+from foundry.data.packing import first_fit_decreasing
 from foundry.data.splits import DataSplits
 from foundry.models.lora import adapted_layers
 from foundry.optim.schedules import Schedule as OwnSchedule
@@ -17,6 +19,8 @@ from foundry.parts import constant_weight_decay
 from foundry.training.events import Phase, PlannedUpdate
 from foundry.training.protocols import HasPhases, Schedule
 
+_PACKED_STEPS = 8
+"""Whose rows are looked at; they differ little."""
 _LENGTHS = {"lr_warmup": "warmup", "lr_decay": "horizon", "wsd_decay": "decay"}
 
 
@@ -30,6 +34,7 @@ def build_plan(
     world_size: int,
     strategy: str,
     device: str,
+    pack_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Derive the plan of a run.
 
@@ -44,6 +49,7 @@ def build_plan(
         world_size: ranks.
         strategy: how they train together; never `auto`.
         device: what they run on.
+        pack_tokens: tokens of a row that holds several samples; None: each has its own row.
     """
     parameters, dp_size = list(model.parameters()), config.distributed.dp_size(world_size)
     return {
@@ -61,6 +67,7 @@ def build_plan(
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "adapters": list(adapted_layers(model)),
         "rollout": _rollout(config.objective),
+        "packing": None if pack_tokens is None else _packing(config, budget, data, pack_tokens),
         "notes": data.notes or {},
     }
 
@@ -75,6 +82,25 @@ def _rollout(objective: Any) -> dict[str, int] | None:
         "answers": objective.samples_per_rollout,
         "updates": objective.updates_per_rollout,
         "max_new_tokens": objective.max_new_tokens,
+    }
+
+
+def _packing(config: Config, budget: Budget, data: DataSplits, capacity: int) -> dict[str, Any] | None:
+    """How full the rows of the first steps are; None where lengths are not known before the run."""
+    if not hasattr(data.train, "lengths_of"):
+        return None
+    order = GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed)
+    num_steps, tokens, rows, end = min(_PACKED_STEPS, budget.total_steps), 0, 0, 0
+    for _ in range(num_steps):
+        start, end = end, end + budget.batch_sizes.at(end)
+        lengths = data.train.lengths_of(order.indices(range(start, end)).tolist())
+        tokens += int(lengths.sum())
+        rows += len(first_fit_decreasing(lengths, capacity)) * (lengths[:1].size)
+    return {
+        "steps": num_steps,
+        "row_tokens": capacity,
+        "rows_per_step": rows / num_steps,
+        "efficiency": tokens / (rows * capacity),
     }
 
 

@@ -87,6 +87,7 @@ def estimate_memory(
     device_type: str,
     tokenizer: Any = None,
     answer_tokens: int | None = None,
+    pack_tokens: int | None = None,
 ) -> Memory:
     """Say what a run needs on its fullest rank.
 
@@ -98,6 +99,7 @@ def estimate_memory(
         device_type: "cuda" or "cpu"; on a CPU offloading moves nothing.
         tokenizer: of the data, for an objective that takes it.
         answer_tokens: of the longest prompt with an answer, where the objective generates.
+        pack_tokens: of a row in which such share; None: each has its own.
 
     Raises:
         ConfigError: the strategy does not fit the number of ranks, or the optimizer not the model.
@@ -113,7 +115,7 @@ def estimate_memory(
     frozen = _build_frozen(config, objective, fake, policy, world_size)
     generation, generation_note = 0, None
     if isinstance(objective, RolloutObjective) and answer_tokens is not None:
-        microbatch = objective.example(config.hparams.per_gpu_batch_size, answer_tokens)
+        microbatch = objective.example(config.hparams.per_gpu_batch_size, pack_tokens or answer_tokens)
         whole = sum(each.ungathered(config.distributed.gradient_sync) for each in (layout, *(f for f, _ in frozen)))
         cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
         generation = whole + (cache or 0)

@@ -85,12 +85,19 @@ def _step_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     ranks = f"{plan['world_size']} rank{'s' * (plan['world_size'] > 1)}"
     rollout = plan.get("rollout")
     made = f"{plan['per_gpu_batch_size']} per rank x {ranks} x {plan['accum_freq']} accumulated"
+    packing = plan.get("packing")
     return [
         ("ranks", f"{plan['world_size']} ({plan['strategy']}), {plan['precision']}, {plan['device']}"),
-        ("samples per step", f"{made} = {size}"),
+        ("samples per step", f"{made} = {size}" if packing is None else f"{size}"),
+        *([] if packing is None else [("packed rows per step", _packing(packing))]),
         *([] if rollout is None else [("answers per rollout", _rollout(rollout))]),
         *([] if tokens is None else [("tokens per step", f"{plan['tokens_per_sample']} x {size} = {tokens:,}")]),
     ]
+
+
+def _packing(packing: Mapping[str, Any]) -> str:
+    used = f"{packing['efficiency']:.1%} of them useful (first {packing['steps']} steps)"
+    return f"{packing['rows_per_step']:.4g} of {packing['row_tokens']:,} tokens, {used}"
 
 
 def _rollout(rollout: Mapping[str, int]) -> str:

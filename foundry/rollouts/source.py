@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
+from foundry.data.packing import Pack, deal, first_fit_decreasing
 from foundry.data.prompts import RowNumbers
 from foundry.data.splits import DataSplits
 from foundry.environments.judge import Judge, Judgement
@@ -41,6 +43,7 @@ def build_rollouts(
     seed: int,
     per_gpu_batch_size: int,
     beat: Callable[[str], None],
+    pack_tokens: int | None = None,
 ) -> "RolloutSource":
     """The source of a run, which reads prompts in their global order; arguments as those of `RolloutSource`.
 
@@ -70,6 +73,7 @@ def build_rollouts(
             per_gpu_batch_size=size,
         ),
         beat=beat,
+        pack_tokens=pack_tokens,
     )
 
 
@@ -78,7 +82,7 @@ class RolloutSource:
 
     A rollout is made in chunks of `generation_batch_size` completions, of which rank r makes every world_size-th: what
     is in a chunk, and what is drawn for it, does not depend on the number of ranks. Its completions are known to
-    all ranks. Within a window they are dealt to ranks and microbatches as a `Loader` deals samples.
+    all ranks. Within a window they are dealt to ranks and microbatches as a `Loader` deals samples, packed or not.
 
     Args:
         objective: says how much is generated, and what is to be known of it.
@@ -92,6 +96,7 @@ class RolloutSource:
         per_gpu_batch_size: completions of a microbatch.
         loader: reads the numbers of the prompts, all of a rollout on every rank.
         beat: says what is being done, to a watchdog.
+        pack_tokens: tokens of a row that holds several completions, each with its prompt; None: each has its own row.
 
     Raises:
         ConfigError: a prompt leaves no room for an answer, or lacks a column that the environment reads.
@@ -111,11 +116,12 @@ class RolloutSource:
         per_gpu_batch_size: int,
         loader: Loader,
         beat: Callable[[str], None],
+        pack_tokens: int | None = None,
     ) -> None:
         self._objective, self._model, self._frozen = objective, model, frozen
         self._data, self._judge, self._world = data, judge, world
         self._autocast, self._per_gpu, self._loader, self._beat = autocast, per_gpu_batch_size, loader, beat
-        self._settings = objective.rollouts
+        self._settings, self._pack_tokens = objective.rollouts, pack_tokens
         self._decoding = replace(
             self._settings.decoding,
             stop_ids=frozenset(data.stop_ids),
@@ -145,13 +151,11 @@ class RolloutSource:
         size = self._settings.num_completions // self._settings.num_updates
         first = self._update * size
         self._update = (self._update + 1) % self._settings.num_updates
-        rank, ranks = self._world.dp_rank, self._world.dp_size
-        starts = range(first + rank * self._per_gpu, first + size, ranks * self._per_gpu)
-        lengths = self._samples["length"]
+        lengths = self._samples["length"][first : first + size]
         return Window(
-            microbatches=[self._cut(slice(start, start + self._per_gpu)) for start in starts],
+            microbatches=self._microbatches(first, lengths),
             num_samples=size,
-            num_tokens=int(lengths[first : first + size].sum()),
+            num_tokens=int(lengths.sum()),
             metrics=self._metrics,
         )
 
@@ -251,13 +255,40 @@ class RolloutSource:
         }
         self._metrics = _measured(found, num_new) | dict(prepared.metrics)
 
-    def _cut(self, rows: slice) -> Microbatch:
+    def _microbatches(self, first: int, lengths: Tensor) -> list[Microbatch]:
+        """This rank's, of the completions from `first` on that have these lengths."""
+        dealt = {"per_gpu_batch_size": self._per_gpu, "dp_rank": self._world.dp_rank, "dp_size": self._world.dp_size}
+        if self._pack_tokens is not None:
+            packs = [[first + i for i in pack] for pack in first_fit_decreasing(lengths.numpy(), self._pack_tokens)]
+            return [self._packed(own) for own in deal(packs, **dealt)]
+        rank, ranks = self._world.dp_rank, self._world.dp_size
+        starts = range(first + rank * self._per_gpu, first + len(lengths), ranks * self._per_gpu)
+        return [self._cut(slice(start, start + self._per_gpu)) for start in starts]
+
+    def _cut(self, rows: slice | list[int]) -> Microbatch:
         """Some completions, padded to the longest of them."""
-        longest = int(self._samples["length"][rows].max())
+        longest = max([1, *self._samples["length"][rows].tolist()])
         return {
             name: (column[rows, :longest] if column.dim() > 1 else column[rows]).contiguous()
             for name, column in self._samples.items()
             if name != "length"
+        }
+
+    def _packed(self, packs: Sequence[Pack]) -> Microbatch:
+        """Completions in rows that they share; the columns have a row for each completion all the same."""
+        numbers, lengths = [number for pack in packs for number in pack], self._samples["length"].tolist()
+        document = dict(zip(numbers, range(len(numbers)), strict=True))
+
+        def rows(fill: int, read: Callable[[int], Tensor]) -> Tensor:
+            """Padded with `fill`; a row without completions has one such token."""
+            parts = [[*map(read, pack)] or [torch.tensor([fill])] for pack in packs]
+            return pad_sequence([torch.cat(row) for row in parts], batch_first=True, padding_value=fill)
+
+        return {
+            **self._cut(numbers),
+            "tokens": rows(0, lambda n: self._samples["tokens"][n, : lengths[n]]),
+            "targets": rows(IGNORED_TARGET, lambda n: self._samples["targets"][n, : lengths[n]]),
+            "documents": rows(-1, lambda n: torch.full((lengths[n],), document[n])),
         }
 
 

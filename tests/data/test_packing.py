@@ -27,12 +27,12 @@ PACKED = ["data=arithmetic", "data.packing=true"]
 @given(lengths=st.lists(st.integers(1, CAPACITY), max_size=60))
 @settings(max_examples=30, deadline=None)
 def test_every_sample_is_in_one_row_and_rows_are_few(lengths):
-    packs = first_fit_decreasing(lengths, CAPACITY)
+    packs = first_fit_decreasing(np.array(lengths, dtype=np.int64), CAPACITY)
     assert sorted(sample for pack in packs for sample in pack) == list(range(len(lengths)))
     filled = [sum(lengths[sample] for sample in pack) for pack in packs]
     assert all(0 < tokens <= CAPACITY for tokens in filled)
     assert len(packs) < 2 * sum(lengths) / CAPACITY + 1
-    assert packs == first_fit_decreasing(lengths, CAPACITY)
+    assert packs == first_fit_decreasing(np.array(lengths, dtype=np.int64), CAPACITY)
 
 
 def examples(seed=0, count=40):
@@ -175,6 +175,12 @@ def test_a_model_is_asked_before_the_run(caplog):
     assert str(refused.value).startswith(expected)
 
 
+def test_a_teacher_that_mixes_documents_turns_packing_off(caplog):
+    config = configure(*PACKED, "objective=sft")
+    assert resolve_packing(config, Leaky(), "teacher") is None
+    assert "data.packing is off: in one row with another document, the teacher computes other" in caplog.text
+
+
 def make_hf(architecture, attention="sdpa"):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -218,9 +224,14 @@ def test_one_that_cannot_is_known_before_the_run():
     [
         (["objective=next_token"], "is true but objective NextToken takes one sample a row"),
         (["objective=sft", "hparams.torchcompile=true"], "is true together with hparams.torchcompile"),
+        (
+            ["data.form=text", "objective=distillation", "objective.teacher={folder}"],
+            "is true but samples of Arithmetic are all of data.seq_len tokens and fill a row each; set it to false",
+        ),
     ],
 )
-def test_what_packing_is_not_for_is_a_line(overrides, message):
+def test_what_packing_is_not_for_is_a_line(overrides, message, tmp_path):
+    (tmp_path / "config.json").write_text("{}")  # of a teacher
     with pytest.raises(ConfigError) as refused:
-        compose(*PACKED, *overrides)
+        compose(*PACKED, *(override.format(folder=tmp_path) for override in overrides))
     assert f"data.packing: {message}" in str(refused.value)

@@ -82,12 +82,16 @@ def weights(shell, name):
     return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
 
 
+PACKED = ["data.packing=true", "hparams.per_gpu_batch_size=1"]
+
+
 @pytest.mark.long
-def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell):
-    overrides = [*TINY, *OWN_DIGITS, "objective._target_=own.Mortal", "evaluation.interval=null"]
+@pytest.mark.parametrize(("packing", "die_at"), [([], 8), (PACKED, 8)], ids=["plain", "packed"])
+def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell, packing, die_at):
+    overrides = [*TINY, *packing, *OWN_DIGITS, "objective._target_=own.Mortal", "evaluation.interval=null"]
     overrides += ["checkpoint.interval='1 steps'", "checkpoint.asynchronous=false", "hparams.max_steps=6"]
     shell.run(*overrides, "hydra.run.dir=whole")
-    shell.run(*overrides, "hydra.run.dir=killed", variables={"DIE_AT": "8"}, code=-signal.SIGKILL)
+    shell.run(*overrides, "hydra.run.dir=killed", variables={"DIE_AT": str(die_at)}, code=-signal.SIGKILL)
     kept = weights(shell, "killed")
     assert {"source.tokens", "source.advantage", "source.old"} <= kept.keys(), "the fourth step is a second update"
     shell.run(*overrides, "hydra.run.dir=killed")
@@ -107,8 +111,10 @@ def test_layouts_learn_the_same_from_the_first_rollout(shell):
     assert one[0]["grad_norm"] > 0
     assert one[0]["mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
     assert one[0]["kl"] == 0.0
-    for name in ("ddp", "fsdp"):
-        shell.run(*TINY, *OWN_DIGITS, *two, f"distributed={name}", f"hydra.run.dir={name}")
+    layouts = {"ddp": ["distributed=ddp", *two], "fsdp": ["distributed=fsdp", *two]}
+    layouts |= {"packed": ["hparams.max_steps=2", *PACKED], "fsdp_packed": ["distributed=fsdp", *two, *PACKED]}
+    for name, overrides in layouts.items():
+        shell.run(*TINY, *OWN_DIGITS, *overrides, f"hydra.run.dir={name}")
         for ours, theirs in zip(metrics(shell, name), one, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 

@@ -142,6 +142,10 @@ LAYOUTS = {
     "FSDP2 2 x 4, copy": (2, 4, ["distributed=fsdp", "objective.reference=copy"]),
     "1 x 8, adapters": (1, 8, ["peft=lora"]),
     "FSDP2 2 x 4, adapters": (2, 4, ["distributed=fsdp", "peft=lora"]),
+    "1 x 2, packed": (1, 2, ["data.packing=true"]),
+    "DDP 2 x 1, packed": (2, 1, ["distributed=ddp", "data.packing=true"]),
+    "FSDP2 2 x 1, packed, copy": (2, 1, ["distributed=fsdp", "data.packing=true", "objective.reference=copy"]),
+    "FSDP2 2 x 2, packed, adapters": (2, 2, ["distributed=fsdp", "data.packing=true", "peft=lora"]),
 }
 
 
@@ -158,8 +162,9 @@ def test_any_layout_ends_with_the_same_weights_and_a_resumed_run_with_the_same_b
         return processes, run
 
     jobs = [job(layout, layout, STEPS) for layout in LAYOUTS]
-    run_all([*jobs, job("1 x 8", "resumed", 9)])
-    run_all([job("1 x 8", "resumed", STEPS)])
+    whole = ("1 x 8", "1 x 2, packed")
+    run_all([*jobs, *(job(layout, f"{layout}, resumed", 9) for layout in whole)])
+    run_all([job(layout, f"{layout}, resumed", STEPS) for layout in whole])
     one = weights(*runs["1 x 8"])
     for layout in list(LAYOUTS)[1:]:
         has_adapters = layout.endswith("adapters")
@@ -169,5 +174,6 @@ def test_any_layout_ends_with_the_same_weights_and_a_resumed_run_with_the_same_b
         for name in ("loss", "accuracy", "margin", "chosen_reward"):
             ours, theirs = ([line[name] for line in logged(runs[key][1])][1:] for key in (layout, undivided))
             assert ours == pytest.approx(theirs, abs=1e-5), (layout, name)
-    resumed = weights(*runs["resumed"])
-    assert all(torch.equal(one[name], resumed[name]) for name in one)
+    for layout in whole:
+        undisturbed, resumed = weights(*runs[layout]), weights(*runs[f"{layout}, resumed"])
+        assert all(torch.equal(undisturbed[name], resumed[name]) for name in one), layout

@@ -165,6 +165,14 @@ class Templated(Tokenised):
         "tokenizer, else plain",
         on_resume=OnResume.data,
     )
+    packing: bool = setting(
+        False,
+        "put several samples of a batch into a row of seq_len tokens, in which none sees another, and several pairs "
+        "into two such rows; hparams.per_gpu_batch_size then counts rows, or of pairs twos of rows",
+        aliases="sequence_packing_enabled, packed_sequence, sample_packing",
+        on_resume=OnResume.same,
+        runtime=True,
+    )
 
     def check(self) -> Iterator[Violation]:
         """The template is a known one, or a file."""
@@ -179,14 +187,6 @@ class Conversations(Templated):
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences", "completions"})
 
     train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
-    packing: bool = setting(
-        False,
-        "put several samples of a batch into a row of seq_len tokens, in which none sees another; "
-        "hparams.per_gpu_batch_size then counts rows",
-        aliases="sequence_packing_enabled, packed_sequence, sample_packing",
-        on_resume=OnResume.same,
-        runtime=True,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,6 +135,7 @@ class DPO:
     """Direct preference optimisation: chosen responses become likelier than rejected ones."""
 
     wants: ClassVar[frozenset[str]] = frozenset({"pairs"})
+    takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     metrics: ClassVar[tuple[str, ...]] = (
         "preference_loss",
@@ -209,6 +210,7 @@ class Distillation:
     """Cross-entropy of the targets, and the divergence from a teacher's next-token distribution."""
 
     wants: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences"})
+    takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     metrics: ClassVar[tuple[str, ...]] = ("cross_entropy", "divergence")
 

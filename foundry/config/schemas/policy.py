@@ -58,6 +58,7 @@ class PolicyGradient:
     """A rollout, what its answers are compared with, and the loss of its updates."""
 
     wants: ClassVar[frozenset[str]] = frozenset({"prompts"})
+    takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     num_prompts_per_step: int = setting(1, "prompts of a rollout", ge=1, le=10**7)
     num_generations_per_prompt: int = setting(

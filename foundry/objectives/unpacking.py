@@ -1,0 +1,40 @@
+"""What is known of the tokens of packed rows, with each document in a row of its own."""
+
+import torch
+from torch import Tensor
+
+from foundry.training.protocols import Microbatch
+
+
+def unpack(
+    values: Tensor, microbatch: Microbatch, *, parts: int = 1, width: int | None = None, fill: float = 0
+) -> Tensor:
+    """Take packed rows apart, so that sums by document are sums of rows, packed or not.
+
+    Values are gathered: a GPU adds up scattered ones in another order each time.
+
+    Args:
+        values: (rows, seq), of the microbatch's tokens.
+        microbatch: without `documents` its rows are the documents, and the values are returned as they are.
+        parts: documents of a sample.
+        width: tokens of the longest document, or more; None: of a row.
+        fill: what stands after a document's last token.
+
+    Returns:
+        (samples x parts, width), the values of each document from its first token on.
+    """
+    if "documents" not in microbatch:
+        return values
+    documents = microbatch["documents"].view_as(values)
+    count, width, device = parts * len(microbatch["position"]), width or values.shape[1], values.device
+    is_first = torch.ones_like(documents, dtype=torch.bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    flat = documents.flatten()
+    # Each document writes its start once; all else goes to one more entry, which is not read.
+    to = torch.where(is_first.flatten() & (flat >= 0), flat, count)
+    places = torch.arange(flat.numel(), device=device)
+    starts = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_(0, to, places)
+    index = starts[:count, None] + torch.arange(width, device=device)
+    inside = index.clamp(max=flat.numel() - 1)
+    is_token = (index == inside) & (flat[inside] == torch.arange(count, device=device)[:, None])
+    return values.flatten()[inside].masked_fill(~is_token, fill)
