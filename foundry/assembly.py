@@ -15,6 +15,7 @@ from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import read_source_tensors
 from foundry.config.build import field_of
 from foundry.config.duration import Budget
+from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import plain, strict
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
