@@ -15,7 +15,6 @@ from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import read_source_tensors
 from foundry.config.build import field_of
 from foundry.config.duration import Budget
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import plain, strict
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
@@ -174,9 +173,6 @@ def _build_source(setup: Setup, trained: Trained, beat: Callable[[str], None]) -
 def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False, pack_tokens: int | None = None) -> Loader:
     """The training samples in the global order: of this rank, or all of them."""
     config, data, world = setup.config, setup.data, setup.world
-    if pack_tokens is not None and not hasattr(data.train, "lengths_of"):
-        message = f"is true but {type(data.train).__name__} has no lengths_of() by which its samples would share rows"
-        raise ConfigError(Violation("data.packing", f"{message}; set it to false"))
     return Loader(
         dataset=data.train,
         order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from foundry.config.errors import ConfigError, Violation
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import Pack, deal, first_fit_decreasing
 from foundry.data.splits import BatchedDataset, Dataset, PackedDataset
@@ -153,7 +154,13 @@ class Loader:
             tokens_per_sample: the same for all samples, unless the dataset counts them with `num_tokens(indices)`; None
                 where they are not sequences of tokens.
             pack_tokens: tokens of a row that holds several samples, for a `PackedDataset`; None: each has its own row.
+
+        Raises:
+            ConfigError: samples are to share rows, and the dataset is no `PackedDataset`.
         """
+        if pack_tokens is not None and not hasattr(dataset, "lengths_of"):
+            message = f"is true but {type(dataset).__name__} has no lengths_of(), by which samples are put into rows"
+            raise ConfigError(Violation("data.packing", f"{message}; set it to false"))
         self.samples = 0
         self._skipped = 0
         self._reader = _PositionedReader(dataset, order)

@@ -1,27 +1,35 @@
 """Samples that share rows: each once, none sees another, and sums of a window are those of rows of their own."""
 
+from collections import defaultdict
+from io import StringIO
+
 import numpy as np
 import pytest
 import torch
 from composition import compose, configure
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from foundry.config.errors import ConfigError
 from foundry.data.examples import Examples
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import first_fit_decreasing
+from foundry.data.prompts import RowNumbers
 from foundry.models.documents import Documents, isolates_documents
 from foundry.models.huggingface import HuggingFaceCausalLM
 from foundry.models.token_log_probs import read_log_probs
 from foundry.models.transformer import Transformer
 from foundry.objectives.sft import SFT
-from foundry.parts import resolve_packing
+from foundry.parts import build_budget, build_data, build_schedule, resolve_packing
+from foundry.planning.derive import build_plan
+from foundry.planning.report import show
 
 VOCAB, CAPACITY, WINDOW = 40, 24, 16
 DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 PACKED = ["data=arithmetic", "data.packing=true"]
+NO_MEMORY = defaultdict(int, note=None)
 
 
 @given(lengths=st.lists(st.integers(1, CAPACITY), max_size=60))
@@ -173,6 +181,38 @@ def test_a_model_is_asked_before_the_run(caplog):
         resolve_packing(config, Unaware())
     expected = "data.packing: is true but the model is Unaware, whose forward() does not take documents; set it to"
     assert str(refused.value).startswith(expected)
+
+
+def test_data_without_lengths_is_a_line():
+    order = GlobalOrder(num_samples=4, fingerprint="x", seed=1)
+    sizes = {"batch_size_at": lambda samples: 4, "per_gpu_batch_size": 4}
+    with pytest.raises(ConfigError, match=r"^data\.packing: is true but RowNumbers has no lengths_of\(\), .* to false"):
+        Loader(dataset=RowNumbers(4), order=order, pack_tokens=CAPACITY, **sizes)
+
+
+@pytest.mark.parametrize(("form", "objective", "rows_each"), [("chats", "sft", 1), ("preferences", "dpo", 2)])
+def test_the_plan_says_how_full_the_first_rows_are(form, objective, rows_each, tmp_path):
+    sizes = ["data.num_rows=60", "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=16", "hparams.max_steps=4"]
+    own = [f"data.form={form}", f"objective={objective}", f"data.cache_dir={tmp_path}"]
+    config = configure(*PACKED, *sizes, *own)
+    data = build_data(config)
+    budget = build_budget(config, data, 1)
+    given = config, budget, data, build_schedule(config, budget), torch.nn.Linear(3, 2)
+    ranks = {"world_size": 1, "strategy": "single", "device": "cpu"}
+    plan = build_plan(*given, **ranks, pack_tokens=160)
+    order = GlobalOrder(num_samples=60, fingerprint=data.fingerprint, seed=42)
+    reading = {"batch_size_at": lambda samples: 16, "per_gpu_batch_size": 100, "pack_tokens": 160}
+    loader = Loader(dataset=data.train, order=order, **reading)
+    windows = [loader.next_window() for _ in range(4)]  # the last one begins the second epoch
+    rows = sum(rows_each * len(part["tokens"]) for window in windows for part in window.microbatches)
+    used = sum(window.num_tokens for window in windows)
+    expected = {"steps": 4, "row_tokens": 160, "rows_per_step": rows / 4, "efficiency": used / (160 * rows)}
+    assert plan["packing"] == expected
+    assert 0.7 < plan["packing"]["efficiency"] < 1
+    console = Console(file=StringIO(), width=200)
+    show({**plan, "checkpoint_bytes": None, "memory": NO_MEMORY}, console)
+    assert f"{rows / 4:.4g} of 160 tokens, {expected['efficiency']:.1%} of them useful" in console.file.getvalue()
+    assert build_plan(*given, **ranks)["packing"] is None
 
 
 def test_a_teacher_that_mixes_documents_turns_packing_off(caplog):

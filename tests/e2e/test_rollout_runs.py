@@ -82,11 +82,11 @@ def weights(shell, name):
     return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
 
 
-PACKED = ["data.packing=true", "hparams.per_gpu_batch_size=1"]
+PACKED = ["data.packing=true"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("packing", "die_at"), [([], 8), (PACKED, 8)], ids=["plain", "packed"])
+@pytest.mark.parametrize(("packing", "die_at"), [([], 8), (PACKED, 4)], ids=["plain", "packed"])
 def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell, packing, die_at):
     overrides = [*TINY, *packing, *OWN_DIGITS, "objective._target_=own.Mortal", "evaluation.interval=null"]
     overrides += ["checkpoint.interval='1 steps'", "checkpoint.asynchronous=false", "hparams.max_steps=6"]

@@ -1,0 +1,123 @@
+"""Preferences in rows that pairs share, beside rows of their own: the same windows in turn, on one core.
+
+Answers are of very different lengths. For each number of pairs of rows at a time, useful tokens (without padding) per
+second of CPU time of forward, backward and optimizer, the first windows left out; the share of what is computed that is
+no padding; and by how much losses and gradients of a window differ at most. The reference is cached, as by default.
+
+    python benchmarks/packing.py [--windows 12] [--batch 32]
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from foundry import compose
+from foundry.columns import WithColumns
+from foundry.data.loader import Loader
+from foundry.data.order import GlobalOrder
+from foundry.data.packing import first_fit_decreasing
+from foundry.parts import build_data, build_model, build_objective, build_optimizers
+from foundry.training.protocols import Objective, Window
+from foundry.training.step import set_schedule
+
+SEQ_LEN, LR, WARM = 512, 1e-4, 2
+
+
+def write_rows(path: Path, count: int) -> None:
+    """Pairs of which each answer has a log-normal length: half of them below 65 tokens, a few above 350."""
+    generator = random.Random(0)
+
+    def answer() -> str:
+        length = min(400, max(4, int(generator.lognormvariate(3.6, 1.0))))
+        return " ".join(str(generator.randrange(100)) for _ in range(length // 3 + 1))[:length]
+
+    with path.open("w") as stream:
+        for number in range(count):
+            stream.write(json.dumps({"prompt": f"Count to {number}", "chosen": answer(), "rejected": answer()}) + "\n")
+
+
+def pass_window(model: nn.Module, objective: Objective, window: Window) -> tuple[float, list[Tensor], int]:
+    """Loss and gradients of a window, and the tokens that were computed."""
+    count, total, computed = sum(map(objective.num_valid, window.microbatches)), 0.0, 0
+    for microbatch in window.microbatches:
+        loss = objective.loss(model, microbatch).loss / count
+        loss.backward()
+        total, computed = total + loss.item(), computed + microbatch["tokens"].numel()
+    return total, [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None], computed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=32, help="pairs of a window")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        write_rows(Path(name) / "rows.jsonl", (args.windows + WARM) * args.batch + 100)
+        config = compose(
+            [
+                "data=preferences",
+                f"data.path={name}/rows.jsonl",
+                f"data.cache_dir={name}/cache",
+                "data.vocab_size=257",
+                f"data.seq_len={SEQ_LEN}",
+                "objective=dpo",
+                "optimizer=adamw",
+                "precision=fp32",
+                *(f"model.{key}={size}" for key, size in {"hidden_size": 192, "intermediate_size": 512}.items()),
+                *(f"model.{key}={size}" for key, size in {"num_layers": 4, "num_heads": 4, "num_kv_heads": 4}.items()),
+            ]
+        )
+        measure(config, args.windows, args.batch)
+
+
+def measure(config: object, num_windows: int, batch: int) -> None:
+    data = build_data(config)
+    train = WithColumns(data.train, {"reference": torch.zeros(len(data.train), 2, dtype=torch.float64)})
+    order = GlobalOrder(num_samples=len(train), fingerprint=data.fingerprint, seed=42)
+    lengths = data.train.lengths_of(order.indices(range(batch)).tolist())
+    packs = first_fit_decreasing(lengths, SEQ_LEN)
+    print(f"{batch} pairs, {lengths.sum():,} tokens: {len(packs)} packs of two rows of {SEQ_LEN}, efficiency ", end="")
+    print(f"{lengths.sum() / (2 * len(packs) * SEQ_LEN):.1%}")
+    for per_gpu in (1, 2, 4, 8):
+        model, objective = build_model(config), build_objective(config)
+        (optimizer,) = build_optimizers(config, model)
+        set_schedule([optimizer], LR)
+        sizes = {"batch_size_at": lambda samples: batch, "per_gpu_batch_size": per_gpu}
+        loaders = [Loader(dataset=train, order=order, pack_tokens=pack, **sizes) for pack in (None, SEQ_LEN)]
+        seconds, computed, tokens, apart, gradients_apart = [0.0, 0.0], [0, 0], 0, 0.0, 0.0
+        for number in range(WARM + num_windows):
+            found = []
+            for which, loader in enumerate(loaders):
+                optimizer.zero_grad()
+                begin = time.process_time()
+                window = loader.next_window()
+                found.append(pass_window(model, objective, window))
+                if number >= WARM:
+                    seconds[which] += time.process_time() - begin
+                    computed[which] += found[-1][2]
+            tokens += window.num_tokens * (number >= WARM)
+            optimizer.step()
+            (plain, ours, _), (packed, theirs, _) = found
+            apart = max(apart, abs(plain - packed) / abs(plain))
+            largest = max(float(gradient.abs().max()) for gradient in ours)
+            differences = (float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True))
+            gradients_apart = max(gradients_apart, max(differences) / largest)
+        speeds = [tokens / each for each in seconds]
+        shares = [tokens / each for each in computed]
+        print(
+            f"{per_gpu} at a time: {speeds[0]:,.0f} tokens/s ({shares[0]:.0%} no padding), packed {speeds[1]:,.0f} "
+            f"({shares[1]:.0%}): {speeds[1] / speeds[0]:.2f} times; losses apart {apart:.1e}, gradients "
+            f"{gradients_apart:.1e}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
