@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.metrics import EXACT_MATCH
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, TOKENIZER
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from foundry.restore import Restored
 
 _GROUPS = ("data", "objective", "environment")
+_ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
+"""What an environment is for, where it is composed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +106,8 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
         raise ConfigError(Violation("data", message))
     if not is_transformers and (scoring := [word for word in overrides if _has([word], "environment")]):
         opened = _open(path, options, [word for word in overrides if word not in scoring])
-        return replace(opened, config=replace(opened.config, environment=compose(scoring).environment))
-    words = ["model=base", f"model.path={_quoted(str(path))}", *overrides]
+        return replace(opened, config=replace(opened.config, environment=compose([*scoring, _ANSWERED]).environment))
+    words = ["model=base", f"model.path={_quoted(str(path))}", _ANSWERED, *overrides]
     if is_transformers:
         config, device = compose(words), choose_device()
         return Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)

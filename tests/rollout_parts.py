@@ -53,7 +53,7 @@ def make_source(
         model=model,
         frozen=frozen,
         data=make_data() if data is None else data,
-        judge=Judge(Vowels(), None, weights={"vowels": 2.0}, name="Vowels") if judge is None else judge,
+        judge=Judge(Vowels(), weights={"vowels": 2.0}, name="Vowels") if judge is None else judge,
         world=World(0, 0, 1, 1, torch.device("cpu")) if world is None else world,
         autocast=contextlib.nullcontext,
         seed=5,

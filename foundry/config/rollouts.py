@@ -1,11 +1,20 @@
-"""What an objective that learns from the model's own answers asks of the rest of a run."""
+"""What learning from the model's own answers asks of the rest of a run, and what its environment does."""
 
 from collections.abc import Iterator
 
-from foundry.config.errors import Violation
-from foundry.config.metrics import HELD_OUT
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.build import field_of
+from foundry.config.errors import Violation, first_line, shown
+from foundry.config.metrics import EXACT_MATCH, HELD_OUT
+from foundry.config.schemas.environment import InWorker, NoEnvironment, check_weights
 from foundry.config.schemas.policy import PolicyGradient
 from foundry.config.schemas.root import Config
+from foundry.config.setting import check_fields
+from foundry.config.store import writable
+from foundry.config.targets import runtime_settings
+from foundry.config.wanted import wanted
 
 
 def check_rollouts(config: Config) -> Iterator[Violation]:
@@ -32,3 +41,43 @@ def check_rollouts(config: Config) -> Iterator[Violation]:
         if isinstance(node, dict) and node.get("_target_") == HELD_OUT:
             message = f"measures a held-out loss, which objective {name} has not; choose evaluation=reward"
             yield Violation(f"evaluation.evaluators.{key}", message)
+
+
+def check_environment(config: Config) -> Iterator[Violation]:
+    """Refuse an environment that scores nothing, and settings that no schema has read of one of the user's own."""
+    if _is_idle(config):
+        message = "is given but nothing in this run answers prompts; choose environment=none, objective=grpo, or add"
+        remedy = f"'+evaluation.evaluators.exact_match._target_={EXACT_MATCH}'"
+        yield Violation("environment", f"{message} {remedy}")
+    limit, watchdog = field_of(config.environment, "timeout_seconds"), config.distributed.timeout_seconds
+    if isinstance(limit, (int, float)) and limit >= watchdog:
+        message = f"is {limit:g} but distributed.timeout_seconds={watchdog:g} would end the run first; raise that"
+        yield Violation("environment.timeout_seconds", message)
+    if not isinstance(config.environment, dict):
+        return
+    settings = writable(InWorker)
+    settings._target_, wrong = "own", False
+    for name in runtime_settings("environment"):
+        try:
+            if name in config.environment:
+                settings[name] = config.environment[name]
+        except OmegaConfBaseException as error:
+            wrong, kind, key = True, wanted(error), str(error.full_key or name)
+            value = OmegaConf.select(OmegaConf.create({name: config.environment[name]}), key)
+            message = f"is {shown(value)} but must be {kind}" if kind else first_line(str(error))
+            yield Violation(f"environment.{key}", message)
+    if not wrong:
+        read = OmegaConf.to_object(settings)
+        assert isinstance(read, InWorker)
+        yield from check_fields(read, "environment")
+        yield from check_weights(read.weights)
+
+
+def _is_idle(config: Config) -> bool:
+    """Whether there is an environment, and neither objective, evaluators nor stop rules can ask it."""
+    objective, evaluation = config.objective, config.evaluation
+    is_own = isinstance(objective, dict) or objective._target_ != type(objective)._target_
+    if isinstance(config.environment, NoEnvironment) or is_own or isinstance(objective, PolicyGradient):
+        return False
+    parts = [*evaluation.evaluators.values(), *evaluation.stop_rules.values()]
+    return all(node is None or (isinstance(node, dict) and node.get("_target_") == HELD_OUT) for node in parts)

@@ -14,7 +14,7 @@ from foundry.config.environment import LaunchEnvironment
 from foundry.config.errors import ConfigError, Violation, listed, shown
 from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
 from foundry.config.metrics import check_metrics, measured_by
-from foundry.config.rollouts import check_rollouts
+from foundry.config.rollouts import check_environment, check_rollouts
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, resolve_distributed
 from foundry.config.schemas.guard import SpikeAction
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
@@ -238,6 +238,7 @@ def _packing(config: Config, launch: Launch) -> Iterator[Violation]:
 
 def _rollouts(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_rollouts(config)
+    yield from check_environment(config)
 
 
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:

@@ -15,7 +15,7 @@ _KINDS = {
     "str": "a text",
 }
 _CONTAINERS = {
-    r"Cannot assign \w+ to Dict": "a mapping",
+    r"Cannot assign \w+ to Dict|is not a subclass of Dict": "a mapping",
     r"Cannot assign \w+ to List|Invalid value assigned: \w+ is not a ListConfig": "a list",
 }
 _MESSAGES = (

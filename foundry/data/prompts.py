@@ -1,6 +1,7 @@
 """Prompts that a model is to answer by itself, with what its answers are scored by."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,6 +200,8 @@ def read_prompt(columns: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[
         BadRowError: there is no prompt, or it is of another type.
     """
     own = dict(columns)
+    if isinstance(number := own.get("answer"), float):  # as whole numbers are read where one of a column is missing
+        own["answer"] = None if math.isnan(number) else int(number) if number.is_integer() else number
     if columns.get("prompt") is not None:
         messages = as_messages(columns["prompt"], "prompt", "user")
     elif columns.get("messages") is not None:

@@ -13,6 +13,9 @@ from foundry.environments.protocol import Answer, Environment
 from foundry.environments.worker import FaultError, Worker
 
 _TIMEOUT_SECONDS = 10.0
+_MOST_LOST = 8
+"""Processes that an environment may cost at answers one after the other before it has scored any; then it is broken,
+and each further call of the judge tries one answer only."""
 _KEY = "environment"
 FAULTS = ("raised", "timed_out", "died", "no_number")
 """Why an answer has no reward although the environment was asked for one."""
@@ -40,10 +43,11 @@ class Judge:
     """Scores answers by an environment; whatever it does, the run goes on.
 
     An answer whose scores are None or NaN, or that the environment raises at, hangs at or dies of, has no reward.
+    Where that happens in a call with several answers, each of them is scored again by itself.
 
     Args:
-        environment: scores answers in this process.
-        worker: scores them one by one in another; one of the two is None.
+        scorer: an environment in this process, or one in a process of its own.
+        answers_per_call: how many answers it is given at a time.
         weights: of the scores, by name; 1 where left out.
         name: of the environment, for messages.
         needs: columns that it reads.
@@ -52,18 +56,19 @@ class Judge:
 
     def __init__(
         self,
-        environment: Environment | None,
-        worker: Worker | None,
+        scorer: Environment | Worker,
         *,
         weights: Mapping[str, float],
         name: str,
         needs: Sequence[str] = (),
         scores: Sequence[str] | None = None,
+        answers_per_call: int = 1,
     ) -> None:
-        self._environment, self._worker = environment, worker
+        self._scorer, self._answers_per_call = scorer, answers_per_call
         self._weights, self.name, self.needs = dict(weights), name, tuple(needs)
         self.scores = scores
-        self._has_warned = False
+        self._has_warned = self._has_scored = False
+        self._lost = 0  # processes, before any answer was scored
 
     def judge(self, answers: Sequence[Answer], beat: Callable[[str], None] = lambda what: None) -> list[Judgement]:
         """What each answer is worth.
@@ -72,7 +77,7 @@ class Judge:
             answers: to be scored.
             beat: says what is being done, to a watchdog.
         """
-        found = [self._judge(answer, beat) for answer in answers]
+        found = self._judge(answers, self._answers_per_call, beat)
         for judgement, answer in zip(found, answers, strict=True):
             if judgement.fault and not self._has_warned:
                 self._has_warned = True
@@ -82,20 +87,29 @@ class Judge:
 
     def close(self) -> None:
         """End the process of the environment, where it has one."""
-        if self._worker is not None:
-            self._worker.close()
+        if isinstance(self._scorer, Worker):
+            self._scorer.close()
 
-    def _judge(self, answer: Answer, beat: Callable[[str], None]) -> Judgement:
-        beat("scoring answers")
+    def _judge(self, answers: Sequence[Answer], per_call: int, beat: Callable[[str], None]) -> list[Judgement]:
+        found = list[Judgement]()
+        for start in range(0, len(answers), per_call):
+            beat("scoring answers")
+            found += self._called(answers[start : start + per_call], beat)
+            if self._lost >= _MOST_LOST:
+                return found + [found[-1]] * (len(answers) - len(found))
+        return found
+
+    def _called(self, answers: Sequence[Answer], beat: Callable[[str], None]) -> list[Judgement]:
         try:
-            if self._worker is not None:
-                scores = self._worker.score(answer)
-            else:
-                assert self._environment is not None
-                (scores,) = self._environment.score([answer])
+            scored = self._scorer.score(answers)
         except FaultError as error:
-            return Judgement(None, {}, error.kind, str(error))
-        return self._weighed(scores)
+            if len(answers) > 1:
+                return self._judge(answers, 1, beat)
+            if error.kind in ("timed_out", "died") and not self._has_scored:
+                self._lost += 1
+            return [Judgement(None, {}, error.kind, str(error))]
+        self._has_scored, self._lost = True, 0
+        return [self._weighed(scores) for scores in scored]
 
     def _weighed(self, scores: Mapping[str, float | None]) -> Judgement:
         numbers = {name: float(value) for name, value in scores.items() if value is not None and math.isfinite(value)}
@@ -103,7 +117,10 @@ class Judge:
             return Judgement(None, numbers, "no_number", f"scores {wrong[0]} as {scores[wrong[0]]}")
         if len(numbers) < len(scores) or not numbers:
             return Judgement(None, numbers)
-        return Judgement(sum(self._weights.get(name, 1.0) * value for name, value in numbers.items()), numbers)
+        reward = sum(self._weights.get(name, 1.0) * value for name, value in numbers.items())
+        if not math.isfinite(reward):
+            return Judgement(None, numbers, "no_number", f"scores and weights come to {reward}")
+        return Judgement(reward, numbers)
 
 
 def build_judge(node: Any) -> Judge | None:
@@ -124,9 +141,10 @@ def build_judge(node: Any) -> Judge | None:
     settings = {key: field_of(node, key) for key in names if key not in runtime_settings(_KEY)}
     known: dict[str, Any] = {} if is_own else {"needs": node.needs, "scores": node.scores}
     if not is_own and not node.in_worker:
-        return Judge(build(settings), None, weights=weights, name=name, **known)
+        return Judge(build(settings), weights=weights, name=name, **known)
     try:
         worker = Worker(settings, float(field_of(node, "timeout_seconds", _TIMEOUT_SECONDS)))
     except FaultError as error:
         raise ConfigError(Violation(f"{_KEY}._target_", f"is {target}, which cannot be built: {error}")) from None
-    return Judge(None, worker, weights=weights, name=name, **known)
+    known["answers_per_call"] = int(field_of(node, "answers_per_call", 1))
+    return Judge(worker, weights=weights, name=name, **known)

@@ -9,13 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from foundry.config.errors import shortened, shown
 from foundry.environments.protocol import Answer
 
 _START_SECONDS = 600.0
 """To import what the environment needs, on a busy machine."""
+_LOOK_SECONDS = 1.0
+"""Between two looks at whether the process is still there."""
+_LONGEST_MESSAGE = 300
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -32,11 +37,11 @@ class FaultError(RuntimeError):
 
 
 class Worker:
-    """Has a process score answers one by one.
+    """Has a process score answers.
 
     Args:
         node: configuration of the environment, with `_target_`.
-        timeout_seconds: longest time to score one answer.
+        timeout_seconds: longest time of one call of its `score`.
 
     Raises:
         FaultError: the environment cannot be built.
@@ -47,31 +52,28 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
-    def score(self, answer: Answer) -> Any:
-        """What the environment answers, whatever that is.
+    def score(self, answers: Sequence[Answer]) -> list[dict[str, float | None]]:
+        """The scores of each answer, of one call.
 
         Raises:
-            FaultError: it raised, took too long, or its process has died; the next answer is scored by a new one.
+            FaultError: it raised, took too long, or its process has died; the next answers are scored by a new one.
         """
         if self._process is None:
             self._start()
-        request = {
-            "text": answer.text,
-            "prompt": answer.prompt,
-            "columns": dict(answer.columns),
-            "is_truncated": answer.is_truncated,
-        }
-        reply = self._ask(request, self._timeout)
+        slow = f"took longer than environment.timeout_seconds={self._timeout:g}"
+        reply = self._ask({"answers": [vars(answer) for answer in answers]}, self._timeout, slow)
         if "raised" in reply:
             raise FaultError("raised", reply["raised"])
-        return reply["scores"]
+        scores: list[dict[str, float | None]] = reply["scores"]
+        return scores
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and those that it has started."""
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for stream in (process.stdin, process.stdout):
             if stream is not None:
@@ -80,13 +82,14 @@ class Worker:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", __name__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        reply = self._ask({"path": sys.path, "node": self._node, "parent": os.getpid()}, _START_SECONDS)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        first = {"path": sys.path, "node": self._node, "parent": os.getpid()}
+        reply = self._ask(first, _START_SECONDS, f"was not ready after {_START_SECONDS:g} seconds")
         if "raised" in reply:
             self.close()
             raise FaultError("raised", reply["raised"])
 
-    def _ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, Any], seconds: float, slow: str) -> dict[str, Any]:
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -98,14 +101,22 @@ class Worker:
             line = b""
         except TimeoutError:
             self.close()
-            raise FaultError("timed_out", f"took longer than environment.timeout_seconds={seconds:g}") from None
+            raise FaultError("timed_out", slow) from None
         if not line.endswith(b"\n"):
-            code = process.wait()
-            self.close()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            raise FaultError("died", f"{how} in the environment's process")
+            raise FaultError("died", f"{self._ended()} in the environment's process")
         reply: dict[str, Any] = json.loads(line)
         return reply
+
+    def _ended(self) -> str:
+        """End the process, which answers no more; what has become of it."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the connection was closed"
+        finally:
+            self.close()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _read_line(self, deadline: float) -> bytes:
         """A line of the process, or what there is of it where the process has ended.
@@ -119,26 +130,35 @@ class Worker:
         with selectors.DefaultSelector() as selector:
             selector.register(stream, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, deadline - time.monotonic())):
+                left = deadline - time.monotonic()
+                if selector.select(max(0.0, min(left, _LOOK_SECONDS))):
+                    part = os.read(stream, 2**16)
+                    if not part:
+                        break
+                    line += part
+                elif left <= 0:
                     raise TimeoutError
-                part = os.read(stream, 2**16)
-                if not part:
+                elif self._process.poll() is not None:  # what it has started may hold the pipe
                     break
-                line += part
         return line
 
 
 def _serve() -> None:
-    """In the process: build the environment that the first line names, and score an answer for each line after it."""
+    """In the process: build the environment that the first line names, and score the answers of each line after it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the environment prints is for people
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what it reads is not the answers
     first = json.loads(requests.readline())
     _end_with(first["parent"])
+    _end_first()
     sys.path[:] = first["path"]
+    own = os.getpid()
 
     def reply(content: Mapping[str, Any]) -> None:
+        if os.getpid() != own:  # the environment has forked, and both have come back
+            os._exit(0)
         replies.write(json.dumps(content) + "\n")
         replies.flush()
 
@@ -148,26 +168,38 @@ def _serve() -> None:
         environment = build(first["node"])
         if not callable(getattr(environment, "score", None)):
             raise TypeError(f"{first['node']['_target_']} has no method score(answers)")
-    except Exception as error:
+    except BaseException as error:  # sys.exit() and the like are an environment's fault as any other
         reply({"raised": _described(error)})
         return
     reply({"ready": True})
     for line in requests:
         try:
-            reply({"scores": _checked(environment.score([Answer(**json.loads(line))]))})
-        except Exception as error:
+            answers = [Answer(**answer) for answer in json.loads(line)["answers"]]
+            reply({"scores": _checked(environment.score(answers), len(answers))})
+        except BaseException as error:
             reply({"raised": _described(error)})
 
 
-def _checked(scores: Any) -> dict[str, float | None]:
-    """The scores of one answer.
+def _checked(scores: Any, count: int) -> list[dict[str, float | None]]:
+    """The scores of so many answers.
 
     Raises:
         TypeError: they are none.
     """
-    if not isinstance(scores, (list, tuple)) or len(scores) != 1 or not isinstance(scores[0], Mapping):
-        raise TypeError(f"score(answers) returned {scores!r} for one answer, not a list of one mapping")
-    return {str(name): None if value is None else float(value) for name, value in scores[0].items()}
+    is_list = isinstance(scores, (list, tuple)) and len(scores) == count
+    if not is_list or not all(isinstance(one, Mapping) for one in scores):
+        wanted = "a list of one mapping" if count == 1 else f"a list of {count} mappings"
+        raise TypeError(f"score(answers) returned {shown(scores)}, not {wanted} from names to numbers")
+    return [{str(name): _number(name, value) for name, value in one.items()} for one in scores]
+
+
+def _number(name: object, value: Any) -> float | None:
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"score(answers) returned {shown(value)} as {shown(name)}, not a number") from None
 
 
 def _end_with(parent: int) -> None:
@@ -178,8 +210,14 @@ def _end_with(parent: int) -> None:
         sys.exit(1)
 
 
+def _end_first() -> None:
+    """Have the kernel end this process, not the run, where memory is short."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def _described(error: BaseException) -> str:
-    message = " ".join(str(error).split())
+    message = shortened(" ".join(str(error).split()), _LONGEST_MESSAGE)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

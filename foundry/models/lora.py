@@ -86,6 +86,8 @@ def resolve_targets(model: nn.Module, patterns: Iterable[str]) -> list[str]:
         if not found:
             known = dict.fromkeys(name.rpartition(".")[2] for name, module in layers.items() if module is not head)
             message = f"has {pattern}, which fits no linear layer of {type(model).__name__}"
+            if set(pattern) & set("|+\\^$()") or ".*" in pattern.lstrip("*"):
+                message += " (* and ? are wildcards; regular expressions are not known)"
             there = f"there are {', '.join(known)}, in full such as {next(iter(inner), 'none')}"
             raise ConfigError(Violation(_KEY, f"{message}; {there}"))
         if heads := [name for name in found if layers[name] is head]:

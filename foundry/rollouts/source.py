@@ -28,6 +28,8 @@ from foundry.rollouts.completions import Completion, Completions, complete, plac
 from foundry.training.protocols import Microbatch, Window
 
 _STREAM = "rollout"
+_MOST_UNREWARDED = 3
+"""Rollouts in a row without any reward, after which the run ends."""
 log = logging.getLogger(__name__)
 
 
@@ -139,12 +141,14 @@ class RolloutSource:
         self._update = 0  # of the rollout; 0: the next window needs another
         self._samples: dict[str, Tensor] = {}
         self._metrics: dict[str, float] = {}
+        self._unrewarded = 0  # rollouts in a row
+        self._has_rewarded = False
 
     def next_window(self) -> Window:
         """The completions of the next update, after a rollout where it is the first.
 
         Raises:
-            ConfigError: the environment has failed at every answer.
+            ConfigError: the environment has failed at every answer of the first rollout, or gives no rewards any more.
         """
         if self._update == 0:
             self._roll_out()
@@ -220,16 +224,27 @@ class RolloutSource:
         """Of every completion its length, whether it was cut short, and what it is worth.
 
         Raises:
-            ConfigError: the environment has failed at every answer.
+            ConfigError: the environment gives no rewards.
         """
         own = {number: (one.length, one.answer.is_truncated, one.judgement) for number, one in judged.items()}
         everything = {number: one for part in gather(own, self._world) for number, one in part.items()}
         found = [everything[number] for number in range(len(everything))]
-        faults = [judgement for _, _, judgement in found if judgement.fault]
-        if len(faults) == len(found):
-            message = f"{self._judge.name} has failed at all {len(found)} answers of a rollout, first: "
-            raise ConfigError(Violation("environment", message + faults[0].message))
+        self._check_rewards([judgement for _, _, judgement in found])
         return found
+
+    def _check_rewards(self, judgements: Sequence[Judgement]) -> None:
+        """End a run that can learn nothing: its environment has always failed, or gives no rewards any more."""
+        if any(judgement.reward is not None for judgement in judgements):
+            self._unrewarded, self._has_rewarded = 0, True
+            return
+        self._unrewarded += 1
+        faults = [judgement.message for judgement in judgements if judgement.fault]
+        is_broken = len(faults) == len(judgements) and not self._has_rewarded
+        if is_broken or self._unrewarded == _MOST_UNREWARDED:
+            why = f"first: {faults[0]}" if faults else "its scores are None"
+            rollouts = "a rollout" if is_broken else f"{_MOST_UNREWARDED} rollouts in a row"
+            message = f"{self._judge.name} gives no answer of {rollouts} a reward ({len(judgements)} each), {why}"
+            raise ConfigError(Violation("environment", message))
 
     def _prepare(self, completions: Completions, found: Sequence[tuple[int, bool, Judgement]], keys: Tensor) -> None:
         rewards = [math.nan if judgement.reward is None else judgement.reward for _, _, judgement in found]

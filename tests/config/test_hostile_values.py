@@ -103,13 +103,15 @@ ODD = ("Traceback", "object at 0x", "<class", "<enum", "full_key", "ConfigValueE
 
 REWARDED = ["objective=grpo", "environment=arithmetic", "evaluation=reward", "data.seq_len=512"]
 REWARDED += ["objective.num_generations_per_prompt=8", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=8"]
+ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evaluators.exact_match.ExactMatch"
 SUMS = [*REWARDED, "data=arithmetic", "data.form=prompts"]
 NEEDED = {
     "data=text": ["data.path=setup.cfg"],
     "data=chats": ["objective=sft", "data.path=setup.cfg"],
     "data=preferences": ["objective=dpo", "data.path=setup.cfg"],
     "data=prompts": [*REWARDED, "data.path=setup.cfg"],
-    "environment=format": ["environment.pattern=x"],
+    **{f"environment={name}": [ANSWERED] for name in ("arithmetic", "exact_match", "multiple_choice", "python")},
+    "environment=format": [ANSWERED, "environment.pattern=x"],
     "evaluation=reward": SUMS,
     "objective=grpo": SUMS,
     "objective=distillation": ["objective.teacher=BASE"],

@@ -38,6 +38,16 @@ def test_prompts_are_rendered_and_keep_their_columns(tmp_path):
     assert [p.columns for p in parquet.train_prompts] == [p.columns for p in splits.train_prompts]
 
 
+def test_whole_numbers_that_are_read_as_floats_are_whole_numbers(tmp_path):
+    answers = [None, float("nan"), 2.5, *map(float, range(17))]  # a column of pandas with a value missing
+    rows = {"prompt": [f"count {number}" for number in range(20)], "answer": pa.array(answers, pa.float64())}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    splits = load(tmp_path / "a.parquet")
+    found = {prompt.columns["prompt"]: prompt for prompt in [*splits.train_prompts, *splits.prompts]}
+    assert [found[f"count {number}"].answer for number in (0, 1, 2, 3, 19)] == [None, None, "2.5", "0", "16"]
+    assert found["count 19"].columns["answer"] == 16
+
+
 def test_messages_are_prompts_up_to_their_last_answer(tmp_path):
     turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")]
     rows = [{"messages": turns}, {"prompt": turns[:2], "other": None}, *ROWS]

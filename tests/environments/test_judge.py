@@ -1,17 +1,24 @@
 """Rewards, whatever an environment does."""
 
 import logging
+import math
 import sys
+from dataclasses import replace
 
 import pytest
 from composition import configure
 
-from foundry.config.errors import ConfigError
+from foundry.config.errors import ConfigError, shown
+from foundry.config.rollouts import check_environment
 from foundry.environments.judge import build_judge
 from foundry.environments.protocol import Answer
+from foundry.environments.worker import Worker
 
+ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evaluators.exact_match.ExactMatch"
 OWN = """
 import os
+import resource
+import sys
 import time
 
 
@@ -20,7 +27,10 @@ class Length:
         self.unit = unit
 
     def score(self, answers):
-        (answer,) = answers
+        assert len(answers) <= 4
+        return [self._score(answer) for answer in answers]
+
+    def _score(self, answer):
         print("what is printed disturbs nobody")
         match answer.text:
             case "raise":
@@ -29,13 +39,38 @@ class Length:
                 time.sleep(60)
             case "die":
                 os._exit(3)
+            case "exit":
+                sys.exit("no more")
+            case "closed":
+                os.closerange(0, 100)
+                time.sleep(60)
+            case "left":
+                if os.fork():
+                    os._exit(4)
+                time.sleep(60)
+            case "fork":
+                os.fork()
+            case "read":
+                input()
+            case "flood":
+                for _ in range(1000):
+                    print("x" * 1000)
+            case "memory":
+                resource.setrlimit(resource.RLIMIT_AS, (2**31, -1))
+                bytearray(2**32)
+            case "long":
+                raise ValueError("x" * 10**6)
             case "nan":
-                return [{"length": float("nan")}]
+                return {"length": float("nan")}
+            case "huge":
+                return {"length": 10**400}
+            case "text":
+                return {"length": "0.5"}
             case "none":
-                return [{"length": None, "fits": 1}]
+                return {"length": None, "fits": 1}
             case "odd":
                 return 7
-        return [{"length": len(answer.text) / self.unit, "fits": len(answer.text) < answer.columns["most"]}]
+        return {"length": len(answer.text) / self.unit, "fits": len(answer.text) < answer.columns["most"]}
 """
 
 
@@ -46,22 +81,55 @@ def own(tmp_path, monkeypatch):
     return "lengths.Length"
 
 
-def test_whatever_an_own_environment_does_the_others_are_scored(own, caplog):
-    node = {"_target_": own, "unit": 2, "weights": {"fits": 0.5}, "timeout_seconds": 1.0}
+FAULTS = {
+    "raise": ("raised", "ValueError: no judge at home"),
+    "hang": ("timed_out", "took longer than environment.timeout_seconds=2"),
+    "die": ("died", "ended with exit code 3 in the environment's process"),
+    "exit": ("raised", "SystemExit: no more"),
+    "closed": ("died", "the connection was closed in the environment's process"),
+    "left": ("died", "ended with exit code 4 in the environment's process"),
+    "read": ("raised", "EOFError: EOF when reading a line"),
+    "memory": ("raised", "MemoryError"),
+    "nan": ("no_number", "scores length as nan"),
+    "huge": ("raised", f"TypeError: score(answers) returned {shown(10**400)} as length, not a number"),
+    "text": ("raised", "TypeError: score(answers) returned 0.5 as length, not a number"),
+    "odd": ("raised", "TypeError: score(answers) returned [7], not a list of one mapping from names to numbers"),
+}
+SOUND = {"four": 2.5, "fork": 2.5, "flood": 2.5, "sixsix": 3.0}
+
+
+@pytest.mark.parametrize("per_call", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_whatever_an_own_environment_does_the_others_are_scored(own, caplog, per_call):
+    node = {"_target_": own, "unit": 2, "weights": {"fits": 0.5}, "timeout_seconds": 2.0, "answers_per_call": per_call}
     judge = build_judge(node)
-    texts = ["four", "raise", "hang", "four", "die", "nan", "none", "odd", "sixsix"]
+    texts = [text for pair in zip(SOUND, FAULTS, strict=False) for text in pair] + list(FAULTS)[len(SOUND) :]
+    texts += ["none", "long", *SOUND]
     with caplog.at_level(logging.WARNING):
-        found = judge.judge([Answer(text, prompt="how long?", columns={"most": 5}) for text in texts])
+        judged = judge.judge([Answer(text, prompt="how long?", columns={"most": 5}) for text in texts])
     judge.close()
-    assert [one.reward for one in found] == [2.5, None, None, 2.5, None, None, None, None, 3.0]
-    assert [one.fault for one in found] == ["", "raised", "timed_out", "", "died", "no_number", "", "raised", ""]
-    assert found[1].message == "ValueError: no judge at home"
-    assert found[2].message == "took longer than environment.timeout_seconds=1"
-    assert "ended with exit code 3" in found[4].message
-    assert found[6].scores == {"fits": 1.0}
-    assert "score(answers) returned 7 for one answer" in found[7].message
+    found = list(zip(texts, judged, strict=True))
+    assert [one.reward for text, one in found if text in SOUND] == 2 * list(SOUND.values())
+    assert {text: (one.fault, one.message) for text, one in found if text in FAULTS} == FAULTS
+    assert [(one.reward, one.fault, one.scores) for text, one in found if text == "none"] == [(None, "", {"fits": 1.0})]
+    assert [len(one.message) < 400 for text, one in found if text == "long"] == [True]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("environment Length: ValueError: no judge at home, at the answer raise to how long?")
+
+
+@pytest.mark.long
+def test_an_environment_that_hangs_at_everything_is_not_asked_about_everything(own, monkeypatch):
+    judge = build_judge({"_target_": own, "timeout_seconds": 0.2})
+    with monkeypatch.context() as patched:
+        starts = []
+        start = Worker._start
+        patched.setattr(Worker, "_start", lambda worker: (starts.append(worker), start(worker)))
+        for _ in range(2):
+            judged = judge.judge([Answer("hang")] * 30)
+            assert [one.fault for one in judged] == ["timed_out"] * 30
+    assert len(starts) == 8
+    (one, other) = judge.judge([Answer("four", columns={"most": 5}), Answer("hang")])
+    assert (one.reward, other.fault) == (5.0, "timed_out")
+    judge.close()
 
 
 def test_an_environment_that_cannot_be_built_is_a_line(own):
@@ -70,11 +138,11 @@ def test_an_environment_that_cannot_be_built_is_a_line(own):
 
 
 def test_built_in_environments_are_chosen_and_weighted():
-    judge = build_judge(configure("environment=arithmetic").environment)
+    judge = build_judge(configure("environment=arithmetic", ANSWERED).environment)
     (found,) = judge.judge([Answer("Answer: 12", columns={"answer": "12"})])
     assert found.reward == pytest.approx(1.1)
     assert judge.scores == ("correct", "format")
-    python = build_judge(configure("environment=python", "environment.timeout_seconds=30").environment)
+    python = build_judge(configure("environment=python", "environment.timeout_seconds=30", ANSWERED).environment)
     assert [one.reward for one in python.judge([Answer("x = 1"), Answer("x =")])] == [1.0, 0.0]
     python.close()
     assert build_judge(configure().environment) is None
@@ -87,21 +155,47 @@ def test_built_in_environments_are_chosen_and_weighted():
         (["environment=format", "environment.pattern='('"], "environment.pattern: is '(', which is no regular"),
         (["environment=arithmetic", "+environment.weights.corect=2"], "environment.weights.corect: is no score of"),
         (["environment=python", "environment.timeout_seconds=0"], "environment.timeout_seconds: is 0"),
+        (["environment=python", "environment.timeout_seconds=600"], "is 600 but distributed.timeout_seconds=600 would"),
+        (
+            ["environment=arithmetic", "environment.weights.format=nan"],
+            "environment.weights.format: is nan but must be",
+        ),
+        (["environment=arithmetic"], "environment: is given but nothing in this run answers prompts; choose"),
     ],
 )
 def test_settings_that_are_wrong(overrides, message):
     with pytest.raises(ConfigError) as caught:
-        configure(*overrides)
+        configure(*overrides, *([] if message.startswith("environment: ") else [ANSWERED]))
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("option", ["format", "exact_match", "multiple_choice"])
 def test_a_pattern_that_never_ends_costs_its_answer_alone(option):
     node = configure(
-        f"environment={option}", "environment.pattern='(a+)+$'", "environment.timeout_seconds=0.5"
+        f"environment={option}", "environment.pattern='(a+)+$'", "environment.timeout_seconds=0.5", ANSWERED
     ).environment
     judge = build_judge(node)
     texts = ["a" * 60 + "!", "aa"]
     found = judge.judge([Answer(text, prompt="", columns={"answer": "aa"}) for text in texts])
     judge.close()
     assert [one.fault for one in found] == ["timed_out", ""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"timeout_seconds": "soon"}, "timeout_seconds: is soon but must be a number"),
+        ({"timeout_seconds": -1}, "timeout_seconds: is -1 but must be above 0"),
+        ({"timeout_seconds": 1e4}, "timeout_seconds: is 10000 but distributed.timeout_seconds=600 would end the run"),
+        ({"answers_per_call": 1.5}, "answers_per_call: is 1.5 but must be a whole number"),
+        ({"answers_per_call": 0}, "answers_per_call: is 0 but must be at least 1"),
+        ({"weights": [1]}, "weights: is [1] but must be a mapping"),
+        ({"weights": {"length": "much"}}, "weights.length: is much but must be a number"),
+        ({"weights": {"length": math.inf}}, "weights.length: is inf but must be finite"),
+        ({"weights": {"length": 2}, "timeout_seconds": 5, "answers_per_call": 64, "unit": "any"}, None),
+    ],
+)
+def test_settings_of_an_own_environment_that_no_schema_has_read(settings, message):
+    config = replace(configure(ANSWERED), environment={"_target_": "lengths.Length", **settings})
+    found = [str(violation).removeprefix("environment.") for violation in check_environment(config)]
+    assert (found == []) if message is None else found[0].startswith(message)

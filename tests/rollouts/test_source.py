@@ -87,7 +87,7 @@ class Some(Vowels):
 
 def test_answers_without_a_reward_count_for_nothing_in_the_baseline():
     objective = make_objective(**PLAIN, num_prompts_per_step=8)
-    judge = Judge(Some(), None, weights={}, name="Some")
+    judge = Judge(Some(), weights={}, name="Some")
     window = make_source(objective, make_model(), judge=judge, per_gpu_batch_size=32).next_window()
     (part,) = window.microbatches
     missing = part["reward"].isnan()
@@ -97,17 +97,36 @@ def test_answers_without_a_reward_count_for_nothing_in_the_baseline():
     assert math.isfinite(objective.loss(make_model(), part).loss.item())
 
 
-class Failing(Judge):
-    """Fails at everything."""
+class Fickle(Judge):
+    """Gives a reward in the rollouts that it is told."""
+
+    def __init__(self, kind, *given):
+        super().__init__(None, weights={}, name="Fickle")
+        fault = ("raised", "ValueError: out of office") if kind == "raised" else ()
+        self.bad = Judgement(None, {}, *fault)
+        self.given = iter(given)
 
     def judge(self, answers, beat=None):
-        return [Judgement(None, {}, "raised", "ValueError: out of office") for _ in answers]
+        good = [Judgement(float(number), {}) for number in range(len(answers))]
+        return good if next(self.given) else [self.bad] * len(answers)
 
 
-def test_an_environment_that_fails_at_everything_ends_the_run_in_a_line():
-    judge = Failing(None, None, weights={}, name="Failing")
-    with pytest.raises(ConfigError, match=r"^environment: Failing has failed at all 16 answers .*: ValueError: out of"):
-        make_source(make_objective(**PLAIN), make_model(), judge=judge).next_window()
+@pytest.mark.parametrize(
+    ("kind", "given", "why"),
+    [
+        ("raised", [0], "a rollout a reward (16 each), first: ValueError: out of office"),
+        ("none", [0, 0, 0], "3 rollouts in a row a reward (16 each), its scores are None"),
+        ("raised", [1, 0, 0, 1, 0, 0, 0], "3 rollouts in a row a reward (16 each), first: ValueError: out of office"),
+    ],
+)
+def test_an_environment_without_rewards_ends_the_run_in_a_line(kind, given, why):
+    objective = make_objective(**PLAIN, generation_batch_size=16)
+    source = make_source(objective, make_model(), judge=Fickle(kind, *given))
+    for _ in given[:-1]:
+        source.next_window()
+    with pytest.raises(ConfigError) as caught:
+        source.next_window()
+    assert str(caught.value) == f"environment: Fickle gives no answer of {why}"
 
 
 def test_truncated_answers_can_be_left_out_and_stay_in_the_baseline():
@@ -128,7 +147,7 @@ def test_prompts_without_room_or_without_what_is_read_are_refused():
     model, data = make_model(), make_data()
     with pytest.raises(ConfigError, match=r"^objective\.max_new_tokens: leaves 2 of the model's positions"):
         make_source(make_objective(**PLAIN, max_new_tokens=30), model)
-    judge = Judge(Vowels(), None, weights={}, name="ExactMatch", needs=("answer",))
+    judge = Judge(Vowels(), weights={}, name="ExactMatch", needs=("answer",))
     with pytest.raises(ConfigError, match=rf"^environment: is ExactMatch, .* but {len(QUESTIONS)} of {len(QUESTIONS)}"):
         make_source(make_objective(**PLAIN), model, judge=judge)
     with pytest.raises(ConfigError, match=r"^data: has no train_prompts"):

@@ -1,11 +1,12 @@
 """`environment=`: what scores a model's answers."""
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from foundry.config.errors import Violation, nearest
+from foundry.config.errors import Violation, nearest, shown
 from foundry.config.setting import setting
 
 
@@ -53,26 +54,48 @@ class Environment:
         return ("correct",)
 
     def check(self) -> Iterator[Violation]:
-        """Every weight is of a score that there is."""
+        """Every weight is a number, of a score that there is."""
+        yield from check_weights(self.weights)
         for name in self.weights:
             if name not in self.scores:
                 message = f"is no score of this environment, which has {', '.join(self.scores)}"
                 yield Violation(f"environment.weights.{name}", f"{message}{nearest(name, self.scores)}")
 
 
+def check_weights(weights: Mapping[str, float]) -> Iterator[Violation]:
+    """Every weight is a number with which a sum can be taken."""
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            yield Violation(f"environment.weights.{name}", f"is {shown(weight)} but must be finite")
+
+
 @dataclass(frozen=True, kw_only=True)
-class _InWorker(Environment):
-    """What an answer may cost any time: a search for a pattern may take exponentially long in the answer's length."""
+class InWorker(Environment):
+    """What runs in a process of its own, with a time limit, as one of the user's own always does.
+
+    A search for a pattern may take exponentially long in the answer's length.
+    """
 
     in_worker: ClassVar[bool] = True
 
     timeout_seconds: float = setting(
-        10.0, "longest time to score one answer, after which it does not count", gt=0, le=10**6, runtime=True
+        10.0,
+        "longest time of a call that scores answers, after which they do not count",
+        gt=0,
+        le=10**6,
+        runtime=True,
+    )
+    answers_per_call: int = setting(
+        1,
+        "answers that are scored in one call, as by a reward model; each of them again by itself where that fails",
+        ge=1,
+        le=2**31,
+        runtime=True,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactMatch(_InWorker):
+class ExactMatch(InWorker):
     """The answer is the row's `answer`, but for white space around it."""
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
@@ -93,7 +116,7 @@ class ExactMatch(_InWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultipleChoice(_InWorker):
+class MultipleChoice(InWorker):
     """The last choice that the answer names is the row's `answer`: its letter, or its number from 0."""
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
@@ -113,7 +136,7 @@ class MultipleChoice(_InWorker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format(_InWorker):
+class Format(InWorker):
     """The answer matches a regular expression."""
 
     _target_: str = "foundry.environments.matching.Format"
@@ -145,7 +168,7 @@ class Arithmetic(Environment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Python(_InWorker):
+class Python(InWorker):
     """The answer, or the code between ``` in it, is Python that can be parsed; it is never run."""
 
     _target_: str = "foundry.environments.python.Python"
