@@ -142,11 +142,11 @@ def _build_stop_rules(setup: Setup, trained: Trained) -> dict[str, StopRule]:
 def _build_source(setup: Setup, trained: Trained, beat: Callable[[str], None]) -> WindowSource:
     """Where windows come from: the training data, what the model generates, or the objective's own source."""
     world, objective = setup.world, trained.objective
-    if isinstance(objective, RolloutObjective):
+    if isinstance(objective, RolloutObjective) and objective.rollouts is not None:
         return build_rollouts(
             objective,
             model=trained.parallel.model,
-            frozen=list(trained.frozen.values()),
+            frozen=[trained.frozen[name] for name in objective.rollouts.recorded_models],
             data=setup.data,
             judge=setup.judge,
             world=world,

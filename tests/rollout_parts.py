@@ -4,11 +4,13 @@ import contextlib
 
 import torch
 
+from foundry.config.schemas.distillation import DistillationMode
 from foundry.data.prompts import RowNumbers
 from foundry.data.splits import DataSplits, Prompt
 from foundry.data.tokenizer import train_tokenizer
 from foundry.environments.judge import Judge
 from foundry.models.transformer import Transformer
+from foundry.objectives.distillation import Distillation
 from foundry.objectives.grpo import GRPO
 from foundry.parallel.process_group import World
 from foundry.rollouts.source import build_rollouts
@@ -24,6 +26,9 @@ class Vowels:
     def score(self, answers):
         texts = [answer.text for answer in answers]
         return [{"vowels": sum(c in "aeiou" for c in text) / max(1, len(text))} for text in texts]
+
+
+VOWELS = Judge(Vowels(), weights={"vowels": 2.0}, name="Vowels")
 
 
 def make_model(seed=3):
@@ -46,14 +51,14 @@ def make_data():
 
 
 def make_source(
-    objective, model, *, world=None, judge=None, data=None, frozen=(), per_gpu_batch_size=4, pack_tokens=None
+    objective, model, *, world=None, judge=VOWELS, data=None, frozen=(), per_gpu_batch_size=4, pack_tokens=None
 ):
     return build_rollouts(
         objective,
         model=model,
         frozen=frozen,
         data=make_data() if data is None else data,
-        judge=Judge(Vowels(), weights={"vowels": 2.0}, name="Vowels") if judge is None else judge,
+        judge=judge,
         world=World(0, 0, 1, 1, torch.device("cpu")) if world is None else world,
         autocast=contextlib.nullcontext,
         seed=5,
@@ -61,6 +66,14 @@ def make_source(
         beat=lambda what: None,
         pack_tokens=pack_tokens,
     )
+
+
+def make_student(teacher, **settings):
+    """Distillation of the student's own answers."""
+    own = {"teacher": "teacher", "vocab_size": 280, "max_seq_len": 32, "mode": DistillationMode.on_policy}
+    objective = Distillation(**{**own, **SETTINGS, **settings})
+    objective.compare({"teacher": teacher.requires_grad_(False).eval()})
+    return objective
 
 
 def make_objective(reference=None, **settings):

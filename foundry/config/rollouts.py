@@ -9,7 +9,7 @@ from foundry.config.build import field_of
 from foundry.config.errors import Violation, first_line, shown
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.environment import InWorker, NoEnvironment, check_weights
-from foundry.config.schemas.policy import PolicyGradient
+from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.config.store import writable
@@ -20,10 +20,11 @@ from foundry.config.wanted import wanted
 def check_rollouts(config: Config) -> Iterator[Violation]:
     """Say where the batch, the environment or the evaluations are not those of a rollout."""
     objective, hparams = config.objective, config.hparams
-    if not isinstance(objective, PolicyGradient):
+    if not isinstance(objective, Rollouts) or not objective.generates:
         return
-    name = type(objective).__name__
-    if getattr(config.environment, "_target_", "") is None:
+    name = getattr(objective, "described", type(objective).__name__)
+    is_scored = getattr(config.environment, "_target_", "") is not None
+    if objective.needs_rewards and not is_scored:
         message = f"is none but objective {name} needs one that scores answers; choose an option, or give _target_"
         yield Violation("environment", message)
     rollout, updates = objective.samples_per_rollout, objective.updates_per_rollout
@@ -39,7 +40,8 @@ def check_rollouts(config: Config) -> Iterator[Violation]:
         yield Violation("hparams.allow_rounding", f"is True but objective {name} learns from all answers of a step")
     for key, node in config.evaluation.evaluators.items():
         if isinstance(node, dict) and node.get("_target_") == HELD_OUT:
-            message = f"measures a held-out loss, which objective {name} has not; choose evaluation=reward"
+            remedy = "reward" if objective.needs_rewards or is_scored else "answers"
+            message = f"measures a held-out loss, which objective {name} has not; choose evaluation={remedy}"
             yield Violation(f"evaluation.evaluators.{key}", message)
 
 
@@ -77,7 +79,8 @@ def _is_idle(config: Config) -> bool:
     """Whether there is an environment, and neither objective, evaluators nor stop rules can ask it."""
     objective, evaluation = config.objective, config.evaluation
     is_own = isinstance(objective, dict) or objective._target_ != type(objective)._target_
-    if isinstance(config.environment, NoEnvironment) or is_own or isinstance(objective, PolicyGradient):
+    asks = isinstance(objective, Rollouts) and objective.generates
+    if isinstance(config.environment, NoEnvironment) or is_own or asks:
         return False
     parts = [*evaluation.evaluators.values(), *evaluation.stop_rules.values()]
     return all(node is None or (isinstance(node, dict) and node.get("_target_") == HELD_OUT) for node in parts)

@@ -214,7 +214,7 @@ def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
         wants: frozenset[str] = getattr(part, "wants", frozenset())
         if offers is not None and not wants <= offers:
             made_for, has = " and ".join(sorted(wants)), " and ".join(sorted(offers))
-            name, data = type(part).__name__, type(config.data).__name__
+            name, data = getattr(part, "described", type(part).__name__), type(config.data).__name__
             yield Violation(group, f"is {name}, made for {made_for}, but data is {data}, which has {has}")
 
 

@@ -1,7 +1,7 @@
 """A field of a schema: its default, what it means, its bounds and the names other systems give it."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -125,6 +125,23 @@ def check_fields(node: object, path: str) -> Iterator[Violation]:
             yield from check_fields(value, key)
         else:
             yield from _check_value(item, value, key)
+
+
+def check_unused(node: Any, path: str, names: Iterable[str], needed: str) -> Iterator[Violation]:
+    """Yield a violation for each of these fields that is not at its default, since without `needed` it means nothing.
+
+    Args:
+        node: a dataclass of settings.
+        path: its dotted key.
+        names: fields that nothing reads as the settings are.
+        needed: what would have them read.
+    """
+    defaults = {item.name: item.default for item in fields(node)}
+    for name in names:
+        value = getattr(node, name)
+        if value != defaults[name]:
+            text = value.value if isinstance(value, Enum) else value
+            yield Violation(f"{path}.{name}", f"is {text} but means nothing without {needed}")
 
 
 class OutOfBounds(Exception):

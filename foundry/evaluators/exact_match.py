@@ -20,7 +20,8 @@ from foundry.training.protocols import EvaluationContext
 class ExactMatch:
     """Share of the prompts whose greedy answer is the right one, letter by letter but for white space around it.
 
-    `ended` is the share of answers that end by themselves, within the model's context. In a run with an environment
+    `ended` is the share of answers that end by themselves, within the model's context; where no prompt has a right
+    answer, it alone is measured. In a run with an environment
     `reward` is the mean of those that have one, `reward_<score>` that of each score, and `reward_missing` the share of
     answers without a reward. Prompts are divided among the ranks in fixed batches, so that any number of ranks
     measures the same; each needs memory for the whole model.
@@ -48,10 +49,12 @@ class ExactMatch:
         self._data, self._batch_size, self._judge = data, per_gpu_batch_size, judge
         self._prompts = data.prompts[: len(data.prompts) if max_samples is None else max_samples]
         self._decoding = Decoding(max_new_tokens=max_new_tokens, stop_ids=frozenset(data.stop_ids))
-        self.metrics: tuple[str, ...] | None = EXACT_MATCH_METRICS
+        has_answers = any(prompt.answer is not None for prompt in self._prompts)
+        own = EXACT_MATCH_METRICS if has_answers else tuple(n for n in EXACT_MATCH_METRICS if n != "exact_match")
+        self.metrics: tuple[str, ...] | None = own
         if judge is not None:
             names = judge.scores
-            self.metrics = None if names is None else (*EXACT_MATCH_METRICS, *reward_metric_names(names))
+            self.metrics = None if names is None else (*own, *reward_metric_names(names))
         if not len(self._prompts):
             message = "needs data that has prompts with answers, such as data=chats"
             raise ConfigError(Violation("evaluation.evaluators.exact_match", message))

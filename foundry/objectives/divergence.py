@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foundry.config.schemas.objective import Divergence, OutsideTopK
+from foundry.config.schemas.distillation import Divergence, OutsideTopK
 
 _LOG_ZERO = -100.0
 """The logarithm of the probability that the teacher gives what `OutsideTopK.zero` leaves out."""

@@ -12,7 +12,6 @@ from foundry.models.lora import adapters_off
 from foundry.models.sampling import filtered
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.advantages import group_advantages, penalized_rewards
-from foundry.objectives.generation import Decoding
 from foundry.objectives.kl import kl_estimate
 from foundry.objectives.policy_gradient import (
     Completions,
@@ -39,21 +38,12 @@ class GRPO:
     tokens were drawn with; the divergence is of the unfiltered ones, from the model with which the run started.
 
     Args:
-        num_prompts_per_step: prompts of a rollout.
-        num_generations_per_prompt: completions of each.
-        updates_per_rollout: optimizer steps that a rollout is cut into.
-        generation_batch_size: completions generated at a time.
-        generation_temperature: of what is drawn.
-        generation_top_p: as in `Decoding`.
-        generation_top_k: as in `Decoding`.
-        generation_pipeline_parallel_size: 1.
-        max_new_tokens: longest completion.
         normalize_rewards: as in `group_advantages`.
         use_rloo: as in `group_advantages`.
-        overlong_filtering: completions that did not end by themselves do not count; they stay in the baseline.
         positive_example_nll_weight: weight of the negative log-probability of completions with a reward above 0.
         logprob_chunk_size: read by the run: the model's tile.
         has_adapters: whether the model has any.
+        rollouts: as in `RolloutSettings.from_options`; truncated completions that are left out stay in the baseline.
 
     All others are those of `PolicyLossSettings`.
     """
@@ -61,18 +51,8 @@ class GRPO:
     def __init__(
         self,
         *,
-        num_prompts_per_step: int = 1,
-        num_generations_per_prompt: int = 2,
-        updates_per_rollout: int = 1,
-        generation_batch_size: int = 32,
-        generation_temperature: float = 1.0,
-        generation_top_p: float = 0.9,
-        generation_top_k: int | None = 50,
-        generation_pipeline_parallel_size: int = 1,
-        max_new_tokens: int = 256,
         normalize_rewards: bool = True,
         use_rloo: bool = True,
-        overlong_filtering: bool = False,
         positive_example_nll_weight: float = 0.0,
         logprob_chunk_size: int | None = None,
         has_adapters: bool = False,
@@ -95,6 +75,7 @@ class GRPO:
         importance_weights: ImportanceWeights = ImportanceWeights.plain,
         importance_weight_min: float | None = None,
         importance_weight_max: float | None = None,
+        **rollouts: Any,
     ) -> None:
         self._settings = PolicyLossSettings(
             ratio_clip_min=ratio_clip_min,
@@ -117,27 +98,20 @@ class GRPO:
             importance_weight_min=importance_weight_min,
             importance_weight_max=importance_weight_max,
         )
-        filters: dict[str, Any] = {
-            "temperature": generation_temperature,
-            "top_k": generation_top_k,
-            "top_p": generation_top_p,
-        }
-        self.rollouts = RolloutSettings(
-            num_prompts=num_prompts_per_step,
-            num_generations=num_generations_per_prompt,
-            num_updates=updates_per_rollout,
-            batch_size=generation_batch_size,
-            decoding=Decoding(max_new_tokens=max_new_tokens, **filters),
-        )
         self._advantages = partial(group_advantages, use_rloo=use_rloo, normalize_rewards=normalize_rewards)
-        self._leaves_out_truncated = overlong_filtering
         self._nll_weight = positive_example_nll_weight
-        self._is_filtered = generation_temperature != 1 or generation_top_p < 1 or generation_top_k is not None
-        self._filters = filters
         self._has_reference = self._settings.ref_policy_kl_penalty > 0
         self._is_within = has_adapters  # the model without its adapters is its own reference
         has_copy = self._has_reference and not has_adapters
         self.frozen_models: Mapping[str, Any] = {_REFERENCE: None} if has_copy else {}
+        self.rollouts = RolloutSettings.from_options(**rollouts, recorded_models=tuple(self.frozen_models))
+        decoding = self.rollouts.decoding
+        self._is_filtered = decoding.temperature != 1 or decoding.top_p < 1 or decoding.top_k is not None
+        self._filters: dict[str, Any] = {
+            "temperature": decoding.temperature,
+            "top_k": decoding.top_k,
+            "top_p": decoding.top_p,
+        }
         has_kl = self._has_reference and not use_kl_in_reward
         self.metrics = policy_metrics(has_kl=has_kl, has_nll=positive_example_nll_weight > 0)
         self.forward_keywords = ("read",) if self._is_filtered else ()
@@ -206,7 +180,7 @@ class GRPO:
     def prepare(self, rollout: Rollout) -> Prepared:
         """Advantages within groups, and which completions count."""
         is_token = rollout.targets != IGNORED_TARGET
-        counts = ~rollout.is_truncated if self._leaves_out_truncated else torch.ones_like(rollout.is_truncated)
+        counts = ~rollout.is_truncated if self.rollouts.leaves_out_truncated else torch.ones_like(rollout.is_truncated)
         columns = {name: rollout.recorded[name] for name in ("old", _REFERENCE) if name in rollout.recorded}
         rewards, metrics = rollout.rewards, dict[str, float]()
         if self._settings.use_kl_in_reward and self._has_reference:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from foundry.config.duration import Budget, EpochInterval, Interval, without_rounding_error
-from foundry.config.schemas.policy import PolicyGradient
+from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.data.order import GlobalOrder
@@ -74,7 +74,7 @@ def build_plan(
 
 def _rollout(objective: Any) -> dict[str, int] | None:
     """What is generated at a time, where the objective learns from the model's own answers."""
-    if not isinstance(objective, PolicyGradient):
+    if not isinstance(objective, Rollouts) or not objective.generates:
         return None
     return {
         "prompts": objective.num_prompts_per_step,

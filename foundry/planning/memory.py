@@ -114,10 +114,12 @@ def estimate_memory(
     objective = build_objective(config, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer)
     frozen = _build_frozen(config, objective, fake, policy, world_size)
     generation, generation_note = 0, None
-    if isinstance(objective, RolloutObjective) and answer_tokens is not None:
+    rollouts = objective.rollouts if isinstance(objective, RolloutObjective) else None
+    if isinstance(objective, RolloutObjective) and rollouts is not None and answer_tokens is not None:
         microbatch = objective.example(config.hparams.per_gpu_batch_size, pack_tokens or answer_tokens)
-        whole = sum(each.ungathered(config.distributed.gradient_sync) for each in (layout, *(f for f, _ in frozen)))
-        cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
+        asked = [frozen[name][0] for name in rollouts.recorded_models]
+        whole = sum(each.ungathered(config.distributed.gradient_sync) for each in (layout, *asked))
+        cache = cache_bytes(fake.model, rollouts, answer_tokens, policy.compute_dtype.itemsize)
         generation = whole + (cache or 0)
         generation_note = "the memory of keys and values is not known" if cache is None else None
     activations, activations_note = _activations(config, objective, model, fake.mode, policy, layout, microbatch)
@@ -125,18 +127,20 @@ def estimate_memory(
     gradients = layout.gradients(config.distributed.gradient_sync, accumulates)
     optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
     ema = layout.parts(partial(_average_bytes, config))
-    frozen_parts = [each.parts(num_bytes) for each, _ in frozen]
+    frozen_parts = [each.parts(num_bytes) for each, _ in frozen.values()]
     offloaded = sum(part for part, _ in frozen_parts) + shards[0] + layout.parts(grad_bytes)[0] + optimizer[0] + ema[0]
     notes = [note for note in (optimizer_note, activations_note, generation_note) if note is not None]
     return Memory(
         weights=sum(shards),
         frozen_weights=sum(shards) - sum(layout.parts(grad_bytes)),
-        gathered=sum(each.gathered(config.distributed.gradient_sync) for each in (layout, *(f for f, _ in frozen))),
+        gathered=sum(
+            each.gathered(config.distributed.gradient_sync) for each in (layout, *(f for f, _ in frozen.values()))
+        ),
         gradients=gradients,
         reducing=layout.reducing(config.distributed.gradient_sync, accumulates),
         optimizer=sum(optimizer) if optimizer_note is None else None,
         ema=sum(ema),
-        frozen=sum(map(sum, frozen_parts)) + sum(buffers for _, buffers in frozen),
+        frozen=sum(map(sum, frozen_parts)) + sum(buffers for _, buffers in frozen.values()),
         buffers=sum(map(num_bytes, model.buffers())),
         activations_estimated=activations,
         generation=generation,
@@ -147,13 +151,13 @@ def estimate_memory(
 
 def _build_frozen(
     config: Config, objective: Objective, fake: FakeModel, policy: PrecisionPolicy, world_size: int
-) -> list[tuple[Layout, int]]:
+) -> dict[str, tuple[Layout, int]]:
     """The layouts of the models that the objective compares with, which it is given, and the bytes of their buffers.
 
     Of models that are asked before the first step only, there are none: without gradients they need less than a step.
     """
     if not isinstance(objective, ComparingObjective):
-        return []
+        return {}
     frozen = dict[str, nn.Module]()
     for name, node in objective.frozen_models.items():
         with fake.mode:
@@ -161,17 +165,17 @@ def _build_frozen(
         frozen[name] = _as_held(model, policy).requires_grad_(False).eval()
     objective.compare(frozen)
     if getattr(objective, "columns", ()):
-        return []
+        return {}
     is_sharded = isinstance(resolve_distributed(config.distributed, world_size), FSDP)
-    return [
-        (
+    return {
+        name: (
             build_layout(config.distributed, model, policy, world_size)
             if is_sharded
             else Layout([], list(model.parameters())),
             sum(map(num_bytes, model.buffers())),
         )
-        for model in frozen.values()
-    ]
+        for name, model in frozen.items()
+    }
 
 
 def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:

@@ -19,7 +19,7 @@ from foundry.data.prompts import RowNumbers
 from foundry.data.splits import DataSplits
 from foundry.environments.judge import Judge, Judgement
 from foundry.models.token_log_probs import IGNORED_TARGET
-from foundry.objectives.rollout import Rollout, RolloutObjective
+from foundry.objectives.rollout import Rollout, RolloutObjective, RolloutSettings
 from foundry.objectives.text_samples import context_of
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
@@ -50,16 +50,19 @@ def build_rollouts(
     """The source of a run, which reads prompts in their global order; arguments as those of `RolloutSource`.
 
     Raises:
-        ConfigError: there is no environment that scores answers, or there are no prompts, or one cannot be used.
+        ConfigError: there is no environment where rewards are learnt from, or there are no prompts, or one cannot be
+            used.
     """
-    count = len(data.train_prompts)
-    if judge is None:
+    count, settings = len(data.train_prompts), objective.rollouts
+    assert settings is not None
+    if judge is None and settings.needs_rewards:
         raise ConfigError(Violation("environment", "is none but the objective needs one that scores answers"))
     if not count or count != len(data.train):
         raise ConfigError(Violation("data", "has no train_prompts for its training samples; choose data=prompts"))
-    size = objective.rollouts.num_prompts
+    size = settings.num_prompts
     return RolloutSource(
         objective=objective,
+        settings=settings,
         model=model,
         frozen=frozen,
         data=data,
@@ -87,11 +90,12 @@ class RolloutSource:
     all ranks. Within a window they are dealt to ranks and microbatches as a `Loader` deals samples, packed or not.
 
     Args:
-        objective: says how much is generated, and what is to be known of it.
+        objective: says what is to be known of what is generated.
+        settings: how much is generated.
         model: as it is called in training.
         frozen: the models that the objective records from.
         data: has `train_prompts`.
-        judge: scores answers.
+        judge: scores answers; None: nothing does.
         world: this rank and the others.
         autocast: a context for forward passes in the arithmetic of the run.
         seed: of what is drawn.
@@ -108,10 +112,11 @@ class RolloutSource:
         self,
         *,
         objective: RolloutObjective,
+        settings: RolloutSettings,
         model: nn.Module,
         frozen: Sequence[nn.Module],
         data: DataSplits,
-        judge: Judge,
+        judge: Judge | None,
         world: World,
         autocast: Callable[[], AbstractContextManager[Any]],
         seed: int,
@@ -123,7 +128,7 @@ class RolloutSource:
         self._objective, self._model, self._frozen = objective, model, frozen
         self._data, self._judge, self._world = data, judge, world
         self._autocast, self._per_gpu, self._loader, self._beat = autocast, per_gpu_batch_size, loader, beat
-        self._settings, self._pack_tokens = objective.rollouts, pack_tokens
+        self._settings, self._pack_tokens = settings, pack_tokens
         self._decoding = replace(
             self._settings.decoding,
             stop_ids=frozenset(data.stop_ids),
@@ -213,26 +218,32 @@ class RolloutSource:
                     beat=self._beat,
                 )
                 place(completions, found, start)
-                judgements = self._judge.judge([one.answer for one in found.answers], self._beat)
-                for number, (one, judgement) in enumerate(zip(found.answers, judgements, strict=True), start):
-                    judged[number] = replace(one, judgement=judgement)
+                for number, one in enumerate(self._judged(found.answers), start):
+                    judged[number] = one
         self._beat("collecting answers")
         completions.share(self._world)
         self._prepare(completions, self._collected(judged), torch.tensor(keys))
+
+    def _judged(self, answers: Sequence[Completion]) -> Sequence[Completion]:
+        if self._judge is None:
+            return answers
+        judgements = self._judge.judge([one.answer for one in answers], self._beat)
+        return [replace(one, judgement=judgement) for one, judgement in zip(answers, judgements, strict=True)]
 
     def _collected(self, judged: Mapping[int, Completion]) -> list[tuple[int, bool, Judgement]]:
         """Of every completion its length, whether it was cut short, and what it is worth.
 
         Raises:
-            ConfigError: the environment gives no rewards.
+            ConfigError: the environment gives no rewards, and they are learnt from.
         """
         own = {number: (one.length, one.answer.is_truncated, one.judgement) for number, one in judged.items()}
         everything = {number: one for part in gather(own, self._world) for number, one in part.items()}
         found = [everything[number] for number in range(len(everything))]
-        self._check_rewards([judgement for _, _, judgement in found])
+        if self._judge is not None and self._settings.needs_rewards:
+            self._check_rewards(self._judge.name, [judgement for _, _, judgement in found])
         return found
 
-    def _check_rewards(self, judgements: Sequence[Judgement]) -> None:
+    def _check_rewards(self, environment: str, judgements: Sequence[Judgement]) -> None:
         """End a run that can learn nothing: its environment has always failed, or gives no rewards any more."""
         if any(judgement.reward is not None for judgement in judgements):
             self._unrewarded, self._has_rewarded = 0, True
@@ -243,7 +254,7 @@ class RolloutSource:
         if is_broken or self._unrewarded == _MOST_UNREWARDED:
             why = f"first: {faults[0]}" if faults else "its scores are None"
             rollouts = "a rollout" if is_broken else f"{_MOST_UNREWARDED} rollouts in a row"
-            message = f"{self._judge.name} gives no answer of {rollouts} a reward ({len(judgements)} each), {why}"
+            message = f"{environment} gives no answer of {rollouts} a reward ({len(judgements)} each), {why}"
             raise ConfigError(Violation("environment", message))
 
     def _prepare(self, completions: Completions, found: Sequence[tuple[int, bool, Judgement]], keys: Tensor) -> None:
@@ -268,7 +279,10 @@ class RolloutSource:
             "position": keys,
             **prepared.columns,
         }
-        self._metrics = _measured(found, num_new) | dict(prepared.metrics)
+        scored = {} if self._judge is None else _rewards([judgement for _, _, judgement in found])
+        truncated = sum(is_truncated for _, is_truncated, _ in found) / len(found)
+        own = {"truncated": truncated, "completion_tokens": float(num_new.double().mean())}
+        self._metrics = scored | own | dict(prepared.metrics)
 
     def _microbatches(self, first: int, lengths: Tensor) -> list[Microbatch]:
         """This rank's, of the completions from `first` on that have these lengths."""
@@ -307,28 +321,27 @@ class RolloutSource:
         }
 
 
-def _check_prompts(data: DataSplits, judge: Judge, most: int) -> None:
+def _check_prompts(data: DataSplits, judge: Judge | None, most: int) -> None:
     prompts = data.train_prompts
     if long := [prompt for prompt in prompts if len(prompt.tokens) > most]:
         message = f"leaves {most} of the model's positions for prompts, and {len(long)} of {len(prompts)} are longer"
         raise ConfigError(Violation("objective.max_new_tokens", f"{message}; shorten it, or set data.on_bad_row=skip"))
+    if judge is None:
+        return
     for name in judge.needs:
         if lacking := sum(prompt.own_columns.get(name) is None for prompt in prompts):
             message = f"is {judge.name}, which reads the column {name} of prompts, but {lacking} of {len(prompts)}"
             raise ConfigError(Violation("environment", f"{message} have none; add it, or choose another environment"))
 
 
-def _measured(found: Sequence[tuple[int, bool, Judgement]], num_new: Tensor) -> dict[str, float]:
+def _rewards(judgements: Sequence[Judgement]) -> dict[str, float]:
     """What a rollout was worth; means over the completions that have a reward or a score."""
-    judgements = [judgement for _, _, judgement in found]
     rewards = [judgement.reward for judgement in judgements if judgement.reward is not None]
     metrics = {"reward": sum(rewards) / len(rewards)} if rewards else {}
     for name in sorted({name for judgement in judgements for name in judgement.scores}):
         values = [judgement.scores[name] for judgement in judgements if name in judgement.scores]
         metrics[f"reward_{name}"] = sum(values) / len(values)
-    metrics["reward_missing"] = 1 - len(rewards) / len(found)
+    metrics["reward_missing"] = 1 - len(rewards) / len(judgements)
     for fault in sorted({judgement.fault for judgement in judgements} - {""}):
         metrics[f"reward_{fault}"] = float(sum(judgement.fault == fault for judgement in judgements))
-    metrics["truncated"] = sum(is_truncated for _, is_truncated, _ in found) / len(found)
-    metrics["completion_tokens"] = float(num_new.double().mean())
     return metrics

@@ -10,6 +10,7 @@ from foundry.config.build import build
 from foundry.config.errors import ConfigError
 from foundry.config.metrics import declared, val_metric_names
 from foundry.config.schemas import objective as schemas
+from foundry.config.schemas.distillation import DistillationMode
 from foundry.config.schemas.evaluation import Mode
 from foundry.data.splits import DataSplits
 from foundry.models.token_log_probs import read_log_probs
@@ -84,6 +85,9 @@ SHIPPED = {
     "GRPO": lambda: schemas.GRPO(num_generations_per_prompt=2),
     "GRPO, likelihood": lambda: schemas.GRPO(num_generations_per_prompt=2, positive_example_nll_weight=0.1),
     "Distillation": lambda: schemas.Distillation(teacher="runs/teacher", vocab_size=5, max_seq_len=3),
+    "Distillation, on policy": lambda: schemas.Distillation(
+        teacher="runs/teacher", vocab_size=5, max_seq_len=3, mode=DistillationMode.on_policy
+    ),
     "Diffusion": lambda: configure("hparams=diffusion").objective,
 }
 

@@ -82,6 +82,75 @@ def test_what_is_wrong_with_it(run_dir, overrides, message):
     assert lines[0].startswith(message.replace("RUN", str(run_dir)))
 
 
+ON_POLICY = [
+    *SMALL_LM,
+    "data=arithmetic",
+    "data.form=prompts",
+    "data.vocab_size=300",
+    "objective=distillation",
+    "objective.teacher=RUN",
+    "objective.mode=on_policy",
+    "objective.max_new_tokens=8",
+    "objective.num_prompts_per_step=4",
+    "objective.num_generations_per_prompt=2",
+    "evaluation=answers",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["objective.ce_ratio=0.5"],
+            "objective.ce_ratio: is 0.5 but with objective.mode=on_policy there are no right answers to learn; leave ",
+        ),
+        (
+            ["hparams.global_batch_size=16"],
+            "hparams.global_batch_size: is 16 but must be the answers of a step: num_prompts_per_step 4 x "
+            "num_generations_per_prompt 2 / updates_per_rollout 1 = 8",
+        ),
+        (["objective.updates_per_rollout=3"], "objective.updates_per_rollout: is 3 but must divide objective.num_pro"),
+        (
+            ["data.form=chats"],
+            "objective: is Distillation with mode=on_policy, made for prompts, but data is Arithmetic, which has compl",
+        ),
+        (["data.seq_len=8"], "data.seq_len: is 8, of which an answer of objective.max_new_tokens=8 leaves no prompt"),
+        (["objective.jsd_beta=0.3"], "objective.jsd_beta: is 0.3 but means nothing without objective.divergence=jsd"),
+        (
+            ["evaluation=default"],
+            "evaluation.evaluators.held_out: measures a held-out loss, which objective Distillation with "
+            "mode=on_policy has not; choose evaluation=answers",
+        ),
+        (["evaluation.metric=val_reward"], "evaluation.metric: is val_reward but evaluations measure val_exact_match"),
+    ],
+)
+def test_what_is_refused_of_a_student_that_learns_from_its_own_answers(run_dir, overrides, message):
+    with pytest.raises(ConfigError) as error:
+        compose([word.replace("RUN", str(run_dir)) for word in (*ON_POLICY, *overrides)])
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(message)
+
+
+def test_an_environment_may_measure_it_and_need_not(run_dir):
+    words = [word.replace("RUN", str(run_dir)) for word in ON_POLICY]
+    config = compose(words)
+    assert (config.objective.ce_ratio, config.environment._target_) == (None, None)
+    assert config.objective.wants == {"prompts"}
+    config = compose([*words, "objective.ce_ratio=0", "environment=arithmetic", "evaluation=reward"])
+    assert config.evaluation.metric == "val_reward"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["num_prompts_per_step=2", "generation_top_p=0.5", "max_new_tokens=9", "overlong_filtering=true"],
+)
+def test_settings_of_rollouts_mean_nothing_offline(run_dir, override):
+    name, value = override.split("=")
+    value = {"true": "True"}.get(value, value)
+    message = refused(f"objective.teacher={run_dir}", f"objective.{override}")
+    assert message == f"objective.{name}: is {value} but means nothing without objective.mode=on_policy"
+
+
 def test_a_model_that_foundry_does_not_know_is_not_built(run_dir):
     file = run_dir / "config.yaml"
     file.write_text(file.read_text().replace("foundry.models.transformer.Transformer", "os.system"))

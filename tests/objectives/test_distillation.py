@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from foundry.config.errors import ConfigError
-from foundry.config.schemas.objective import Divergence, OutsideTopK
+from foundry.config.schemas.distillation import Divergence, OutsideTopK
 from foundry.models.transformer import Transformer
 from foundry.objectives.distillation import Distillation
 from foundry.objectives.divergence import divergence

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.config.schemas.objective import Divergence, OutsideTopK
+from foundry.config.schemas.distillation import Divergence, OutsideTopK
 from foundry.objectives.divergence import divergence
 
 SOUND = [OutsideTopK.tail, OutsideTopK.renormalize]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rollout_parts import make_model, make_objective, make_source
 
 from foundry.columns import WithColumns
-from foundry.config.schemas.objective import Divergence, OutsideTopK, PreferenceLoss
+from foundry.config.schemas.distillation import Divergence, OutsideTopK
+from foundry.config.schemas.objective import PreferenceLoss
 from foundry.data.examples import Examples, Pairs
 from foundry.data.loader import Loader, held_out_batches
 from foundry.data.order import GlobalOrder

@@ -13,7 +13,8 @@ from typing import Any
 
 from golden_cases import FOLDER, OWN_FOLDER
 
-from foundry.config.schemas.objective import Divergence, OutsideTopK, PreferenceLoss
+from foundry.config.schemas.distillation import Divergence, OutsideTopK
+from foundry.config.schemas.objective import PreferenceLoss
 from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType
 
 Case = dict[str, Any]

@@ -263,7 +263,8 @@ class Arithmetic(Conversations):
     form: ArithmeticForm = setting(
         ArithmeticForm.chats,
         "text: sequences for objective=next_token; chats: conversations for objective=sft; preferences: right answers "
-        "and others with a wrong carry, for objective=dpo; prompts: questions for objective=grpo",
+        "and others with a wrong carry, for objective=dpo; prompts: questions for objective=grpo, and for "
+        "objective=distillation with mode=on_policy",
     )
     num_rows: int = setting(20_000, "lines of text or conversations to learn from", ge=2, le=10**8)
     seq_len: int = setting(

@@ -6,8 +6,10 @@ from enum import Enum
 from typing import ClassVar
 
 from foundry.config.errors import Violation
+from foundry.config.schemas.distillation import DistillationMode, Teaching, distillation_metrics
 from foundry.config.schemas.policy import PolicyGradient
-from foundry.config.setting import setting
+from foundry.config.schemas.rollouts import Rollouts
+from foundry.config.setting import check_unused, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,88 +184,43 @@ class DPO:
             yield Violation("objective.preference_loss_weight", message)
 
 
-class Divergence(Enum):
-    """How two distributions of the next token are compared."""
-
-    forward = "forward"
-    reverse = "reverse"
-    mixed = "mixed"
-    jsd = "jsd"
-
-
-class OutsideTopK(Enum):
-    """What becomes of the tokens that are not among the teacher's likeliest.
-
-    Attributes:
-        tail: all of them are one more entry of both distributions.
-        renormalize: they are left out of both.
-        zero: the teacher gives them nothing, and the student what it gives.
-    """
-
-    tail = "tail"
-    renormalize = "renormalize"
-    zero = "zero"
-
-
 @dataclass(frozen=True, kw_only=True)
-class Distillation:
-    """Cross-entropy of the targets, and the divergence from a teacher's next-token distribution."""
+class Distillation(Rollouts, Teaching):
+    """A teacher's next-token distribution, at the tokens of the data or at those that the student draws itself."""
 
-    wants: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences"})
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
-    metrics: ClassVar[tuple[str, ...]] = ("cross_entropy", "divergence")
 
     _target_: str = "foundry.objectives.distillation.Distillation"
-    teacher: str = setting(
-        "???",
-        "run directory, or folder of transformers, of the model to learn from",
-        path=True,
-        aliases="teacher_model, teacher_model_name_or_path",
-    )
-    teacher_which: str = setting("last", "checkpoint of that run: last, best, or the number of a step")
-    teacher_trust: bool = setting(False, "build a model that the run names and foundry does not know: it runs its code")
-    vocab_size: int = setting("${model.vocab_size}", "entries of the student, which the teacher must have too", ge=1)
-    max_seq_len: int = setting("${model.max_seq_len}", "longest sequence in tokens", ge=1)
-    divergence: Divergence = setting(
-        Divergence.forward,
-        "forward: KL(teacher || student); reverse: KL(student || teacher); mixed: both, weighted; or jsd",
-        aliases="kl_type",
-    )
-    mixed_kl_weight: float = setting(0.5, "share of forward in mixed", ge=0, le=1)
-    jsd_beta: float = setting(0.5, "weight of the teacher in the mixture of jsd", gt=0, lt=1)
-    temperature: float = setting(
-        1.0,
-        "both models' logits are divided by it; the divergence is multiplied by its square",
-        gt=0,
-    )
-    ce_ratio: float = setting(
-        0.5, "share of the cross-entropy in the loss; the divergence has the rest", ge=0, le=1, aliases="alpha"
-    )
-    top_k: int | None = setting(
-        None,
-        "compare the teacher's likeliest tokens only, which saves memory",
-        ge=1,
-        aliases="topk_logits_k",
-    )
-    outside_top_k: OutsideTopK = setting(
-        OutsideTopK.tail,
-        "the other tokens: tail: one entry together; renormalize: left out; zero: nothing for the teacher only",
-        aliases="zero_outside_topk",
-    )
+
+    @property
+    def generates(self) -> bool:
+        """Whether the student learns from what it generates itself."""
+        return self.mode is DistillationMode.on_policy
+
+    @property
+    def described(self) -> str:
+        """What messages call it."""
+        return f"Distillation with mode={self.mode.value}"
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """What a sample needs to have."""
+        return frozenset({"prompts"} if self.generates else {"tokens", "sequences"})
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is measured besides the loss."""
+        return distillation_metrics(self.mode)
 
     def check(self) -> Iterator[Violation]:
-        """No setting would be ignored."""
-        defaults = {item.name: item.default for item in fields(self)}
-        for name, needed, is_used in (
-            ("mixed_kl_weight", "objective.divergence=mixed", self.divergence is Divergence.mixed),
-            ("jsd_beta", "objective.divergence=jsd", self.divergence is Divergence.jsd),
-            ("outside_top_k", "objective.top_k", self.top_k is not None),
-        ):
-            value = getattr(self, name)
-            if not is_used and value != defaults[name]:
-                message = f"is {value.value if isinstance(value, Enum) else value} but means nothing without {needed}"
-                yield Violation(f"objective.{name}", message)
+        """A rollout can be divided, and no setting would be ignored."""
+        yield from self.check_teaching()
+        if self.generates:
+            yield from self.check_division()
+        else:
+            names = [item.name for item in fields(Rollouts)]
+            yield from check_unused(self, "objective", names, "objective.mode=on_policy")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,13 @@
 """Settings of objectives that learn from the model's own answers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
 from foundry.config.errors import Violation
-from foundry.config.setting import setting
+from foundry.config.schemas.rollouts import Rollouts
+from foundry.config.setting import check_unused, setting
 
 
 class KLType(Enum):
@@ -54,34 +55,15 @@ def policy_metrics(*, has_kl: bool, has_nll: bool) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient:
+class PolicyGradient(Rollouts):
     """A rollout, what its answers are compared with, and the loss of its updates."""
 
+    needs_rewards: ClassVar[bool] = True
     wants: ClassVar[frozenset[str]] = frozenset({"prompts"})
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
-    num_prompts_per_step: int = setting(1, "prompts of a rollout", ge=1, le=10**7)
-    num_generations_per_prompt: int = setting(
-        1, "answers to each prompt, which are compared with each other; at least 2", ge=1, le=10**6
-    )
-    updates_per_rollout: int = setting(
-        1, "optimizer steps that a rollout is divided among, by whole prompts", ge=1, le=10**6, aliases="num_iterations"
-    )
-    generation_batch_size: int = setting(32, "answers that a rank generates at a time", ge=1, le=10**6)
-    generation_temperature: float = setting(1.0, "of what is drawn", gt=0, le=1)
-    generation_top_p: float = setting(
-        0.9, "draw from the fewest tokens whose probabilities sum up to this, after top_k", gt=0, le=1
-    )
-    generation_top_k: int | None = setting(50, "draw from so many of the likeliest tokens; null: all", ge=1)
-    generation_pipeline_parallel_size: int = setting(1, "stages of the model when it generates: only 1", ge=1, le=1)
-    max_new_tokens: int = setting(
-        256, "longest answer in tokens", ge=1, le=10**7, aliases="max_completion_length, max_total_sequence_length"
-    )
     normalize_rewards: bool = setting(True, "divide advantages by the deviation of their group's rewards")
     use_rloo: bool = setting(True, "compare an answer with the others of its prompt; false: with all, itself included")
-    overlong_filtering: bool = setting(
-        False, "leave out answers that did not end by themselves; they stay in what others are compared with"
-    )
     ratio_clip_min: float = setting(
         0.2, "a ratio of probabilities below 1 - this is clipped; 1: never", ge=0, le=1, aliases="epsilon, clip_range"
     )
@@ -136,24 +118,12 @@ class PolicyGradient:
         has_kl = self.ref_policy_kl_penalty > 0 and not self.use_kl_in_reward
         return policy_metrics(has_kl=has_kl, has_nll=self.positive_example_nll_weight > 0)
 
-    @property
-    def samples_per_row(self) -> int:
-        """Samples that one row of the data makes."""
-        return self.num_generations_per_prompt
-
-    @property
-    def samples_per_rollout(self) -> int:
-        """Answers of a rollout."""
-        return self.num_prompts_per_step * self.num_generations_per_prompt
-
     def check(self) -> Iterator[Violation]:
         """Answers are compared, a rollout can be divided, and no setting would be ignored."""
         if self.num_generations_per_prompt == 1:
             message = "is 1, so no answer is compared with another, and nothing is learnt; give at least 2, better 8"
             yield Violation("objective.num_generations_per_prompt", message)
-        if self.num_prompts_per_step % self.updates_per_rollout:
-            message = f"is {self.updates_per_rollout} but must divide objective.num_prompts_per_step"
-            yield Violation("objective.updates_per_rollout", f"{message}={self.num_prompts_per_step}")
+        yield from self.check_division()
         ratios = ("use_cispo", "force_on_policy_ratio", "disable_ppo_ratio")
         if len(chosen := [name for name in ratios if getattr(self, name)]) > 1:
             yield Violation(f"objective.{chosen[1]}", f"is given together with objective.{chosen[0]}; choose one")
@@ -168,7 +138,6 @@ class PolicyGradient:
         is_bounded = corrects and self.importance_weights is not ImportanceWeights.plain
         has_ratio = not (self.use_cispo or self.force_on_policy_ratio or self.disable_ppo_ratio)
         weighs_kl = is_loss and not self.use_on_policy_kl_approximation
-        defaults = {item.name: item.default for item in fields(self)}
         for names, needed, is_used in (
             (("kl_type", "kl_input_clamp", "kl_output_clamp", "use_kl_in_reward"), "a ref_policy_kl_penalty", has_kl),
             (("use_on_policy_kl_approximation",), "a divergence in the loss", is_loss),
@@ -177,8 +146,5 @@ class PolicyGradient:
             (("importance_weight_min", "importance_weight_max"), "importance_weights other than plain", is_bounded),
             (("ratio_clip_min", "ratio_clip_max"), "a clipped ratio", has_ratio or self.use_cispo),
         ):
-            for name in names:
-                value = getattr(self, name)
-                if not is_used and value != defaults[name]:
-                    text = value.value if isinstance(value, Enum) else value
-                    yield Violation(f"objective.{name}", f"is {text} but means nothing without {needed}")
+            if not is_used:
+                yield from check_unused(self, "objective", names, needed)

@@ -1,0 +1,142 @@
+"""Distillation of the student's own answers as runs: on any layout, killed between two updates, planned, evaluated."""
+
+import json
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from warm import WarmShell
+
+MORTAL = '''
+import os
+import signal
+
+from foundry.objectives.distillation import Distillation
+
+
+class Mortal(Distillation):
+    """Is killed at its DIE_AT-th microbatch."""
+
+    calls = 0
+
+    def loss(self, model, microbatch):
+        Mortal.calls += 1
+        if Mortal.calls == int(os.environ.get("DIE_AT", 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, microbatch)
+'''
+MODEL = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=2", "model.num_heads=2"]
+COMMON = [
+    "debug=fast",
+    "data=arithmetic",
+    "data.num_rows=32",
+    *MODEL,
+    "model.num_kv_heads=2",
+    "hparams.global_batch_size=8",
+    "hparams.per_gpu_batch_size=4",
+    "evaluation.max_samples=8",
+    "evaluation.write_samples=false",
+    "tracking=none",
+    "tracking.log_every_n_steps=1",
+    "precision=fp32",
+    "optimizer=adamw",
+]
+STUDENT = [
+    *COMMON,
+    "data.form=prompts",
+    "objective=distillation",
+    "objective.mode=on_policy",
+    "objective.teacher=teacher",
+    "objective.divergence=mixed",
+    "objective.top_k=64",
+    "objective.max_new_tokens=8",
+    "objective.num_prompts_per_step=8",
+    "objective.num_generations_per_prompt=2",
+    "objective.updates_per_rollout=2",
+    "objective.generation_batch_size=4",
+    "evaluation=answers",
+    "hparams.max_steps=4",
+]
+TIMES = ("step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes")
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory, cache):
+    """Beside a teacher of twice the student's width."""
+    shell = WarmShell(tmp_path_factory.mktemp("on_policy"), cache)
+    (shell.cwd / "own.py").write_text(MORTAL)
+    shell.run(*COMMON, "objective=sft", "model.hidden_size=64", "hydra.run.dir=teacher")
+    return shell
+
+
+def metrics(shell, name):
+    lines = map(json.loads, (shell.cwd / name / "metrics.jsonl").open())
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def weights(shell, name):
+    folder = shell.cwd / name / "checkpoints" / "latest"
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_layouts_learn_the_same_from_the_first_rollout(shell):
+    two = ["distributed.nproc_per_node=2", "hparams.max_steps=2"]
+    shell.run(*STUDENT, "hparams.max_steps=2", "hydra.run.dir=one")
+    one = metrics(shell, "one")
+    assert one[0]["divergence"] == one[0]["loss"] > 0.01
+    assert one[0]["entropy"] > 1
+    assert "reward" not in one[0]
+    assert one[-1]["val_exact_match"] >= 0
+    for name in ("ddp", "fsdp"):
+        shell.run(*STUDENT, *two, f"distributed={name}", f"hydra.run.dir={name}")
+        for ours, theirs in zip(metrics(shell, name), one, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.long
+def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell):
+    overrides = [*STUDENT, "objective._target_=own.Mortal", "evaluation.interval=null", "environment=arithmetic"]
+    overrides += ["checkpoint.interval='1 steps'", "checkpoint.asynchronous=false", "hparams.max_steps=6"]
+    shell.run(*overrides, "hydra.run.dir=whole")
+    shell.run(*overrides, "hydra.run.dir=killed", variables={"DIE_AT": "8"}, code=-signal.SIGKILL)
+    kept = weights(shell, "killed")
+    assert {"source.tokens", "source.targets"} <= kept.keys(), "the fourth step is a second update"
+    assert not any(name.startswith("teacher") for name in kept)
+    shell.run(*overrides, "hydra.run.dir=killed")
+    assert metrics(shell, "killed") == metrics(shell, "whole")
+    assert "reward" in metrics(shell, "whole")[0]
+    whole, resumed = weights(shell, "whole"), weights(shell, "killed")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.long
+def test_it_is_planned_evaluated_and_drawn_from(shell):
+    shell.run(*STUDENT, "hydra.run.dir=plan", module="foundry.plan")
+    plan = json.loads((shell.cwd / "plan" / "plan.json").read_text())
+    answers = {"prompts": 8, "generations": 2, "answers": 16, "updates": 2, "max_new_tokens": 8}
+    assert plan["rollout"] == answers
+    memory = plan["memory"]
+    assert memory["frozen"] > memory["weights"], "the teacher is wider"
+    assert memory["generation"] > 0
+    assert memory["activations_estimated"] > 0
+    shell.run(*STUDENT, "hydra.run.dir=student")
+    shell.run("run=student", "max_samples=4", "max_new_tokens=4", "environment=arithmetic", module="foundry.eval")
+    found = json.loads((shell.cwd / "student" / "eval.json").read_text())
+    assert {"exact_match", "ended", "reward"} <= found.keys()
+    stdout, _ = shell.run("run=student", "prompt='What is 47+38?'", "max_new_tokens=4", module="foundry.sample")
+    assert "47+38" in stdout
+
+
+@pytest.mark.long
+def test_a_teacher_of_another_tokenizer_is_refused_before_the_first_step(shell):
+    (shell.cwd / "other.txt").write_text("\n".join(f"{n} plus {n} is {n + n}!" for n in range(2000)))
+    text = ["debug=fast", "data=text", "data.path=other.txt", "data.seq_len=160", "data.vocab_size=300", *MODEL]
+    rest = ["model.num_kv_heads=2", "tracking=none", "evaluation.write_samples=false", "hydra.run.dir=stranger"]
+    shell.run(*text, *rest, "optimizer=adamw", "hparams.max_steps=2")
+    student = [*STUDENT, "data.vocab_size=300", "objective.teacher=stranger", "hydra.run.dir=refused"]
+    _, stderr = shell.run(*student, code=2)
+    assert stderr.startswith("data.tokenizer: is not the one that the weights in ")

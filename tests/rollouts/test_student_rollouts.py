@@ -1,0 +1,118 @@
+"""Distillation on policy: the rollouts are GRPO's, the loss is the divergence at the student's own tokens."""
+
+import math
+
+import pytest
+import torch
+from rollout_parts import VOWELS, make_model, make_objective, make_source, make_student
+
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.distillation import Divergence
+from foundry.environments.judge import Judge
+from foundry.objectives.divergence import divergence
+
+PLAIN = {"generation_temperature": 1.0, "generation_top_k": None, "generation_top_p": 1.0}
+KINDS = [
+    {"divergence": Divergence.forward},
+    {"divergence": Divergence.reverse, "temperature": 2.0},
+    {"divergence": Divergence.mixed, "mixed_kl_weight": 0.3, "top_k": 9},
+    {"divergence": Divergence.jsd, "jsd_beta": 0.2},
+]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_the_loss_is_the_divergence_at_the_tokens_that_the_student_has_drawn(settings):
+    model, teacher = make_model(), make_model(4)
+    objective = make_student(teacher, **PLAIN, **settings)
+    (part,) = make_source(objective, model, per_gpu_batch_size=16).next_window().microbatches
+    student, taught = (each(part["tokens"], return_logits=True).logits for each in (model, teacher))
+    is_own = part["targets"] != -100
+    factor = settings.get("temperature", 1.0) ** 2
+    named = {{"divergence": "kind"}.get(name, name): value for name, value in settings.items()}
+    distances = divergence(student, taught, **named)[is_own]
+    found = objective.loss(model, part)
+    torch.testing.assert_close(found.loss, factor * distances.sum())
+    torch.testing.assert_close(found.metrics["divergence"].sum, distances.sum())
+    chosen = student.log_softmax(-1).gather(-1, part["targets"].clamp(min=0)[..., None]).squeeze(-1)
+    torch.testing.assert_close(found.metrics["entropy"].sum, -chosen[is_own].sum())
+    assert objective.num_valid(part) == len(distances)
+    assert list(found.metrics) == ["entropy", "divergence"] == list(objective.metrics)
+
+
+def test_answers_are_those_that_are_drawn_for_grpo_and_rewards_only_a_metric():
+    policy = make_source(make_objective(**PLAIN, ref_policy_kl_penalty=0.0), make_model()).next_window()
+    with_judge, without = (
+        make_source(make_student(make_model(4), **PLAIN), make_model(), judge=judge).next_window()
+        for judge in (VOWELS, None)
+    )
+    for name in ("tokens", "targets", "position"):
+        for one, other, bare in zip(policy.microbatches, with_judge.microbatches, without.microbatches, strict=True):
+            assert torch.equal(one[name], other[name])
+            assert torch.equal(one[name], bare[name])
+            assert bare.keys() == other.keys() == {"tokens", "targets", "position"}
+    assert policy.num_tokens == with_judge.num_tokens == without.num_tokens
+    assert with_judge.metrics["reward"] == policy.metrics["reward"]
+    assert without.metrics == {name: policy.metrics[name] for name in ("truncated", "completion_tokens")}
+
+
+class Infinite:
+    """Has no number for any answer."""
+
+    def score(self, answers):
+        return [{"size": math.inf} for _ in answers]
+
+
+def test_an_environment_that_fails_at_every_answer_ends_no_run_that_does_not_learn_from_it():
+    judge = Judge(Infinite(), weights={}, name="Infinite")
+    window = make_source(make_student(make_model(4), **PLAIN), make_model(), judge=judge).next_window()
+    assert (window.metrics["reward_missing"], window.metrics["reward_no_number"]) == (1.0, 16.0)
+    with pytest.raises(ConfigError, match="gives no answer of a rollout a reward"):
+        make_source(make_objective(**PLAIN, ref_policy_kl_penalty=0.0), make_model(), judge=judge).next_window()
+    with pytest.raises(ConfigError, match="is none but the objective needs one"):
+        make_source(make_objective(**PLAIN, ref_policy_kl_penalty=0.0), make_model(), judge=None)
+
+
+def test_nothing_is_learnt_from_truncated_answers_where_they_are_left_out():
+    model, teacher = make_model(), make_model(4)
+    (kept,), (left_out,) = (
+        make_source(make_student(teacher, **PLAIN, overlong_filtering=leaves_out), model, per_gpu_batch_size=16)
+        .next_window()
+        .microbatches
+        for leaves_out in (False, True)
+    )
+    lengths = (kept["targets"] != -100).sum(-1)
+    is_cut = (left_out["targets"] == -100).all(-1)
+    assert 0 < is_cut.sum() < 16
+    assert (lengths[is_cut] == 8).all(), "at max_new_tokens"
+    assert torch.equal(kept["targets"][~is_cut], left_out["targets"][~is_cut])
+    objective = make_student(teacher, **PLAIN)
+    assert objective.num_valid(left_out) == lengths[~is_cut].sum()
+    assert objective.loss(model, {**left_out, "targets": torch.full_like(kept["targets"], -100)}).loss == 0
+
+
+def test_it_resumes_between_two_updates_of_a_rollout():
+    objective = make_student(make_model(4), **PLAIN, updates_per_rollout=2)
+    source = make_source(objective, make_model(), judge=None)
+    for _ in range(3):
+        source.next_window()
+    again = make_source(objective, make_model(), judge=None)
+    again.load_state_dict(source.state_dict())
+    again.load_tensors(source.tensors())
+    for _ in range(3):
+        one, other = source.next_window(), again.next_window()
+        assert one.metrics == other.metrics
+        for ours, theirs in zip(one.microbatches, other.microbatches, strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_answers_that_share_rows_are_learnt_alike():
+    model, objective = make_model(), make_student(make_model(4), **PLAIN, overlong_filtering=True)
+    losses, valid, rows = [], [], []
+    for pack_tokens in (None, 32):
+        parts = make_source(objective, model, pack_tokens=pack_tokens).next_window().microbatches
+        losses.append(sum(objective.loss(model, part).loss for part in parts))
+        valid.append(sum(map(objective.num_valid, parts)))
+        rows.append(sum(len(part["tokens"]) for part in parts))
+    assert valid[0] == valid[1] > 0
+    assert rows[1] < rows[0] == 16
+    torch.testing.assert_close(losses[1], losses[0])
