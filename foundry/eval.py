@@ -61,7 +61,8 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
 
     path = folder_option("run", options.run)
     out = path / EVALUATION if options.out is None else folder_option("out", options.out)
-    check_writable("out", out.parent)
+    if options.out is not None or path.is_dir():
+        check_writable("out", out.parent)
     opened = _open(path, options, overrides)
     config, device = opened.config, opened.device
     judge = build_judge(config.environment)

@@ -151,6 +151,9 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
 
 def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
     """Sizes that the data was given otherwise than the base has them, and files that are none."""
+    if isinstance(data, DictConfig) and "tokenizer" in data and (kind := kind_without_tokens(model)):
+        yield Violation(_PATH, f"is {folder}, whose model is {kind}, but the data is text; choose a language model")
+        return
     for own, other, what in (("vocab_size", "vocab_size", "tokens"), ("max_seq_len", "seq_len", "positions")):
         have = _own_size(model, own)
         need = data.get(other) if isinstance(data, DictConfig) and not _is_left_open(data, other) else None
@@ -171,6 +174,13 @@ def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
     for name, value in {**values, "vocab_size": size}.items():
         if value is not None and _is_left_open(data, name):
             data[name] = value
+
+
+def kind_without_tokens(model: DictConfig) -> str | None:
+    """What a model is that is made for images, as `DiT`; None for one of language, or of the user's own."""
+    schema = OmegaConf.get_type(model)
+    wants = getattr(schema, "wants", None)
+    return None if schema is None or wants is None or "tokens" in wants else schema.__name__
 
 
 def _own_size(model: DictConfig, name: str) -> Any:

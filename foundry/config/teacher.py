@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry.config.base import BaseKeys, resolve_base
+from foundry.config.base import BaseKeys, kind_without_tokens, resolve_base
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.model import Model
 from foundry.config.schemas.objective import Distillation
@@ -29,6 +29,8 @@ def resolve_teacher(folder: Path, which: str, trust: bool, sizes: Mapping[str, i
         ConfigError: there is no such model, it may not be built, or its sizes are not the student's.
     """
     node = resolve_base(folder, which, trust, KEYS)
+    if kind := kind_without_tokens(node):
+        raise ConfigError(Violation(KEYS.path, f"is {folder}, whose model is {kind}; choose a language model"))
     for name, size in sizes.items():
         if OmegaConf.is_interpolation(node, name):
             node[name] = size

@@ -1,5 +1,7 @@
 """Whether a model answers held-out prompts as they are to be answered, and what its answers are worth."""
 
+import logging
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +17,8 @@ from foundry.objectives.text_samples import context_of
 from foundry.parallel.gathering import gather
 from foundry.parallel.whole_weights import gathered
 from foundry.training.protocols import EvaluationContext
+
+log = logging.getLogger(__name__)
 
 
 class ExactMatch:
@@ -60,7 +64,7 @@ class ExactMatch:
             raise ConfigError(Violation("evaluation.evaluators.exact_match", message))
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
-        """Answer and compare; a mean of nothing is left out."""
+        """Answer and compare; a mean of nothing is left out, and the reward NaN where no answer has one."""
         world, size = context.world, self._batch_size
         measured = list[dict[str, float]]()
         with gathered(model) as whole:
@@ -80,14 +84,18 @@ class ExactMatch:
                 measured += self._measured(prompts, found, context)
         names = self.metrics
         if names is None:  # the scores of an environment of the user's own, which other ranks may not have seen
-            names = tuple(sorted({name for own in gather(_names(measured), world) for name in own}))
+            names = tuple(sorted({"reward", *(name for own in gather(_names(measured), world) for name in own)}))
         sums = torch.tensor(
             [[sum(one.get(name, 0.0) for one in measured), sum(name in one for one in measured)] for name in names],
             dtype=torch.float64,
             device=world.device,
         )
         totals = world.dp_sum(sums).tolist()
-        return {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count}
+        means = {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count}
+        if self._judge is not None and "reward" not in means:
+            log.warning("environment %s has given none of the held-out answers a reward", self._judge.name)
+            means["reward"] = math.nan
+        return means
 
     def _measured(
         self, prompts: Sequence[Prompt], found: Sequence[Continuation], context: EvaluationContext

@@ -1,5 +1,6 @@
 """Continued text, to read."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from foundry.objectives.generation import Decoding, generate
 from foundry.run_dir.files import write_atomically
 
 DEFAULT_PROMPT = "def "
+log = logging.getLogger(__name__)
 _SHOWN = 4
 """Held-out prompts that are continued where none is given."""
 
@@ -94,11 +96,14 @@ def continue_text(
         stop_ids=frozenset(stop_ids if stop is None else _ids(data.tokenizer, stop)),
         seed=seed,
     )
+    context = context_of(model, data)
+    if (longest := max(map(len, encoded))) > context:
+        log.warning("a prompt has %d tokens, of which the model reads the last %d", longest, context)
     found = generate(
         model,
         encoded,
         decoding,
-        context=context_of(model, data),
+        context=context,
         device=torch.device(device),
         in_lockstep=dist.is_initialized() and dist.get_world_size() > 1,
     )

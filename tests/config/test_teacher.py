@@ -157,3 +157,10 @@ def test_a_model_that_foundry_does_not_know_is_not_built(run_dir):
     message = refused(f"objective.teacher={run_dir}")
     assert message.startswith("objective.teacher: ")
     assert "add objective.teacher_trust=true" in message
+
+
+def test_a_model_of_images_teaches_no_text(run_dir):
+    save_config(configure("hparams=diffusion", "model=dit", "data=digits", "objective=diffusion"), run_dir)
+    assert refused(f"objective.teacher={run_dir}") == (
+        f"objective.teacher: is {run_dir}, whose model is DiT; choose a language model"
+    )

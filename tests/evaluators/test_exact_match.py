@@ -1,0 +1,44 @@
+"""What is measured of answers to held-out prompts, whatever their environment does."""
+
+import contextlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from rollout_parts import Vowels, make_data, make_model
+
+from foundry.environments.judge import Judge
+from foundry.evaluators.exact_match import ExactMatch
+from foundry.parallel.process_group import World
+from foundry.training.protocols import EvaluationContext
+
+
+class Silent:
+    """Cannot score an answer."""
+
+    def score(self, answers):
+        return [{"vowels": None} for _ in answers]
+
+
+@pytest.mark.parametrize("scores", [None, ("vowels",)])
+@pytest.mark.parametrize("environment", [Vowels(), Silent()])
+def test_a_reward_that_no_answer_has_is_nan_and_no_missing_metric(environment, scores, caplog, tmp_path):
+    data = make_data()
+    evaluator = ExactMatch(
+        data=replace(data, prompts=data.train_prompts),
+        judge=Judge(environment, weights={"vowels": 2.0}, name="Mine", scores=scores),
+        max_new_tokens=4,
+    )
+    world = World(0, 0, 1, 1, torch.device("cpu"))
+    context = EvaluationContext(
+        step=0, world=world, autocast=contextlib.nullcontext, folder=tmp_path, beat=lambda what: None
+    )
+    found = evaluator.evaluate(make_model(), context)
+    if isinstance(environment, Vowels):
+        assert found["reward"] == pytest.approx(2 * found["reward_vowels"])
+        assert (found["reward_missing"], caplog.messages) == (0, [])
+    else:
+        assert math.isnan(found["reward"])
+        assert found["reward_missing"] == 1
+        assert caplog.messages == ["environment Mine has given none of the held-out answers a reward"]
