@@ -34,7 +34,7 @@ class Cache(ABC):
         self.filled += seq_len
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all sequences but some; rows: (kept,) int64, ascending."""
+        """Have these sequences instead; rows: (kept,) int64, ascending, and several times where several go on."""
         self.padding = None if self.padding is None else self.padding[rows]
         self._keep(rows)
 

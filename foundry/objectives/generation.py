@@ -158,10 +158,15 @@ class _Batch:
     def _read(self, num_left: int) -> Tensor:
         """Logits of the next token, (rows, vocab), of which `num_left` are still to come."""
         sequences = [self._sequences[row] for row in self._rows]
+        expanded: Tensor | None = None
         if self._cache is not None and self._cache.filled < self._cache.length:
             tokens = torch.tensor([sequence[-1:] for sequence in sequences], device=self._device)
         else:
-            windows = [sequence[-self._context :] for sequence in sequences]
+            given = [tuple(sequence[-self._context :]) for sequence in sequences]
+            windows = list(dict.fromkeys(given))  # answers to one prompt begin alike: it is read once
+            if len(windows) < len(given):
+                places = {window: place for place, window in enumerate(windows)}
+                expanded = torch.tensor([places[window] for window in given], device=self._device)
             longest = max(map(len, windows))
             lacking = [longest - len(window) for window in windows]
             padding = torch.tensor(lacking, device=self._device) if any(lacking) else None
@@ -170,6 +175,9 @@ class _Batch:
             tokens = torch.tensor(padded, device=self._device)
         cache = {} if self._cache is None else {"cache": self._cache}
         logits: Tensor = self._model(tokens, return_logits=True, **cache).logits[:, -1]
+        if expanded is not None:
+            logits = logits[expanded]
+            self._cache.keep(expanded)
         return logits.float()
 
     def _choose(self, logits: Tensor, step: int) -> tuple[list[int], list[float]]:

@@ -54,6 +54,20 @@ def logits(run):
         return restore(run, "last", ema=True).model(TOKENS, return_logits=True).logits
 
 
+def greedy(model, folder):
+    """What transformers' generate() makes of a prompt, with the tokenizer of an export."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer("def", return_tensors="pt", return_token_type_ids=False)
+    found = model.eval().generate(**tokens, do_sample=False, max_new_tokens=24)[0]
+    return tokenizer.decode(found, skip_special_tokens=True)
+
+
+def sampled(run, out):
+    """What foundry.sample makes of it."""
+    options = SampleOptions(run=str(run), prompt="def", temperature=0, max_new_tokens=24, out=str(out))
+    return sample(options).read_text().removesuffix("\n")
+
+
 def saved(run):
     return {name: tensor for file in find(run).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
@@ -131,6 +145,10 @@ def test_plain_peft_loads_the_adapters_and_transformers_the_merged_model(base, a
         beside = model(TOKENS).logits
     torch.testing.assert_close(merged, logits(run), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(beside, logits(run), atol=1e-5, rtol=1e-5)
+    text = sampled(run, tmp_path / "drawn")
+    assert text != sampled(base, tmp_path / "drawn")
+    assert greedy(model, tmp_path / "adapter") == text
+    assert greedy(load(tmp_path / "merged"), tmp_path / "merged") == text
     one, other = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("adapter", "base"))
     assert (len(one), one.eos_token) == (len(other), other.eos_token)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

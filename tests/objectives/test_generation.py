@@ -70,6 +70,21 @@ def test_draws_do_not_depend_on_the_batches(model):
     assert [c.tokens for c in shorter] == [c.tokens[:9] for c in whole]
 
 
+def test_a_prompt_is_read_once_whatever_number_of_answers_it_has(model):
+    options = {"max_new_tokens": 9, "temperature": 1.0, "seed": 2, "keeps_log_probs": True}
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[0], PROMPTS[2], PROMPTS[1]]
+    shapes = []
+    handle = model.register_forward_hook(lambda module, given, output: shapes.append(tuple(given[0].shape)))
+    found = continued(model, prompts, **options)
+    handle.remove()
+    assert shapes == [(3, 7), *[(6, 1)] * 8]
+    alone = continued(model, prompts, **options, batch_size=1)
+    assert [one.tokens for one in found] == [one.tokens for one in alone]
+    for one, other in zip(found, alone, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+    assert len({one.tokens for one in found}) == 6
+
+
 def test_draws_follow_the_model(model):
     with torch.no_grad():
         expected = model(torch.tensor([[1, 2]]), return_logits=True).logits[0, -1].softmax(-1)
