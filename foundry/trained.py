@@ -146,12 +146,12 @@ def build_trained(setup: Setup) -> Trained:
     )
 
 
-def _build_initial(setup: Setup, node: Any) -> nn.Module:
-    """A model as a run from scratch starts with it; `node` is of another model than the run's."""
+def _build_initial(setup: Setup, node: Any, key: str | None = None) -> nn.Module:
+    """A model as a run from scratch starts with it; `node` is of another model than the run's, which `key` names."""
     node = setup.config.model if node is None else node
     path, tokenizer = resolve_weights(node), setup.data.tokenizer
     if path is not None and tokenizer is not None:
-        check_same(tokenizer, path)
+        check_same(tokenizer, path, None if node is setup.config.model else key)
     return read_initial(node, path, partial(build_model, setup.config), setup.world, "model.init_from")
 
 
@@ -161,7 +161,7 @@ def _build_frozen(
     """The models that the objective compares the run's with at each step, and whether they let samples share rows."""
     if not isinstance(objective, ComparingObjective) or _are_precomputed(objective):
         return {}, True
-    models = {name: _build_initial(setup, node) for name, node in objective.frozen_models.items()}
+    models = {name: _build_initial(setup, node, f"objective.{name}") for name, node in objective.frozen_models.items()}
     can_pack = [resolve_packing(setup.config, model, name) is not None for name, model in models.items()]
     frozen = {name: place_frozen(precision.prepare(m), precision, setup.world) for name, m in models.items()}
     objective.compare(frozen)
@@ -179,7 +179,9 @@ def join_samples(setup: Setup, trained: Trained) -> DataSplits:
         return setup.data
 
     def build_frozen() -> tuple[Mapping[str, nn.Module], str]:
-        models = {name: _build_initial(setup, node) for name, node in objective.frozen_models.items()}
+        models = {
+            name: _build_initial(setup, node, f"objective.{name}") for name, node in objective.frozen_models.items()
+        }
         digest = " ".join(f"{name} {compute_digest(model)}" for name, model in models.items())
         return {name: place_frozen(precision.prepare(m), precision, world) for name, m in models.items()}, digest
 

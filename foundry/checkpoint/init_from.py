@@ -45,6 +45,9 @@ def init_from(model: nn.Module, path: Path, world: World) -> None:
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         if not files:
             message = f"is {path}, which is no run, no checkpoint, and holds no .safetensors file"
+            if not path.exists() and path.parent.name == CHECKPOINTS and path.parent.is_dir():
+                message = f"is {path}, which is no longer there: its run, which still trains, has deleted it"
+                message += " (checkpoint.keep_last); start again, or wait for its end"
             raise ConfigError(Violation(_KEY, message))
         _copy_from(files, model)
     except (OSError, CheckpointError) as error:

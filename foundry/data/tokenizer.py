@@ -87,13 +87,14 @@ def tokenizer_file(path: str) -> Path:
     return file / "tokenizer.json" if file.is_dir() else file
 
 
-def check_same(tokenizer: Tokenizer, weights: Path) -> None:
+def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> None:
     """Refuse weights that were trained with other tokens.
 
     Args:
         tokenizer: of the data.
         weights: a run directory, a checkpoint in one, a folder of transformers, or a file beside a tokenizer.json;
             where there is no tokenizer, nothing is compared.
+        key: of the setting that chose a model beside the run's; None: it is the run's own.
 
     Raises:
         ConfigError: the tokenizer that lies there cannot be read, or is another.
@@ -110,6 +111,9 @@ def check_same(tokenizer: Tokenizer, weights: Path) -> None:
         return
     own.add_special_tokens([END_OF_DOCUMENT])  # which data adds where a tokenizer has no end of a document
     if _content(own) != _content(tokenizer):
+        if key is not None:
+            message = f"is {weights}, trained with another tokenizer than the run's; give a model with the same one"
+            raise ConfigError(Violation(key, f"{message}, or to a new model data.tokenizer={file}"))
         message = f"is not the one that the weights in {weights} were trained with; set data.tokenizer={file}"
         raise ConfigError(Violation(_KEY, message))
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,16 @@ def test_weights_are_not_trained_on_with_another_tokenizer(pretrained, one_step,
     assert message.startswith("data.tokenizer: is not the one that the weights in ")
     assert message.endswith(f"set data.tokenizer={pretrained / 'tokenizer.json'}")
     train(configure(*overrides, f"data.tokenizer={pretrained / 'tokenizer.json'}"), tmp_path / "run")
+
+
+def test_a_checkpoint_that_its_run_has_deleted_since(pretrained, one_step, tmp_path):
+    base = shutil.copytree(pretrained, tmp_path / "base", symlinks=True)
+    config = configure("model=base", f"model.path={base}", *one_step)
+    Path(config.model.init_from).rename(base / "checkpoints" / "step_00000002")
+    with pytest.raises(ConfigError) as refused:
+        train(config, tmp_path / "run")
+    assert str(refused.value).startswith(f"model.init_from: is {config.model.init_from}, which is no longer there: its")
+    assert "start again" in str(refused.value)
 
 
 def test_nor_a_folder_of_transformers(pretrained, one_step, tmp_path):

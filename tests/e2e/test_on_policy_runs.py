@@ -139,4 +139,5 @@ def test_a_teacher_of_another_tokenizer_is_refused_before_the_first_step(shell):
     shell.run(*text, *rest, "optimizer=adamw", "hparams.max_steps=2")
     student = [*STUDENT, "data.vocab_size=300", "objective.teacher=stranger", "hydra.run.dir=refused"]
     _, stderr = shell.run(*student, code=2)
-    assert stderr.startswith("data.tokenizer: is not the one that the weights in ")
+    assert stderr.startswith("objective.teacher: is ")
+    assert "trained with another tokenizer than the run's" in stderr

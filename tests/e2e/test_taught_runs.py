@@ -71,7 +71,8 @@ def test_another_tokenizer_is_refused_before_the_first_step(taught):
     other = "\n".join(f"{n} plus {n} is {n + n}!" for n in range(2000))
     (shell.cwd / "other.txt").write_text(other)
     _, stderr = shell.run("data.path=other.txt", *STUDENT, "hydra.run.dir=refused", code=2)
-    assert stderr.startswith("data.tokenizer: is not the one that the weights in ")
+    assert stderr.startswith("objective.teacher: is ")
+    assert "trained with another tokenizer than the run's" in stderr
 
 
 def test_the_plan_counts_the_teacher(taught):
