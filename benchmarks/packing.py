@@ -1,10 +1,11 @@
 """Preferences in rows that pairs share, beside rows of their own: the same windows in turn, on one core.
 
 Answers are of very different lengths. For each number of pairs of rows at a time, useful tokens (without padding) per
-second of CPU time of forward, backward and optimizer, the first windows left out; the share of what is computed that is
-no padding; and by how much losses and gradients of a window differ at most. The reference is cached, as by default.
+second of CPU time of reading, forward and backward, the median of the windows but the first ones, and of their ratios;
+the share of what is computed that is no padding; and by how much losses and gradients of a window differ at most. The
+reference is cached, as by default.
 
-    python benchmarks/packing.py [--windows 12] [--batch 32]
+    python benchmarks/packing.py [--windows 8] [--batch 32]
 """
 
 import argparse
@@ -13,15 +14,17 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from foundry import compose
 from foundry.columns import WithColumns
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import first_fit_decreasing
+from foundry.parallel.malloc import keep_freed_memory
 from foundry.parts import build_data, build_model, build_objective, build_optimizers
 from foundry.training.protocols import Objective, Window
 from foundry.training.step import set_schedule
@@ -42,21 +45,24 @@ def write_rows(path: Path, count: int) -> None:
             stream.write(json.dumps({"prompt": f"Count to {number}", "chosen": answer(), "rejected": answer()}) + "\n")
 
 
-def pass_window(model: nn.Module, objective: Objective, window: Window) -> tuple[float, list[Tensor], int]:
-    """Loss and gradients of a window, and the tokens that were computed."""
-    count, total, computed = sum(map(objective.num_valid, window.microbatches)), 0.0, 0
+def pass_window(model: nn.Module, objective: Objective, loader: Loader) -> tuple[Window, float, float]:
+    """The next window, its loss and its seconds; gradients are left in the parameters."""
+    begin, total = time.process_time(), 0.0
+    window = loader.next_window()
+    count = sum(map(objective.num_valid, window.microbatches))
     for microbatch in window.microbatches:
         loss = objective.loss(model, microbatch).loss / count
         loss.backward()
-        total, computed = total + loss.item(), computed + microbatch["tokens"].numel()
-    return total, [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None], computed
+        total += loss.item()
+    return window, total, time.process_time() - begin
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--batch", type=int, default=32, help="pairs of a window")
     args = parser.parse_args()
+    keep_freed_memory()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         write_rows(Path(name) / "rows.jsonl", (args.windows + WARM) * args.batch + 100)
@@ -91,32 +97,29 @@ def measure(config: object, num_windows: int, batch: int) -> None:
         set_schedule([optimizer], LR)
         sizes = {"batch_size_at": lambda samples: batch, "per_gpu_batch_size": per_gpu}
         loaders = [Loader(dataset=train, order=order, pack_tokens=pack, **sizes) for pack in (None, SEQ_LEN)]
-        seconds, computed, tokens, apart, gradients_apart = [0.0, 0.0], [0, 0], 0, 0.0, 0.0
+        speeds, shares, apart, gradients_apart = ([], []), ([], []), 0.0, 0.0
         for number in range(WARM + num_windows):
-            found = []
+            losses, gradients = [], []
             for which, loader in enumerate(loaders):
                 optimizer.zero_grad()
-                begin = time.process_time()
-                window = loader.next_window()
-                found.append(pass_window(model, objective, window))
+                window, loss, seconds = pass_window(model, objective, loader)
+                losses.append(loss)
+                gradients.append([parameter.grad.clone() for parameter in model.parameters()])
                 if number >= WARM:
-                    seconds[which] += time.process_time() - begin
-                    computed[which] += found[-1][2]
-            tokens += window.num_tokens * (number >= WARM)
+                    computed = sum(microbatch["tokens"].numel() for microbatch in window.microbatches)
+                    speeds[which].append(window.num_tokens / seconds)
+                    shares[which].append(window.num_tokens / computed)
             optimizer.step()
-            (plain, ours, _), (packed, theirs, _) = found
-            apart = max(apart, abs(plain - packed) / abs(plain))
-            largest = max(float(gradient.abs().max()) for gradient in ours)
-            differences = (float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True))
+            apart = max(apart, abs(losses[0] - losses[1]) / abs(losses[0]))
+            largest = max(float(gradient.abs().max()) for gradient in gradients[0])
+            differences = (float((one - other).abs().max()) for one, other in zip(*gradients, strict=True))
             gradients_apart = max(gradients_apart, max(differences) / largest)
-        speeds = [tokens / each for each in seconds]
-        shares = [tokens / each for each in computed]
-        print(
-            f"{per_gpu} at a time: {speeds[0]:,.0f} tokens/s ({shares[0]:.0%} no padding), packed {speeds[1]:,.0f} "
-            f"({shares[1]:.0%}): {speeds[1] / speeds[0]:.2f} times; losses apart {apart:.1e}, gradients "
-            f"{gradients_apart:.1e}",
-            flush=True,
+        ratio = median(packed / plain for plain, packed in zip(*speeds, strict=True))
+        plain, packed = (
+            f"{median(own):,.0f} tokens/s ({median(of):.0%})" for own, of in zip(speeds, shares, strict=True)
         )
+        print(f"{per_gpu} at a time: {plain}, packed {packed}: {ratio:.2f} times; ", end="")
+        print(f"losses apart {apart:.1e}, gradients {gradients_apart:.1e}", flush=True)
 
 
 if __name__ == "__main__":
