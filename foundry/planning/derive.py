@@ -85,17 +85,17 @@ def _rollout(objective: Any) -> dict[str, int] | None:
     }
 
 
-def _packing(config: Config, budget: Budget, data: DataSplits, capacity: int) -> dict[str, Any] | None:
-    """How full the rows of the first steps are; None where lengths are not known before the run."""
+def _packing(config: Config, budget: Budget, data: DataSplits, capacity: int) -> dict[str, Any]:
+    """How full the rows of the first steps are; None where lengths are those of answers that are yet to be given."""
     if not hasattr(data.train, "lengths_of"):
-        return None
+        return {"steps": 0, "row_tokens": capacity, "rows_per_step": None, "efficiency": None}
     order = GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed)
     num_steps, tokens, rows, end = min(_PACKED_STEPS, budget.total_steps), 0, 0, 0
     for _ in range(num_steps):
         start, end = end, end + budget.batch_sizes.at(end)
         lengths = data.train.lengths_of(order.indices(range(start, end)).tolist())
         tokens += int(lengths.sum())
-        rows += len(first_fit_decreasing(lengths, capacity)) * (lengths[:1].size)
+        rows += len(first_fit_decreasing(lengths, capacity)) * lengths[0].size
     return {
         "steps": num_steps,
         "row_tokens": capacity,

@@ -96,6 +96,8 @@ def _step_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _packing(packing: Mapping[str, Any]) -> str:
+    if packing["efficiency"] is None:
+        return f"of {packing['row_tokens']:,} tokens, as many as the answers take"
     used = f"{packing['efficiency']:.1%} of them useful (first {packing['steps']} steps)"
     return f"{packing['rows_per_step']:.4g} of {packing['row_tokens']:,} tokens, {used}"
 

@@ -1,6 +1,7 @@
 """Samples that share rows: each once, none sees another, and sums of a window are those of rows of their own."""
 
 from collections import defaultdict
+from dataclasses import replace
 from io import StringIO
 
 import numpy as np
@@ -213,6 +214,11 @@ def test_the_plan_says_how_full_the_first_rows_are(form, objective, rows_each, t
     show({**plan, "checkpoint_bytes": None, "memory": NO_MEMORY}, console)
     assert f"{rows / 4:.4g} of 160 tokens, {expected['efficiency']:.1%} of them useful" in console.file.getvalue()
     assert build_plan(*given, **ranks)["packing"] is None
+    answers = (config, budget, replace(data, train=RowNumbers(60)), *given[3:])  # their lengths are not known
+    unknown = build_plan(*answers, **ranks, pack_tokens=160)
+    assert unknown["packing"] == {"steps": 0, "row_tokens": 160, "rows_per_step": None, "efficiency": None}
+    show({**unknown, "checkpoint_bytes": None, "memory": NO_MEMORY}, console)
+    assert "of 160 tokens, as many as the answers take" in console.file.getvalue()
 
 
 def test_a_teacher_that_mixes_documents_turns_packing_off(caplog):
