@@ -8,14 +8,13 @@ from outcome import losses
 pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 DROPOUT = ["objective.hidden_dropout=0.2", "objective.attention_dropout=0.1"]
+LEARNING = ["objective=sft", *DROPOUT]
 RUN = [
     "debug=fast",
     "data=chats",
     "data.path=chats.jsonl",
     "data.seq_len=128",
     "data.vocab_size=280",
-    "objective=sft",
-    *DROPOUT,
     "precision=fp32",
     "model.hidden_size=16",
     "model.intermediate_size=32",
@@ -39,8 +38,18 @@ LAYOUTS = {
 def test_packed_runs_learn_what_others_do(shell):
     rows = [{"prompt": f"Count {number}", "completion": "so" * (1 + number % 7)} for number in range(40)]
     (shell.cwd / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shell.run(*RUN, "hparams.per_gpu_batch_size=2", "hydra.run.dir=plain")
+    learning = [*RUN, *LEARNING]
+    shell.run(*learning, "hparams.per_gpu_batch_size=2", "hydra.run.dir=plain")
     expected = list(losses(shell.cwd / "plain").values())
     for number, (layout, overrides) in enumerate(LAYOUTS.items()):
-        shell.run(*RUN, *overrides, f"hydra.run.dir=run_{number}")
+        shell.run(*learning, *overrides, f"hydra.run.dir=run_{number}")
         assert list(losses(shell.cwd / f"run_{number}").values()) == pytest.approx(expected, rel=1e-5), layout
+    student = [*RUN, "objective=distillation", "objective.teacher=plain", "hparams.seed=7"]
+    shell.run(*student, "hparams.per_gpu_batch_size=2", "hydra.run.dir=taught")
+    expected = list(losses(shell.cwd / "taught").values())
+    for layout in ("packed", "FSDP2"):
+        shell.run(*student, *LAYOUTS[layout], f"hydra.run.dir=taught_{layout}")
+        assert list(losses(shell.cwd / f"taught_{layout}").values()) == pytest.approx(expected, rel=1e-5), layout
+    shell.run(*student, *LAYOUTS["packed"], "hydra.run.dir=resumed", "hparams.max_steps=3", "scheduler.horizon=5")
+    shell.run(*student, *LAYOUTS["packed"], "hydra.run.dir=resumed", "scheduler.horizon=5")
+    assert losses(shell.cwd / "resumed") == losses(shell.cwd / "taught_packed")
