@@ -1,176 +1,284 @@
-"""SFT and DPO beside TRL's trainers: same model, pairs, order, optimizer and number of steps, on a CPU.
+"""SFT, DPO and GRPO beside TRL's trainers: same weights, rows, order and hyperparameters, each run its own process.
 
     python -m pip install trl  # no dependency of foundry's
-    python benchmarks/finetuning_trl.py [--steps 50]
+    python benchmarks/finetuning_trl.py [sft] [dpo] [grpo] [--steps 50] [--seeds 42 1] [--at-once 1] [--bases FOLDER]
 
-Prints for each method the largest difference of the losses of a step, and tokens per second without padding of both.
+foundry's side is `run()` of a composed configuration. For each method printed are: useful tokens (no padding; in GRPO
+those that were generated, all of which are trained on) per second of wall and of CPU time without the first steps, the
+largest resident set, how far it grew from before the first step, and by how much losses of a step differ from TRL's.
+Of GRPO, whose two sides draw different answers, the mean reward of each quarter of the run. Every run has one thread.
+`--at-once 2` runs two side by side, for a machine that has nothing else to do. Times are compared only within one call.
 """
 
 import argparse
 import json
+import os
+import random
+import subprocess
+import sys
 import tempfile
-import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import torch
-from datasets import Dataset
-from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-
-from foundry import compose
-from foundry.data.arithmetic import Sum
-from foundry.data.order import GlobalOrder
-from foundry.parts import build_data
-from foundry.train import train
-
-BATCH, LR, BETA, SEQ_LEN = 16, 1e-3, 0.1, 160
-SIZES = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+HERE = Path(__file__).parent
+NUM_WARMUP = 3
 
 
-def rows(count: int) -> list[dict[str, str]]:
-    """Sums of ragged lengths with a right and a wrong answer."""
-    generator = torch.Generator().manual_seed(0)
-    found = []
+@dataclass(frozen=True)
+class Method:
+    """How one is run on both sides.
+
+    Attributes:
+        base: the weights that it starts from, see `make_bases`.
+        lr: constant.
+        batch_size: samples of a step: conversations, pairs or answers.
+        per_gpu_batch_size: of a microbatch.
+        overrides: foundry's own.
+        job: what TRL's side is told besides.
+        packs: whether foundry can put several samples into a row.
+    """
+
+    base: str
+    lr: float
+    batch_size: int
+    per_gpu_batch_size: int
+    overrides: tuple[str, ...]
+    job: dict[str, Any] = field(default_factory=dict)
+    packs: bool = False
+
+
+METHODS = {
+    "sft": Method("ragged", 3e-4, 32, 8, ("data=chats", "objective=sft", "data.seq_len=512"), packs=True),
+    "dpo": Method(
+        "sums",
+        2e-5,
+        16,
+        16,
+        ("data=preferences", "objective=dpo", "objective.ref_policy_kl_penalty=0.1", "data.seq_len=160"),
+        {"beta": 0.1},
+    ),
+    "grpo": Method(
+        "sums",
+        1e-4,
+        128,
+        64,
+        (
+            "data=prompts",
+            "data.seq_len=160",
+            "environment=arithmetic",
+            "environment.weights.format=0",
+            "evaluation=reward",
+            "objective=grpo",
+            "objective.num_prompts_per_step=16",
+            "objective.num_generations_per_prompt=8",
+            "objective.generation_batch_size=128",
+            "objective.generation_top_p=1.0",
+            "objective.generation_top_k=null",
+            "objective.max_new_tokens=48",
+            "objective.use_rloo=false",
+            "objective.ref_policy_kl_penalty=0",
+        ),
+        {"num_generations": 8, "max_new_tokens": 48, "beta": 0.0},
+    ),
+}
+COMMON = (
+    "optimizer=adamw",
+    "optimizer.weight_decay=0",
+    "scheduler=constant",
+    "scheduler.warmup=0",
+    "hparams.grad_clip_norm=1.0",
+    "precision=fp32",
+    "tracking=none",
+    "tracking.progress=false",
+    "tracking.log_every_n_steps=1",
+    "evaluation.interval=null",
+    "evaluation.max_samples=1",
+    "evaluation.write_samples=false",
+    "checkpoint=none",
+)
+
+
+def call(*arguments: str | Path) -> None:
+    """Run a script or module of Python's on one thread.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+    """
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if found.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(found.stdout + found.stderr)[-3000:]}")
+
+
+def make_bases(folder: Path, wanted: set[str]) -> None:
+    """Train the models that methods start from, and export them: one from scratch, and one that adds numbers.
+
+    `ragged` has 2 million parameters that have taken no step worth the name, `sums` has 0.36 million and is right about
+    half the time.
+    """
+    quiet = ("tracking=none", "tracking.progress=false")
+    if "ragged" in wanted:
+        sizes = ("model.hidden_size=192", "model.intermediate_size=512", "model.num_layers=4", "model.num_heads=4")
+        small = ("data.form=text", "data.num_rows=400", "data.seq_len=512", "hparams.max_steps=1", "hparams.lr=1e-9")
+        call("-m", "foundry", "data=arithmetic", *small, *sizes, *quiet, f"hydra.run.dir={folder / 'ragged'}")
+    if "sums" in wanted:
+        texts = folder / "texts"
+        call("-m", "foundry", "experiment=pretrain_arithmetic", *quiet, f"hydra.run.dir={texts}")
+        base = ("experiment=sft_arithmetic", f"model.path={texts}", f"hydra.run.dir={folder / 'sums'}")
+        call("-m", "foundry", *base, *quiet)
+    for name in wanted:
+        call("-m", "foundry.export", f"run={folder / name}", f"out={folder / f'{name}_hf'}")
+
+
+def write_rows(folder: Path, count: int) -> None:
+    """Ragged conversations, half of them below 65 tokens and a few above 350; sums as pairs and as prompts."""
+    from foundry.data.arithmetic import Sum
+
+    generator = random.Random(0)
+    rows = dict[str, list[dict[str, str]]](sft=[], dpo=[], grpo=[])
     for number in range(count):
-        low = (10, 100)[int(torch.randint(2, (), generator=generator))]
-        a, b = torch.randint(low, 10 * low, (2,), generator=generator).tolist()
-        one = Sum(a, b)
-        rejected = one.worked(number % (len(str(a)) - 1))
-        found.append({"prompt": one.question, "chosen": one.worked(), "rejected": rejected, "completion": one.worked()})
-    return found
+        length = min(400, max(4, int(generator.lognormvariate(3.6, 1.0))))
+        words = " ".join(str(generator.randrange(100)) for _ in range(length // 3 + 1))
+        rows["sft"].append({"prompt": f"Count to {number}", "completion": words[:length]})
+        low = generator.choice((10, 100))
+        one = Sum(generator.randrange(low, 10 * low), generator.randrange(low, 10 * low))
+        wrong = one.worked(number % (len(str(one.a)) - 1))
+        rows["dpo"].append({"prompt": one.question, "chosen": one.worked(), "rejected": wrong})
+        rows["grpo"].append({"prompt": one.question, "answer": one.worked()})
+    for name, own in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+        (folder / f"{name}_held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own[:2]))
 
 
-def foundry_run(folder: Path, method: str, steps: int) -> tuple[list[float], float, list[int]]:
-    """Losses, useful tokens per second after the first steps, and the rows in the order in which they were read."""
-    data = {"sft": "chats", "dpo": "preferences"}[method]
-    own = [f"objective.ref_policy_kl_penalty={BETA}"] if method == "dpo" else []
-    config = compose(
-        [
-            "model=base",
-            f"model.path={folder / 'base'}",
-            f"data={data}",
-            f"data.path={folder / 'rows.jsonl'}",
-            f"data.validation_path={folder / 'valid.jsonl'}",
-            f"data.cache_dir={folder / 'cache'}",
-            f"data.seq_len={SEQ_LEN}",
-            f"objective={method}",
-            *own,
-            "optimizer=adamw",
-            "optimizer.weight_decay=0",
-            "optimizer.beta2=0.999",
-            "scheduler=constant",
-            "scheduler.warmup=0",
-            f"hparams.lr={LR}",
-            f"hparams.max_steps={steps}",
-            f"hparams.global_batch_size={BATCH}",
-            f"hparams.per_gpu_batch_size={BATCH}",
-            "hparams.grad_clip_norm=1.0",
-            "precision=fp32",
-            "tracking=none",
-            "tracking.progress=false",
-            "tracking.log_every_n_steps=1",
-            "evaluation.interval=null",
-            "evaluation.max_samples=1",
-            "evaluation.write_samples=false",
-            "checkpoint=none",
-        ]
-    )
-    run_dir = folder / method
-    run_dir.mkdir()
-    train(config, run_dir)
-    lines = [line for line in map(json.loads, (run_dir / "metrics.jsonl").open()) if "loss" in line]
-    splits = build_data(config)
-    order = GlobalOrder(num_samples=len(splits.train), fingerprint=splits.fingerprint, seed=config.hparams.seed)
-    seconds = sum(line["step_seconds"] for line in lines[2:])
-    speed = (lines[-1]["tokens"] - lines[1]["tokens"]) / seconds
-    return [line["loss"] for line in lines], speed, order.indices(range(steps * BATCH)).tolist()
+def runs_of(folder: Path, name: str, steps: int, seed: int, only: Sequence[str]) -> dict[str, Path]:
+    """The job files of one method and seed by side, TRL's first."""
+    method = METHODS[name]
+    model = folder / method.base
+    overrides = [
+        f"data.path={folder / name}.jsonl",
+        f"data.validation_path={folder / name}_held_out.jsonl",
+        f"data.cache_dir={folder / 'cache'}",
+        f"hparams.lr={method.lr}",
+        f"hparams.max_steps={steps}",
+        f"hparams.seed={seed}",
+        f"hparams.global_batch_size={method.batch_size}",
+        f"hparams.per_gpu_batch_size={method.per_gpu_batch_size}",
+    ]
+    own = ("model=base", f"model.path={model}")
+    # Not model=base: the order of rows depends on the special tokens that a folder names, and a run does not.
+    hf = ("model=hf", f"model.path={model}_hf", f"data.tokenizer={model / 'tokenizer.json'}")
+    sides: dict[str, tuple[str, ...]] = {"TRL": own, "foundry": own, "foundry, model=hf": hf}
+    if method.packs:
+        packed = "data.packing=true"
+        sides |= {"foundry, packed": (*own, packed), "foundry, model=hf, packed": (*hf, packed)}
+    group = method.job.get("num_generations")
+    order = folder / f"{name}_{seed}_order"
+    jobs = dict[str, Path]()
+    for side, model_overrides in {"order": own, **sides}.items():
+        own_folder = order if side == "order" else folder / f"{name}_{seed}_{side.replace(', ', '_')}"
+        own_folder.mkdir()
+        jobs[side] = own_folder / "job.json"
+        job = {
+            **method.job,
+            "method": name,
+            "folder": str(own_folder),
+            "steps": steps,
+            "seed": seed,
+            "num_warmup": NUM_WARMUP,
+            "lr": method.lr,
+            "batch_size": method.batch_size,
+            "per_gpu_batch_size": method.per_gpu_batch_size,
+            "read_each_step": method.batch_size // (group or 1),
+            "num_answers": method.batch_size if group else None,
+            "model": f"{model}_hf",
+            "rows": f"{folder / name}.jsonl",
+            "order": str(order / "order.json"),
+            "only_order": side == "order",
+            "overrides": [*model_overrides, *method.overrides, *COMMON, *overrides],
+        }
+        jobs[side].write_text(json.dumps(job))
+    call(HERE / "finetuning_trl_own.py", jobs.pop("order"))
+    return {side: file for side, file in jobs.items() if side == "TRL" or not only or side in only}
 
 
-def trl_run(
-    folder: Path, method: str, steps: int, read: list[dict[str, str]], tokens: int
-) -> tuple[list[float], float]:
-    """Losses and useful tokens per second of TRL's trainer; `tokens` of all steps but the first two."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "base" / "tokenizer.json"), eos_token="<|endoftext|>"
-    )
-    tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    common: dict[str, Any] = {
-        "output_dir": str(folder / f"trl_{method}"),
-        "max_steps": steps,
-        "per_device_train_batch_size": BATCH,
-        "learning_rate": LR,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "max_length": SEQ_LEN,
-    }
-    names = {"sft": ("prompt", "completion"), "dpo": ("prompt", "chosen", "rejected")}[method]
-    rendered = [{**row, "prompt": f"user: {row['prompt']}\nassistant: "} for row in read]
-    dataset = Dataset.from_list([{name: row[name] for name in names} for row in rendered])
-    kind, config = (
-        (SFTTrainer, SFTConfig(**common)) if method == "sft" else (DPOTrainer, DPOConfig(beta=BETA, **common))
-    )
-
-    class InOrder(kind):  # type: ignore[misc, valid-type]
-        """Rows as they come; the first two steps are not timed."""
-
-        started = 0.0
-
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            if self.state.global_step == 2:
-                self.started = time.perf_counter()
-            return super().training_step(*args, **kwargs)
-
-    trainer = InOrder(model=model, args=config, train_dataset=dataset, processing_class=tokenizer)
-    trainer.train()
-    seconds = time.perf_counter() - trainer.started
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line], tokens / seconds
+def measure(side: str, job: Path) -> dict[str, Any]:
+    """Run it, and what it wrote."""
+    call(HERE / ("finetuning_trl_theirs.py" if side == "TRL" else "finetuning_trl_own.py"), job)
+    measured: dict[str, Any] = json.loads((job.parent / "measured.json").read_text())
+    return measured
 
 
-def make_base(folder: Path) -> None:
-    """A model of transformers with its first weights, and a tokenizer of bytes."""
-    from foundry.data.token_cache import train_with_end
+def show(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Print what the runs of one method came to, by side, a run for each seed."""
+    theirs = found["TRL"]
+    print(f"\n{name:27s} tokens/s, wall    of CPU time    peak, MiB      grown, MiB     losses apart")
+    for side, own in found.items():
+        columns = [f"{side:25s}"]
+        for clock in ("wall_seconds", "cpu_seconds"):
+            speed, other = (fmean(one["tokens"] / one[clock] for one in runs) for runs in (own, theirs))
+            columns.append(f"{speed:7.0f} ({speed / other:.2f})")
+        for key in ("peak_mib", "grown_mib"):
+            size, other = (fmean(one[key] for one in runs) for runs in (own, theirs))
+            columns.append(f"{size:6.0f} ({size / other:.2f})")
+        if name != "grpo":
+            pairs = [zip(a["losses"], b["losses"], strict=True) for a, b in zip(own, theirs, strict=True)]
+            columns.append(f"{max(abs(a - b) / abs(b) for both in pairs for a, b in both):.1e}")
+            columns.append(f"{own[0]['losses'][0]:.4f} to {own[0]['losses'][-1]:.4f}")
+        print("  ".join(columns))
+    if name == "grpo":
+        print("mean reward by quarters of the run, each seed")
+        for side, own in found.items():
+            print(f"{side:25s}" + "; ".join(" ".join(f"{mean:.3f}" for mean in quarters(one)) for one in own))
 
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=257, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **SIZES)
-    tokenizer, end = train_with_end(["a"], 257)
-    config.eos_token_id = end
-    LlamaForCausalLM(config).save_pretrained(folder / "base")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder / "base")
+
+def quarters(run: dict[str, Any]) -> list[float]:
+    """The mean reward of each quarter of a run."""
+    rewards = run["rewards"]
+    cuts = [len(rewards) * part // 4 for part in range(5)]
+    return [fmean(rewards[start:end]) for start, end in pairwise(cuts)]
 
 
 def main() -> None:
-    """Compare both methods."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", metavar="sft|dpo|grpo", default=list(METHODS))
     parser.add_argument("--steps", type=int, default=50)
-    steps = parser.parse_args().steps
-    for method in ("sft", "dpo"):
-        with tempfile.TemporaryDirectory() as name:
-            folder, made = Path(name), rows(steps * BATCH)
-            make_base(folder)
-            (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-            (folder / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[:2]))
-            ours, speed, order = foundry_run(folder, method, steps)
-            read = [made[index] for index in order]
-            answers = ("completion",) if method == "sft" else ("chosen", "rejected")
-            texts = [f"user: {row['prompt']}\nassistant: {row[name]}" for row in read[2 * BATCH :] for name in answers]
-            theirs, other = trl_run(folder, method, steps, read, sum(map(len, texts)))
-        difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-        print(f"{method}: loss {ours[0]:.6f} to {ours[-1]:.6f}, TRL's {theirs[0]:.6f} to {theirs[-1]:.6f},")
-        print(f"  largest difference {difference:.1e}; {speed:,.0f} tokens/s, TRL {other:,.0f}: {speed / other:.2f} x")
+    parser.add_argument("--grpo-steps", type=int, help="another number of steps for GRPO")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="of GRPO; the others take the first")
+    parser.add_argument("--at-once", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--only", nargs="+", default=[], help="of foundry's sides, such as 'foundry, packed'")
+    parser.add_argument("--bases", type=Path, help="folder where bases are, or are kept for the next time")
+    options = parser.parse_args()
+    names = options.methods
+    versions = ", ".join(f"{package} {version(package)}" for package in ("trl", "transformers", "torch"))
+    print(f"{versions}; {options.steps} steps, seeds {options.seeds}; in brackets: of TRL's")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        bases = folder if options.bases is None else options.bases.absolute()
+        bases.mkdir(exist_ok=True)
+        wanted = {METHODS[name].base for name in names}
+        make_bases(bases, {name for name in wanted if not (bases / f"{name}_hf").exists()})
+        for name in wanted if bases != folder else ():
+            for suffix in ("", "_hf"):
+                (folder / f"{name}{suffix}").symlink_to(bases / f"{name}{suffix}")
+        longest = max(options.steps, options.grpo_steps or 0)
+        write_rows(folder, longest * 32)
+        for name in names:
+            steps = (name == "grpo" and options.grpo_steps) or options.steps
+            found: dict[str, list[dict[str, Any]]] = {}
+            for seed in options.seeds if name == "grpo" else options.seeds[:1]:
+                jobs = runs_of(folder, name, steps, seed, options.only)
+                with ThreadPoolExecutor(options.at_once) as pool:
+                    for side, measured in zip(jobs, pool.map(measure, jobs, jobs.values()), strict=True):
+                        found.setdefault(side, []).append(measured)
+            show(name, found)
 
 
 if __name__ == "__main__":
