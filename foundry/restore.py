@@ -165,8 +165,8 @@ def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str
 
 
 def _whole_checkpoint(run_dir: Path, which: str) -> Path:
-    if (run_dir / "config.json").is_file():
-        message = f"is {run_dir}, a folder of transformers, which has no checkpoints; give the run that it came from"
+    if any((run_dir / name).is_file() for name in ("config.json", "adapter_config.json")):
+        message = f"is {run_dir}, an export, which has no checkpoints; give the run that it came from"
         raise ConfigError(Violation("run", message))
     try:
         folder = find(run_dir, which)

@@ -104,7 +104,10 @@ def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterat
         yield Violation(keys.path, f"is {shown(folder)} but there is no such folder")
         return
     if not (folder / "config.json").is_file():
-        if not os.path.lexists(folder / CONFIG):
+        if (folder / "adapter_config.json").is_file():
+            message = f"is {shown(folder)}, which holds adapters without their base; give the run that they were"
+            yield Violation(keys.path, f"{message} exported from, or a folder that was exported with merge=true")
+        elif not os.path.lexists(folder / CONFIG):
             message = f"is {shown(folder)}, which is no run directory (it has no {CONFIG})"
             yield Violation(keys.path, f"{message} and no folder of transformers (it has no config.json)")
         return

@@ -109,12 +109,18 @@ def test_errors_are_a_line_each(run_dir, overrides, start):
     assert "\n" not in message
 
 
+def test_exported_adapters_are_no_base(run_dir):
+    (run_dir / "adapter_config.json").touch()
+    message = refused(*FEW, f"model.path={run_dir}")
+    assert message.startswith("model.path: is ")
+    assert "which holds adapters without their base; give the run" in message
+
+
 def test_a_base_of_images_is_none_for_text(run_dir):
     save_config(configure("hparams=diffusion", "model=dit", "data=digits", "objective=diffusion"), run_dir)
     (run_dir / "tokenizer.json").unlink()
-    assert refused(*FEW, f"model.path={run_dir}") == (
-        f"model.path: is {run_dir}, whose model is DiT, but the data is text; choose a language model"
-    )
+    message = refused(*FEW, f"model.path={run_dir}")
+    assert message == f"model.path: is {run_dir}, whose model is DiT, but the data is text; choose a language model"
 
 
 def test_a_run_without_a_checkpoint_or_without_its_tokenizer(run_dir):
