@@ -102,20 +102,20 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     from foundry.restore import Restored, build_part, choose_device, restore
 
     is_transformers = (path / "config.json").is_file()
-    if is_transformers and not any(word.startswith("data=") for word in overrides):
+    if is_transformers and not any(override.startswith("data=") for override in overrides):
         message = f"is needed: {path} is a folder of transformers, which names none; give data=... and its settings"
         raise ConfigError(Violation("data", message))
-    if not is_transformers and (scoring := [word for word in overrides if _has([word], "environment")]):
-        opened = _open(path, options, [word for word in overrides if word not in scoring])
+    if not is_transformers and (scoring := [override for override in overrides if _has([override], "environment")]):
+        opened = _open(path, options, [override for override in overrides if override not in scoring])
         return replace(opened, config=replace(opened.config, environment=compose([*scoring, _ANSWERED]).environment))
-    words = ["model=base", f"model.path={_quoted(str(path))}", _ANSWERED, *overrides]
+    given = ["model=base", f"model.path={_quoted(str(path))}", _ANSWERED, *overrides]
     if is_transformers:
-        config, device = compose(words), choose_device()
+        config, device = compose(given), choose_device()
         return Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)
     restored = restore(path, options.which, ema=options.ema, trust=options.trust)
     if overrides:
         which = [f"model.which={restored.checkpoint.name.removeprefix('step_').lstrip('0') or '0'}"]
-        composed = compose([*words, *which, f"model.trust={str(options.trust).lower()}"])
+        composed = compose([*given, *which, f"model.trust={str(options.trust).lower()}"])
         objective = composed.objective if _has(overrides, "objective") else restored.config.objective
         config = replace(restored.config, data=composed.data, objective=objective)
         return replace(restored, config=config, data=build_data(config))
@@ -167,7 +167,7 @@ def _with_perplexity(found: dict[str, float], config: Any) -> dict[str, float]:
 
 
 def _has(overrides: Sequence[str], group: str) -> bool:
-    return any(word.lstrip("+~").partition("=")[0].partition(".")[0] == group for word in overrides)
+    return any(override.lstrip("+~").partition("=")[0].partition(".")[0] == group for override in overrides)
 
 
 def _quoted(text: str) -> str:
@@ -177,7 +177,7 @@ def _quoted(text: str) -> str:
 
 
 if __name__ == "__main__":
-    composed = [word for word in sys.argv[1:] if any(_has([word], group) for group in _GROUPS)]
-    sys.argv[1:] = [word for word in sys.argv[1:] if word not in composed]
+    composed = [override for override in sys.argv[1:] if any(_has([override], group) for group in _GROUPS)]
+    sys.argv[1:] = [override for override in sys.argv[1:] if override not in composed]
     run = partial(evaluate, overrides=composed)
     command(EvalOptions, run, name="foundry.eval", doc=__doc__.split(": ", 1)[1])

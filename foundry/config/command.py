@@ -81,13 +81,13 @@ def parse_options(schema: type[Options], overrides: list[str]) -> Options:
     OmegaConf.set_readonly(options, None)
     OmegaConf.set_struct(options, True)
     names = [item.name for item in fields(schema)]  # type: ignore[arg-type] # a dataclass, by contract
-    for word in overrides:
+    for text in overrides:
         try:
-            override = OverridesParser.create().parse_overrides([word])[0]
+            override = OverridesParser.create().parse_overrides([text])[0]
         except HydraException:
-            violations.append(Violation(word, "is not of the form key=value; quote values that hold spaces or commas"))
+            violations.append(Violation(text, "is not of the form key=value; quote values that hold spaces or commas"))
             continue
-        if (wrong := _check_word(override, names)) is not None:
+        if (wrong := _check_override(override, names)) is not None:
             violations.append(wrong)
             continue
         try:
@@ -106,8 +106,8 @@ def parse_options(schema: type[Options], overrides: list[str]) -> Options:
     return result
 
 
-def _check_word(override: Override, names: Sequence[str]) -> Violation | None:
-    """What is wrong with a word that Hydra's grammar knows, whatever the types of the options."""
+def _check_override(override: Override, names: Sequence[str]) -> Violation | None:
+    """What is wrong with an override that Hydra's grammar knows, whatever the types of the options."""
     key = override.key_or_group
     if key not in names:
         return Violation(key, f"is no option{nearest(key, names)} (options: {', '.join(names)})")

@@ -51,7 +51,7 @@ def format_command(overrides: Sequence[str], sweep_command: Sequence[str]) -> st
     """
     is_sweep_by_flag = not sweep_command or {"-m", "--multirun"} & set(sweep_command)
     # An option makes it a sweep, too.
-    is_sweep_by_option = not is_sweep_by_flag or any(word.startswith("hparams_search=") for word in overrides)
+    is_sweep_by_option = not is_sweep_by_flag or any(override.startswith("hparams_search=") for override in overrides)
     mode = ("hydra.mode=RUN",) if is_sweep_by_option else ()
     return shlex.join(["python", "-m", "foundry", *_config_folder(sweep_command), *overrides, *mode])
 
@@ -72,4 +72,5 @@ def recorded_overrides(run_dir: Path) -> tuple[str, ...]:
         overrides = read_yaml(run_dir / HYDRA / "overrides.yaml", max_bytes=_MOST_BYTES)
     except (OSError, ValueError):
         return ()
-    return tuple(one_line(word) for word in overrides if isinstance(word, str)) if isinstance(overrides, list) else ()
+    given = overrides if isinstance(overrides, list) else []
+    return tuple(one_line(override) for override in given if isinstance(override, str))

@@ -35,10 +35,10 @@ class Matched(Multipliers):
     match: str = setting("", "regular expression found in parameter names", parse=_pattern)
 
 
-def _is_factor(word: str, mapping: dict[str, Any]) -> bool:
+def _is_factor(name: str, mapping: dict[str, Any]) -> bool:
     """Whether a mapping has no such factor or a number; null is one for the weight decay, by the kind of parameter."""
-    value = mapping.get(word, 1.0)
-    return (value is None and word == "wd_mult") or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    value = mapping.get(name, 1.0)
+    return (value is None and name == "wd_mult") or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,11 @@ class ParamGroups:
             names = [item.name for item in fields(Matched)]
             if not isinstance(mapping, dict) or "match" not in mapping:
                 yield Violation(key, f"is {mapping} but must be a mapping such as {{match: norm, lr_mult: 0.5}}")
-            elif unknown := [word for word in mapping if word not in names]:
+            elif unknown := [name for name in mapping if name not in names]:
                 yield Violation(f"{key}.{unknown[0]}", f"is no key of a group{nearest(str(unknown[0]), names)}")
             elif not isinstance(mapping["match"], str) or not mapping["match"]:
                 yield Violation(f"{key}.match", f"is {mapping['match']!r} but must be a text found in parameter names")
-            elif wrong := [word for word in ("lr_mult", "wd_mult") if not _is_factor(word, mapping)]:
+            elif wrong := [name for name in ("lr_mult", "wd_mult") if not _is_factor(name, mapping)]:
                 yield Violation(f"{key}.{wrong[0]}", f"is {mapping[wrong[0]]} but must be a number")
             else:
                 yield from check_fields(Matched(**mapping), key)
