@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry import __version__
+from foundry.config.command import output_may_close
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, format_reason
@@ -75,10 +76,11 @@ def _how_to_resume(stopped: Stopped) -> str:
 
 def main() -> None:
     """The entry point of a run."""
-    if "--version" in sys.argv[1:]:
-        sys.stdout.write(f"{_versions()}\n")
+    if "--version" not in sys.argv[1:]:
+        enter(task)
         return
-    enter(task)
+    with output_may_close():
+        sys.stdout.write(f"{_versions()}\n")
 
 
 @contextmanager
@@ -103,14 +105,14 @@ def _versions() -> str:
 def enter(task: Callable[[], object]) -> None:
     """Compose and do a task: exit code 2 and a line for each config error, 1 if the task failed."""
     if flags := {"-m", "--multirun"} & set(sys.argv[2:]):  # argparse takes no flag between overrides
-        sys.argv[1:] = [*flags, *(word for word in sys.argv[1:] if word not in flags)]
+        sys.argv[1:] = [*flags, *(argument for argument in sys.argv[1:] if argument not in flags)]
     try:
         install(alone=True)
         register()
         take_over(run_job, list_groups)
         if detect().rank > 0:
             sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
-        with _masked_output() if "--resolve" in sys.argv else nullcontext():
+        with output_may_close(), _masked_output() if "--resolve" in sys.argv else nullcontext():
             task()
     except (ConfigError, Refused) as error:
         sys.stderr.write(f"{error}\n")
@@ -121,9 +123,6 @@ def enter(task: Callable[[], object]) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read our output, such as `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except Exception as error:
         sys.stderr.write(printable(format_trace(error)))
         sys.exit(error.exit_code if isinstance(error, WorkerFailed) else 1)

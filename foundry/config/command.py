@@ -4,7 +4,8 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields
 from enum import Enum
@@ -53,22 +54,39 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
         doc: what it does, for the help.
     """
     overrides = sys.argv[1:]
-    if {"-h", "--help"} & set(overrides):
-        sys.stdout.write(_help(schema, name, doc))
-        return
     try:
-        run(parse_options(schema, overrides))
+        with output_may_close():
+            if {"-h", "--help"} & set(overrides):
+                sys.stdout.write(_help(schema, name, doc))
+            else:
+                run(parse_options(schema, overrides))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read our output, such as `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except OSError as error:
         sys.stderr.write(f"{name}: {one_line(str(error))}\n")
         sys.exit(2 if error.errno in _OF_THE_PATH else 1)
+
+
+@contextmanager
+def output_may_close() -> Iterator[None]:
+    """End with exit code 141 where whoever read our output, such as `head`, has had enough.
+
+    What is still to be written then, or to a terminal that was closed, is dropped: Python would end with 120 for it.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        sys.exit(141)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError as error:  # any other comes again when Python ends, which reports it
+                if error.errno in (errno.EPIPE, errno.EIO):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def parse_options(schema: type[Options], overrides: list[str]) -> Options:

@@ -119,9 +119,9 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What tokens it makes; how many of them at a time is said by whoever calls it."""
+    """What tokens it makes of a text: what it would put around them, or cut and fill them to, is nowhere asked for."""
     content = json.loads(tokenizer.to_str())
-    return {name: value for name, value in content.items() if name not in ("truncation", "padding")}
+    return {name: value for name, value in content.items() if name not in ("truncation", "padding", "post_processor")}
 
 
 def usual_end(tokenizer: Tokenizer) -> int | None:

@@ -1,5 +1,7 @@
 """`python -m foundry.<name> key=value`."""
 
+import os
+import pty
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -103,3 +105,17 @@ def test_a_config_error_exits_with_2_and_a_line(shell, module, overrides, messag
     assert stdout == ""
     assert stderr.startswith(message)
     assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "unbuffered", "code"), [(os.pipe, "", 0), (os.pipe, "1", 141), (pty.openpty, "", 0)]
+)
+def test_output_that_nobody_reads_any_more_is_no_failure(output, unbuffered, code):
+    """Python itself would end with 120, or with a traceback."""
+    reader, writer = output()
+    os.close(reader)
+    command = [sys.executable, "-m", "foundry", "--version"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (code, b"")
