@@ -130,7 +130,8 @@ def test_a_run_of_adapters_is_the_base_of_others(adapted, tmp_path):
         torch.testing.assert_close(logits(tmp_path / name), expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["foundry", pytest.param("transformers", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["foundry", "transformers"])
 def test_plain_peft_loads_the_adapters_and_transformers_the_merged_model(base, adapted, tmp_path, kind):
     run, load = adapted, AutoModelForCausalLM.from_pretrained
     export(ExportOptions(run=str(base), out=str(tmp_path / "base")))

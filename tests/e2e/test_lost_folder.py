@@ -64,6 +64,7 @@ def test_the_run_ends_with_its_weights_in_a_new_folder(shell, case):
         assert (run_dir / "config.yaml").read_text() == "somebody else's"
 
 
+@pytest.mark.long
 def test_where_nothing_can_be_written_a_line_says_why(shell):
     run_dir = shell.cwd / "deep" / "run"
     overrides = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", f"hydra.run.dir={run_dir}", write_text(shell.cwd)]

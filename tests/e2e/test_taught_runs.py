@@ -52,6 +52,7 @@ def test_the_student_comes_near_its_teacher_on_any_layout(taught):
             assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_run_that_starts_from_its_teacher_has_no_divergence_and_a_resumed_one_the_same_teacher(taught):
     shell, data = taught
     same = [override for override in STUDENT if override not in SMALL]
