@@ -114,12 +114,11 @@ def estimate_memory(
     objective = build_objective(config, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer)
     frozen = _build_frozen(config, objective, fake, policy, world_size)
     generation, generation_note = 0, None
-    rollouts = objective.rollouts if isinstance(objective, RolloutObjective) else None
-    if isinstance(objective, RolloutObjective) and rollouts is not None and answer_tokens is not None:
+    if isinstance(objective, RolloutObjective) and objective.rollouts is not None and answer_tokens is not None:
         microbatch = objective.example(config.hparams.per_gpu_batch_size, pack_tokens or answer_tokens)
-        asked = [frozen[name][0] for name in rollouts.recorded_models]
-        whole = sum(each.ungathered(config.distributed.gradient_sync) for each in (layout, *asked))
-        cache = cache_bytes(fake.model, rollouts, answer_tokens, policy.compute_dtype.itemsize)
+        asked = [layout, *(frozen[name][0] for name in objective.rollouts.recorded_models)]
+        whole = sum(each.ungathered(config.distributed.gradient_sync) for each in asked)
+        cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
         generation = whole + (cache or 0)
         generation_note = "the memory of keys and values is not known" if cache is None else None
     activations, activations_note = _activations(config, objective, model, fake.mode, policy, layout, microbatch)
@@ -127,15 +126,14 @@ def estimate_memory(
     gradients = layout.gradients(config.distributed.gradient_sync, accumulates)
     optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
     ema = layout.parts(partial(_average_bytes, config))
-    frozen_parts = [each.parts(num_bytes) for each, _ in frozen.values()]
+    others = [each for each, _ in frozen.values()]
+    frozen_parts = [each.parts(num_bytes) for each in others]
     offloaded = sum(part for part, _ in frozen_parts) + shards[0] + layout.parts(grad_bytes)[0] + optimizer[0] + ema[0]
     notes = [note for note in (optimizer_note, activations_note, generation_note) if note is not None]
     return Memory(
         weights=sum(shards),
         frozen_weights=sum(shards) - sum(layout.parts(grad_bytes)),
-        gathered=sum(
-            each.gathered(config.distributed.gradient_sync) for each in (layout, *(f for f, _ in frozen.values()))
-        ),
+        gathered=sum(each.gathered(config.distributed.gradient_sync) for each in (layout, *others)),
         gradients=gradients,
         reducing=layout.reducing(config.distributed.gradient_sync, accumulates),
         optimizer=sum(optimizer) if optimizer_note is None else None,
