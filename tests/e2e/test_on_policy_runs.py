@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from outcome import metrics, weights
 from warm import WarmShell
 
 MORTAL = '''
@@ -58,7 +58,6 @@ STUDENT = [
     "evaluation=answers",
     "hparams.max_steps=4",
 ]
-TIMES = ("step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes")
 
 
 @pytest.fixture(scope="module")
@@ -70,29 +69,19 @@ def shell(tmp_path_factory, cache):
     return shell
 
 
-def metrics(shell, name):
-    lines = map(json.loads, (shell.cwd / name / "metrics.jsonl").open())
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-
-
-def weights(shell, name):
-    folder = shell.cwd / name / "checkpoints" / "latest"
-    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
-
-
 @pytest.mark.long
 @pytest.mark.distributed
 def test_layouts_learn_the_same_from_the_first_rollout(shell):
     two = ["distributed.nproc_per_node=2", "hparams.max_steps=2"]
     shell.run(*STUDENT, "hparams.max_steps=2", "hydra.run.dir=one")
-    one = metrics(shell, "one")
+    one = metrics(shell.cwd / "one")
     assert one[0]["divergence"] == one[0]["loss"] > 0.01
     assert one[0]["entropy"] > 1
     assert "reward" not in one[0]
     assert one[-1]["val_exact_match"] >= 0
     for name in ("ddp", "fsdp"):
         shell.run(*STUDENT, *two, f"distributed={name}", f"hydra.run.dir={name}")
-        for ours, theirs in zip(metrics(shell, name), one, strict=True):
+        for ours, theirs in zip(metrics(shell.cwd / name), one, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -102,13 +91,13 @@ def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell
     overrides += ["checkpoint.interval='1 steps'", "checkpoint.asynchronous=false", "hparams.max_steps=6"]
     shell.run(*overrides, "hydra.run.dir=whole")
     shell.run(*overrides, "hydra.run.dir=killed", variables={"DIE_AT": "8"}, code=-signal.SIGKILL)
-    kept = weights(shell, "killed")
+    kept = weights(shell.cwd / "killed")
     assert {"source.tokens", "source.targets"} <= kept.keys(), "the fourth step is a second update"
     assert not any(name.startswith("teacher") for name in kept)
     shell.run(*overrides, "hydra.run.dir=killed")
-    assert metrics(shell, "killed") == metrics(shell, "whole")
-    assert "reward" in metrics(shell, "whole")[0]
-    whole, resumed = weights(shell, "whole"), weights(shell, "killed")
+    assert metrics(shell.cwd / "killed") == metrics(shell.cwd / "whole")
+    assert "reward" in metrics(shell.cwd / "whole")[0]
+    whole, resumed = weights(shell.cwd / "whole"), weights(shell.cwd / "killed")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 

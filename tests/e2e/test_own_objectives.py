@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from outcome import metrics, weights
 from tiny import TINY_LM
 from warm import WarmShell
 
@@ -87,7 +87,6 @@ class Repeated:
         self.loader.rewind(samples)
 '''
 SMALL = [*TINY_LM, "evaluation.write_samples=false", "tracking=none", "tracking.log_every_n_steps=1", "precision=fp32"]
-TIMES = ("step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes")
 LAYOUTS = {
     "one": [],
     "ddp": ["distributed=ddp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4"],
@@ -101,33 +100,23 @@ def shell(tmp_path, cache):
     return WarmShell(tmp_path, cache)
 
 
-def metrics(shell, name):
-    lines = map(json.loads, (shell.cwd / name / "metrics.jsonl").open())
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-
-
-def weights(shell, name):
-    folder = shell.cwd / name / "checkpoints" / "latest"
-    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
-
-
 @pytest.mark.long
 @pytest.mark.distributed
 def test_a_frozen_copy_is_the_first_model_on_any_layout_and_after_a_resume(shell):
     stay = [*SMALL, "objective._target_=own.Stay", "hparams.max_steps=4", "evaluation.interval='1 steps'"]
     for name, overrides in LAYOUTS.items():
         shell.run(*stay, *overrides, f"hydra.run.dir={name}")
-    one = metrics(shell, "one")
+    one = metrics(shell.cwd / "one")
     assert one[0]["distance"] == 0.0, "at the start the model is its reference"
     assert one[-1]["val_distance"] > 0
     for name in ("ddp", "fsdp"):
-        for ours, theirs in zip(metrics(shell, name), one, strict=True):
+        for ours, theirs in zip(metrics(shell.cwd / name), one, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     assert len({round(line["val_reference"], 6) for line in one if "val_reference" in line}) == 1, "it never learns"
     shell.run(*stay, "hydra.run.dir=cut", "hparams.max_steps=2", "scheduler.horizon=4")
     shell.run(*stay, "hydra.run.dir=whole", "scheduler.horizon=4")
     shell.run(*stay, "hydra.run.dir=cut", "scheduler.horizon=4")
-    assert metrics(shell, "cut")[-2:] == metrics(shell, "whole")[-2:]
+    assert metrics(shell.cwd / "cut")[-2:] == metrics(shell.cwd / "whole")[-2:]
 
 
 @pytest.mark.long
@@ -142,7 +131,7 @@ def test_a_teacher_of_another_shape_is_counted_in_the_plan(shell):
     assert memory["frozen"] == memory["weights"] + memory["buffers"] > 0
     assert memory["activations_estimated"] > 0
     shell.run(*overrides, "hydra.run.dir=run")
-    assert metrics(shell, "run")[0]["distance"] == 0.0
+    assert metrics(shell.cwd / "run")[0]["distance"] == 0.0
 
 
 @pytest.mark.long
@@ -150,16 +139,16 @@ def test_a_source_of_ones_own_is_killed_and_resumed_bit_for_bit(shell):
     overrides = [*SMALL, "objective._target_=own.Twice", "hparams.max_steps=6", "checkpoint.interval='1 steps'"]
     overrides += ["checkpoint.asynchronous=false", "evaluation.interval=null"]
     shell.run(*overrides, "hydra.run.dir=whole")
-    lines = metrics(shell, "whole")
+    lines = metrics(shell.cwd / "whole")
     totals = [line["total"] for line in lines if "total" in line]
     assert [total > 0 for total in totals] == [True, False] * 3
     assert totals[::2] == [-total for total in totals[1::2]]
     assert [line["tokens"] for line in lines if "tokens" in line] == [10, 17, 27, 34, 44, 51]
     shell.run(*overrides, "hydra.run.dir=killed", variables={"DIE_AT": "4"}, code=-signal.SIGKILL)
-    kept = weights(shell, "killed")
+    kept = weights(shell.cwd / "killed")
     assert kept["source.total"].tolist() == [totals[2]]
     shell.run(*overrides, "hydra.run.dir=killed")
-    assert metrics(shell, "killed") == lines
-    whole, resumed = weights(shell, "whole"), weights(shell, "killed")
+    assert metrics(shell.cwd / "killed") == lines
+    whole, resumed = weights(shell.cwd / "whole"), weights(shell.cwd / "killed")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -1,11 +1,10 @@
 """Runs of objective=grpo: on any layout, killed between two updates of a rollout, and evaluated."""
 
-import json
 import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from outcome import metrics, weights
 from warm import WarmShell
 
 OWN = '''
@@ -63,23 +62,12 @@ TINY = [
     "precision=fp32",
 ]
 OWN_DIGITS = ["environment._target_=own.Digits", "environment.weights={}"]
-TIMES = ("step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes")
 
 
 @pytest.fixture
 def shell(tmp_path, cache):
     (tmp_path / "own.py").write_text(OWN)
     return WarmShell(tmp_path, cache)
-
-
-def metrics(shell, name):
-    lines = map(json.loads, (shell.cwd / name / "metrics.jsonl").open())
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-
-
-def weights(shell, name):
-    folder = shell.cwd / name / "checkpoints" / "latest"
-    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
 
 
 PACKED = ["data.packing=true"]
@@ -92,11 +80,11 @@ def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell
     overrides += ["checkpoint.interval='1 steps'", "checkpoint.asynchronous=false", "hparams.max_steps=6"]
     shell.run(*overrides, "hydra.run.dir=whole")
     shell.run(*overrides, "hydra.run.dir=killed", variables={"DIE_AT": str(die_at)}, code=-signal.SIGKILL)
-    kept = weights(shell, "killed")
+    kept = weights(shell.cwd / "killed")
     assert {"source.tokens", "source.advantage", "source.old"} <= kept.keys(), "the fourth step is a second update"
     shell.run(*overrides, "hydra.run.dir=killed")
-    assert metrics(shell, "killed") == metrics(shell, "whole")
-    whole, resumed = weights(shell, "whole"), weights(shell, "killed")
+    assert metrics(shell.cwd / "killed") == metrics(shell.cwd / "whole")
+    whole, resumed = weights(shell.cwd / "whole"), weights(shell.cwd / "killed")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -106,7 +94,7 @@ def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell
 def test_layouts_learn_the_same_from_the_first_rollout(shell):
     two = ["distributed.nproc_per_node=2", "hparams.max_steps=2"]
     shell.run(*TINY, *OWN_DIGITS, "hparams.max_steps=2", "hydra.run.dir=one")
-    one = metrics(shell, "one")
+    one = metrics(shell.cwd / "one")
     assert one[0]["reward"] > 0
     assert one[0]["grad_norm"] > 0
     assert one[0]["mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
@@ -115,7 +103,7 @@ def test_layouts_learn_the_same_from_the_first_rollout(shell):
     layouts |= {"packed": ["hparams.max_steps=2", *PACKED], "fsdp_packed": ["distributed=fsdp", *two, *PACKED]}
     for name, overrides in layouts.items():
         shell.run(*TINY, *OWN_DIGITS, *overrides, f"hydra.run.dir={name}")
-        for ours, theirs in zip(metrics(shell, name), one, strict=True):
+        for ours, theirs in zip(metrics(shell.cwd / name), one, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -123,5 +111,5 @@ def test_layouts_learn_the_same_from_the_first_rollout(shell):
 def test_adapters_have_the_model_without_them_as_reference(shell):
     overrides = [*TINY, *OWN_DIGITS, "peft=lora", "optimizer=adamw", "hparams.lr=0.05", "scheduler.warmup='0'"]
     shell.run(*overrides, "hydra.run.dir=adapted")
-    lines = [line for line in metrics(shell, "adapted") if "kl" in line]
+    lines = [line for line in metrics(shell.cwd / "adapted") if "kl" in line]
     assert [line["kl"] > 0 for line in lines] == [False, True, True, True], "the base is where the adapters began"
