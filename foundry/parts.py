@@ -52,7 +52,7 @@ def build_model(config: Config, node: Any = None) -> nn.Module:
     if has_weights:
         runtime["read_weights"] = False
     model: nn.Module = build(node, **runtime)
-    return model
+    return model.train()  # transformers hands over what it reads from a folder without dropout
 
 
 def _dropouts(objective: Any, target: str) -> dict[str, Any]:

@@ -4,9 +4,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from foundry.config.errors import ConfigError
+from foundry.config.schemas.data import StdlibText
+from foundry.config.schemas.model import HuggingFace
+from foundry.config.schemas.root import Config
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.huggingface import HuggingFaceCausalLM
 from foundry.models.transformer import Transformer
+from foundry.parts import build_model
 
 LLAMA = {
     "hidden_size": 32,
@@ -134,3 +138,13 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path):
 def test_fields_apply_to_a_loaded_model_too(tmp_path):
     make().causal_lm.save_pretrained(tmp_path)
     assert make(path=str(tmp_path), config={"attention_dropout": 0.25}).causal_lm.config.attention_dropout == 0.25
+
+
+def test_a_folder_trains_from_the_first_step(tmp_path):
+    """What transformers reads from a folder drops nothing until it is told to train."""
+    make().causal_lm.save_pretrained(tmp_path)
+    config = Config(
+        model=HuggingFace(path=str(tmp_path), vocab_size=61, max_seq_len=16, config={"attention_dropout": 0.25}),
+        data=StdlibText(seq_len=16),
+    )
+    assert all(module.training for module in build_model(config).modules())
