@@ -160,9 +160,9 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         metric=None,
         stop_rules={},
         best=Best(KeepBest(), None),
-        keeper=NoCheckpoints(),
-        agreement=RankFlags(world),
-        interruption=SignalHandler(),
+        checkpoints=NoCheckpoints(),
+        rank_flags=RankFlags(world),
+        signals=SignalHandler(),
         ema=None,
         max_rollbacks=0,
         save_final=False,
@@ -207,7 +207,7 @@ def main() -> None:
         with cProfile.Profile() as profile:
             for _ in range(5):
                 time_block(sides["foundry"])
-        pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+        pstats.Stats(profile).sort_stats("tottime").print_stats("foundry", 40)
         return
     times: dict[str, list[float]] = {name: [] for name in sides}
     for block in range(BLOCKS + WARMUP_BLOCKS):
