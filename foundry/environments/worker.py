@@ -21,6 +21,8 @@ _START_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
 """Between two looks at whether the process is still there."""
 _LONGEST_MESSAGE = 300
+_STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What asks a run to stop, as a scheduler asks every process of a job: the run may still need scores to do so."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -82,7 +84,13 @@ class Worker:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", __name__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # it begins with this thread's mask
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         first = {"path": sys.path, "node": self._node, "parent": os.getpid()}
         reply = self._ask(first, _START_SECONDS, f"was not ready after {_START_SECONDS:g} seconds")
         if "raised" in reply:
@@ -145,7 +153,7 @@ class Worker:
 
 def _serve() -> None:
     """In the process: build the environment that the first line names, and score the answers of each line after it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
+    _outlive_stops()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the environment prints is for people
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
@@ -200,6 +208,15 @@ def _number(name: object, value: Any) -> float | None:
         return None if value is None else float(value)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"score(answers) returned {shown(value)} as {shown(name)}, not a number") from None
+
+
+def _outlive_stops() -> None:
+    """Leave it to the process that asks to end this one; what the environment starts heeds signals as ever."""
+    for signum in _STOPS:
+        # Not SIG_IGN, nor blocked, which programs that the environment starts would inherit.
+        signal.signal(signum, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    os.register_at_fork(after_in_child=lambda: [signal.signal(signum, signal.SIG_DFL) for signum in _STOPS])
 
 
 def _end_with(parent: int) -> None:
