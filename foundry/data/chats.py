@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.data import OnBadRow, TrainOn
 from foundry.data.chat import ChatTemplate, Segment, read_template, resolve_chat_template, resolve_stop_ids
-from foundry.data.corpus import PATH, VALIDATION_PATH, find_corpus_files, held_out_names
+from foundry.data.corpus import PATH, VALIDATION_PATH, HeldOutNumbers, find_corpus_files
 from foundry.data.examples import (
     BadRowError,
     LastAnswers,
@@ -113,7 +113,7 @@ def chat_files(
     Raises:
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
     """
-    source = find_rows(path, validation_path, held_out=held_out, columns=_COLUMNS)
+    source = find_rows(path, validation_path, held_out=held_out, cache_dir=cache_dir, columns=_COLUMNS)
     return chat_splits(
         source,
         RowForm.conversations(train_on),
@@ -127,14 +127,20 @@ def chat_files(
 
 
 def find_rows(
-    path: str, validation_path: str | None, *, held_out: float, columns: tuple[str, ...], reads_all: bool = False
+    path: str,
+    validation_path: str | None,
+    *,
+    held_out: float,
+    cache_dir: str,
+    columns: tuple[str, ...],
+    reads_all: bool = False,
 ) -> RowSource:
     """Rows of the user's files, a share of them held out where there are no files for that; see `FileRows`.
 
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; or there are too few rows.
     """
-    found = find_corpus_files(path, validation_path, settings=f"rows {held_out}", kinds=_KINDS)
+    found = find_corpus_files(path, validation_path, settings=f"rows {held_out}", cache_dir=cache_dir, kinds=_KINDS)
     rows = FileRows(found.train, columns, PATH, reads_all=reads_all)
     if found.validation:
         held = FileRows(found.validation, columns, VALIDATION_PATH, first_file=len(found.train), reads_all=reads_all)
@@ -162,9 +168,9 @@ class _Share:
         if count < 2:
             message = f"{self.rows.files[0]} has {'one row' if count else 'no rows'}; give at least two, or more files"
             raise ConfigError(Violation(PATH, message))
-        held = held_out_names([str(index) for index in range(count)], self.held_out)
+        held = HeldOutNumbers.choose(count, self.held_out)
         for index, row in enumerate(self.rows):
-            if (str(index) in held) == self.is_held:
+            if (index in held) == self.is_held:
                 yield row
 
 

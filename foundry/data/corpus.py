@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from glob import has_magic
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.documents import Documents, documents, source_files
+from foundry.data.file_digests import file_digests
 
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = {"encodings", "pydoc_data"}
@@ -53,7 +54,7 @@ def stdlib_corpus(*, held_out: float) -> Corpus:
     chosen = held_out_names(names, held_out)
     train = source_files([paths[name] for name in names if name not in chosen])
     validation = source_files([paths[name] for name in names if name in chosen])
-    digest = _digest([f"stdlib {held_out}", *names], _hashes(paths.values()))
+    digest = _digest([f"stdlib {held_out}", *names], file_digests([*paths.values()]))
     return Corpus(digest, digest, lambda: Splits(train, validation))
 
 
@@ -72,11 +73,57 @@ def held_out_names(names: Sequence[str], share: float) -> set[str]:
         names: at least two, without duplicates.
         share: between 0 and 1.
     """
-    ranked = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return set(ranked[: min(max(1, round(share * len(ranked))), len(ranked) - 1)])
+    ranked = sorted(names, key=_hash_name)
+    return set(ranked[: _num_held_out(len(ranked), share)])
 
 
-def files_corpus(*, path: str, text_field: str, validation_path: str | None, held_out: float) -> Corpus:
+def _num_held_out(count: int, share: float) -> int:
+    return min(max(1, round(share * count)), count - 1)
+
+
+def _hash_name(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+@dataclass(frozen=True)
+class HeldOutNumbers:
+    """Which of the numbers below a count `held_out_names` would choose, told without a list of them.
+
+    Attributes:
+        last: the largest of their hashes.
+    """
+
+    last: bytes
+
+    @classmethod
+    def choose(cls, count: int, share: float) -> Self:
+        """Find the hash up to which numbers are held out, in two passes over all hashes that keep few of them.
+
+        Args:
+            count: of the numbers, at least two.
+            share: between 0 and 1.
+        """
+        per_prefix = [0] * 2**16
+        for number in range(count):
+            per_prefix[_prefix(_hash_name(str(number)))] += 1
+        wanted = _num_held_out(count, share)
+        prefix = 0
+        while per_prefix[prefix] < wanted:
+            wanted -= per_prefix[prefix]
+            prefix += 1
+        hashes = (_hash_name(str(number)) for number in range(count))
+        return cls(sorted(found for found in hashes if _prefix(found) == prefix)[wanted - 1])
+
+    def __contains__(self, number: int) -> bool:
+        """Whether it is held out."""
+        return _hash_name(str(number)) <= self.last
+
+
+def _prefix(digest: bytes) -> int:
+    return digest[0] << 8 | digest[1]
+
+
+def files_corpus(*, path: str, text_field: str, validation_path: str | None, held_out: float, cache_dir: str) -> Corpus:
     """The user's own files. A text file is one document; a line of JSONL or a row of Parquet is one.
 
     Args:
@@ -84,11 +131,12 @@ def files_corpus(*, path: str, text_field: str, validation_path: str | None, hel
         text_field: column or key of the text.
         validation_path: files to hold out; None: a share of `path`'s documents, or of a single document's end.
         held_out: that share.
+        cache_dir: as of `file_digests`.
 
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; `read` raises one for their contents.
     """
-    found = find_corpus_files(path, validation_path, settings=f"files {text_field} {held_out}")
+    found = find_corpus_files(path, validation_path, settings=f"files {text_field} {held_out}", cache_dir=cache_dir)
     read = partial(_read, found.train, found.validation, text_field, held_out)
     return Corpus(found.fingerprint, found.content, read)
 
@@ -103,7 +151,7 @@ class CorpusFiles(NamedTuple):
 
 
 def find_corpus_files(
-    path: str, validation_path: str | None, *, settings: str, kinds: Mapping[str, str] = _KINDS
+    path: str, validation_path: str | None, *, settings: str, cache_dir: str, kinds: Mapping[str, str] = _KINDS
 ) -> CorpusFiles:
     """Find the files, and hash what they hold.
 
@@ -111,6 +159,7 @@ def find_corpus_files(
         path: file, folder or glob.
         validation_path: likewise; None: there are none.
         settings: what the samples depend on besides.
+        cache_dir: as of `file_digests`.
         kinds: the suffixes that are read, and the kind that each is of.
 
     Raises:
@@ -120,7 +169,7 @@ def find_corpus_files(
     validation_files = [] if validation_path is None else _find_files(validation_path, VALIDATION_PATH, kinds)
     described = [f"{settings} {bool(validation_files)}", *(file.name for file in files)]
     try:
-        hashes = _hashes([*files, *validation_files])
+        hashes = file_digests([*files, *validation_files], cache_dir)
     except OSError as error:
         message = f"{error.filename} cannot be read: {error.strerror}; make it readable or leave it out"
         raise ConfigError(Violation(PATH, message)) from error
@@ -145,8 +194,7 @@ def _read(files: Sequence[Path], validation_files: Sequence[Path], text_field: s
         text = "".join(train)
         cut = round(len(text) * (1 - held_out))
         return Splits([text[:cut]], [text[cut:]])
-    chosen = held_out_names([str(index) for index in range(count)], held_out)
-    held = frozenset(int(name) for name in chosen)
+    held = HeldOutNumbers.choose(count, held_out)
     return Splits(replace(train, left_out=held), replace(train, only=held))
 
 
@@ -187,15 +235,6 @@ def _find_files(pattern: str, key: str, kinds: Mapping[str, str]) -> list[Path]:
     if len({kinds.get(suffix) for suffix in kinds_found}) > 1 or not kinds_found <= kinds.keys():
         message = f"{pattern!r} has files of {', '.join(sorted(kinds_found))}; choose one kind of {', '.join(kinds)}"
         raise ConfigError(Violation(key, message))
-    return found
-
-
-def _hashes(files: Iterable[Path]) -> list[bytes]:
-    """The SHA-256 of each file's content."""
-    found: list[bytes] = []
-    for file in files:
-        with file.open("rb") as stream:
-            found.append(hashlib.file_digest(stream, "sha256").digest())
     return found
 
 

@@ -1,6 +1,6 @@
 """Documents in text, JSONL and Parquet files, read one after another; what cannot be read is named with its place."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ class Documents:
 
     files: tuple[Path, ...]
     read: Callable[[Path], Iterator[str]]
-    only: frozenset[int] | None = None
-    left_out: frozenset[int] = frozenset()
+    only: Container[int] | None = None
+    left_out: Container[int] = ()
 
     def __iter__(self) -> Iterator[str]:
         """The texts that are not empty, in order."""

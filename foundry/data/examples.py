@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from foundry.data.mapped_files import MapsFiles
 from foundry.data.packing import place_parts
 from foundry.data.rows import Row, RowSplits
 from foundry.data.splits import Prompt
@@ -42,7 +43,7 @@ _Tokens = tuple[list[int], list[bool]]
 """The tokens of an example, and which of them are learnt."""
 
 
-class Examples:
+class Examples(MapsFiles):
     """Sample i is one row of tokens; its targets are the same one token later, where these are to be learnt.
 
     Args:

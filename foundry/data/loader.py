@@ -18,6 +18,7 @@ from foundry.data.packing import Pack, deal, first_fit_decreasing
 from foundry.data.splits import BatchedDataset, Dataset, PackedDataset
 from foundry.training.protocols import Microbatch, Window
 
+_KEYED = "keyed"
 _REAP_SECONDS = 1.0
 _TORCH_SAYS = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[^)]*\) "
@@ -186,12 +187,15 @@ class Loader:
         return Window(microbatches, num_samples, tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of samples consumed, over all ranks, and of those left out."""
-        return {"samples": self.samples, "skipped": self._skipped}
+        """The number of samples consumed, over all ranks, and of those left out; and whether the order is keyed."""
+        order = {"order": _KEYED} if self._reader.order.is_keyed else {}
+        return {"samples": self.samples, "skipped": self._skipped, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after `state["samples"]` samples."""
+        """Continue after `state["samples"]` samples, in the kind of order in which these were read."""
         self.samples, self._skipped = int(state["samples"]), int(state["skipped"])
+        # Runs of earlier versions have read datasets of any size by tables.
+        self._reader.order.is_keyed &= state.get("order") == _KEYED
         self._ahead = None
 
     def tensors(self) -> dict[str, Tensor]:

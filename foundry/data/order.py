@@ -1,9 +1,17 @@
 """The global order of samples."""
 
 import hashlib
+import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+MAX_TABLE_SAMPLES = 2**24
+"""Up to here an epoch's permutation is a table, of 128 MB at most; above it is computed where it is asked for."""
+
+_ROUNDS = 8
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class GlobalOrder:
@@ -11,12 +19,21 @@ class GlobalOrder:
 
     Position p lies in epoch p // num_samples. Each epoch is a permutation of the whole dataset that depends on the
     dataset's fingerprint, the seed and the epoch only: not on ranks, workers or microbatches.
+
+    Attributes:
+        num_samples: of the dataset.
+        is_keyed: whether permutations are computed by `keyed_permutation`, without a table.
     """
 
     def __init__(self, *, num_samples: int, fingerprint: str, seed: int) -> None:
         self.num_samples = num_samples
+        self.is_keyed = num_samples > MAX_TABLE_SAMPLES
         self._key = f"{fingerprint}:{seed}"
         self._permutations: dict[int, NDArray[np.int64]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tables: a worker process computes those that it needs."""
+        return {**vars(self), "_permutations": {}}
 
     def indices(self, positions: range) -> NDArray[np.int64]:
         """Indices into the dataset, (len(positions),) int64, of consecutive positions."""
@@ -24,15 +41,54 @@ class GlobalOrder:
         while start < positions.stop:
             epoch, first = divmod(start, self.num_samples)
             last = min(first + positions.stop - start, self.num_samples)
-            parts.append(self._permutation(epoch)[first:last])
+            if self.is_keyed:
+                key = self._digest(epoch, 8 * _ROUNDS)
+                parts.append(keyed_permutation(np.arange(first, last), num_items=self.num_samples, key=key))
+            else:
+                parts.append(self._permutation(epoch)[first:last])
             start += last - first
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
-            digest = hashlib.blake2b(f"{self._key}:{epoch}".encode(), digest_size=16).digest()
-            generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+            generator = np.random.Generator(np.random.Philox(key=int.from_bytes(self._digest(epoch, 16), "little")))
             # A window spans at most the end of one epoch and the start of the next.
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1}
             self._permutations[epoch] = generator.permutation(self.num_samples)
         return self._permutations[epoch]
+
+    def _digest(self, epoch: int, size: int) -> bytes:
+        return hashlib.blake2b(f"{self._key}:{epoch}".encode(), digest_size=size).digest()
+
+
+def keyed_permutation(items: NDArray[np.int64], *, num_items: int, key: bytes) -> NDArray[np.int64]:
+    """Where a permutation of `num_items` items sends some of them, without a table of all.
+
+    A generalised Feistel network over the smallest rectangle that holds all items, applied again to the few that fall
+    outside (cycle walking; both in Black and Rogaway, 2002, "Ciphers with arbitrary finite domains"). Its round
+    function is the finaliser of SplitMix64 (Steele et al., 2014).
+
+    Args:
+        items: (n,) int64 from 0 to num_items - 1.
+        num_items: at most 2**62.
+        key: 64 bytes.
+    """
+    width = math.isqrt(num_items - 1) + 1
+    sides, keys = np.array([width, -(-num_items // width)], np.uint64), np.frombuffer(key, "<u8")
+    found = _feistel(items.astype(np.uint64), sides, keys)
+    while (outside := found >= num_items).any():
+        found[outside] = _feistel(found[outside], sides, keys)
+    return found.astype(np.int64)
+
+
+def _feistel(items: NDArray[np.uint64], sides: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One pass over the rectangle: each round adds to one coordinate a function of the other."""
+    one, other = np.divmod(items, sides[1])
+    for number, key in enumerate(keys):
+        mixed = other ^ key
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[0]
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX[1]
+        side = sides[number % 2]
+        one, other = other, (one + (mixed ^ (mixed >> np.uint64(31))) % side) % side
+    permuted: NDArray[np.uint64] = one * sides[1] + other
+    return permuted

@@ -54,7 +54,7 @@ def preference_files(
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
     """
     return chat_splits(
-        find_rows(path, validation_path, held_out=held_out, columns=_COLUMNS),
+        find_rows(path, validation_path, held_out=held_out, cache_dir=cache_dir, columns=_COLUMNS),
         PREFERENCES,
         seq_len=seq_len,
         vocab_size=vocab_size,

@@ -70,7 +70,7 @@ def prompt_files(
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
     """
     return prompt_splits(
-        find_rows(path, validation_path, held_out=held_out, columns=_COLUMNS, reads_all=True),
+        find_rows(path, validation_path, held_out=held_out, cache_dir=cache_dir, columns=_COLUMNS, reads_all=True),
         seq_len=seq_len,
         max_new_tokens=max_new_tokens,
         vocab_size=vocab_size,

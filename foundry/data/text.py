@@ -73,6 +73,7 @@ def text_files(
         text_field=text_field,
         validation_path=validation_path,
         held_out=held_out,
+        cache_dir=cache_dir,
     )
     return text_splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from filelock import FileLock
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from foundry.config.errors import ConfigError, Violation
@@ -30,7 +30,7 @@ _TRAIN = "train.npy"
 _VALIDATION = "validation.npy"
 _STATISTICS = "statistics.json"
 log = logging.getLogger(__name__)
-_DOCUMENTS_PER_BATCH = 256
+_DOCUMENTS_PER_BATCH, _CHARACTERS_PER_BATCH = 256, 2**20
 _Item = TypeVar("_Item")
 
 
@@ -142,13 +142,13 @@ def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None
     train_texts, validation_texts = corpus.read()
     tokenizer, end = chosen or train_with_end(train_texts, vocab_size)
     tokenizer.save(str(folder / TOKENIZER))
-    train_documents, train = _encode(train_texts, tokenizer, end, folder / _TRAIN)
-    validation_documents, validation = _encode(validation_texts, tokenizer, end, folder / _VALIDATION)
+    train = _encode(train_texts, tokenizer, end, folder / _TRAIN)
+    validation = _encode(validation_texts, tokenizer, end, folder / _VALIDATION)
     statistics = TokenStatistics(
-        documents=train_documents + validation_documents,
-        train_tokens=len(train),
-        validation_tokens=len(validation),
-        unigram_entropy=unigram_entropy(train, validation, tokenizer.get_vocab_size()),
+        documents=train.documents + validation.documents,
+        train_tokens=int(train.counts.sum()),
+        validation_tokens=int(validation.counts.sum()),
+        unigram_entropy=unigram_entropy(train.counts, validation.counts),
     )
     (folder / _STATISTICS).write_text(json.dumps(asdict(statistics)))
     return TOKENIZER, _TRAIN, _VALIDATION, _STATISTICS
@@ -167,15 +167,24 @@ def trained_end(tokenizer: Tokenizer) -> int:
     return end
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer, end: int, file: Path) -> tuple[int, TokenArray]:
-    """Write the tokens of all documents, each ended by the token `end`; their number and one array."""
-    documents = 0
+class _Encoded(NamedTuple):
+    """What a file of tokens holds: its documents, and how often each token comes, (vocab_size,) int64."""
+
+    documents: int
+    counts: NDArray[np.int64]
+
+
+def _encode(texts: Iterable[str], tokenizer: Tokenizer, end: int, file: Path) -> _Encoded:
+    """Write the tokens of all documents, each ended by the token `end`; a batch of documents at a time is in memory."""
+    documents, counts = 0, np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
     with ArrayWriter(file, token_dtype(tokenizer)) as writer:
-        for batch in batches(texts):
-            for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
-                writer.append([*encoding.ids, end])
-                documents += 1
-    return documents, np.load(file, mmap_mode="r", allow_pickle=False)
+        for batch in batches(texts, size=len):
+            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            tokens = np.array([token for encoding in encodings for token in (*encoding.ids, end)])
+            counts += np.bincount(tokens, minlength=len(counts))
+            writer.append(tokens)
+            documents += len(batch)
+    return _Encoded(documents, counts)
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
@@ -187,40 +196,56 @@ class ArrayWriter:
     """Writes a .npy file of one dimension whose length is known only at the end; memory is independent of it."""
 
     def __init__(self, file: Path, dtype: np.dtype[Any]) -> None:
-        self._file, self._raw, self._dtype = file, file.with_suffix(".raw"), dtype
+        self._file, self._dtype = file, dtype
         self.length = 0
 
     def __enter__(self) -> Self:
-        """Open a file beside it."""
-        self._stream = self._raw.open("wb")
+        """Open the file, and leave room for a header."""
+        self._stream = self._file.open("w+b")
+        self._write_header()
         return self
 
-    def append(self, values: Sequence[int]) -> None:
+    def append(self, values: "Sequence[int] | NDArray[Any]") -> None:
         """Add values at the end."""
-        self._stream.write(np.array(values, self._dtype).tobytes())
+        self._stream.write(np.asarray(values, self._dtype).tobytes())
         self.length += len(values)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Write the header, which needs the length, and copy what was added by mapping both files."""
-        self._stream.close()
-        if kind is not None:
-            return
-        array = np.lib.format.open_memmap(self._file, mode="w+", dtype=self._dtype, shape=(self.length,))
-        if self.length:
-            array[:] = np.memmap(self._raw, self._dtype, mode="r", shape=(self.length,))
-        array.flush()
-        self._raw.unlink()
+        """Write the header again, whose size does not depend on the length that it names."""
+        with self._stream:
+            if kind is None:
+                self._stream.seek(0)
+                self._write_header()
+
+    def _write_header(self) -> None:
+        described = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(self._stream, {**described, "shape": (self.length,)})
 
 
-def batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
-    """The items in lists of a few hundred, as the tokenizer encodes them in parallel."""
-    iterator = iter(items)
-    while batch := list(islice(iterator, _DOCUMENTS_PER_BATCH)):
+def batches(items: Iterable[_Item], size: Callable[[_Item], int] | None = None) -> Iterator[list[_Item]]:
+    """The items in lists of a few hundred, as the tokenizer encodes them in parallel.
+
+    Args:
+        items: of any number.
+        size: characters of an item; a list ends with the item that brings it to a million.
+    """
+    batch, characters = list[_Item](), 0
+    for item in items:
+        batch.append(item)
+        characters += 0 if size is None else size(item)
+        if len(batch) == _DOCUMENTS_PER_BATCH or characters >= _CHARACTERS_PER_BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
         yield batch
 
 
-def unigram_entropy(train: TokenArray, held_out: TokenArray, vocab_size: int) -> float:
-    """Cross-entropy in nats of the held-out tokens under the training tokens' add-one unigram distribution."""
-    counts = np.bincount(train, minlength=vocab_size) + 1
-    log_probabilities = np.log(counts / counts.sum())
-    return float(-log_probabilities[held_out].mean()) if len(held_out) else float("nan")
+def unigram_entropy(train: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
+    """Cross-entropy in nats of held-out tokens under the training tokens' add-one unigram distribution.
+
+    Args:
+        train: how often each token comes, (vocab_size,) int64.
+        held_out: likewise.
+    """
+    log_probabilities = np.log((train + 1) / (train + 1).sum())
+    return float(-(held_out * log_probabilities).sum() / held_out.sum()) if held_out.any() else float("nan")

@@ -8,10 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foundry.data.mapped_files import MapsFiles
+
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 
-class TokenSequences:
+class TokenSequences(MapsFiles):
     """Sample i is tokens[i * seq_len : (i + 1) * seq_len], and its targets the same one token later.
 
     Args:

@@ -13,7 +13,7 @@ LINES = [f"{n} plus {n} is {2 * n}" for n in range(60)]
 
 
 def corpus(folder, path=".", **options):
-    settings = {"text_field": "text", "validation_path": None, "held_out": 0.1} | options
+    settings = {"text_field": "text", "validation_path": None, "held_out": 0.1, "cache_dir": str(folder)} | options
     return files_corpus(path=str(folder / path), **settings)
 
 

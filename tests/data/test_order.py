@@ -1,10 +1,11 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundry.data.loader import Loader, held_out_batches
-from foundry.data.order import GlobalOrder
+from foundry.data.order import MAX_TABLE_SAMPLES, GlobalOrder, keyed_permutation
 
 
 class Squares(torch.utils.data.Dataset):
@@ -83,3 +84,51 @@ def test_held_out_samples_come_once_each_and_padding_is_marked(dp_size, max_samp
     seen = [i for b in batches for i, p in zip(b["index"].tolist(), b["position"].tolist(), strict=True) if p >= 0]
     assert sorted(seen) == list(range(min(max_samples or 37, 37)))
     assert all(batch["index"].shape == (4,) for batch in batches)
+
+
+@settings(deadline=None, max_examples=50)
+@given(count=st.integers(1, 5000), key=st.binary(min_size=64, max_size=64))
+def test_a_keyed_permutation_has_every_item_once(count, key):
+    found = keyed_permutation(np.arange(count), num_items=count, key=key)
+    assert sorted(found.tolist()) == list(range(count))
+
+
+def test_above_a_size_there_is_no_table_and_the_order_is_pinned():
+    large = order(n=MAX_TABLE_SAMPLES + 1)
+    assert large.is_keyed
+    assert not order(n=MAX_TABLE_SAMPLES).is_keyed
+    whole = large.indices(range(50_000, 60_000))
+    assert whole[:3].tolist() == [4978593, 14843562, 14207906]
+    assert [int(large.indices(range(p, p + 1))[0]) for p in range(50_000, 50_010)] == whole[:10].tolist()
+    across = large.indices(range(MAX_TABLE_SAMPLES - 1, MAX_TABLE_SAMPLES + 3)).tolist()
+    following = large.indices(range(MAX_TABLE_SAMPLES + 1, MAX_TABLE_SAMPLES + 3)).tolist()
+    assert across[2:] == following != large.indices(range(2)).tolist()
+    assert large._permutations == {}
+
+
+def test_a_keyed_order_is_even_and_epochs_are_unlike():
+    large, count = order(n=3 * 2**24), 3 * 2**24
+    one, other = (large.indices(range(start, start + 64_000)) for start in (0, count))
+    for found in (one, other, other - one):
+        per_bin = np.bincount(found % count * 64 // count, minlength=64)
+        # Chi-square with 63 degrees of freedom: 99.99 % lie below 114.
+        assert ((per_bin - 1000) ** 2 / 1000).sum() < 114
+    assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.02
+
+
+def test_a_large_run_of_an_earlier_version_keeps_its_table(monkeypatch):
+    by_table = loader()
+    by_table.next_window()
+    earlier = by_table.state_dict()
+    assert earlier == {"samples": 8, "skipped": 0}
+    monkeypatch.setattr("foundry.data.order.MAX_TABLE_SAMPLES", 36)
+    resumed, keyed = loader(order=order()), loader(order=order())
+    resumed.load_state_dict(earlier)
+    keyed.next_window()
+    assert keyed.state_dict() == {"samples": 8, "skipped": 0, "order": "keyed"}
+    again = loader(order=order())
+    again.load_state_dict(keyed.state_dict())
+    in_table = window_indices([by_table])
+    assert window_indices([resumed]) == in_table
+    assert window_indices([again]) == window_indices([keyed]) != in_table
+    assert resumed.state_dict() == by_table.state_dict()
