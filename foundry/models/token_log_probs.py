@@ -23,12 +23,16 @@ class TokenLogProbs:
         logsumexp: (batch, seq) float32, log-sum-exp of the logits, at ignored targets too. (batch, 0) without targets.
         logits: (batch, seq, vocab) in the compute dtype, where asked for.
         read: (batch, seq, ...) by name, what was read off the logits besides, where asked for.
+        loss: () float32, the sum that a `TokenLoss` asks for; then no other field is differentiable.
+        correct: (batch, seq) bool, whether the likeliest token is the target, where a `TokenLoss` asks for it.
     """
 
     log_prob: Tensor
     logsumexp: Tensor
     logits: Tensor | None = None
     read: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    correct: Tensor | None = None
 
 
 Read = Callable[..., dict[str, Tensor]]

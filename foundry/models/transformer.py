@@ -15,6 +15,7 @@ from foundry.models.fsdp_block import FSDPBlock
 from foundry.models.initialisation import draw_weights, resolve_std
 from foundry.models.kv_cache import KVCache, LayerCache
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
+from foundry.models.token_loss import TokenLoss, project_loss
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -240,6 +241,7 @@ class Transformer(nn.Module):
         return_logits: bool = False,
         read: Read | None = None,
         per_token: Sequence[Tensor] = (),
+        token_loss: TokenLoss | None = None,
         dropout_keys: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> TokenLogProbs:
@@ -253,6 +255,7 @@ class Transformer(nn.Module):
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
             per_token: (batch, seq, ...) each, what `read` is given besides.
+            token_loss: the loss to sum, whose gradients are made without a second projection.
             dropout_keys: (samples,) int64, of each sample, for training with dropout.
             documents: (batch, seq) int64, the sample of each token where rows hold several, -1 for padding; None: row
                 i is sample i.
@@ -277,9 +280,12 @@ class Transformer(nn.Module):
             positions = cache.positions(tokens.shape[0], tokens.shape[1], tokens.device)
             hidden = self.model(tokens, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1), cache)[:, -1:]
             cache.advance(tokens.shape[1])
+        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if token_loss is not None and targets is not None:
+            return project_loss(hidden, head, targets, token_loss, self.logprob_tile_tokens)
         return project_log_probs(
             hidden,
-            self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight,
+            head,
             targets,
             tile_tokens=self.logprob_tile_tokens,
             return_logits=return_logits,

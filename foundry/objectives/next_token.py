@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry.models.token_log_probs import IGNORED_TARGET
+from foundry.models.token_loss import TokenLoss, ask_for_loss
 from foundry.objectives.text_samples import TextSamples, continue_text
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
@@ -41,14 +42,15 @@ class NextToken:
         With a z-loss, its sum (weighted) and that of the cross-entropy are metrics too.
         """
         targets = valid_targets(microbatch)
-        output = model(microbatch["tokens"], targets)
-        cross_entropy = -output.log_prob.sum()
+        wanted = TokenLoss(z_loss_coefficient=self.z_loss_coefficient)
+        output = ask_for_loss(model, microbatch["tokens"], targets, wanted)
+        assert output.loss is not None
         if self.z_loss_coefficient == 0:
-            return LossSum(cross_entropy)
-        squares = output.logsumexp.square().masked_fill(targets == IGNORED_TARGET, 0.0)
-        z_loss = self.z_loss_coefficient * squares.sum()
-        metrics = {"cross_entropy": Mean(cross_entropy.detach()), "z_loss": Mean(z_loss.detach())}
-        return LossSum(cross_entropy + z_loss, metrics)
+            return LossSum(output.loss)
+        cross_entropy = -output.log_prob.sum()
+        return LossSum(
+            output.loss, {"cross_entropy": Mean(cross_entropy), "z_loss": Mean(output.loss.detach() - cross_entropy)}
+        )
 
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples:
         """Continue prompts; options are those of `continue_text`, where the lengths and the temperature are open."""

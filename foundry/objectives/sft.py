@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry.models.token_log_probs import IGNORED_TARGET
+from foundry.models.token_loss import TokenLoss, ask_for_loss
 from foundry.objectives.keyed_random import keyed_integers
 from foundry.objectives.next_token import valid_targets
 from foundry.objectives.text_samples import TextSamples, continue_text
@@ -70,18 +71,19 @@ class SFT:
         asked = self._dropout_keys(microbatch, targets)
         if "documents" in microbatch:
             asked["documents"] = microbatch["documents"]
-        output = model(microbatch["tokens"], targets, read=_find_correct, **asked)
         is_valid = targets != IGNORED_TARGET
         weights = is_valid.float()
         if self.averages_samples:
             weights = weights / _tokens_of_sample(is_valid, microbatch.get("documents")).clamp(min=1)
-        cross_entropy = -(output.log_prob * weights).sum()
-        metrics = {"accuracy": Mean(output.read["correct"].sum().float(), is_valid.sum())}
-        if self.z_loss_coefficient == 0:
-            return LossSum(cross_entropy, metrics)
-        z_loss = self.z_loss_coefficient * (output.logsumexp.square() * weights).sum()
-        metrics |= {"cross_entropy": Mean(cross_entropy.detach()), "z_loss": Mean(z_loss.detach())}
-        return LossSum(cross_entropy + z_loss, metrics)
+        wanted = TokenLoss(z_loss_coefficient=self.z_loss_coefficient, weights=weights, finds_correct=True)
+        output = ask_for_loss(model, microbatch["tokens"], targets, wanted, **asked)
+        assert output.loss is not None
+        assert output.correct is not None
+        metrics = {"accuracy": Mean(output.correct.sum().float(), is_valid.sum())}
+        if self.z_loss_coefficient:
+            cross_entropy = -(output.log_prob * weights).sum()
+            metrics |= {"cross_entropy": Mean(cross_entropy), "z_loss": Mean(output.loss.detach() - cross_entropy)}
+        return LossSum(output.loss, metrics)
 
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples:
         """Answer prompts; options are those of `continue_text`, where the lengths and the temperature are open."""
@@ -94,11 +96,6 @@ class SFT:
             return {}
         keys = keyed_integers(self.seed, microbatch["position"], 2**62, stream="dropout", device=targets.device)
         return {"dropout_keys": keys}
-
-
-def _find_correct(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Whether the likeliest token is the target, (tokens,) bool; never where that is ignored."""
-    return {"correct": logits.argmax(-1) == targets}
 
 
 def _tokens_of_sample(is_valid: Tensor, documents: Tensor | None) -> Tensor:

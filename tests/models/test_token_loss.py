@@ -1,0 +1,117 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from foundry.models.token_log_probs import project_log_probs
+from foundry.models.token_loss import TokenLoss, ask_for_loss, project_loss
+
+
+def inputs(batch=3, seq=7, width=8, vocab=19, *, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(batch, seq, width, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocab, width, generator=generator, dtype=dtype).requires_grad_()
+    targets = torch.randint(vocab, (batch, seq), generator=generator)
+    targets[torch.rand(batch, seq, generator=generator) < 0.3] = -100
+    weights = torch.rand(batch, seq, generator=generator)
+    return hidden, weight, targets, weights
+
+
+def plain_loss(hidden, weight, targets, weights, z_loss_coefficient):
+    logits = hidden @ weight.T
+    lse = logits.logsumexp(-1)
+    cross_entropy = lse - logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return ((cross_entropy + z_loss_coefficient * lse.square()) * weights.masked_fill(targets < 0, 0.0)).sum()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tile=st.integers(0, 30),
+    batch=st.integers(1, 4),
+    seq=st.integers(1, 8),
+    z=st.sampled_from([0.0, 1e-4, 0.5]),
+    seed=st.integers(0, 99),
+)
+def test_loss_and_gradients_are_exact_for_any_tile(tile, batch, seq, z, seed):
+    hidden, weight, targets, weights = inputs(batch, seq, seed=seed)
+    found = project_loss(hidden, weight, targets, TokenLoss(z, weights), tile)
+    expected = plain_loss(hidden, weight, targets, weights, z)
+    torch.testing.assert_close(found.loss, expected, rtol=1e-12, atol=1e-12)
+    theirs = torch.autograd.grad(3.5 * expected, (hidden, weight))
+    for ours, other in zip(torch.autograd.grad(3.5 * found.loss, (hidden, weight)), theirs, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-12)
+    log_probs = project_log_probs(hidden.float(), weight.float(), targets)
+    torch.testing.assert_close(found.log_prob.float(), log_probs.log_prob)
+    torch.testing.assert_close(found.logsumexp.float(), log_probs.logsumexp)
+
+
+@pytest.mark.parametrize("tile", [32, 128, 1024])
+def test_in_bfloat16_the_gradient_of_the_head_is_as_precise_as_of_one_projection(tile):
+    hidden, weight, targets, _ = inputs(8, 128, 64, 512, dtype=torch.float32)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact = torch.autograd.grad(plain_loss(*wide, targets, torch.ones(targets.shape).double(), 0.0), wide[1])[0]
+
+    def error(loss):
+        return float((torch.autograd.grad(loss, weight)[0].double() - exact).norm() / exact.norm())
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states = hidden.to(torch.bfloat16)
+        tiled = error(project_loss(states, weight, targets, TokenLoss(), tile).loss)
+        whole = error(-project_log_probs(states, weight, targets).log_prob.sum())
+    assert tiled <= 1.1 * whole
+
+
+def test_logits_are_projected_once_and_never_kept():
+    hidden, weight, targets, weights = inputs(4, 64, 8, 512, dtype=torch.float32)
+    saved = []
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+            loss = project_loss(hidden, weight, targets, TokenLoss(weights=weights), 16).loss
+        loss.backward()
+    assert counter.get_total_flops() == 3 * 2 * targets.numel() * weight.numel()
+    assert max(saved) <= max(hidden.numel(), weight.numel())
+
+
+def test_what_needs_no_gradient_gets_none_and_costs_none():
+    hidden, weight, targets, _ = inputs(dtype=torch.float32)
+    frozen = weight.detach()
+    with FlopCounterMode(display=False) as counter:
+        project_loss(hidden, frozen, targets, TokenLoss()).loss.backward()
+    assert counter.get_total_flops() == 2 * 2 * targets.numel() * weight.numel()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        found = project_loss(hidden, weight, targets, TokenLoss())
+    assert counter.get_total_flops() == 2 * targets.numel() * weight.numel()
+    assert not found.loss.requires_grad
+    torch.testing.assert_close(
+        hidden.grad, torch.autograd.grad(plain_loss(hidden, frozen, targets, 1.0 * (targets >= 0), 0), hidden)[0]
+    )
+
+
+def test_the_same_of_a_model_that_makes_no_loss():
+    class Plain(torch.nn.Module):
+        def forward(self, tokens, targets, *, read=None):
+            return project_log_probs(hidden, weight, targets, read=read)
+
+    class Own(torch.nn.Module):
+        def forward(self, tokens, targets, *, token_loss=None):
+            return project_loss(hidden, weight, targets, token_loss)
+
+    hidden, weight, targets, weights = inputs(dtype=torch.float32)
+    wanted = TokenLoss(0.1, weights, finds_correct=True)
+    outputs = [ask_for_loss(model, targets, targets, wanted) for model in (Plain(), Own())]
+    for name in ("loss", "log_prob", "logsumexp", "correct"):
+        torch.testing.assert_close(*[getattr(output, name) for output in outputs])
+    likeliest = F.linear(hidden, weight).argmax(-1)
+    assert torch.equal(outputs[1].correct, likeliest == targets)
+    for ours, theirs in zip(*[torch.autograd.grad(output.loss, (hidden, weight)) for output in outputs], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_second_backward_pass_is_an_error():
+    hidden, weight, targets, _ = inputs()
+    loss = project_loss(hidden, weight, targets, TokenLoss()).loss
+    torch.autograd.grad(loss, weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, weight)
