@@ -22,7 +22,9 @@ from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, resolve_std
 from foundry.models.kv_cache import Cache
-from foundry.models.token_log_probs import Read, TokenLogProbs, read_log_probs
+from foundry.models.plain_head import has_plain_head
+from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs, read_log_probs
+from foundry.models.token_loss import TokenLoss, project_loss, read_loss
 from foundry.models.transformer import to_compute_dtype
 
 _PREFIX = "causal_lm."
@@ -87,6 +89,7 @@ class HuggingFaceCausalLM(nn.Module):
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_to_compute_dtype)
         self._takes = frozenset(inspect.signature(self.causal_lm.forward).parameters)
+        self._has_plain_head = has_plain_head(self.causal_lm)
         self.max_seq_len = max_seq_len
         self.logprob_tile_tokens = logprob_tile_tokens
 
@@ -104,6 +107,7 @@ class HuggingFaceCausalLM(nn.Module):
         return_logits: bool = False,
         read: Read | None = None,
         per_token: Sequence[Tensor] = (),
+        token_loss: TokenLoss | None = None,
         dropout_keys: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> TokenLogProbs:
@@ -117,6 +121,7 @@ class HuggingFaceCausalLM(nn.Module):
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
             per_token: (batch, seq, ...) each, what `read` is given besides.
+            token_loss: the loss to sum; neither logits nor anything read off them are returned then.
             dropout_keys: unused: transformers draws from torch's generator, whose state is in checkpoints.
             documents: (batch, seq) int64, the sample of each token where rows hold several, -1 for padding; given
                 neither mask nor cache, transformers separates them where positions start anew.
@@ -124,9 +129,14 @@ class HuggingFaceCausalLM(nn.Module):
         if cache is not None:
             logits = self.causal_lm(input_ids=tokens, **self._from_cache(cache, tokens)).logits[:, -1:]
             cache.advance(tokens.shape[1])
-        else:
-            given = {} if documents is None else {"position_ids": Documents(documents).positions}
-            logits = self.causal_lm(input_ids=tokens, use_cache=False, **given).logits
+            return read_log_probs(logits, None)
+        given = {} if documents is None else {"position_ids": Documents(documents).positions}
+        if targets is not None and self._has_plain_head:
+            asked: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
+            return self._project(tokens, targets, given, token_loss, **asked)
+        logits = self.causal_lm(input_ids=tokens, use_cache=False, **given).logits
+        if targets is not None and token_loss is not None:
+            return read_loss(logits, targets, token_loss, tile_tokens=self.logprob_tile_tokens)
         return read_log_probs(
             logits,
             targets,
@@ -141,6 +151,22 @@ class HuggingFaceCausalLM(nn.Module):
         if getattr(self.causal_lm, "_is_stateful", False):
             return None
         return TransformersCache(self.config, length, padding)
+
+    def _project(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        given: dict[str, Any],
+        token_loss: TokenLoss | None,
+        **asked: Any,
+    ) -> TokenLogProbs:
+        """As `forward`, of a model whose logits are the product of its last hidden states with the head."""
+        base: Any = self.causal_lm.base_model
+        hidden = base(input_ids=tokens, use_cache=False, **given).last_hidden_state
+        head: Any = self.output_head()
+        if token_loss is not None:
+            return project_loss(hidden, head.weight, targets, token_loss, tile_tokens=self.logprob_tile_tokens)
+        return project_log_probs(hidden, head.weight, targets, tile_tokens=self.logprob_tile_tokens, **asked)
 
     def _from_cache(self, cache: "TransformersCache", tokens: Tensor) -> dict[str, Any]:
         """What transformers is given besides tokens, where it has read others before them."""

@@ -16,14 +16,14 @@ _CPU_CHUNK_ELEMENTS = 2**21
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """What a causal model says about target tokens; differentiable through every field.
+    """What a causal model says about target tokens; differentiable through every field, or through `loss` alone.
 
     Attributes:
         log_prob: (batch, seq) float32, log p(target); exactly 0 at ignored targets. (batch, 0) without targets.
         logsumexp: (batch, seq) float32, log-sum-exp of the logits, at ignored targets too. (batch, 0) without targets.
         logits: (batch, seq, vocab) in the compute dtype, where asked for.
         read: (batch, seq, ...) by name, what was read off the logits besides, where asked for.
-        loss: () float32, the sum that a `TokenLoss` asks for; then no other field is differentiable.
+        loss: () float32, the sum that a `TokenLoss` asks for.
         correct: (batch, seq) bool, whether the likeliest token is the target, where a `TokenLoss` asks for it.
     """
 

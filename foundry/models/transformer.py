@@ -255,7 +255,7 @@ class Transformer(nn.Module):
             return_logits: also return the logits, (batch, seq, vocab).
             read: what else is read off them.
             per_token: (batch, seq, ...) each, what `read` is given besides.
-            token_loss: the loss to sum, whose gradients are made without a second projection.
+            token_loss: the loss to sum; neither logits nor anything read off them are returned then.
             dropout_keys: (samples,) int64, of each sample, for training with dropout.
             documents: (batch, seq) int64, the sample of each token where rows hold several, -1 for padding; None: row
                 i is sample i.
@@ -282,7 +282,7 @@ class Transformer(nn.Module):
             cache.advance(tokens.shape[1])
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if token_loss is not None and targets is not None:
-            return project_loss(hidden, head, targets, token_loss, self.logprob_tile_tokens)
+            return project_loss(hidden, head, targets, token_loss, tile_tokens=self.logprob_tile_tokens)
         return project_log_probs(
             hidden,
             head,

@@ -42,8 +42,8 @@ class NextToken:
         With a z-loss, its sum (weighted) and that of the cross-entropy are metrics too.
         """
         targets = valid_targets(microbatch)
-        wanted = TokenLoss(z_loss_coefficient=self.z_loss_coefficient)
-        output = ask_for_loss(model, microbatch["tokens"], targets, wanted)
+        token_loss = TokenLoss(z_loss_coefficient=self.z_loss_coefficient)
+        output = ask_for_loss(model, microbatch["tokens"], targets, token_loss)
         assert output.loss is not None
         if self.z_loss_coefficient == 0:
             return LossSum(output.loss)

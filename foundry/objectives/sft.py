@@ -75,8 +75,8 @@ class SFT:
         weights = is_valid.float()
         if self.averages_samples:
             weights = weights / _tokens_of_sample(is_valid, microbatch.get("documents")).clamp(min=1)
-        wanted = TokenLoss(z_loss_coefficient=self.z_loss_coefficient, weights=weights, finds_correct=True)
-        output = ask_for_loss(model, microbatch["tokens"], targets, wanted, **asked)
+        token_loss = TokenLoss(z_loss_coefficient=self.z_loss_coefficient, weights=weights, finds_correct=True)
+        output = ask_for_loss(model, microbatch["tokens"], targets, token_loss, **asked)
         assert output.loss is not None
         assert output.correct is not None
         metrics = {"accuracy": Mean(output.correct.sum().float(), is_valid.sum())}

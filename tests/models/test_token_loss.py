@@ -36,7 +36,7 @@ def plain_loss(hidden, weight, targets, weights, z_loss_coefficient):
 )
 def test_loss_and_gradients_are_exact_for_any_tile(tile, batch, seq, z, seed):
     hidden, weight, targets, weights = inputs(batch, seq, seed=seed)
-    found = project_loss(hidden, weight, targets, TokenLoss(z, weights), tile)
+    found = project_loss(hidden, weight, targets, TokenLoss(z, weights), tile_tokens=tile)
     expected = plain_loss(hidden, weight, targets, weights, z)
     torch.testing.assert_close(found.loss, expected, rtol=1e-12, atol=1e-12)
     theirs = torch.autograd.grad(3.5 * expected, (hidden, weight))
@@ -58,7 +58,7 @@ def test_in_bfloat16_the_gradient_of_the_head_is_as_precise_as_of_one_projection
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         states = hidden.to(torch.bfloat16)
-        tiled = error(project_loss(states, weight, targets, TokenLoss(), tile).loss)
+        tiled = error(project_loss(states, weight, targets, TokenLoss(), tile_tokens=tile).loss)
         whole = error(-project_log_probs(states, weight, targets).log_prob.sum())
     assert tiled <= 1.1 * whole
 
@@ -68,7 +68,7 @@ def test_logits_are_projected_once_and_never_kept():
     saved = []
     with FlopCounterMode(display=False) as counter:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-            loss = project_loss(hidden, weight, targets, TokenLoss(weights=weights), 16).loss
+            loss = project_loss(hidden, weight, targets, TokenLoss(weights=weights), tile_tokens=16).loss
         loss.backward()
     assert counter.get_total_flops() == 3 * 2 * targets.numel() * weight.numel()
     assert max(saved) <= max(hidden.numel(), weight.numel())
@@ -99,8 +99,8 @@ def test_the_same_of_a_model_that_makes_no_loss():
             return project_loss(hidden, weight, targets, token_loss)
 
     hidden, weight, targets, weights = inputs(dtype=torch.float32)
-    wanted = TokenLoss(0.1, weights, finds_correct=True)
-    outputs = [ask_for_loss(model, targets, targets, wanted) for model in (Plain(), Own())]
+    token_loss = TokenLoss(0.1, weights, finds_correct=True)
+    outputs = [ask_for_loss(model, targets, targets, token_loss) for model in (Plain(), Own())]
     for name in ("loss", "log_prob", "logsumexp", "correct"):
         torch.testing.assert_close(*[getattr(output, name) for output in outputs])
     likeliest = F.linear(hidden, weight).argmax(-1)

@@ -1,0 +1,57 @@
+"""Whether logits are no more than a product of hidden states with a matrix."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+_VIEWS = frozenset(
+    {"alias", "detach", "device", "expand", "slice", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view"}
+)
+"""Operators that compute nothing; fake tensors are asked for their device."""
+
+
+class _Seen(TorchDispatchMode):
+    """The operators that are called, from a moment on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.is_on = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_on:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def has_plain_head(causal_lm: Any) -> bool:
+    """Whether nothing but a product with the head's matrix lies between last hidden states and logits.
+
+    Some architectures scale or cap logits, add a bias, or project in between. It is read off the operators that follow
+    the base model, which is not run, so that it can be said of any size and of a model without values, too.
+
+    Args:
+        causal_lm: of transformers.
+    """
+    head, base = causal_lm.get_output_embeddings(), causal_lm.base_model
+    if type(head) is not nn.Linear or head.bias is not None or base is causal_lm:
+        return False
+    seen, hidden = _Seen(), head.weight.new_zeros(1, 1, head.in_features)
+
+    def stand_in(*args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        seen.is_on = True
+        return MoeModelOutputWithPast(last_hidden_state=hidden)
+
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
+    base.forward = stand_in
+    try:
+        with torch.no_grad(), seen:
+            causal_lm(input_ids=tokens, use_cache=False)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # it wants more than that
+        return False
+    finally:
+        del base.forward
+    return [name for name in seen.names if name not in _VIEWS] == ["mm"]

@@ -1,0 +1,107 @@
+"""The loss of a projection onto the vocabulary, whose gradients are made where its logits exist."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CPU_TILE_TOKENS = 256
+_TILE_ELEMENTS = 2**28
+"""Logits that exist at a time where the device is no CPU, on which a few hundred tokens are the fastest."""
+
+
+def projected_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    z_loss_coefficient: float = 0.0,
+    finds_correct: bool = False,
+    tile_tokens: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum weight x (cross-entropy + z_loss_coefficient x log-sum-exp²) over tokens.
+
+    The gradients of hidden states and head are made tile by tile in the forward pass: each logit is computed once and
+    kept by none. That of the head is summed in float32 at least. A second backward pass is an error.
+
+    Args:
+        hidden: (tokens, hidden_size).
+        weight: (vocab, hidden_size), the head's matrix.
+        targets: (tokens,) int64; what is below 0 stands for 0, and should have no weight.
+        weights: (tokens,) float32.
+        z_loss_coefficient: see PaLM (Chowdhery et al., 2022, section 5).
+        finds_correct: also say whether the likeliest token is the target.
+        tile_tokens: tokens projected at a time; 0: as many as are fast.
+
+    Returns:
+        The loss, () float32, which alone is differentiable, log-probabilities of targets and log-sum-exps, (tokens,)
+        float32 each, and whether the likeliest token is the target, (tokens,) bool or (0,).
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    tile = tile_tokens or (_CPU_TILE_TOKENS if device == "cpu" else max(1, _TILE_ELEMENTS // weight.shape[0]))
+    settings = (z_loss_coefficient, finds_correct, tile, dtype, torch.is_grad_enabled())
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets.clamp(min=0), weights, *settings
+    )
+    return found
+
+
+class _ProjectedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        z_loss_coefficient: float,
+        finds_correct: bool,
+        tile_tokens: int,
+        dtype: torch.dtype,
+        has_backward: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        needs_hidden, needs_weight = (has_backward and needed for needed in ctx.needs_input_grad[:2])
+        exact = torch.promote_types(dtype, torch.float32)
+        head = weight.to(dtype)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        log_prob, logsumexp = (hidden.new_empty(len(targets), dtype=exact) for _ in range(2))
+        correct = targets.new_empty(len(targets) if finds_correct else 0, dtype=torch.bool)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(targets), tile_tokens):
+                own = slice(start, start + tile_tokens)
+                states, target = hidden[own].to(dtype), targets[own, None]
+                logits = (states @ head.T).to(exact)
+                of_tile = logits.log_softmax(-1)
+                log_prob[own] = of_tile.gather(-1, target)[:, 0]
+                logsumexp[own] = logits.gather(-1, target)[:, 0] - log_prob[own]
+                if finds_correct:
+                    correct[own] = of_tile.argmax(-1, keepdim=True).eq(target)[:, 0]
+                if not (needs_hidden or needs_weight):
+                    continue
+                factors = weights[own] * (1 + 2 * z_loss_coefficient * logsumexp[own])
+                grad = of_tile.exp_().mul_(factors[:, None])  # in place: on a CPU new memory takes longer than sums
+                grad.scatter_add_(-1, target, -weights[own, None].to(exact))
+                grad = grad.to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[own] = grad @ head
+                if grad_weight is not None and dtype is exact:
+                    torch.addmm(grad_weight, grad.T, states, out=grad_weight)
+                elif grad_weight is not None:
+                    grad_weight += grad.T @ states
+        loss = (weights * (z_loss_coefficient * logsumexp.square() - log_prob)).sum()
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(log_prob, logsumexp, correct)
+        return loss, log_prob, logsumexp, correct
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, scale: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden = None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype)
+        grad_weight = None if grad_weight is None else grad_weight.mul_(scale).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, *[None] * 7
