@@ -27,6 +27,14 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Hidden(MoeModelOutputWithPast):
+    """Last hidden states of a base model; None for whatever else an architecture asks for."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 def has_plain_head(causal_lm: Any) -> bool:
     """Whether nothing but a product with the head's matrix lies between last hidden states and logits.
 
@@ -41,9 +49,9 @@ def has_plain_head(causal_lm: Any) -> bool:
         return False
     seen, hidden = _Seen(), head.weight.new_zeros(1, 1, head.in_features)
 
-    def stand_in(*args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+    def stand_in(*args: Any, **kwargs: Any) -> _Hidden:
         seen.is_on = True
-        return MoeModelOutputWithPast(last_hidden_state=hidden)
+        return _Hidden(last_hidden_state=hidden)
 
     tokens = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
     base.forward = stand_in

@@ -22,6 +22,9 @@ class NextToken:
         temperature: of a text sample; 0 picks the likeliest token.
     """
 
+    asks_for_loss = True
+    """Its logits exist tile by tile whatever `model.logprob_tile_tokens` is."""
+
     def __init__(self, *, z_loss_coefficient: float = 0.0, sample_tokens: int = 160, temperature: float = 0.8) -> None:
         self.z_loss_coefficient = z_loss_coefficient
         self.sample_tokens = sample_tokens

@@ -31,6 +31,7 @@ class SFT:
         temperature: of a text sample; 0 picks the likeliest token.
     """
 
+    asks_for_loss = True
     metrics: tuple[str, ...]
     forward_keywords: tuple[str, ...] = ("read",)
 

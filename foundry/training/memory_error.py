@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import get_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -196,7 +197,8 @@ def _less_activations(config: Config) -> Iterator[tuple[str, str]]:
             "keeps each block's input only and computes the rest twice: about a third more time",
         )
     positions = size * int(field_of(config.data, "seq_len") or 0)
-    if field_of(config.model, "logprob_tile_tokens") == 0 and positions > _TILE_TOKENS:
+    in_tiles = getattr(get_object(field_of(config.objective, "_target_")), "asks_for_loss", False)
+    if field_of(config.model, "logprob_tile_tokens") == 0 and positions > _TILE_TOKENS and not in_tiles:
         yield (
             f"model.logprob_tile_tokens={_TILE_TOKENS}",
             f"the head's logits for {_TILE_TOKENS} tokens at a time instead of {positions}",

@@ -40,7 +40,9 @@ def test_activations_of_many_samples_are_those_of_a_few_times_more(configure, ov
 
 
 def test_a_microbatch_that_no_machine_holds_is_planned(configure):
-    config = configure(*SMALL, "hparams.per_gpu_batch_size=1_000_000", "hparams.global_batch_size=1_000_000")
+    config = configure(
+        *SMALL, "model.num_layers=4", "hparams.per_gpu_batch_size=1_000_000", "hparams.global_batch_size=1_000_000"
+    )
     sample = {name: t[:1] for name, t in microbatch_of(configure(*SMALL)).items() if name != "position"}
     batch = {name: t.expand(10**6, *t.shape[1:]) for name, t in sample.items()}
     planned = memory(config, microbatch={**batch, "position": torch.zeros(10**6, dtype=torch.int64)})

@@ -11,6 +11,7 @@ from foundry.config.schemas.data import StdlibText
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Single, resolve_distributed
 from foundry.config.schemas.hparams import HParams
 from foundry.config.schemas.model import Transformer
+from foundry.config.schemas.objective import DPO, NextToken
 from foundry.config.schemas.precision import Precision, PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.training import memory_error
@@ -51,12 +52,15 @@ BATCH, CHECKPOINTING, TILES = (
     "model.logprob_tile_tokens=1024",
 )
 
+ALONE = ["distributed=fsdp distributed.nproc_per_node=2", "distributed=fsdp distributed.cpu_offload=true"]
 
-def config(distributed, *, hparams=None, model=None, mode=PrecisionMode.amp_bfloat16):
+
+def config(distributed, *, hparams=None, model=None, mode=PrecisionMode.amp_bfloat16, objective=DPO):
     return Config(
         hparams=HParams(**{"global_batch_size": 64, "per_gpu_batch_size": 8, **(hparams or {})}),
         model=Transformer(**(model or {})),
         data=StdlibText(seq_len=256),
+        objective=objective(),
         distributed=distributed,
         precision=Precision(mode=mode),
     )
@@ -84,9 +88,12 @@ def test_the_first_lines_say_what_took_the_memory():
 
 
 def test_what_is_largest_is_mended_first():
-    alone = ["distributed=fsdp distributed.nproc_per_node=2", "distributed=fsdp distributed.cpu_offload=true"]
-    assert settings(explained(of=config(Single()))) == [BATCH, CHECKPOINTING, TILES, *alone]
-    assert settings(explained(STATES, of=config(Single()))) == [*alone, BATCH, CHECKPOINTING, TILES]
+    assert settings(explained(of=config(Single()))) == [BATCH, CHECKPOINTING, TILES, *ALONE]
+    assert settings(explained(STATES, of=config(Single()))) == [*ALONE, BATCH, CHECKPOINTING, TILES]
+
+
+def test_smaller_tiles_are_suggested_where_all_logits_exist_only():
+    assert settings(explained(of=config(Single(), objective=NextToken)))[:3] == [BATCH, CHECKPOINTING, ALONE[0]]
 
 
 def test_nothing_is_suggested_that_is_set_already():

@@ -93,7 +93,8 @@ class Transformer(Model):
     )
     logprob_tile_tokens: int = setting(
         0,
-        "tokens per tile of the head's projection, recomputed in backward to save memory; 0: all at once",
+        "tokens per tile of the head's projection; 0: as many as are fast under next_token and sft, all under other "
+        "objectives, which read more off the logits and recompute tiles in backward",
         ge=0,
         le=10**12,
         on_resume=OnResume.same,
