@@ -32,7 +32,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: (..., hidden_size) over its last dimension."""
         # An fp32 weight would promote the residual stream; FSDP2 hands over a bf16 one.
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        if x.device.type != "cuda":
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        # From torch 2.12 on CUDA's autocast casts what goes in to fp32 and back, which the kernel does by itself.
+        with torch.autocast("cuda", enabled=False):
+            return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class Attention(nn.Module):

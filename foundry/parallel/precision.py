@@ -74,6 +74,13 @@ class PrecisionPolicy:
         """The context of a forward pass on `device`; the backward pass runs outside it."""
         return torch.autocast(device.type, dtype=self.compute_dtype) if self.is_amp else nullcontext()
 
+    def window(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context around all passes of a window, in which autocast rounds each weight once.
+
+        torch empties the cache of rounded weights where the outermost context ends, an inactive one too.
+        """
+        return torch.autocast(device.type, enabled=False) if self.is_amp else nullcontext()
+
     def is_replicated(self, parameter: nn.Parameter, *, in_block: bool) -> bool:
         """Whether FSDP2 leaves this parameter whole on every rank, its gradient averaged once a window.
 

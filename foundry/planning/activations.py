@@ -25,8 +25,8 @@ def activation_bytes(
 ) -> int:
     """Bytes that autograd saves in the forward pass of one microbatch, parameters and buffers left out.
 
-    With `grad_checkpointing`: what lies outside of blocks, what goes into them, and the largest block, recomputed. Or,
-    where that is more, the matrices of the blocks as autocast rounds them: it caches them until the pass ends.
+    With `grad_checkpointing`: what lies outside of blocks, what goes into them, the largest block, recomputed, and the
+    matrices of the blocks as autocast rounds them: it caches them until the window ends.
 
     Args:
         objective: whose loss is computed.
@@ -46,8 +46,9 @@ def activation_bytes(
     if not grad_checkpointing:
         return _size(saved.outside | _union(saved.inside))
     kept = saved.outside | saved.inputs
-    largest = max((_size({k: s for k, s in block.items() if k not in kept}) for block in saved.inside), default=0)
-    return _size(kept) + max(largest, saved.rounded_bytes)
+    recomputed = [_size({k: s for k, s in block.items() if k not in kept}) for block in saved.inside]
+    beyond_rounded = [size - rounded for size, rounded in zip(recomputed, saved.rounded_bytes, strict=True)]
+    return _size(kept) + max(beyond_rounded, default=0) + sum(saved.rounded_bytes)
 
 
 class _Saved:
@@ -59,7 +60,7 @@ class _Saved:
         self.outside: _Storages = {}
         self.inputs: _Storages = {}
         self.inside: list[_Storages] = []
-        self.rounded_bytes = 0
+        self.rounded_bytes: list[int] = []
         self._current, self._depth = self.outside, 0
         for block in find_blocks(model):
             block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -84,9 +85,9 @@ class _Saved:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor):
                 self._add(value, self.inputs)
-        if torch.is_autocast_enabled("cpu"):
-            wide = [p for p in block.parameters() if p.ndim > 1 and p.dtype is torch.float32 and p.requires_grad]
-            self.rounded_bytes += sum(p.numel() for p in wide) * torch.get_autocast_dtype("cpu").itemsize
+        is_amp = torch.is_autocast_enabled("cpu")
+        wide = [p for p in block.parameters() if p.ndim > 1 and p.dtype is torch.float32 and p.requires_grad]
+        self.rounded_bytes.append(is_amp * sum(p.numel() for p in wide) * torch.get_autocast_dtype("cpu").itemsize)
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1

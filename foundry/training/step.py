@@ -101,7 +101,8 @@ class TrainStep:
         count = self._global_count(sum(num_valid))
         set_schedule(self._optimizers, lr, weight_decay)
         # DDP and FSDP2 average gradients over ranks; the loss is a sum over all of them.
-        sums = self._forward_backward(window.microbatches, num_valid, self._world.dp_size / count)
+        with self._precision.window(self._world.device):
+            sums = self._forward_backward(window.microbatches, num_valid, self._world.dp_size / count)
         self._sync.finish()
         if self._scaler is not None:
             for optimizer in self._optimizers:

@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.guard import Guard
@@ -310,3 +312,37 @@ def test_another_way_through_a_window_makes_the_same_step():
     assert second.loss.item() == pytest.approx(first.loss.item(), rel=1e-6)
     assert second.metrics["absolute_error"].item() == 0.125
     torch.testing.assert_close(other.weight, one.weight)
+
+
+class Rounded(TorchDispatchMode):
+    """Counts how often a tensor of a shape is brought to bfloat16."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.times = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        narrows = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16
+        self.times += narrows and args[0].shape == self.shape
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_autocast_rounds_a_weight_once_a_window(recomputes):
+    model, reference = linear(), linear()
+    forward = model.forward
+    if recomputes:
+        model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+    step, objective, batch = step_for(model, mode=PrecisionMode.amp_bfloat16), Squares(), window((2, 3, 3))
+    for number in (1, 2):
+        with Rounded(model.weight.shape) as rounded:
+            result = step(batch, 1e-2, number)
+        assert rounded.times == 1
+        if number == 1:
+            for part in batch.microbatches:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = objective.loss(reference, part).loss / 8
+                loss.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+            assert result.grad_norm == norm
