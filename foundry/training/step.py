@@ -78,6 +78,7 @@ class TrainStep:
         self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._scaler = precision.scaler(world.device)
+        self._metrics = declared_metrics(objective)
         self._forward_backward = forward_backward or self._accumulate
         self.guard = UpdateGuard(guard or Guard(), optimizers, world, scaler=self._scaler)
 
@@ -110,7 +111,7 @@ class TrainStep:
         grad_norm = global_grad_norm(self._parameters)
         if self._max_norm < math.inf:
             clip_(self._parameters, grad_norm, self._max_norm)
-        total = reduce_sums(sums, declared_metrics(self._objective), self._world)
+        total = reduce_sums(sums, self._metrics, self._world)
         result = StepResult(total.loss / count, grad_norm, total.metrics)
         positions = [microbatch["position"] for microbatch in window.microbatches if "position" in microbatch]
         skipped = self._update(Attempt(step, result.loss, grad_norm, sums.loss, positions))

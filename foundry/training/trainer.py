@@ -211,11 +211,13 @@ class Trainer:
 
     def _keep(self, is_due: bool, measured: "_Measured") -> None:
         """Save what is due, and stop if a signal came; ranks agree on both."""
-        own = self.signals.flags | (Boundary.SAVE if self.checkpoints.is_time() else Boundary(0))
-        agreed = Boundary(self.rank_flags.exchange(own))
-        if agreed.signum is not None:
-            self._stop(agreed.signum, measured)
-        if is_due or measured.is_best or Boundary.SAVE in agreed:
+        own = int(self.signals.flags)
+        if self.checkpoints.is_time():
+            own |= Boundary.SAVE
+        agreed = self.rank_flags.exchange(own)  # a number: operators of flags take microseconds
+        if agreed and (signum := Boundary(agreed).signum) is not None:
+            self._stop(signum, measured)
+        if is_due or measured.is_best or agreed & Boundary.SAVE:
             self._save(measured, wait=False)
 
     def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
