@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetuning_trl_meter import Meter
+from meter import Meter
 
 from foundry import compose, run
 from foundry.data.order import GlobalOrder

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from finetuning_trl_meter import Meter
+from meter import Meter
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer

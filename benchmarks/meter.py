@@ -1,4 +1,4 @@
-"""What both sides of finetuning_trl.py measure of themselves: time and tokens of each step, and memory."""
+"""What both sides of a comparison measure of themselves: time and tokens of each step, and memory."""
 
 import json
 import os
