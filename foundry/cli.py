@@ -24,7 +24,7 @@ from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, format_reason
 from foundry.config.help import list_groups
-from foundry.config.hydra_internals import take_over
+from foundry.config.hydra_internals import compose_once, take_over
 from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.claim import Refused, run_job
@@ -110,6 +110,7 @@ def enter(task: Callable[[], object]) -> None:
         install(alone=True)
         register()
         take_over(run_job, list_groups)
+        compose_once()
         if detect().rank > 0:
             sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
         with output_may_close(), _masked_output() if "--resolve" in sys.argv else nullcontext():

@@ -8,13 +8,14 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import omegaconf.base
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -82,12 +83,80 @@ def wrap_loading(load: Load) -> None:
         **kwargs: Any,
     ) -> DictConfig:
         def compose(overrides: list[str]) -> DictConfig:
+            if run_mode is RunMode.RUN and (known := _known.pop((config_name, *overrides), None)) is not None:
+                return known
             composed: DictConfig = original(self, config_name, overrides, run_mode, *args, **kwargs)
             return composed
 
         return load(self, config_name, overrides, run_mode, compose)
 
     ConfigLoaderImpl._load_configuration_impl = wrapped  # type: ignore[method-assign]
+
+
+_RUN = "hydra.mode=RUN"
+_known: dict[tuple[str | None, ...], DictConfig] = {}
+"""What `compose_once` has composed, by the configuration's name and the overrides, until it is asked for."""
+
+
+def compose_once() -> None:
+    """Have a run's configuration composed once; calling it again changes nothing.
+
+    Hydra composes one before, of which it reads `hydra.mode` only. That one is composed as for a run here, and kept for
+    it unless it turns out to be a sweep.
+
+    Raises:
+        UnsupportedHydraError: this Hydra asks for the mode in another way.
+    """
+    from hydra._internal import hydra
+
+    original = require(hydra.Hydra, "get_mode", "self", "config_name", "overrides")
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def get_mode(self: Any, config_name: str | None, overrides: list[str]) -> Any:
+        try:
+            composed = load_unchecked(self.config_loader, config_name, list(overrides))
+            mode = composed.hydra.mode
+        except Exception:  # a sweep perhaps; if it is a run, composing it again says what is wrong
+            return original(self, config_name, overrides)
+        if mode is None:  # Hydra adds this override for a run
+            composed.hydra.mode = RunMode.RUN
+            composed.hydra.overrides.hydra.append(_RUN)
+            _known[(config_name, *overrides, _RUN)] = composed
+        return mode
+
+    hydra.Hydra.get_mode = get_mode  # type: ignore[method-assign]
+
+
+class _LazyNode(ConfigNode):
+    """A schema in Hydra's store that becomes a node when it is loaded, of which a run loads a fifth.
+
+    Hydra copies its store for each configuration that it composes; a schema is not copied.
+    """
+
+    def __init__(self, name: str, group: str | None, make: Callable[[], DictConfig]) -> None:
+        self.name, self.group, self.package, self.provider = name, group, None, None
+        self._make = make
+
+    def __copy__(self) -> ConfigNode:
+        return ConfigNode(self.name, self._make(), self.group, self.package, self.provider)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+def store_lazily(name: str, make: Callable[[], DictConfig], *, group: str | None = None) -> None:
+    """Store a schema in Hydra's `ConfigStore` as its `store()` does, but make its node only when it is loaded.
+
+    Raises:
+        UnsupportedHydraError: this Hydra keeps schemas in another way.
+    """
+    store: Any = require(ConfigStore.instance(), "repo")
+    require(ConfigNode, "__init__", "self", "name", "node", "group", "package", "provider")
+    for folder in () if group is None else group.split("/"):
+        store = store.setdefault(folder, {})
+    store[f"{name}.yaml"] = _LazyNode(f"{name}.yaml", group, make)
 
 
 def cache_interpolations() -> None:

@@ -2,13 +2,13 @@
 
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from foundry.config.hydra_internals import store_lazily
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
@@ -55,19 +55,20 @@ def register_schemas() -> None:
 
     They live apart from the options, so that completion and error messages list only what can be chosen.
     """
-    store = ConfigStore.instance()
+    store_lazily("base_config", _base_config)
+    schemas = {group: group_schemas(group).values() for group in GROUPS}
+    for group, members in {**schemas, "sweep": SWEEPERS, "launcher": LAUNCHERS}.items():
+        for schema in members:
+            store_lazily(schema.__name__, partial(writable, schema), group=f"schema/{group}")
+
+
+def _base_config() -> DictConfig:
+    """The root, whose parts are left to options."""
     base = writable(Config)
     for item in fields(Config):
         if item.type is Any:
             base[item.name] = MISSING  # an option decides what it is; a recorded configuration may lack it
-    store.store(name="base_config", node=base)
-    for group in GROUPS:
-        for name, schema in group_schemas(group).items():
-            store.store(group=f"schema/{group}", name=name, node=writable(schema))
-    for sweeper in SWEEPERS:
-        store.store(group="schema/sweep", name=sweeper.__name__, node=writable(sweeper))
-    for launcher in LAUNCHERS:
-        store.store(group="schema/launcher", name=launcher.__name__, node=writable(launcher))
+    return base
 
 
 def writable(schema: type[Any]) -> DictConfig:

@@ -38,6 +38,21 @@ COMPANIONS = {
     "reward": ["environment=arithmetic"],
 }
 """What an option does not compose without."""
+OF_A_RUN = [
+    *(
+        "torch",
+        "numpy",
+        "pyarrow",
+        "tokenizers",
+        "transformers",
+        "diffusers",
+        "sklearn",
+        "rich",
+        "matplotlib",
+        "mlflow",
+    ),
+    *("optuna", "submitit"),
+]
 TASKS = {"llm": ("transformer", "stdlib"), "diffusion": ("dit", "digits")}
 
 
@@ -186,6 +201,11 @@ def test_help_lists_every_option_of_every_group_and_those_of_the_user(shell):
     assert stdout.count("python -m foundry") >= 5
 
 
-def test_help_and_composition_import_no_torch():
-    code = "import sys, foundry.cli, foundry.config.compose as c; c.install(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_help_and_composition_import_nothing_of_a_run():
+    code = (
+        "import sys, foundry.cli, foundry.config.compose as c; from foundry.sweeps.plugins import register; "
+        "c.install(alone=True); register(); "
+        f"sys.exit(' '.join({set(OF_A_RUN)} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

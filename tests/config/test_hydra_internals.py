@@ -1,5 +1,6 @@
 """Each access to Hydra's private parts does, with the installed Hydra, what foundry takes it to do."""
 
+import inspect
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +12,7 @@ from hydra import initialize_config_dir
 from hydra._internal import hydra, utils
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins import basic_launcher
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -116,6 +118,38 @@ def test_jobs_and_errors_are_taken_over(monkeypatch):
     assert page(None, lambda group: group.startswith("hydra/")) == ""
     with pytest.raises(ZeroDivisionError):
         utils.run_and_report(lambda: 1 / 0)
+
+
+def test_a_run_is_composed_once_and_a_sweep_as_hydra_does_it(loader, monkeypatch):
+    monkeypatch.setattr(hydra.Hydra, "get_mode", inspect.unwrap(hydra.Hydra.get_mode))
+    internals.compose_once()
+    application, overrides = GlobalHydra.instance().hydra, ["hparams.lr=0.125", "hydra.job.name=mine"]
+    assert application.get_mode(CONFIG_NAME, overrides) is None
+    as_run = [*overrides, "hydra.mode=RUN"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", None)  # nothing more is composed
+        once = loader.load_configuration(CONFIG_NAME, as_run, RunMode.RUN)
+    again = loader.load_configuration(CONFIG_NAME, as_run, RunMode.RUN)
+    assert OmegaConf.to_yaml(once) == OmegaConf.to_yaml(again)
+    assert once.hydra.mode is again.hydra.mode is RunMode.RUN
+    assert application.get_mode(CONFIG_NAME, ["hydra.mode=MULTIRUN"]) is RunMode.MULTIRUN
+    assert application.get_mode(CONFIG_NAME, ["hparams.lr=1,2"]) is None
+    assert application.get_mode(CONFIG_NAME, ["no.such.key=1"]) is None
+    assert not internals._known
+
+
+def test_a_schema_becomes_a_node_when_it_is_loaded(loader):
+    made = []
+    internals.store_lazily("lazy", lambda: made.append(1) or OmegaConf.create({"a": 1}), group="schema/test")
+    store = ConfigStore.instance()
+    try:
+        loader.load_configuration(CONFIG_NAME, [], RunMode.RUN)
+        assert not made
+        first, second = store.load("schema/test/lazy.yaml").node, store.load("schema/test/lazy.yaml").node
+        first.a = 2
+        assert (second.a, store.list("schema/test")) == (1, ["lazy.yaml"])
+    finally:
+        del store.repo["schema"]["test"]
 
 
 def test_another_hydra_is_refused_with_its_version(monkeypatch, loader):
