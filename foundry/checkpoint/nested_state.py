@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.shard import DTYPES
+from foundry.training.sharded import is_sharded
 
 _DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES}
 _COLLECTIONS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
@@ -77,7 +77,7 @@ def unflatten(node: Any, allocate: Callable[[str, torch.dtype, bool], Tensor]) -
         if "tensor" in node:
             name = node["tensor"]
             tensor = allocate(name, _DTYPES_BY_NAME[node["dtype"]], node["cpu"])
-            if (order := node.get("order")) is not None and not isinstance(tensor, DTensor):
+            if (order := node.get("order")) is not None and not is_sharded(tensor):
                 back = sorted(range(tensor.dim()), key=order.__getitem__)
                 tensor = tensor.permute(order).contiguous().permute(back)
             tensors[name] = tensor

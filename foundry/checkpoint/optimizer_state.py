@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.nested_state import can_be_saved, flatten, saveable, tensor_names, unflatten
+from foundry.training.sharded import is_sharded
 
 _OF_GROUPS = frozenset(("params", "lr_mult", "wd_mult", "initial_lr"))
 """Entries of a group that are settings, whatever its optimizer."""
@@ -159,7 +159,7 @@ def _held_by_groups(inner: nn.Module, optimizers: Sequence[Optimizer]) -> Iterat
             state = {}
             for key in sorted(group.keys() - settings):
                 value, default = group[key], optimizer.defaults.get(key)
-                if isinstance(value, DTensor) or (not isinstance(value, Tensor) and value == default):
+                if is_sharded(value) or (not isinstance(value, Tensor) and value == default):
                     continue
                 state[key] = value
             if state := saveable(state):
@@ -275,10 +275,10 @@ def _optimized(
 
 def _check(held: ParameterState, parameter: nn.Parameter) -> None:
     """Refuse what only this layout could read."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return
     for name, value in held.tensors.items():
-        fits = isinstance(value, DTensor) and value.shape == parameter.shape
+        fits = is_sharded(value) and value.shape == parameter.shape
         if value.numel() > 1 and not fits:
             raise CheckpointError(
                 f"{name} has the shape {tuple(value.shape)} beside a sharded parameter of {tuple(parameter.shape)}: no "

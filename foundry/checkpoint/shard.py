@@ -12,16 +12,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.tensor import DTensor
 
 from foundry.checkpoint.folder import FileFacts
 from foundry.run_dir.files import open_regular
+from foundry.training.sharded import is_sharded, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 DTYPES = {
     torch.float64: "F64",
@@ -70,7 +72,7 @@ def own_chunks(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> 
     largest_first = sorted(tensors, key=lambda name: (-_num_bytes(tensors[name]), name))
     for index, name in enumerate(largest_first):
         tensor = tensors[name]
-        if isinstance(tensor, DTensor):
+        if is_sharded(tensor):
             if _is_writer(tensor, index):
                 own[name] = tensor
             continue
@@ -79,13 +81,22 @@ def own_chunks(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> 
         if writer == rank:
             own[name] = tensor
     chunks: dict[str, Chunk] = {}
-    for item in create_default_local_save_plan(own, is_coordinator=False).items:
-        assert item.tensor_data is not None, item
-        tensor = own[item.index.fqn]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    offsets = _offsets({name: tensor for name, tensor in own.items() if is_sharded(tensor)})
+    for name, tensor in own.items():
+        local = local_part(tensor)
         if local.numel() > 0 or tensor.numel() == 0:  # a dimension shorter than the ranks leaves some with nothing
-            chunks[item.index.fqn] = Chunk(local.detach(), tuple(item.tensor_data.chunk.offsets))
+            chunks[name] = Chunk(local.detach(), offsets.get(name, (0,) * tensor.ndim))
     return chunks
+
+
+def _offsets(sharded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Where in the whole tensors this rank's shards begin, as torch's own plan of a checkpoint has it."""
+    if not sharded:
+        return {}
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+    items = create_default_local_save_plan(dict(sharded), is_coordinator=False).items
+    return {item.index.fqn: tuple(item.tensor_data.chunk.offsets) for item in items if item.tensor_data is not None}
 
 
 def write_shard(path: Path, chunks: Mapping[str, Chunk]) -> FileFacts:
@@ -172,7 +183,7 @@ def _header(chunks: Mapping[str, Chunk], names: list[str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _is_writer(tensor: DTensor, index: int) -> bool:
+def _is_writer(tensor: "DTensor", index: int) -> bool:
     """Whether this rank writes its shard: of the ranks that hold the same one, they take turns."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:

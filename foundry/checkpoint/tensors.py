@@ -9,22 +9,22 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from foundry.checkpoint.folder import CheckpointError, read_manifest
 from foundry.checkpoint.optimizer_state import allocate_state, collect_state, describe_state
 from foundry.training.ema import WeightAverage
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 _NUM_SHOWN = 3
 _SOURCE = "source."
@@ -103,7 +103,7 @@ def restore_into(
 
 def read_source_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of the source of windows, whole and in host memory; none for a source that has none."""
-    reader = HuggingFaceStorageReader(str(folder))
+    reader = _build_reader(folder)
     found = {name: entry for name, entry in _entries(reader).items() if name.startswith(_SOURCE)}
     targets = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
     _read(folder, reader, targets, {name: entry.size for name, entry in found.items()})
@@ -166,13 +166,21 @@ def _averages(ema: WeightAverage | None) -> dict[str, Tensor]:
     return {} if ema is None else {f"ema.{name}": tensor for name, tensor in ema.average.items()}
 
 
-def _open(folder: Path) -> tuple[HuggingFaceStorageReader, dict[str, torch.Size]]:
+def _build_reader(folder: Path) -> "HuggingFaceStorageReader":
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # a run from scratch reads nothing
+
+    return HuggingFaceStorageReader(str(folder))
+
+
+def _open(folder: Path) -> "tuple[HuggingFaceStorageReader, dict[str, torch.Size]]":
     """The reader of a checkpoint, and the shapes of its tensors by name."""
-    reader = HuggingFaceStorageReader(str(folder))
+    reader = _build_reader(folder)
     return reader, {name: entry.size for name, entry in _entries(reader).items()}
 
 
-def _entries(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
+def _entries(reader: "HuggingFaceStorageReader") -> "dict[str, TensorStorageMetadata]":
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     entries = reader.read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -180,6 +188,8 @@ def _entries(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadat
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
     """Say in a line what is wrong with files that are as their manifest says, and no tensors."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except (SafetensorError, CheckpointException, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -199,9 +209,11 @@ def _check_names(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> N
 
 
 def _read(
-    folder: Path, reader: HuggingFaceStorageReader, targets: Mapping[str, Tensor], saved: Mapping[str, torch.Size]
+    folder: Path, reader: "HuggingFaceStorageReader", targets: Mapping[str, Tensor], saved: Mapping[str, torch.Size]
 ) -> None:
     """Fill the targets in place."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     for name, target in targets.items():
         if target.shape != saved[name]:
             raise CheckpointError(f"{folder} has {name} as {tuple(saved[name])}, this run as {tuple(target.shape)}")

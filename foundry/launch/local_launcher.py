@@ -204,13 +204,11 @@ def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> F
 
 def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
     """What the server imports: what every run does, and foundry's own parts that some job is made of."""
-    # torch's optimizers import its compiler, whether they use it or not.
-    modules = {
-        "foundry.train",
-        "torch._dynamo",
-        *(f"foundry.config.schemas.{name}" for name in GROUPS),
-    }
+    modules = {"foundry.train", *(f"foundry.config.schemas.{name}" for name in GROUPS)}
     for job in jobs:
+        # torch's optimizers import its compiler, whether they use it or not; foundry's do not.
+        if not str(OmegaConf.select(job.config, "optimizer._target_")).startswith("foundry."):
+            modules.add("torch._dynamo")
         targets = (OmegaConf.select(job.config, f"{group!s}._target_") for group in job.config)
         modules |= {str(target).rpartition(".")[0] for target in targets if str(target).startswith("foundry.")}
     return modules

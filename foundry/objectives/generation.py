@@ -1,6 +1,8 @@
 """Continuing prompts in batches, greedily or by drawing."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from foundry.models.sampling import draw_tokens, filtered
 from foundry.objectives.keyed_random import keyed_sequences
 from foundry.training.model_hooks import hook
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """A context in which compiled blocks run as they are written.
+
+    Asking torch for it imports the compiler, which is there already where something was compiled.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +104,7 @@ def generate(
     found, was_training = list[Continuation](), model.training
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):  # each length would be compiled for itself
+        with uncompiled():  # each length would be compiled for itself
             for start in range(0, len(prompts), size):
                 own = slice(start, start + size)
                 batch = _Batch(model, prompts[own], keys[own], decoding, context=context, device=device)

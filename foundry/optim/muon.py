@@ -15,13 +15,14 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
+
+from foundry.optim.eager import EagerOptimizer
+from foundry.training.sharded import is_sharded, local_part
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-class Muon(Optimizer):
+class Muon(EagerOptimizer):
     """Momentum, orthogonalised (Jordan et al., 2024); in bfloat16 one process equals `torch.optim.Muon` bit for bit.
 
     The update is scaled to the root mean square of AdamW's (Liu et al., 2025), so that both use the same rate, and
@@ -75,9 +76,8 @@ class Muon(Optimizer):
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
-        weight = _local(matrix)
-        grad = _local(matrix.grad)
-        velocity = _local(state["momentum_buffer"])
+        assert matrix.grad is not None
+        weight, grad, velocity = local_part(matrix), local_part(matrix.grad), local_part(state["momentum_buffer"])
         moved = velocity.lerp(grad, 1 - group["momentum"])
         ahead = grad.lerp(moved, group["momentum"]) if group["nesterov"] else moved
         iteration = {"num_steps": group["ns_steps"], "dtype": group["ns_dtype"]}
@@ -116,16 +116,12 @@ def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
     return x.T if tall else x
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    """This rank's part."""
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _of_whole(local: Tensor, like: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """This rank's part of `function(whole)`, where `local` is its part of a whole laid out as `like` is."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return function(local)
+    from torch.distributed.tensor import DTensor, Replicate
+
     mesh, placements = like.device_mesh, like.placements
     sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
     result = DTensor.from_local(function(sharded.full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -11,15 +11,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from foundry.config.errors import ConfigError, Violation, listed
 from foundry.config.schemas.optimizer import NsDtype
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
+from foundry.optim.eager import SGD, Adam, AdamW
 from foundry.optim.muon import Muon
+from foundry.training.sharded import is_sharded
 
 Groups = Mapping[str, Any]
 _NS_DTYPES = {NsDtype.fp32: torch.float32, NsDtype.bf16: torch.bfloat16}
@@ -73,7 +74,7 @@ def sgd(
 ) -> list[Optimizer]:
     """Stochastic gradient descent with momentum."""
     # The fused kernel does not know DTensors.
-    fused = _fused(model) and not any(isinstance(p, DTensor) for p in model.parameters())
+    fused = _fused(model) and not any(is_sharded(p) for p in model.parameters())
     return [SGD(param_groups(model, weight_decay, groups), lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)]
 
 
@@ -139,7 +140,7 @@ def param_groups(
             )
             if wd_mult is None:
                 wd_mult = 0.0 if parameter.ndim < 2 else 1.0
-            members.setdefault((lr_mult, float(wd_mult), isinstance(parameter, DTensor)), []).append(parameter)
+            members.setdefault((lr_mult, float(wd_mult), is_sharded(parameter)), []).append(parameter)
     return [
         {"params": held, "weight_decay": weight_decay * wd_mult, "lr_mult": lr_mult, "wd_mult": wd_mult}
         for (lr_mult, wd_mult, _), held in sorted(members.items(), key=lambda item: (item[0][1] == 0, item[0]))

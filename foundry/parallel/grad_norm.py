@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+
+from foundry.training.sharded import is_sharded
 
 _Grads = list[Tensor]
 
@@ -60,7 +61,7 @@ def clip_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 
 def _local(grad: Tensor) -> tuple[tuple[ProcessGroup, ...], Tensor]:
     """The process groups over which a gradient is sharded, and this rank's part of it."""
-    if not isinstance(grad, DTensor):
+    if not is_sharded(grad):
         return (), grad
     assert not any(placement.is_partial() for placement in grad.placements), "a gradient is read before it is reduced"
     dims = [dim for dim, placement in enumerate(grad.placements) if placement.is_shard()]

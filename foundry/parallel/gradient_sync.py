@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import GradientSync
 from foundry.parallel.process_group import World
+from foundry.training.sharded import sharded_modules
 
 
 class LocalSync:
@@ -122,7 +122,7 @@ class FSDPSync:
         reshard_after_forward: bool = True,
         keep_params: bool = False,
     ) -> None:
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._units = sharded_modules(model)
         if not self._units:
             raise _cannot_act(policy, "the model has no module sharded by FSDP2")
         self._root = self._units[0]

@@ -7,17 +7,19 @@ numbers in exactly that way. What autocast reads in fp32 (embeddings, norm weigh
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import Precision, PrecisionMode
+from foundry.training.sharded import local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _COMPUTE_DTYPES = {
     PrecisionMode.amp_bfloat16: torch.bfloat16,
@@ -89,8 +91,10 @@ class PrecisionPolicy:
         """
         return parameter.ndim == 0 or (self.is_amp and in_block and parameter.ndim == 1)
 
-    def fsdp_policy(self, *, root: bool = False) -> MixedPrecisionPolicy:
+    def fsdp_policy(self, *, root: bool = False) -> "MixedPrecisionPolicy":
         """What FSDP2 gathers and reduces in, for a block or for the root, which holds embeddings and the head."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         if not self.is_amp:
             return MixedPrecisionPolicy(cast_forward_inputs=False)
         # Autocast casts what it multiplies; casting inputs here as well would round masks, timesteps and residuals.
@@ -186,7 +190,7 @@ def _local_grads(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            grad = local_part(parameter.grad)
             groups.setdefault((grad.device, grad.dtype), []).append(grad)
     return list(groups.values())
 

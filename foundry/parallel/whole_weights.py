@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from typing import cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+
+from foundry.training.sharded import sharded_modules
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
         model: as it is called in training.
     """
     model = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = sharded_modules(model)
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +24,10 @@ from foundry.parallel.gradient_sync import DDPSync, DeferredDDPSync, FSDPSync, L
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.protocols import Synchroniser
+from foundry.training.sharded import sharded_modules
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, OffloadPolicy
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _wrap_sharded_optimizer(model: nn.Module, ddp: DDP, policy: PrecisionPolicy,
         policy,
         blocks=ddp.overlap_grad_reduce,
         reshard_after_forward=False,
-        offload=OffloadPolicy(),
+        offload=None,
         overlap=ddp.overlap_param_gather,
     )
     sync = FSDPSync(
@@ -159,6 +162,8 @@ def _wrap_sharded_optimizer(model: nn.Module, ddp: DDP, policy: PrecisionPolicy,
 
 
 def _wrap_fsdp(model: nn.Module, fsdp: FSDP, policy: PrecisionPolicy, world: World) -> Parallel:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
     reshard = fsdp.reshard_after_forward
     replicated = _shard(
         model,
@@ -167,7 +172,7 @@ def _wrap_fsdp(model: nn.Module, fsdp: FSDP, policy: PrecisionPolicy, world: Wor
         blocks=True,
         reshard_after_forward=reshard,
         # Pinned memory needs a GPU to be pinned for.
-        offload=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy(),
+        offload=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if fsdp.cpu_offload else None,
         overlap=fsdp.overlap_param_gather,
     )
     sync = FSDPSync(model, fsdp.gradient_sync, world, replicated=replicated, reshard_after_forward=reshard)
@@ -181,24 +186,26 @@ def _shard(
     *,
     blocks: bool,
     reshard_after_forward: bool,
-    offload: OffloadPolicy,
+    offload: "OffloadPolicy | None",
     overlap: bool,
 ) -> list[nn.Parameter]:
     """`fully_shard` the blocks bottom-up and then the root; return the parameters left whole on every rank."""
+    from torch.distributed.fsdp import OffloadPolicy, fully_shard
+
     units = list(find_blocks(model)) if blocks else []
     in_blocks = {parameter for unit in units for parameter in unit.parameters()}
     replicated = [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
     for parameter in replicated:
         parameter.data = parameter.data.to(mesh.device_type)
-    shard = partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=set(replicated))
+    shard = partial(fully_shard, mesh=mesh, offload_policy=offload or OffloadPolicy(), ignored_params=set(replicated))
     for unit in units:
         shard(unit, mp_policy=policy.fsdp_policy(), reshard_after_forward=reshard_after_forward)
     shard(model, mp_policy=policy.fsdp_policy(root=True), reshard_after_forward=reshard_after_forward)
-    _set_prefetch([module for module in model.modules() if isinstance(module, FSDPModule)], overlap)
+    _set_prefetch(sharded_modules(model), overlap)
     return replicated
 
 
-def _set_prefetch(units: list[FSDPModule], overlap: bool) -> None:
+def _set_prefetch(units: "list[FSDPModule]", overlap: bool) -> None:
     """Gather one unit ahead in forward (the backward pass does so by itself), or never ahead."""
     if overlap:
         for unit, following in pairwise(units):

@@ -12,7 +12,7 @@ from foundry.data.splits import Prompt
 from foundry.environments.judge import Judgement
 from foundry.environments.protocol import Answer
 from foundry.models.token_log_probs import IGNORED_TARGET
-from foundry.objectives.generation import Decoding, generate
+from foundry.objectives.generation import Decoding, generate, uncompiled
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 
@@ -132,7 +132,7 @@ def complete(
     was_training = model.training
     model.eval()
     try:
-        with autocast(), torch.compiler.set_stance("force_eager"):
+        with autocast(), uncompiled():
             recorded = record(model, tokens.to(world.device), targets.to(world.device))
     finally:
         model.train(was_training)

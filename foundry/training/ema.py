@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from foundry.training.sharded import local_part
 
 
 class WeightAverage:
@@ -75,4 +76,4 @@ class WeightAverage:
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's shard of each tensor."""
-    return [t.to_local() if isinstance(t, DTensor) else t.detach() for t in tensors]
+    return [local_part(t).detach() for t in tensors]

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from hydra.utils import get_object
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from foundry.config.build import field_of
 from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolved
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
+from foundry.training.sharded import local_part
 from foundry.training.throughput import peak_memory_bytes
 
 _TILE_TOKENS = 1024
@@ -224,7 +224,7 @@ def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iter
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[Any]) -> int:
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    local = map(local_part, tensors)
     return sum(t.numel() * t.element_size() for t in local if isinstance(t, Tensor) and t.device == device)
 
 

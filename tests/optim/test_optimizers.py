@@ -127,7 +127,8 @@ def test_the_update_is_pytorchs(make, options, theirs, their_options):
 def test_muon_takes_the_matrices_of_blocks_only():
     model = Model()
     first, second = muon(model=model, **MUON)
-    assert (type(first), type(second)) == (Muon, torch.optim.AdamW)
+    assert type(first) is Muon
+    assert isinstance(second, torch.optim.AdamW)
     assert names_in(model, first) == {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("up", "down")}
     assert names_in(model, second, 0) == {"embedding.weight", "head.weight"}
     vectors = {f"blocks.{i}.{name}" for i in (0, 1) for name in ("norm.weight", "norm.bias", "up.bias")}
