@@ -1,15 +1,20 @@
 """`python -m foundry.export run=DIR out=DIR`: one folder of safetensors that transformers loads, where it can."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from foundry.checkpoint.export_files import Weight
     from foundry.config.schemas.peft import LoRA
     from foundry.data.splits import DataSplits
     from foundry.restore import Restored
@@ -24,15 +29,25 @@ class ExportOptions:
     which: str = setting("last", "last, best, or the number of a step")
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
     ema: bool = setting(True, "take the averaged weights where the run kept them")
+    dtype: WeightsDtype | None = setting(None, "of the floating-point weights; null: as they were trained")
     merge: bool | None = setting(
         None, "of a run with peft=lora write the whole model and not the adapters alone; null: the run's peft.merge"
     )
 
+    @property
+    def torch_dtype(self) -> "torch.dtype | None":
+        """`dtype`, as torch's."""
+        import torch
+
+        return None if self.dtype is None else getattr(torch, self.dtype.value)
+
 
 def export(options: ExportOptions) -> Path:
-    """Write model.safetensors and, for a language model, transformers' config and tokenizer; return the folder.
+    """Write the weights and, for a language model, transformers' config and tokenizer; return the folder.
 
-    Of a run of adapters write a folder of peft's instead, or with `merge` the model that they are with their base.
+    Weights are model.safetensors, or above 5 GB several files with an index, read from the checkpoint and written a
+    tensor at a time. Of a run of adapters write a folder of peft's instead, or with `merge` the model that they are
+    with their base.
 
     Raises:
         ConfigError: there is no such run or checkpoint, `out` holds files, or there are no adapters to be merged.
@@ -41,37 +56,100 @@ def export(options: ExportOptions) -> Path:
     check_writable("out", out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(Violation("out", f"is {out}, which exists and is not an empty folder; choose another"))
-    from safetensors.torch import save_file
-
-    from foundry.config.frozen import save_config
+    from foundry.checkpoint.export_files import write_weights
+    from foundry.config.frozen import load_config, save_config
     from foundry.config.schemas.peft import LoRA
     from foundry.models.lora import merge_adapters
-    from foundry.restore import restore
+    from foundry.restore import open_without_weights, restore
     from foundry.training.model_hooks import hook
 
-    restored = restore(folder_option("run", options.run), options.which, ema=options.ema, trust=options.trust)
-    model, peft = restored.model, restored.config.peft
+    run_dir, dtype = folder_option("run", options.run), options.torch_dtype
+    config = load_config(run_dir, trust=options.trust)
+    peft = config.peft
     if options.merge is not None and not isinstance(peft, LoRA):
         raise ConfigError(Violation("merge", f"is {options.merge} but {options.run} has no adapters; leave it out"))
-    if isinstance(peft, LoRA):
-        if not (peft.merge if options.merge is None else options.merge):
-            _save_adapters(restored, peft, out)
-            sys.stdout.write(f"{out}\n")
-            return out
-        merge_adapters(model)
-    state = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
-    if (export_state := hook(model, "export_state")) is not None:
-        state = export_state(state)
+    restored, weights = None, None
+    if not isinstance(peft, LoRA) and is_dataclass(config.model):  # one of the user's own may need numbers to be built
+        restored = open_without_weights(run_dir, options.which, trust=options.trust)
+        weights = _stored_weights(restored, ema=options.ema, dtype=dtype)
+    if restored is None or weights is None:
+        restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust)
+        if isinstance(peft, LoRA):
+            if not (peft.merge if options.merge is None else options.merge):
+                _save_adapters(restored, peft, out, dtype)
+                sys.stdout.write(f"{out}\n")
+                return out
+            merge_adapters(restored.model)
+        weights = _held_weights(restored.model, dtype)
     out.mkdir(parents=True, exist_ok=True)
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    write_weights(out, weights)
     save_config(restored.config, out)
-    if (hf_config := hook(model, "hf_config")) is not None:
-        _save_for_transformers(hf_config(), restored.data, out)
+    if (hf_config := hook(restored.model, "hf_config")) is not None:
+        described = hf_config()
+        if dtype is not None:
+            described.dtype = dtype
+        _save_for_transformers(described, restored.data, out)
     sys.stdout.write(f"{out}\n")
     return out
 
 
-def _save_adapters(restored: "Restored", peft: "LoRA", out: Path) -> None:
+def _stored_weights(restored: "Restored", *, ema: bool, dtype: "torch.dtype | None") -> "dict[str, Weight] | None":
+    """What an export writes, to be read from the checkpoint a tensor at a time.
+
+    Args:
+        restored: with a model without storage.
+        ema: take the averaged weights where the run kept them.
+        dtype: of floating-point weights; None: their own.
+
+    Returns:
+        By the export's names; None where the model's `export_state` computes what it gives, and needs all weights.
+
+    Raises:
+        ConfigError: the checkpoint does not hold this model's weights.
+    """
+    from foundry.checkpoint.export_files import Weight
+    from foundry.checkpoint.folder import CheckpointError
+    from foundry.checkpoint.shard import Chunk
+    from foundry.checkpoint.tensors import find_weights, first_names, readable
+    from foundry.training.model_hooks import hook
+
+    state, first = restored.model.state_dict(), first_names(restored.model)
+    exported = state if (export_state := hook(restored.model, "export_state")) is None else export_state(state)
+    own_names = {id(tensor): name for name, tensor in state.items()}
+    if any(id(tensor) not in own_names for tensor in exported.values()):
+        return None
+    try:
+        index, stored = find_weights(restored.checkpoint, [name for name in state if name not in first], ema=ema)
+        with readable(restored.checkpoint):
+            for name, kept in stored.items():
+                if (shape := index.shape(kept)) != state[name].shape:
+                    message = f"{restored.checkpoint} has {name} as {tuple(shape)}, not {tuple(state[name].shape)}"
+                    raise CheckpointError(message)
+    except CheckpointError as error:
+        raise ConfigError(Violation("which", str(error))) from error
+
+    def weight(tensor: "Tensor") -> Weight:
+        name = own_names[id(tensor)]
+        kept, offsets = stored[first.get(name, name)], (0,) * tensor.ndim
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return Weight(tensor.shape, wanted, lambda target: index.fill({kept: Chunk(target, offsets)}))
+
+    return {name: weight(tensor) for name, tensor in exported.items()}
+
+
+def _held_weights(model: "nn.Module", dtype: "torch.dtype | None") -> "dict[str, Weight]":
+    """What an export writes of a model in memory."""
+    from foundry.checkpoint.export_files import Weight
+    from foundry.training.model_hooks import hook
+
+    state = dict(model.state_dict())
+    if (export_state := hook(model, "export_state")) is not None:
+        state = export_state(state)
+    dtypes = {name: dtype if dtype is not None and t.is_floating_point() else t.dtype for name, t in state.items()}
+    return {name: Weight.held(tensor, dtypes[name]) for name, tensor in state.items()}
+
+
+def _save_adapters(restored: "Restored", peft: "LoRA", out: Path, dtype: "torch.dtype | None") -> None:
     """Write adapters as peft does, for the layers of what an export of the base is, and the tokenizer."""
     from peft import LoraConfig
     from safetensors.torch import save_file
@@ -89,7 +167,7 @@ def _save_adapters(restored: "Restored", peft: "LoRA", out: Path) -> None:
         targets.append(name.removesuffix(".weight"))
         for part in ("lora_A", "lora_B"):
             weight = getattr(layer, part).default.weight
-            state[f"base_model.model.{targets[-1]}.{part}.weight"] = weight.detach().contiguous().cpu()
+            state[f"base_model.model.{targets[-1]}.{part}.weight"] = weight.detach().contiguous().to("cpu", dtype)
     out.mkdir(parents=True, exist_ok=True)
     save_file(state, out / "adapter_model.safetensors", metadata={"format": "pt"})
     base = restored.base_path

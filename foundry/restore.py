@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from foundry.data.tokenizer import usual_end
 from foundry.initial_model import find_base, read_base
 from foundry.models.lora import add_adapters
 from foundry.parallel.process_group import World
+from foundry.planning.fake import build_fake
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
 from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STOP_TOKENS, TOKENIZER, TRANSFORMERS
@@ -55,7 +57,9 @@ class Restored:
     base_path: Path | None = None
 
 
-def restore(run_dir: str | Path, which: str, *, ema: bool, trust: bool = False) -> Restored:
+def restore(
+    run_dir: str | Path, which: str, *, ema: bool, trust: bool = False, dtype: torch.dtype | None = None
+) -> Restored:
     """Read a checkpoint of a run, whatever number of ranks wrote it, once every byte of it is known to be right.
 
     Args:
@@ -64,23 +68,41 @@ def restore(run_dir: str | Path, which: str, *, ema: bool, trust: bool = False) 
         ema: take the averaged weights, where the run kept them.
         trust: build parts that are not foundry's own, too, which runs their code.
 
+        dtype: of the floating-point weights; None: as they were trained.
+
     Raises:
         ConfigError: there is no such run or checkpoint, it is not whole, or it is not to be trusted.
     """
     run_dir = Path(run_dir)
-    config = load_config(run_dir, trust=trust)
-    folder = _whole_checkpoint(run_dir, which)
-    _check_bounds(run_dir, config)
+    config, folder, data = _open(run_dir, which, trust=trust)
     device = choose_device()
-    data = _data(config, run_dir)
     is_adapted = isinstance(config.peft, LoRA)
     model = _build_adapted(config, run_dir, folder, trust=trust) if is_adapted else _build(config, run_dir, trust=trust)
+    model = model.to(device=device, dtype=dtype)
     try:
         load_weights(folder, model, ema=ema, trained_only=is_adapted)
     except CheckpointError as error:
         raise ConfigError(Violation("which", str(error))) from error
     base_path = find_base(folder) if is_adapted else None
-    return Restored(config, model.to(device).eval(), data, folder, device, base_path)
+    return Restored(config, model.eval(), data, folder, device, base_path)
+
+
+def open_without_weights(run_dir: Path, which: str, *, trust: bool = False) -> Restored:
+    """A run's checkpoint with a model that has shapes and types and no storage; of a run without adapters.
+
+    Raises:
+        ConfigError: as `restore`.
+    """
+    config, folder, data = _open(run_dir, which, trust=trust)
+    model = build_fake(partial(_build, config, run_dir, trust=trust)).model
+    return Restored(config, model.eval(), data, folder, torch.device("cpu"))
+
+
+def _open(run_dir: Path, which: str, *, trust: bool) -> tuple[Config, Path, DataSplits]:
+    config = load_config(run_dir, trust=trust)
+    folder = _whole_checkpoint(run_dir, which)
+    _check_bounds(run_dir, config)
+    return config, folder, _data(config, run_dir)
 
 
 def choose_device() -> torch.device:

@@ -9,6 +9,7 @@ from typing import Any
 
 from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.config.store import group_schemas
 from foundry.run_dir.names import PLOTS
@@ -23,6 +24,7 @@ class _OwnOptions:
     out: str | None = setting(None, "file to write, without suffix; null: samples in the run directory's plots/")
     ema: bool = setting(True, "use the averaged weights where the run kept them")
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
+    dtype: WeightsDtype | None = setting(None, "of the floating-point weights; null: as they were trained")
     seed: int = setting(0, "seed of the drawing", ge=0, le=2**63 - 1)
 
 
@@ -41,6 +43,8 @@ def sample(options: SampleOptions) -> Path:
     Raises:
         ConfigError: there is no such run or checkpoint, or an option is not of this run's objective.
     """
+    import torch
+
     from foundry.objectives.text_samples import continue_text
     from foundry.parallel.process_group import World
     from foundry.restore import build_part, explained, restore
@@ -48,7 +52,8 @@ def sample(options: SampleOptions) -> Path:
     run_dir = folder_option("run", options.run)
     stem = folder_option("out", options.out) if options.out else run_dir / PLOTS / "samples"
     check_writable("out", stem.parent)
-    restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype.value)
+    restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype)
     offered = {"world": World(0, 0, 1, 1, restored.device), "tokenizer": restored.data.tokenizer}
     objective = build_part(restored.config, "objective", offered=offered)
     names = [item.name for schema in _SAMPLING for item in fields(schema)]

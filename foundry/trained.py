@@ -127,7 +127,8 @@ def build_trained(setup: Setup) -> Trained:
     schedule = build_schedule(config, budget)
     if resume_point is not None:
         try:
-            restore_into(resume_point.folder, parallel.model, ema, optimizers, trained_only=base is not None)
+            folder, is_adapted = resume_point.folder, base is not None
+            restore_into(folder, parallel.model, ema, optimizers, trained_only=is_adapted, world=world)
         except CheckpointError as error:
             raise ConfigError(Violation("checkpoint.resume", str(error))) from error
         schedule = reconcile(schedule, resume_point.state["schedule"], config.checkpoint.scheduler_on_resume)

@@ -132,7 +132,7 @@ class ShardedCheckpointManager:
         folder = verify_newest(self.checkpointer.run_dir, self.world)
         if folder is None:
             return None
-        restore_into(folder, self.model, self.ema, self.optimizers, trained_only=self.trained_only)
+        restore_into(folder, self.model, self.ema, self.optimizers, trained_only=self.trained_only, world=self.world)
         return dict(read_manifest(folder).state)
 
 

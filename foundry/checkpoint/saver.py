@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundry import __version__
-from foundry.checkpoint.folder import FileFacts, Manifest, link, partial_path, publish, write_json
+from foundry.checkpoint.folder import FileFacts, Manifest, link, partial_path, publish, write_durably, write_json
 from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
+from foundry.checkpoint.tensor_index import INDEX, build_index
 from foundry.checkpoint.verification import damage_together, together
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import BEST, LATEST, linked_step, list_checkpoints, parse_step, step_name
@@ -217,8 +218,10 @@ class Checkpointer:
         }
 
     def _publish(self, job: _Save, files: Mapping[str, FileFacts]) -> None:
-        about = Manifest(**{**vars(job.manifest), "files": files})
-        self._point_to(publish(partial_path(self.run_dir, about.step), about), job.is_best)
+        partial = partial_path(self.run_dir, job.manifest.step)
+        index = write_durably(partial / INDEX, build_index(partial))
+        about = Manifest(**{**vars(job.manifest), "files": {**files, INDEX: index}})
+        self._point_to(publish(partial, about), job.is_best)
 
     def _point_to(self, folder: Path, is_best: bool) -> None:
         """Set the links, then delete what is no longer wanted."""

@@ -80,9 +80,14 @@ def own_chunks(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> 
         loads[writer] += _num_bytes(tensor)
         if writer == rank:
             own[name] = tensor
+    return local_chunks(own)
+
+
+def local_chunks(tensors: Mapping[str, Tensor]) -> dict[str, Chunk]:
+    """What this rank holds of tensors, sharded or whole; none of what it holds nothing of."""
     chunks: dict[str, Chunk] = {}
-    offsets = _offsets({name: tensor for name, tensor in own.items() if is_sharded(tensor)})
-    for name, tensor in own.items():
+    offsets = _offsets({name: tensor for name, tensor in tensors.items() if is_sharded(tensor)})
+    for name, tensor in tensors.items():
         local = local_part(tensor)
         if local.numel() > 0 or tensor.numel() == 0:  # a dimension shorter than the ranks leaves some with nothing
             chunks[name] = Chunk(local.detach(), offsets.get(name, (0,) * tensor.ndim))

@@ -5,26 +5,23 @@
 `source.<name>` for what the source of windows keeps in tensors.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import xxhash
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from foundry.checkpoint.folder import CheckpointError, read_manifest
 from foundry.checkpoint.optimizer_state import allocate_state, collect_state, describe_state
+from foundry.checkpoint.shard import local_chunks
+from foundry.checkpoint.tensor_index import TensorIndex, read_index
+from foundry.parallel.process_group import World
 from foundry.training.ema import WeightAverage
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 _NUM_SHOWN = 3
 _SOURCE = "source."
@@ -72,6 +69,7 @@ def restore_into(
     optimizers: Sequence[Optimizer],
     *,
     trained_only: bool = False,
+    world: World | None = None,
 ) -> None:
     """Read what `collect` gave, whatever number of ranks and wrapper wrote it; every rank reads its own part.
 
@@ -81,11 +79,13 @@ def restore_into(
         ema: the averaged weights, where kept; how many updates they have seen is not a tensor, and the caller's.
         optimizers: over this model's parameters; whatever state they have is replaced.
         trained_only: as in `collect`.
+        world: all its ranks call this together, and rank 0 finds out for all where tensors are; None: each by itself.
 
     Raises:
         CheckpointError: the checkpoint lacks tensors of this run, has others, or has them in another shape.
     """
-    reader, saved = _open(folder)
+    index = read_index(folder, world)
+    saved = index.shapes()
     inner = _inner(model)
     weights = {f"model.{name}": tensor for name, tensor in _weights(inner, trained_only).items()}
     states = allocate_state(inner, optimizers, saved, read_manifest(folder).optimizer)
@@ -93,7 +93,7 @@ def restore_into(
     for held in states:
         targets |= held.tensors
     _check_names(folder, targets, [name for name in saved if not name.startswith(_SOURCE)])
-    _read(folder, reader, targets, saved)
+    _read(index, targets)
     _accept(inner, weights)
     for optimizer in optimizers:
         optimizer.state.clear()
@@ -101,12 +101,17 @@ def restore_into(
         held.accept()
 
 
-def read_source_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the source of windows, whole and in host memory; none for a source that has none."""
-    reader = _build_reader(folder)
-    found = {name: entry for name, entry in _entries(reader).items() if name.startswith(_SOURCE)}
-    targets = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
-    _read(folder, reader, targets, {name: entry.size for name, entry in found.items()})
+def read_source_tensors(folder: Path, world: World | None = None) -> dict[str, Tensor]:
+    """The tensors of the source of windows, whole and in host memory; none for a source that has none.
+
+    Args:
+        folder: the checkpoint.
+        world: as in `restore_into`.
+    """
+    index = read_index(folder, world)
+    names = [name for name in index.entries if name.startswith(_SOURCE)]
+    targets = {name: torch.empty(index.shape(name), dtype=index.dtype(name)) for name in names}
+    _read(index, targets)
     return {name.removeprefix(_SOURCE): tensor for name, tensor in targets.items()}
 
 
@@ -123,21 +128,43 @@ def load_weights(folder: Path, model: nn.Module, *, ema: bool = False, trained_o
         CheckpointError: the checkpoint lacks weights of the model, has others, or has them in another shape.
     """
     weights = _weights(model, trained_only)
-    with _readable(folder):
-        reader, saved = _open(folder)
-    _check_names(folder, [f"model.{name}" for name in weights], [name for name in saved if name.startswith("model.")])
-    averaged = {name for name in weights if ema and f"ema.{name}" in saved}
-    targets = {f"{'ema' if name in averaged else 'model'}.{name}": tensor for name, tensor in weights.items()}
-    with _readable(folder):
-        _read(folder, reader, targets, saved)
+    index, stored = find_weights(folder, weights, ema=ema)
+    targets = {stored[name]: tensor for name, tensor in weights.items()}
+    with readable(folder):
+        _read(index, targets)
     _accept(model, targets)
+
+
+def find_weights(folder: Path, names: Iterable[str], *, ema: bool) -> tuple[TensorIndex, dict[str, str]]:
+    """Where a checkpoint has a model's weights, and under which names it does.
+
+    Args:
+        folder: the checkpoint.
+        names: of all that a checkpoint of the model has, a tied one once.
+        ema: take the averaged weights where there are any.
+
+    Raises:
+        CheckpointError: the checkpoint lacks weights of the model, or has others.
+    """
+    names = list(names)
+    with readable(folder):
+        index = read_index(folder)
+        saved = [name for name in index.entries if name.startswith("model.")]
+    _check_names(folder, [f"model.{name}" for name in names], saved)
+    averaged = {name for name in names if ema and f"ema.{name}" in index.entries}
+    return index, {name: f"{'ema' if name in averaged else 'model'}.{name}" for name in names}
 
 
 def tied_names(inner: nn.Module) -> set[str]:
     """Second and further names of one parameter: it is saved once, under its first, as safetensors demands."""
+    return set(first_names(inner))
+
+
+def first_names(inner: nn.Module) -> dict[str, str]:
+    """The names that `tied_names` gives, each with the first of its parameter."""
     first: dict[nn.Parameter, str] = {}
     named = inner.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if first.setdefault(parameter, name) != name}
+    return {name: kept for name, parameter in named if (kept := first.setdefault(parameter, name)) != name}
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -166,33 +193,12 @@ def _averages(ema: WeightAverage | None) -> dict[str, Tensor]:
     return {} if ema is None else {f"ema.{name}": tensor for name, tensor in ema.average.items()}
 
 
-def _build_reader(folder: Path) -> "HuggingFaceStorageReader":
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # a run from scratch reads nothing
-
-    return HuggingFaceStorageReader(str(folder))
-
-
-def _open(folder: Path) -> "tuple[HuggingFaceStorageReader, dict[str, torch.Size]]":
-    """The reader of a checkpoint, and the shapes of its tensors by name."""
-    reader = _build_reader(folder)
-    return reader, {name: entry.size for name, entry in _entries(reader).items()}
-
-
-def _entries(reader: "HuggingFaceStorageReader") -> "dict[str, TensorStorageMetadata]":
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    entries = reader.read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-
-
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def readable(folder: Path) -> Iterator[None]:
     """Say in a line what is wrong with files that are as their manifest says, and no tensors."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         yield
-    except (SafetensorError, CheckpointException, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise CheckpointError(
             f"{folder} holds no tensors that can be read: {lines[-1] if lines else error!r}"
@@ -208,19 +214,12 @@ def _check_names(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> N
             raise CheckpointError(f"{folder} {text} {shown}{more}")
 
 
-def _read(
-    folder: Path, reader: "HuggingFaceStorageReader", targets: Mapping[str, Tensor], saved: Mapping[str, torch.Size]
-) -> None:
+def _read(index: TensorIndex, targets: Mapping[str, Tensor]) -> None:
     """Fill the targets in place."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     for name, target in targets.items():
-        if target.shape != saved[name]:
-            raise CheckpointError(f"{folder} has {name} as {tuple(saved[name])}, this run as {tuple(target.shape)}")
-    with warnings.catch_warnings():
-        # Each rank plans and reads alone: what it needs follows from its layout.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(dict(targets), storage_reader=reader, no_dist=True)
+        if target.shape != (shape := index.shape(name)):
+            raise CheckpointError(f"{index.folder} has {name} as {tuple(shape)}, this run as {tuple(target.shape)}")
+    index.fill(local_chunks(targets))
 
 
 def _accept(inner: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -43,6 +43,28 @@ def gather(value: _T, world: World, group: ProcessGroup | None = None) -> list[_
     return [loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
 
+def broadcast(value: _T, world: World, group: ProcessGroup | None = None) -> _T:
+    """Rank 0's value on every rank; all ranks call this together.
+
+    Args:
+        value: as `gather` takes it; of other ranks than 0 it does not matter.
+        world: the ranks.
+        group: over which they speak, in host memory; None: the default.
+
+    Raises:
+        pickle.UnpicklingError: rank 0 has sent anything else.
+    """
+    if world.world_size == 1:
+        return value
+    content = bytearray(pickle.dumps(value)) if world.is_main else bytearray()
+    size = torch.tensor([len(content)])
+    dist.broadcast(size, 0, group=group)
+    data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, 0, group=group)
+    received: _T = loads(data.numpy().tobytes())
+    return received
+
+
 def loads(data: bytes) -> Any:
     """A pickled value of plain containers, numbers, texts, paths and foundry's dataclasses.
 

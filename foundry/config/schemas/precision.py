@@ -6,6 +6,14 @@ from enum import Enum
 from foundry.config.setting import setting
 
 
+class WeightsDtype(Enum):
+    """In which type weights are written or held when a run is over."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 class PrecisionMode(Enum):
     """What the weights, the compute and the gradient reduction are held in."""
 

@@ -1,0 +1,96 @@
+"""Weights as transformers writes them: safetensors of at most 5 GB with an index, a tensor at a time in memory."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from foundry.checkpoint.shard import DTYPES
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 * 10**9
+
+# The order in which safetensors itself writes types, so that every tensor is aligned to its own.
+_ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that is to be written.
+
+    Attributes:
+        shape: of the whole.
+        dtype: in which it is written.
+        read: fills a tensor of that shape and type.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[Tensor], object]
+
+    @classmethod
+    def held(cls, tensor: Tensor, dtype: torch.dtype) -> "Weight":
+        """One that is in memory."""
+        return cls(tensor.shape, dtype, lambda target: target.copy_(tensor.detach()))
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def write_weights(out: Path, weights: Mapping[str, Weight], *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Write model.safetensors, or several files and model.safetensors.index.json; tensors in the order given.
+
+    Args:
+        out: a folder.
+        weights: by name.
+        max_file_bytes: of a file's tensors, unless it holds a single one.
+    """
+    files, room = list[dict[str, Weight]](), 0
+    for name, weight in weights.items():
+        if not files or (weight.num_bytes > room and files[-1]):
+            files.append({})
+            room = max_file_bytes
+        files[-1][name] = weight
+        room -= weight.num_bytes
+    if len(files) <= 1:
+        _write_file(out / WEIGHTS, weights)
+        return
+    weight_map = dict[str, str]()
+    for number, named in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _write_file(out / file, named)
+        weight_map |= dict.fromkeys(named, file)
+    sizes = {
+        "total_parameters": sum(weight.shape.numel() for weight in weights.values()),
+        "total_size": sum(weight.num_bytes for weight in weights.values()),
+    }
+    index = {"metadata": sizes, "weight_map": weight_map}
+    (out / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+@torch.no_grad()
+def _write_file(file: Path, weights: Mapping[str, Weight]) -> None:
+    """The bytes that safetensors' own `save_file` writes; https://github.com/huggingface/safetensors#format."""
+    names = sorted(weights, key=lambda name: (_ORDER.index(DTYPES[weights[name].dtype]), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name in names:
+        weight = weights[name]
+        end = begin + weight.num_bytes
+        header[name] = {"dtype": DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = torch.empty(weights[name].shape, dtype=weights[name].dtype)
+            weights[name].read(tensor)
+            stream.write(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+            del tensor  # before the next is allocated

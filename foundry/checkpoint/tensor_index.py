@@ -1,0 +1,191 @@
+"""Where each tensor of a checkpoint lies in its files, and reading any part of it.
+
+    checkpoints/step_00000200/tensors.json   by name: type, and the file, place, offsets and sizes of each part
+
+It is made of the headers of all shards when a checkpoint is published, and of those of an older checkpoint, which has
+none, when it is read. With it a rank opens only the files that hold its own parts.
+"""
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from foundry.checkpoint.folder import CheckpointError, read_manifest
+from foundry.checkpoint.shard import DTYPES, Chunk
+from foundry.parallel.gathering import broadcast
+from foundry.parallel.process_group import World
+from foundry.run_dir.checkpoints import MANIFEST
+from foundry.run_dir.files import open_regular, read_text
+
+INDEX = "tensors.json"
+
+_TENSORS = ".safetensors"
+_PIECE_BYTES, _MAX_BYTES = 2**24, 2**32
+_NAMES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a tensor in a file, row by row.
+
+    Attributes:
+        file: its name.
+        begin: of its first byte there.
+        offsets: where it begins in the whole, one number per dimension.
+        sizes: its shape.
+    """
+
+    file: str
+    begin: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorIndex:
+    """The tensors of one checkpoint.
+
+    Attributes:
+        folder: the checkpoint.
+        entries: as in the file: by name safetensors' word for the type; file, begin, offsets and sizes of each part.
+        num_bytes: of each file that may be read.
+    """
+
+    folder: Path
+    entries: Mapping[str, tuple[str, list[tuple[str, int, list[int], list[int]]]]]
+    num_bytes: Mapping[str, int]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of all tensors."""
+        return {name: self.shape(name) for name in self.entries}
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a tensor: where its last part ends."""
+        ends = ([o + s for o, s in zip(offsets, sizes, strict=True)] for _, _, offsets, sizes in self.entries[name][1])
+        return torch.Size(map(max, zip(*ends, strict=True)))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a tensor is stored."""
+        return _NAMES[self.entries[name][0]]
+
+    @torch.no_grad()
+    def fill(self, chunks: Mapping[str, Chunk]) -> None:
+        """Read parts of tensors into place, of whatever type and on whatever device these are; each file opened once.
+
+        Args:
+            chunks: by the tensor's name, what is to be filled and where it begins in the whole, as a slice of its rows.
+
+        Raises:
+            CheckpointError: the files do not hold all of it.
+        """
+        by_file: dict[str, list[tuple[_Part, str]]] = defaultdict(list)
+        missing = {name: chunk.local.numel() for name, chunk in chunks.items()}
+        for name, chunk in chunks.items():
+            for part in self._parts(name):
+                if (shared := math.prod(stop - start for start, stop in _overlap(part, chunk))) > 0:
+                    by_file[part.file].append((part, name))
+                    missing[name] -= shared
+        if short := [name for name, count in missing.items() if count]:
+            raise CheckpointError(f"{self.folder} does not hold all of {short[0]}, or parts of it twice")
+        for file, wanted in sorted(by_file.items()):
+            with open_regular(self.folder / file, "rb", buffering=0) as stream:
+                for part, name in sorted(wanted, key=lambda pair: pair[0].begin):
+                    _copy(stream, part, self.dtype(name), chunks[name])
+
+    def _parts(self, name: str) -> Iterator[_Part]:
+        width = self.dtype(name).itemsize
+        for file, begin, offsets, sizes in self.entries[name][1]:
+            part = _Part(file, begin, tuple(offsets), tuple(sizes))
+            # Or a file that somebody made could ask for any amount of memory.
+            if min(begin, *sizes, *offsets, 0) < 0 or begin + math.prod(sizes) * width > self.num_bytes[file]:
+                raise CheckpointError(f"{self.folder} has a part of {name} beyond the end of {file}")
+            yield part
+
+
+def read_index(folder: Path, world: World | None = None) -> TensorIndex:
+    """Where the tensors of a checkpoint are.
+
+    Args:
+        folder: the checkpoint.
+        world: all its ranks call this together, and rank 0 reads; None: this process reads for itself.
+
+    Raises:
+        CheckpointError: the checkpoint has no tensors that can be read; on every rank.
+    """
+    found: tuple[str, dict[str, int]] | str = ""
+    if world is None or world.is_main:
+        try:
+            found = _read_text(folder)
+        except Exception as error:
+            if world is None:
+                raise
+            found = f"{folder}: {error}"
+    if world is not None:
+        found = broadcast(found, world)
+    if isinstance(found, str):
+        raise CheckpointError(found)
+    entries = json.loads(found[0])
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{folder / INDEX} names no tensors")
+    return TensorIndex(folder, entries, found[1])
+
+
+def build_index(folder: Path) -> str:
+    """The content of the index, from the headers of all shards in a folder."""
+    entries: dict[str, tuple[str, list[Any]]] = {}
+    for file in sorted(path.name for path in folder.iterdir() if path.name.endswith(_TENSORS)):
+        with open_regular(folder / file, "rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > os.fstat(stream.fileno()).st_size:
+                raise CheckpointError(f"{folder / file} is no .safetensors file")
+            header = json.loads(stream.read(size))
+        offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        for name, entry in header.items():
+            here = offsets[name]["saved_offsets"] if name in offsets else [0] * len(entry["shape"])
+            part = (file, 8 + size + entry["data_offsets"][0], here, entry["shape"])
+            entries.setdefault(name, (entry["dtype"], []))[1].append(part)
+    return json.dumps(entries, separators=(",", ":"))
+
+
+def _read_text(folder: Path) -> tuple[str, dict[str, int]]:
+    if (folder / MANIFEST).is_file():
+        sizes = {name: facts.bytes for name, facts in read_manifest(folder).files.items()}
+    else:
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    return read_text(folder / INDEX, max_bytes=_MAX_BYTES) if INDEX in sizes else build_index(folder), sizes
+
+
+def _overlap(part: _Part, chunk: Chunk) -> list[tuple[int, int]]:
+    """In each dimension the first element of the whole that both have, and the one after the last."""
+    ends = zip(part.offsets, part.sizes, chunk.offsets, chunk.local.shape, strict=True)
+    return [(start := max(p, c), max(start, min(p + p_size, c + c_size))) for p, p_size, c, c_size in ends]
+
+
+def _copy(stream: IO[bytes], part: _Part, dtype: torch.dtype, chunk: Chunk) -> None:
+    """Copy what a part and a chunk share, some of its rows at a time; those that the file holds are read whole."""
+    overlap = _overlap(part, chunk) or [(0, 1)]
+    sizes, offsets, own = part.sizes or (1,), part.offsets or (0,), chunk.offsets or (0,)
+    target = chunk.local if chunk.local.ndim else chunk.local.view(1)
+    row_bytes = math.prod(sizes[1:]) * dtype.itemsize
+    (first, last), others = overlap[0], overlap[1:]
+    columns = tuple(slice(a - o, b - o) for (a, b), o in zip(others, offsets[1:], strict=True))
+    places = tuple(slice(a - o, b - o) for (a, b), o in zip(others, own[1:], strict=True))
+    num_rows = max(1, _PIECE_BYTES // row_bytes)
+    for row in range(first, last, num_rows):
+        count = min(num_rows, last - row)
+        buffer = torch.empty(count * row_bytes, dtype=torch.uint8)
+        stream.seek(part.begin + (row - offsets[0]) * row_bytes)
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type] # numpy's arrays are buffers
+        while view:
+            if not (length := stream.readinto(view)):  # type: ignore[attr-defined] # opened without a buffer
+                raise CheckpointError(f"{part.file} is shorter than its tensors")
+            view = view[length:]
+        rows = buffer.view(dtype).view(count, *sizes[1:])
+        target[(slice(row - own[0], row - own[0] + count), *places)].copy_(rows[(slice(None), *columns)])

@@ -1,0 +1,121 @@
+"""Tensors are found without reading every file's header, and any part of one is read alone."""
+
+import json
+import sys
+
+import pytest
+import torch
+from checkpoint_parts import Net, assert_same, rewrite_manifest, write
+
+from foundry.checkpoint.folder import CheckpointError, problems, read_manifest
+from foundry.checkpoint.shard import Chunk, write_shard
+from foundry.checkpoint.tensor_index import INDEX, build_index, read_index
+from foundry.checkpoint.tensors import load_weights
+
+NUM_SHARDS, ROWS = 256, 4
+_opened = {"folder": None, "names": []}
+
+
+def _note_open(event, arguments):
+    if event == "open" and _opened["folder"] is not None and str(arguments[0]).startswith(_opened["folder"]):
+        _opened["names"].append(str(arguments[0]).rpartition("/")[2])
+
+
+sys.addaudithook(_note_open)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """The names of the files below the folder that are opened from now on, once for each time."""
+    _opened.update(folder=str(tmp_path), names=[])
+    yield _opened["names"]
+    _opened["folder"] = None
+
+
+@pytest.fixture(scope="module")
+def whole():
+    torch.manual_seed(0)
+    names = [f"model.{number}" for number in range(8)]
+    return {name: torch.randn(NUM_SHARDS * ROWS, 6, 2) for name in names}
+
+
+@pytest.fixture
+def sharded(tmp_path, whole):
+    """A checkpoint as 256 ranks write it, of tensors sharded by rows."""
+    for rank in range(NUM_SHARDS):
+        first = rank * ROWS
+        chunks = {name: Chunk(tensor[first : first + ROWS], (first, 0, 0)) for name, tensor in whole.items()}
+        write_shard(tmp_path / f"shard-{rank:05d}.safetensors", chunks)
+    (tmp_path / INDEX).write_text(build_index(tmp_path))
+    return tmp_path
+
+
+def test_a_rank_opens_the_index_and_its_own_files(sharded, whole, opened):
+    first = 100 * ROWS + 1
+    parts = {name: Chunk(torch.zeros(2 * ROWS, 6, 2), (first, 0, 0)) for name in whole}
+    read_index(sharded).fill(parts)
+    for name, chunk in parts.items():
+        assert chunk.local.equal(whole[name][first : first + 2 * ROWS])
+    assert opened == [INDEX, *(f"shard-{rank:05d}.safetensors" for rank in (100, 101, 102))]
+
+
+def test_a_whole_tensor_opens_each_file_once(sharded, whole, opened):
+    index = read_index(sharded)
+    assert index.shape("model.3") == whole["model.3"].shape
+    read = torch.zeros_like(whole["model.3"])
+    index.fill({"model.3": Chunk(read, (0, 0, 0))})
+    assert read.equal(whole["model.3"])
+    assert len(opened) == 1 + NUM_SHARDS == len(set(opened))
+
+
+def test_parts_of_columns_other_types_and_strides(sharded, whole, monkeypatch):
+    monkeypatch.setattr("foundry.checkpoint.tensor_index._PIECE_BYTES", 100)  # two rows at a time
+    index = read_index(sharded)
+    read = torch.zeros(2, 3, 9, dtype=torch.bfloat16).permute(2, 1, 0)
+    index.fill({"model.0": Chunk(read, (6, 2, 0))})
+    assert read.equal(whole["model.0"][6:15, 2:5].bfloat16())
+
+
+def test_what_no_file_holds_is_an_error(sharded):
+    beyond = Chunk(torch.zeros(ROWS, 6, 2), (NUM_SHARDS * ROWS - 1, 0, 0))
+    with pytest.raises(CheckpointError, match=r"does not hold all of model\.0"):
+        read_index(sharded).fill({"model.0": beyond})
+
+
+def test_a_checkpoint_names_its_index_and_one_without_is_read(tmp_path):
+    model, other, older = Net(1), Net(2), Net(3)
+    folder = write(tmp_path, 3, model)
+    assert INDEX in read_manifest(folder).files
+    load_weights(folder, other)
+    assert_same(other.state_dict(), model.state_dict())
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    del files[INDEX]
+    (folder / INDEX).unlink()
+    rewrite_manifest(folder, files=files)
+    assert problems(folder) == []
+    load_weights(folder, older)
+    assert_same(older.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '["model.table"]',
+        '{"model.table": 1}',
+        '{"model.table": ["F32", [["../../secret", 0, [0], [5]]]]}',
+        '{"model.table": ["F32", [["shard-00000.safetensors", 0, [0], [1000000000000]]]]}',
+        '{"model.table": ["F32", [["shard-00000.safetensors", -8, [0], [5]]]]}',
+        '{"model.table": ["F32", [["shard-00000.safetensors", "8", [0], [5]]]]}',
+        '{"model.table": ["F99", [["shard-00000.safetensors", 8, [0], [5]]]]}',
+    ],
+)
+def test_an_index_that_foundry_has_not_written_is_a_line(tmp_path, content):
+    folder = write(tmp_path, 3, Net(1))
+    model = torch.nn.Module()
+    model.register_buffer("table", torch.zeros(5))
+    (folder / INDEX).write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(folder, model)
+    assert "\n" not in str(caught.value)
