@@ -122,7 +122,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         metric=config.evaluation.metric,
         stop_rules=_build_stop_rules(setup, trained),
         best=Best(config.checkpoint.keep_best, config.evaluation.metric),
-        checkpoints=_build_checkpoints(setup, trained),
+        checkpoints=_build_checkpoints(setup, trained, watchdog),
         rank_flags=RankFlags(world),
         signals=SignalHandler(),
         ema=trained.ema,
@@ -200,7 +200,7 @@ def _build_throughput(setup: Setup, model: nn.Module) -> Throughput:
     )
 
 
-def _build_checkpoints(setup: Setup, trained: Trained) -> CheckpointManager:
+def _build_checkpoints(setup: Setup, trained: Trained, watchdog: Watchdog) -> CheckpointManager:
     """What writes checkpoints, where any are wanted."""
     config, world, folder = setup.config, setup.world, setup.folder
     wanted = config.checkpoint
@@ -215,6 +215,7 @@ def _build_checkpoints(setup: Setup, trained: Trained) -> CheckpointManager:
             keep_every_steps=wanted.keep_every,
             strict=wanted.strict_saves,
             locate=None if folder is None else folder.ensure,
+            alive=watchdog.alive,
         ),
         model=trained.parallel.model,
         ema=trained.ema,

@@ -28,7 +28,17 @@ class Net(nn.Module):
         self.register_buffer("table", torch.randn(5))
 
 
-def saver(run_dir, *, asynchronous=False, keep_last=None, keep_every_steps=None, strict=True, world=ALONE, locate=None):
+def saver(
+    run_dir,
+    *,
+    asynchronous=False,
+    keep_last=None,
+    keep_every_steps=None,
+    strict=True,
+    world=ALONE,
+    locate=None,
+    alive=None,
+):
     return Checkpointer(
         run_dir,
         world,
@@ -37,6 +47,7 @@ def saver(run_dir, *, asynchronous=False, keep_last=None, keep_every_steps=None,
         keep_every_steps=keep_every_steps,
         strict=strict,
         locate=locate,
+        alive=alive,
     )
 
 

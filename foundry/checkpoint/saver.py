@@ -66,6 +66,7 @@ class Checkpointer:
         keep_every_steps: int | None,
         strict: bool,
         locate: Callable[[], Path] | None = None,
+        alive: Callable[[], None] | None = None,
     ) -> None:
         """Prepare to save into a run directory; what interrupted saves have left there goes with the first save.
 
@@ -77,8 +78,10 @@ class Checkpointer:
             keep_every_steps: multiples of this are kept for good; None: there are none.
             strict: raise what went wrong, at the next call of `save` or `finish`.
             locate: says on rank 0, before each save, where the run directory is by then; None: where it was.
+            alive: tells a watchdog, while training waits for a save, that more of it is on the disk.
         """
-        self.run_dir, self._locate = run_dir, locate
+        self.run_dir, self._locate, self._alive = run_dir, locate, alive
+        self._is_waited_for = False
         self._world, self._strict = world, strict
         self._keep_last, self._keep_every_steps = keep_last, keep_every_steps
         # Its own group: the background thread's messages never meet those of the training thread.
@@ -141,7 +144,9 @@ class Checkpointer:
         if self._thread is not None and in_background:
             self._pending = self._thread.submit(self._run, job)
         else:
+            self._is_waited_for = True
             self._run(job)
+            self._is_waited_for = False
         self.blocked_seconds = time.perf_counter() - begin
         if wait:
             self._raise_error()
@@ -158,8 +163,9 @@ class Checkpointer:
     def join(self) -> None:
         """Wait until nothing is being written, whatever has become of it."""
         if self._pending is not None:
+            self._is_waited_for = True
             self._pending.result()
-            self._pending = None
+            self._pending, self._is_waited_for = None, False
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -212,10 +218,16 @@ class Checkpointer:
 
     def _write_files(self, job: _Save) -> dict[str, FileFacts]:
         folder, rank = partial_path(self.run_dir, job.manifest.step), f"{self._world.rank:05d}"
+        shard = f"shard-{rank}.safetensors"
         return {
-            f"shard-{rank}.safetensors": write_shard(folder / f"shard-{rank}.safetensors", job.chunks),
+            shard: write_shard(folder / shard, job.chunks, self._tell_alive),
             f"rank-{rank}.json": write_json(folder / f"rank-{rank}.json", job.rank_state),
         }
+
+    def _tell_alive(self) -> None:
+        """While training goes on it has to show that itself."""
+        if self._alive is not None and self._is_waited_for:
+            self._alive()
 
     def _publish(self, job: _Save, files: Mapping[str, FileFacts]) -> None:
         partial = partial_path(self.run_dir, job.manifest.step)

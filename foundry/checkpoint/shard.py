@@ -8,7 +8,7 @@ go to the disk from where they are, summed on the way.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -42,6 +42,7 @@ DTYPES = {
 """What safetensors can hold, and its names for it."""
 
 _BUFFER_BYTES, _ALIGNMENT_BYTES = 2**20, 8
+_SYNCED_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,13 @@ def _offsets(sharded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {item.index.fqn: tuple(item.tensor_data.chunk.offsets) for item in items if item.tensor_data is not None}
 
 
-def write_shard(path: Path, chunks: Mapping[str, Chunk]) -> FileFacts:
+def write_shard(path: Path, chunks: Mapping[str, Chunk], alive: Callable[[], None] | None = None) -> FileFacts:
     """Write the chunks as one safetensors file and wait until it is on the disk.
 
     Args:
         path: a new file.
         chunks: on any device; those in host memory are written without a copy.
+        alive: called now and then, when more is on the disk.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written to.
@@ -117,12 +119,21 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk]) -> FileFacts:
     """
     # The larger types first, as safetensors itself does, so that every tensor is aligned to its type.
     names = sorted(chunks, key=lambda name: (-chunks[name].local.element_size(), name))
-    digest, size = xxhash.xxh3_128(), 0
+    digest, size, unsynced = xxhash.xxh3_128(), 0, 0
     with open_regular(path, "xb", buffering=_BUFFER_BYTES) as file:
         contents: Iterator[Any] = (_content(chunks[name].local) for name in names)
         for content in chain([_header(chunks, names)], contents):
-            digest.update(content)
-            size += file.write(content)
+            for begin in range(0, len(content), _SYNCED_BYTES):
+                piece = content[begin : begin + _SYNCED_BYTES]
+                digest.update(piece)
+                size += file.write(piece)
+                unsynced += len(piece)
+                if unsynced >= _SYNCED_BYTES:  # or all of it would be waited for at the end, without a sign of life
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    unsynced = 0
+                if alive is not None:
+                    alive()
         file.flush()
         os.fsync(file.fileno())
     return FileFacts(size, digest.hexdigest())

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from foundry.run_dir.files import make_folder
 from foundry.training.protocols import EvaluationContext, GenerativeObjective
@@ -26,9 +27,14 @@ class DrawnSamples:
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Draw; nothing is measured."""
-        context.beat("drawing samples")
-        with context.autocast():
-            samples = self._objective.generate(model, self._data, context.world.device)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        # Before each token, or each step of an image: a large model takes its time for every one.
+        beats = inner.register_forward_pre_hook(lambda module, inputs: context.beat("drawing samples"))
+        try:
+            with context.autocast():
+                samples = self._objective.generate(model, self._data, context.world.device)
+        finally:
+            beats.remove()
         if not context.world.is_main:
             return {}
         folder = context.folder

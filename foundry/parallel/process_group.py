@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
+from foundry.config.stopped import Stopped
 from foundry.parallel.roll_call import RollCall
 from foundry.parallel.watchdog import TICKS
 
@@ -95,7 +96,10 @@ class World:
 
 @contextmanager
 def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[World]:
-    """Join the ranks that were started together, arranged as `config` says, and leave them at the end, in any case.
+    """Join the ranks that were started together, arranged as `config` says, and leave them at the end.
+
+    A rank that fails leaves by the end of its process: to leave in order NCCL waits for collectives that the others
+    will never join, and whatever the process has to say would wait with it.
 
     One process joins nothing, except with `cpu_offload`: FSDP2 does the offloading, and needs a group even of one.
 
@@ -118,11 +122,19 @@ def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[
         yield arrange(world, config)
         return
     _prefer_loopback(environment.num_nodes)
+    if dist.is_initialized():  # a run of this process has failed before
+        dist.destroy_process_group()
     _initialise(config, environment, backend, device)
+    is_in_order = world.world_size == 1
     try:
         yield arrange(world, config)
+        is_in_order = True
+    except Stopped:  # as all ranks have agreed
+        is_in_order = True
+        raise
     finally:
-        dist.destroy_process_group()
+        if is_in_order:
+            dist.destroy_process_group()
 
 
 def arrange(world: World, config: Distributed) -> World:

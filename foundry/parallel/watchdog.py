@@ -72,6 +72,11 @@ class Watchdog:
         """This rank moves: it is at optimizer step `step` and about to do `doing`."""
         self._last = (step, doing)
 
+    def alive(self) -> None:
+        """This rank moves, within what it was about to do."""
+        step, doing = self._last
+        self._last = (step, doing)
+
     @property
     def blame(self) -> str:
         """Which ranks give no sign of life, if this one has waited long enough to ask."""

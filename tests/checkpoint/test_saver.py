@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -37,7 +38,7 @@ def test_in_the_background_the_same_is_written_whatever_training_does(tmp_path, 
     kept = {name: tensor.clone() for name, tensor in collect(model, None, [optimizer]).items()}
     changed = threading.Event()
 
-    def late(path, chunks):
+    def late(path, chunks, alive):
         assert changed.wait(10)
         return write_shard(path, chunks)
 
@@ -63,7 +64,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "foundry")
     begun, going = [], threading.Event()
 
-    def slow(path, chunks):
+    def slow(path, chunks, alive):
         begun.append(path.parent.name)
         assert going.wait(10)
         return write_shard(path, chunks)
@@ -199,3 +200,21 @@ def test_an_interrupted_save_leaves_the_old_one(tmp_path, monkeypatch):
     model = Net(0)
     load_weights(find(tmp_path), model)
     assert_same(model.state_dict(), Net(10).state_dict())
+
+
+def test_only_a_save_that_is_waited_for_tells_the_watchdog(tmp_path, monkeypatch):
+    beats, going = [], threading.Event()
+
+    def late(path, chunks, alive):
+        assert going.wait(10)
+        return write_shard(path, chunks, alive)
+
+    monkeypatch.setattr(saver_module, "write_shard", late)
+    checkpointer = saver(tmp_path, asynchronous=True, alive=lambda: beats.append(threading.current_thread()))
+    ask(checkpointer, 1, Net(1).state_dict)
+    going.set()
+    while checkpointer.pending:
+        time.sleep(0.01)
+    assert beats == []
+    ask(checkpointer, 2, Net(1).state_dict, wait=True)
+    assert len(beats) == 1 + len(Net(1).state_dict())  # a header, and each tensor

@@ -100,7 +100,7 @@ def fail_on_one_rank(world, run_dir, asynchronous, strict):
     checkpointer.finish()
     working = module.write_shard
 
-    def failing(path, chunks):
+    def failing(path, chunks, alive):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     if world.rank == 1:

@@ -41,6 +41,22 @@ def fail_on_rank_one():
         world.all_reduce_sum(torch.ones(1))
 
 
+def fail_and_say_whether_the_group_is_left():
+    import torch
+    import torch.distributed as dist
+
+    from foundry.config.schemas.distributed import Distributed
+    from foundry.parallel.process_group import process_group
+
+    try:
+        with process_group(Distributed(), cuda=False) as world:
+            if world.rank == 1:
+                raise ValueError("no such token: 99")
+            world.all_reduce_sum(torch.ones(1))
+    except ValueError as error:
+        raise ValueError(f"{error}, in a group: {dist.is_initialized()}") from error
+
+
 def configuration_mistake():
     raise ConfigError([Violation("model.width", "is 7 but must be even"), Violation("seed", "is -1")])
 

@@ -11,6 +11,7 @@ from local_workers import (
     all_reduce,
     configuration_mistake,
     die_silently,
+    fail_and_say_whether_the_group_is_left,
     fail_on_rank_one,
     stop_after_signal,
 )
@@ -48,6 +49,12 @@ def test_the_rank_that_failed_is_named_not_the_one_that_waited_for_it(capfd):
     assert str(caught.value) == "rank 1 failed: ValueError: no such token: 99"
     assert "in fail_on_rank_one" in caught.value.trace
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_says_why_before_it_leaves_the_others():
+    with pytest.raises(WorkerFailed, match=r"no such token: 99, in a group: True"):
+        run_local(2, fail_and_say_whether_the_group_is_left)
 
 
 def test_a_config_error_comes_back_as_one():

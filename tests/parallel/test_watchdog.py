@@ -28,6 +28,26 @@ def test_a_stalled_process_says_where_it_was_and_ends():
     )
 
 
+ALIVE = """
+import time
+from foundry.parallel.watchdog import Watchdog
+with Watchdog(1.2, rank=0) as watchdog:
+    watchdog.beat(3, "saving a checkpoint")
+    for _ in range(12):
+        time.sleep(0.2)
+        watchdog.alive()
+    print("saved", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.long
+def test_slow_work_that_shows_progress_is_let_be():
+    done = subprocess.run([sys.executable, "-c", ALIVE], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.stdout, done.returncode) == ("saved\n", EXIT_STALLED)
+    assert "at step 3, saving a checkpoint" in done.stderr
+
+
 SLEEPER = """
 import time
 from foundry.parallel import watchdog
