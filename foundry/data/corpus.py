@@ -114,7 +114,7 @@ class HeldOutNumbers:
         hashes = (_hash_name(str(number)) for number in range(count))
         return cls(sorted(found for found in hashes if _prefix(found) == prefix)[wanted - 1])
 
-    def __contains__(self, number: int) -> bool:
+    def __contains__(self, number: object) -> bool:
         """Whether it is held out."""
         return _hash_name(str(number)) <= self.last
 
