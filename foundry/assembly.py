@@ -32,7 +32,7 @@ from foundry.parts import (
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.rollouts.source import build_rollouts
 from foundry.run_dir.ends import leave_note, record_end
-from foundry.run_dir.names import PLOTS
+from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.run_files import write_architecture
 from foundry.trained import Setup, Trained, build_trained, join_samples
 from foundry.training.best import Best
@@ -40,6 +40,7 @@ from foundry.training.evaluation import Evaluation
 from foundry.training.events import RunStarted
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
 from foundry.training.model_hooks import hook
+from foundry.training.profiling import StepProfiler
 from foundry.training.progress import Progress
 from foundry.training.protocols import (
     CheckpointManager,
@@ -127,6 +128,9 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         signals=SignalHandler(),
         ema=trained.ema,
         max_rollbacks=config.guard.max_skips,
+        profiler=StepProfiler(
+            setup.run_dir / PROFILE, rank=world.rank, steps=config.tracking.profile.steps, device=world.device
+        ),
         save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
     )

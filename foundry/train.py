@@ -23,6 +23,7 @@ from foundry.config.schemas.root import Config
 from foundry.data.loader import worker_deaths_explained
 from foundry.data.splits import DataSplits
 from foundry.environments.judge import Judge, build_judge
+from foundry.parallel.determinism import deterministic
 from foundry.parallel.gathering import gather
 from foundry.parallel.malloc import keep_freed_memory
 from foundry.parallel.process_group import World, process_group
@@ -70,7 +71,11 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
         Stopped: a signal came; the run is saved.
     """
     config_hash = hash_config(config)
-    with process_group(config.distributed) as world, ExitStack() as held:
+    with (
+        deterministic(config.hparams.deterministic),
+        process_group(config.distributed) as world,
+        ExitStack() as held,
+    ):
         if world.device.type == "cpu":
             keep_freed_memory()
         run_dir, state = _agree(world, run_dir, config_hash, held)

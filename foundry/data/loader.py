@@ -1,5 +1,6 @@
 """Reading windows of microbatches in the global order."""
 
+import gc
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -260,7 +261,11 @@ class Loader:
 
 
 def _leave_signals(worker: int) -> None:
-    """In a process that reads ahead: it ends with the one that it reads for, whose handlers it has inherited."""
+    """In a process that reads ahead: it ends with the one that it reads for, whose handlers it has inherited.
+
+    It has no steps between which garbage could be collected.
+    """
+    gc.enable()
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -60,6 +60,9 @@ CHECKPOINTS = "checkpoints"
 PLOTS = "plots"
 """A folder with pictures, samples among them."""
 
+PROFILE = "profile"
+"""A folder with what torch's profiler has recorded of chosen steps, a file for each rank."""
+
 HYDRA = ".hydra"
 """A folder with what Hydra composed the run of."""
 

@@ -16,11 +16,13 @@ from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog, translate
 from foundry.training.best import Best
+from foundry.training.collection import CollectedBetweenSteps
 from foundry.training.ema import WeightAverage
 from foundry.training.evaluation import Evaluation
 from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
 from foundry.training.guards import LossSpike
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
+from foundry.training.profiling import StepProfiler
 from foundry.training.progress import Progress
 from foundry.training.protocols import CheckpointManager, SaveError, Schedule, StopRule, Window, WindowSource
 from foundry.training.signals import Boundary, SignalHandler
@@ -67,6 +69,7 @@ class Trainer:
         max_rollbacks: how often the run goes back to one checkpoint.
         save_final: whether the end of the run is saved.
         explain_out_of_memory: what took the memory, given torch's error and the step.
+        profiler: records chosen steps.
     """
 
     step: TrainStep
@@ -91,6 +94,7 @@ class Trainer:
     max_rollbacks: int
     save_final: bool
     explain_out_of_memory: Callable[[BaseException, int], str]
+    profiler: StepProfiler
     observers: Sequence[Observer] = ()
     _loss: float | None = None
     _stop_reason: str | None = None
@@ -114,12 +118,15 @@ class Trainer:
         self._tell("on_start", started)
         self.throughput.start(self.progress.steps, self.progress.samples, self.progress.tokens)
         last = _Measured(stop_reason=self._stop_reason)
-        with self._errors_explained():
+        with self._errors_explained(), CollectedBetweenSteps() as garbage:
             while self.progress.steps < self.budget.total_steps and last.stop_reason is None:
                 try:
-                    last = self._advance()
+                    with self.profiler.around(self.progress.steps + 1):
+                        last = self._advance()
                 except LossSpike as spike:
                     self._roll_back(spike)
+                garbage.after_step(self.progress.steps)
+            self.profiler.stop()
             if last.metrics is None:  # everything but the end of the run was done before it was resumed
                 last = replace(self._measure(self.progress.samples), stop_reason=last.stop_reason)
             if self.save_final or last.is_best:

@@ -140,6 +140,12 @@ class HParams:
         aliases="torch_compile, compile, use_compile",
         on_resume=OnResume.same,
     )
+    deterministic: bool = setting(
+        False,
+        "use only algorithms that give the same bits each time; on a GPU that costs time, on a CPU nearly all do",
+        aliases="full_determinism, use_deterministic_algorithms",
+        on_resume=OnResume.same,
+    )
     ema_decay: float | None = setting(
         None, "decay of the exponential moving average of the weights; null: none is kept", gt=0, lt=1, aliases="ema"
     )

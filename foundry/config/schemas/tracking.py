@@ -1,7 +1,7 @@
 """`tracking=`: what a run tells."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -10,6 +10,19 @@ from foundry.config.setting import OnResume, setting
 
 EXTRAS = {"foundry.tracking.tensorboard.TensorBoard": "tensorboard", "foundry.tracking.wandb.WandB": "wandb"}
 """Foundry's trackers that need an extra: the package, and the extra of the same name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Steps that torch's profiler records; `profile/` in the run directory has a trace of each rank."""
+
+    first_step: int | None = setting(None, "optimizer step to begin with, counted from 1; null: none is recorded", ge=1)
+    num_steps: int = setting(3, "optimizer steps to record", ge=1, le=1000)
+
+    @property
+    def steps(self) -> range:
+        """The steps that are recorded."""
+        return range(0) if self.first_step is None else range(self.first_step, self.first_step + self.num_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +40,7 @@ class Tracking:
     uri: str | None = setting(None, "MLflow tracking URI; null: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db")
     experiment_name: str = setting("foundry", "MLflow experiment", aliases="project, project_name")
     run_name: str | None = setting(None, "MLflow run; null: the run directory's name, of a job what is swept")
+    profile: Profile = field(default_factory=Profile)
     trackers: dict[str, Any] = setting(
         dict,
         "further trackers by name: each a `_target_` with its settings, or null",

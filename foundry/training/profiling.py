@@ -1,0 +1,76 @@
+"""What chosen steps spend time and memory on."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+log = logging.getLogger(__name__)
+
+
+class StepProfiler:
+    """Records some steps of one rank with torch's profiler, and on a GPU with a history of its memory.
+
+    Args:
+        folder: for `trace-rank-00000.json.gz`, which https://ui.perfetto.dev opens, and of a GPU
+            `memory-rank-00000.pickle`, which https://pytorch.org/memory_viz opens.
+        rank: whose files they are.
+        steps: to record, counted from 1.
+        device: where the rank computes.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, steps: range, device: torch.device) -> None:
+        self._folder, self._name, self._device = folder, f"rank-{rank:05d}", device
+        self._steps = steps
+        self._profile: profile | None = None
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """One step; the files are written after the last, and not where one fails: that would wait for the device."""
+        if step not in self._steps:
+            yield
+            return
+        if self._profile is None:
+            self._start()
+        from torch.profiler import record_function
+
+        with record_function(f"step {step}"):
+            yield
+        if step == self._steps[-1]:
+            self._stop()
+
+    def stop(self) -> None:
+        """Write what has been recorded by the end of the run."""
+        if self._profile is not None:
+            self._stop()
+        elif self._steps:
+            log.warning("no step is recorded: the run had none from tracking.profile.first_step=%d on", self._steps[0])
+
+    def _start(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history()
+        self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profile.start()
+
+    def _stop(self) -> None:
+        assert self._profile is not None
+        self._profile.stop()
+        self._folder.mkdir(exist_ok=True)
+        trace = self._folder / f"trace-{self._name}.json.gz"
+        self._profile.export_chrome_trace(str(trace))
+        if self._device.type == "cuda":
+            snapshot = self._folder / f"memory-{self._name}.pickle"
+            torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._profile, self._steps = None, range(0)
+        log.info("a profile of the steps is in %s", trace)
