@@ -31,7 +31,7 @@ from foundry.parts import (
 )
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.rollouts.source import build_rollouts
-from foundry.run_dir.ends import leave_note, record_end
+from foundry.run_dir.ends import dump_stacks, leave_note, record_end
 from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.run_files import write_architecture
 from foundry.trained import Setup, Trained, build_trained, join_samples
@@ -82,11 +82,12 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
     data = setup.data
     budget = trained.budget
     progress = Progress(samples_per_epoch=samples_per_epoch(config, data), tokens_per_sample=data.tokens_per_sample)
+    stacks = partial(dump_stacks, setup.run_dir, world.rank)
     watchdog = Watchdog(
         config.distributed.timeout_seconds,
         world.rank,
-        roll_call=roll_call(world, config.distributed.timeout_seconds),
-        record=partial(_record_stall, setup.run_dir),
+        roll_call=roll_call(world, config.distributed.timeout_seconds, stacks),
+        record=partial(_record_stall, setup.run_dir, stacks),
     )
 
     def beat(what: str) -> None:
@@ -266,9 +267,10 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
     )
 
 
-def _record_stall(run_dir: Path, rank: int, reason: str, stack: str) -> None:
+def _record_stall(run_dir: Path, dump: Callable[[], None], rank: int, reason: str, stack: str) -> None:
     leave_note(kind="Stalled", reason=reason, trace=stack, rank=rank, exit_code=EXIT_STALLED)
     record_end(run_dir, reason, stack)
+    dump()
 
 
 def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException, step: int) -> str:

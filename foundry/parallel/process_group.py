@@ -3,7 +3,7 @@
 import itertools
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -162,8 +162,14 @@ def _data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.mesh_dim_names or () if name in DATA_DIMS)
 
 
-def roll_call(world: World, timeout_seconds: float) -> RollCall | None:
-    """What asks the other ranks for a sign of life when one has waited for half of a time; None where it is alone."""
+def roll_call(world: World, timeout_seconds: float, when_asked: Callable[[], None] | None = None) -> RollCall | None:
+    """What asks the other ranks for a sign of life when one has waited for half of a time; None where it is alone.
+
+    Args:
+        world: the ranks.
+        timeout_seconds: that time.
+        when_asked: as of `RollCall`.
+    """
     if world.world_size == 1:
         return None
     elsewhere = STORE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -173,6 +179,7 @@ def roll_call(world: World, timeout_seconds: float) -> RollCall | None:
         world_size=world.world_size,
         seconds=timeout_seconds / 2 / TICKS,
         host=None if elsewhere else 0,
+        when_asked=when_asked,
     )
 
 

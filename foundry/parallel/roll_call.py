@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -22,15 +23,26 @@ class RollCall:
         world_size: ranks.
         seconds: between two looks.
         host: the rank in whose process the store lives; None where that is another process, or a file.
+        when_asked: called whenever a rank, this one too, asks, in a thread of its own.
     """
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, seconds: float, host: int | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        host: int | None,
+        when_asked: Callable[[], None] | None = None,
+    ) -> None:
         # A connection of its own: a rank that waits for the store holds the one it waits by.
         self._store = PrefixStore("roll call", store.clone())  # type: ignore[attr-defined]
         self._rank = rank
         self._world_size = world_size
         self._seconds = seconds
         self._host = host
+        self._when_asked = when_asked
         self._wanted = False
         self._asked = 0
         self._answered_to = 0
@@ -88,6 +100,8 @@ class RollCall:
         if (latest := int(self._store.get(_ROUND))) > self._answered_to:
             self._store.set(str(self._rank), json.dumps([latest, *self._doing]))
             self._answered_to = latest
+            if self._when_asked is not None:  # a file system that hangs would keep this thread from answering
+                threading.Thread(target=self._when_asked, name="asked", daemon=True).start()
         if self._asked:
             for rank in self.silent:
                 if self._store.check([str(rank)]):

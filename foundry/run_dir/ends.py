@@ -1,14 +1,15 @@
 """What a process that fails leaves for the one that started it, and for those who read `status.json`."""
 
+import faulthandler
 import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundry.run_dir.files import open_regular, write_atomically
+from foundry.run_dir.files import make_folder, open_regular, write_atomically
 from foundry.run_dir.lock import is_held
-from foundry.run_dir.names import LOG
+from foundry.run_dir.names import LOG, STACKS
 from foundry.run_dir.redact import one_line, printable
 from foundry.run_dir.status import read_status, write_status
 
@@ -63,6 +64,19 @@ def record_end(run_dir: Path, reason: str, details: str = "") -> None:
     write_status(run_dir, state="failed", reason=one_line(reason))
     with open_regular(run_dir / LOG, "a") as file:
         file.write(printable(f"{reason}\n{details}"))
+
+
+def dump_stacks(run_dir: Path, rank: int) -> None:
+    """Write down where all threads of this process are, in place of what a rank of this number has said before.
+
+    Args:
+        run_dir: of the run.
+        rank: whose process this is.
+    """
+    folder = run_dir / STACKS
+    make_folder(folder)
+    with open_regular(folder / f"rank-{rank:05d}.txt", "w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def record_if_dead(run_dir: Path, reason: str, *, seconds: float = _PATIENCE_SECONDS) -> None:

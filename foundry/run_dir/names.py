@@ -63,6 +63,9 @@ PLOTS = "plots"
 PROFILE = "profile"
 """A folder with what torch's profiler has recorded of chosen steps, a file for each rank."""
 
+STACKS = "stacks"
+"""A folder with where each rank was when one had waited for long, a file for each."""
+
 HYDRA = ".hydra"
 """A folder with what Hydra composed the run of."""
 

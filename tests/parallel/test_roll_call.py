@@ -66,3 +66,16 @@ def test_a_store_that_does_not_answer_is_its_hosts_fault(tmp_path, monkeypatch, 
         time.sleep(5 * SECONDS)
         assert rank.silent == silent
         over.set()
+
+
+def test_all_who_are_asked_are_told(tmp_path):
+    stores = [PrefixStore("run", FileStore(str(tmp_path / "store"), 2)) for _ in range(2)]
+    told = [threading.Event() for _ in stores]
+    first, second = (
+        RollCall(store, rank=rank, world_size=2, seconds=SECONDS, host=None, when_asked=told[rank].set)
+        for rank, store in enumerate(stores)
+    )
+    with first, second:
+        assert not told[0].is_set()
+        second.ask()
+        assert all(one.wait(20) for one in told)
