@@ -226,7 +226,7 @@ def test_a_machine_that_fails_is_told_from_a_wrong_path(lm, tmp_path, capsys, mo
     def full(*args, **options):
         raise OSError(28, "No space left on device", "x")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("foundry.checkpoint.export_files.write_weights", full)
     monkeypatch.setattr(sys, "argv", ["foundry.export", f"run={lm}", f"out={tmp_path / 'out'}"])
     with pytest.raises(SystemExit) as ended:
         command(ExportOptions, export, name="foundry.export", doc="")
