@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def is_sharded(value: object) -> "TypeGuard[DTensor]":
     """Whether it is a DTensor."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -27,5 +27,5 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":
     """The modules that `fully_shard` was applied to, outer before inner."""
-    module: Any = sys.modules.get("torch.distributed.fsdp")
-    return [] if module is None else [unit for unit in model.modules() if isinstance(unit, module.FSDPModule)]
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [unit for unit in model.modules() if isinstance(unit, kind)]

@@ -101,7 +101,7 @@ def test_a_job_is_compared_by_what_was_swept(with_database, events):
     sweep_dir = SweepDir(with_database / "sweep", type(events), command=["hparams_search=mine"])
     run_dir = sweep_dir.job(*overrides[:2])
     ParentLink.write(run_dir, sweep_dir.folder, 0, overrides)
-    tracker = MLflowTracker(run_dir=run_dir, finish_seconds=60)
+    tracker = MLflowTracker(run_dir=run_dir, finish_seconds=120)
     start = events.start()
     start.config["hparams"]["lr"] = 0.0012345678901234
     tracker.on_start(start)

@@ -1,1 +1,1 @@
-"""MLflow: what is sent, from which thread, and what waits where no server answers."""
+"""MLflow: what is sent, by which process, and what waits where no server answers."""

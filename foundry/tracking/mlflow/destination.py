@@ -22,7 +22,7 @@ _TYPES: dict[str, Types] = {"uri": str, "experiment_name": str, "run_name": str,
 _SQLITE = "sqlite:///"
 
 # MLflow's own defaults wait 120 s and retry for minutes, greet on standard output and report usage over the network.
-_ENVIRONMENT = {
+SHORT_WAITS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -33,7 +33,7 @@ _ENVIRONMENT = {
 
 def short_waits() -> AbstractContextManager[None]:
     """A context in which MLflow gives up soon and is quiet, where the user's environment does not say otherwise."""
-    return default_variables(_ENVIRONMENT)
+    return default_variables(SHORT_WAITS)
 
 
 def tracking_uri(uri: str | None = None) -> str:

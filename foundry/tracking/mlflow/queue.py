@@ -4,13 +4,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from foundry.run_dir import redact
 from foundry.run_dir.files import open_regular
 from foundry.run_dir.strict_json import decode, encode
-from foundry.tracking.mlflow.store import METRICS_PER_REQUEST, OPERATIONS, MlflowStore, Operation, is_refusal
+from foundry.tracking.mlflow.process import RemoteStore
+from foundry.tracking.mlflow.store import METRICS_PER_REQUEST, OPERATIONS, Operation, is_refusal
 
 _log = logging.getLogger(__name__)
 _SECONDS_BETWEEN_BATCHES = 1.0
@@ -18,6 +20,18 @@ _LONGEST_BACK_OFF_SECONDS = 30.0
 _LONGEST_LINE = 2**24  # bytes
 _KEPT_IN_MEMORY = 10_000  # operations; with more the oldest move to the pending file
 _MOST_IN_MEMORY = 4 * _KEPT_IN_MEMORY  # while the thread waits for an answer nothing can be moved
+
+
+class Store(Protocol):
+    """Where operations go; it raises what MLflow raises."""
+
+    def connect(self) -> object:
+        """Find or make the run; repeated calls are free."""
+        ...
+
+    def apply(self, operations: Sequence[Operation]) -> None:
+        """Carry out one operation, or several of metrics together."""
+        ...
 
 
 class Delivery:
@@ -34,7 +48,7 @@ class Delivery:
     def __init__(
         self,
         *,
-        store: MlflowStore,
+        store: RemoteStore,
         pending_file: Path,
         prepare: Callable[[], Iterable[Operation]],
         finish_seconds: float,
@@ -72,6 +86,7 @@ class Delivery:
         with self._lock:
             self._abandoned = True
             self._move_to_disk()
+        self._store.close(answers=not self._thread.is_alive())
         if self._lost:
             _log.warning("MLflow: %d records were lost: the server was too slow for too long", self._lost)
         if self._pending_file.exists():
@@ -143,6 +158,8 @@ class Delivery:
         self._failures = 0
 
     def _failed(self, error: Exception) -> None:
+        if self._abandoned:  # by the end of the run, which has ended the process, too
+            return
         self._failures += 1
         if self._failures == 1:
             _log.warning("MLflow cannot be reached, the run continues and will try again: %s", one_line(error))
@@ -157,7 +174,7 @@ class Delivery:
             self._backlog.clear()
 
 
-def send_file(store: MlflowStore, pending_file: Path) -> int:
+def send_file(store: Store, pending_file: Path) -> int:
     """Send every operation of a pending file, which stays; returns their number and raises what the store raises."""
     store.connect()
     sent = 0
@@ -173,7 +190,7 @@ def send_file(store: MlflowStore, pending_file: Path) -> int:
     return sent
 
 
-def _apply(store: MlflowStore, batch: list[Operation]) -> None:
+def _apply(store: Store, batch: list[Operation]) -> None:
     """Carry out operations; one that the store refuses is logged and left out."""
     try:
         store.apply(batch)
@@ -229,4 +246,4 @@ def _operation(line: bytes, place: str) -> Operation:
 
 def one_line(error: Exception) -> str:
     """An error as one line without credentials."""
-    return f"{type(error).__name__}: {redact.one_line(str(error))[:300]}"
+    return f"{getattr(error, 'kind', type(error).__name__)}: {redact.one_line(str(error))[:300]}"

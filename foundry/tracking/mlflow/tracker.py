@@ -1,19 +1,19 @@
-"""MLflow, off the training thread."""
+"""MLflow, out of the process that trains."""
 
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from foundry.run_dir.names import CONFIG, MLFLOW_PENDING, PLAN, PLOTS, RESULT
 from foundry.run_dir.redact import masked
 from foundry.tracking.metrics_file import evaluation_record, step_record
-from foundry.tracking.mlflow.destination import Destination, short_waits, sync_command, tracking_uri
+from foundry.tracking.mlflow.destination import Destination, sync_command, tracking_uri
 from foundry.tracking.mlflow.parent_link import ParentLink
+from foundry.tracking.mlflow.process import RemoteStore
 from foundry.tracking.mlflow.queue import Delivery
-from foundry.tracking.mlflow.store import MlflowStore, Operation
+from foundry.tracking.mlflow.store import Operation
 from foundry.tracking.provenance import provenance
 from foundry.tracking.safe_observer import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
@@ -26,7 +26,8 @@ _COMPARED = ("loss", "val_loss")  # come first: MLflow's comparison of runs open
 class MLflowTracker:
     """Keeps a run in MLflow: parameters, tags, metrics, pictures, configuration and result.
 
-    Nothing here waits for the server. What it does not take is kept in `mlflow_pending.jsonl` in the run directory, and
+    Nothing here waits for the server, and MLflow is imported by a process of its own, which may be killed or hang
+    (`foundry.tracking.mlflow.process`). What is not taken is kept in `mlflow_pending.jsonl` in the run directory, and
     sent by the next start of the run or by `python -m foundry.sync dir=RUN_DIR`. It uploads what other
     observers wrote, so it comes last among them.
 
@@ -57,7 +58,6 @@ class MLflowTracker:
         self._tags = dict(tags or {})
         self._finish_seconds = finish_seconds
         self._delivery: Delivery | None = None
-        self._open = ExitStack()
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
@@ -67,9 +67,8 @@ class MLflowTracker:
         name = self._run_name or (self._run_dir.absolute().name if link is None else link.run_name)
         destination = Destination.of(self._run_dir, uri=self._uri, experiment_name=self._experiment_name, run_name=name)
         destination.save(self._run_dir)
-        self._open.enter_context(short_waits())
         self._delivery = Delivery(
-            store=MlflowStore(self._run_dir, destination),
+            store=RemoteStore(self._run_dir, destination),
             pending_file=self._run_dir / MLFLOW_PENDING,
             prepare=lambda: self._first(event, link, Path.cwd()),
             finish_seconds=self._finish_seconds,
@@ -96,15 +95,14 @@ class MLflowTracker:
         """Hand over what is left, wait a bounded time, and keep what could not be delivered."""
         if self._delivery is None:
             return
-        with self._open:
-            self._put_best(event.result.get("best"))
-            self._put_files(PLOTS)
-            self._put_files("")
-            tags = {"state": event.state} | ({"reason": event.reason} if event.reason else {})
-            self._put({"op": "tags", "values": masked(tags)})
-            self._put({"op": "end", "status": _STATUS.get(event.state, "FAILED"), "time_ms": _now_ms()})
-            self._delivery.close()
-            self._delivery = None
+        self._put_best(event.result.get("best"))
+        self._put_files(PLOTS)
+        self._put_files("")
+        tags = {"state": event.state} | ({"reason": event.reason} if event.reason else {})
+        self._put({"op": "tags", "values": masked(tags)})
+        self._put({"op": "end", "status": _STATUS.get(event.state, "FAILED"), "time_ms": _now_ms()})
+        self._delivery.close()
+        self._delivery = None
 
     def _first(self, event: RunStarted, link: ParentLink | None, directory: Path) -> Iterator[Operation]:
         """What describes the run; made in the background, for git and YAML take their time.

@@ -48,7 +48,7 @@ def words_of(page):
 def test_the_run_is_shown_in_the_browser(events, mlflow_server, tmp_path):
     observers = [
         Plots(run_dir=events.run_dir),
-        MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, run_name="a run to look at", finish_seconds=60),
+        MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, run_name="a run to look at", finish_seconds=120),
     ]
     for observer in observers:
         observer.on_start(events.start())
@@ -79,7 +79,7 @@ def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_se
     for number, optimizer in enumerate(("adamw", "muon")):
         run_dir = sweep_dir.job(f"optimizer={optimizer}", losses=(3.0, 2.0 - number / 2))
         ParentLink.write(run_dir, sweep_dir.folder, number, [f"optimizer={optimizer}"])
-        tracker = MLflowTracker(run_dir=run_dir, uri=mlflow_server.uri, finish_seconds=60)
+        tracker = MLflowTracker(run_dir=run_dir, uri=mlflow_server.uri, finish_seconds=120)
         tracker.on_start(events.start())
         tracker.on_step(events.step(1, loss=3.0 - number))
         tracker.on_end(events.end())

@@ -54,7 +54,7 @@ def test_a_run_is_in_the_database_of_the_current_directory(events, with_database
     (events.run_dir / "plots").mkdir(parents=True)
     for name in ("plots/loss.png", "plots/samples.txt", "plan.json", "result.json", "status.json"):
         (events.run_dir / name).write_text(name)
-    tracker = MLflowTracker(run_dir=events.run_dir, tags={"sweep": "7", "api_key": SECRET}, finish_seconds=60)
+    tracker = MLflowTracker(run_dir=events.run_dir, tags={"sweep": "7", "api_key": SECRET}, finish_seconds=120)
     tracker.on_start(secret_start(events))
     for step in range(1, 1201):
         tracker.on_step(events.step(step, grad_norm=math.nan if step == 7 else 0.5))
@@ -94,11 +94,11 @@ def test_a_run_is_in_the_database_of_the_current_directory(events, with_database
 
 
 def test_a_resumed_run_is_continued(events, with_database):
-    follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=60), events, 3, state="requeued", reason="SIGUSR1")
+    follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=120), events, 3, state="requeued", reason="SIGUSR1")
     uri = tracking_uri()
     first = run_of(events.run_dir, uri)
     assert (first.info.status, first.data.tags["state"]) == ("KILLED", "requeued")
-    tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=60)
+    tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
     event = events.start()
     event.config["hparams"]["global_batch_size"] = 64
     tracker.on_start(event)
@@ -116,18 +116,18 @@ def test_a_resumed_run_is_continued(events, with_database):
 def test_the_environments_run_and_experiment(events, with_database, monkeypatch):
     uri = tracking_uri()
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
-    follow(MLflowTracker(run_dir=with_database / "a", finish_seconds=60), events, 1)
+    follow(MLflowTracker(run_dir=with_database / "a", finish_seconds=120), events, 1)
     parent = run_of(with_database / "a", uri)
     client = client_of(uri)
     assert client.get_experiment(parent.info.experiment_id).name == "of the environment"
-    follow(MLflowTracker(run_dir=with_database / "b", experiment_name="chosen", finish_seconds=60), events, 1)
+    follow(MLflowTracker(run_dir=with_database / "b", experiment_name="chosen", finish_seconds=120), events, 1)
     assert client.get_experiment(run_of(with_database / "b", uri).info.experiment_id).name == "chosen"
 
     empty = client.create_run(parent.info.experiment_id).info.run_id
     monkeypatch.setenv("MLFLOW_RUN_ID", empty)
-    follow(MLflowTracker(run_dir=with_database / "c", finish_seconds=60), events, 1)
+    follow(MLflowTracker(run_dir=with_database / "c", finish_seconds=120), events, 1)
     assert run_of(with_database / "c", uri).info.run_id == empty
-    follow(MLflowTracker(run_dir=with_database / "d", finish_seconds=60), events, 1)
+    follow(MLflowTracker(run_dir=with_database / "d", finish_seconds=120), events, 1)
     child = run_of(with_database / "d", uri)
     assert child.info.run_id != empty
     assert child.data.tags["mlflow.parentRunId"] == empty
@@ -136,7 +136,7 @@ def test_the_environments_run_and_experiment(events, with_database, monkeypatch)
 def test_a_run_on_a_real_server(events, mlflow_server):
     (events.run_dir / "plots").mkdir(parents=True)
     (events.run_dir / "plots/loss.png").write_bytes(b"\x89PNG picture")
-    tracker = MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, run_name="over http", finish_seconds=60)
+    tracker = MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, run_name="over http", finish_seconds=120)
     tracker.on_start(secret_start(events))
     for step in range(1, 31):
         tracker.on_step(events.step(step, grad_norm=math.nan if step == 7 else math.inf))
@@ -191,7 +191,7 @@ def test_what_a_start_missed_the_next_one_sends(events, with_database):
         refused = f"http://127.0.0.1:{taken.getsockname()[1]}"
         follow(MLflowTracker(run_dir=events.run_dir, uri=refused, finish_seconds=20), events, 3, state="requeued")
     assert (events.run_dir / "mlflow_pending.jsonl").exists()
-    tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=60)
+    tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
     tracker.on_start(events.start())
     tracker.on_step(events.step(4))
     tracker.on_end(events.end())
