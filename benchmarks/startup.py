@@ -1,22 +1,31 @@
-"""How long a person waits: for help, for the composed configuration, and for the first step of the default run.
+"""How long a person waits: for help, for the composed configuration, and for the first optimizer step.
 
-Each command is started anew several times in an empty folder, in turn, and the medians are printed. `import torch` is
-there for comparison: no run can begin before it. The tokenizer and the token arrays are made by an untimed run first.
+Each command is started anew several times in an empty folder, in turn: seconds of the clock and of processor time, of
+the command and the processes that it has started, up to its end or its first step. `import torch` is there for
+comparison: no run can begin before it. foundry runs with all that is on by default, its MLflow and its pictures
+included, and without any; other libraries (`pip install -e '.[bench]'`) run without trackers, with random tokens, and
+are left out where they are not installed. The tokenizer and the token arrays are made by an untimed run first.
 
     python benchmarks/startup.py [--repeats 5]
 """
 
 import argparse
+import importlib.util
 import os
 import platform
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from startup_peers import BATCH, HEADS, INNER, LAYERS, SEQ_LEN, VOCABULARY, WIDTH
 
 FOUNDRY = [sys.executable, "-m", "foundry"]
 COMMANDS = {
@@ -26,50 +35,106 @@ COMMANDS = {
     "`python -m foundry --cfg job --resolve`": [*FOUNDRY, "--cfg", "job", "--resolve"],
     "`python -m foundry.sample --help`": [sys.executable, "-m", "foundry.sample", "--help"],
 }
-FIRST_STEP = "`python -m foundry`, to its first logged step"
+SIZES = [
+    f"model.hidden_size={WIDTH}",
+    f"model.intermediate_size={INNER}",
+    f"model.num_layers={LAYERS}",
+    f"model.num_heads={HEADS}",
+    f"model.num_kv_heads={HEADS}",
+    f"data.vocab_size={VOCABULARY}",
+    f"data.seq_len={SEQ_LEN}",
+    f"hparams.global_batch_size={BATCH}",
+    f"hparams.per_gpu_batch_size={BATCH}",
+    "optimizer=adamw",
+    "tracking.log_every_n_steps=1",
+    "hydra.run.dir=run",
+]
+RUNS = {
+    "foundry, MLflow and plots on": [*FOUNDRY, *SIZES],
+    "foundry, `tracking=none`": [*FOUNDRY, *SIZES, "tracking=none", "tracking.log_every_n_steps=1"],
+}
+PEERS = {"raw": ("PyTorch loop", "torch"), "trainer": ("HF Trainer", "transformers")}
+PEERS |= {"lightning": ("Lightning", "lightning"), "accelerate": ("accelerate", "accelerate")}
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+Measured = tuple[float, float]
+"""Seconds of the clock, and of the processor."""
 
 
-def time_command(command: list[str], folder: Path) -> float:
-    """Seconds from start to end."""
-    begin = time.perf_counter()
-    subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - begin
+def measure(command: Sequence[str], folder: Path, is_done: Callable[[], bool] | None = None) -> Measured:
+    """Start a command and measure until it has ended or `is_done`, when it is killed with all that it has started."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    output = folder / "output"
+    with output.open("wb") as file:
+        begin = time.perf_counter()
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+        try:
+            while not (is_done is not None and is_done()):
+                if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    break  # it can still be asked what it has used
+                time.sleep(0.002)
+            measured = time.perf_counter() - begin, processor_seconds(process.pid)
+            if is_done is not None and not is_done():
+                raise SystemExit(f"{' '.join(command)} ended before its first step:\n{output.read_text()}")
+            return measured
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def time_first_step(folder: Path, number: int) -> float:
-    """Seconds from the start of a run to the first line of its metrics.jsonl; the run is ended then."""
-    metrics = folder / str(number) / "metrics.jsonl"
-    command = [*FOUNDRY, f"hydra.run.dir={number}"]
-    begin = time.perf_counter()
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while not (metrics.is_file() and metrics.stat().st_size > 0):
-            assert process.poll() is None, f"the run ended with {process.returncode} before its first step"
-            time.sleep(0.005)
-        return time.perf_counter() - begin
-    finally:
-        process.kill()
-        process.wait()
+def processor_seconds(session: int) -> float:
+    """What the processes of a session have used, and their children that have ended."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += sum(int(field) for field in fields[11:15])
+    return ticks / _TICKS
+
+
+def measure_first_step(command: Sequence[str], folder: Path) -> Measured:
+    """The same up to the first optimizer step: foundry writes a line of it, and so does the other libraries' script."""
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    marker = folder / "run" / "metrics.jsonl"
+    (folder / "run").mkdir()
+    return measure(command, folder, lambda: marker.is_file() and marker.stat().st_size > 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
+    runs = dict(RUNS)
+    script = str(Path(__file__).with_name("startup_peers.py"))
+    for way, (name, module) in PEERS.items():
+        if importlib.util.find_spec(module) is None:
+            print(f"{name} is left out: there is no {module} (pip install -e '.[bench]')")
+        else:
+            runs[name] = [sys.executable, script, way, "run/metrics.jsonl"]
+    seconds: dict[str, list[Measured]] = {name: [] for name in [*COMMANDS, *runs]}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.environ["FOUNDRY_CACHE"] = str(folder / "cache")
-        time_first_step(folder, 0)
-        seconds: dict[str, list[float]] = {name: [] for name in [*COMMANDS, FIRST_STEP]}
-        for number in range(1, repeats + 1):
-            for name, command in COMMANDS.items():
-                seconds[name].append(time_command(command, folder))
-            seconds[FIRST_STEP].append(time_first_step(folder, number))
-    print(f"median of {repeats}, {os.cpu_count()} cores, torch {torch.__version__},", end=" ")
-    print(f"Python {platform.python_version()}, {platform.machine()}\n")
-    print("| command | seconds |\n|---|---|")
+        for number in range(repeats + 1):  # the first round compiles modules and fills caches
+            for name in seconds:
+                is_run = name in runs
+                measured = (measure_first_step if is_run else measure)({**COMMANDS, **runs}[name], folder)
+                sys.stderr.write(f"{number} {name}: {measured[1]:.2f} s of a processor, {measured[0]:.2f} s\n")
+                seconds[name] += [measured] if number else []
+    print(f"median of {repeats} (smallest to largest), {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f},", end=" ")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}\n")
+    print("| command | processor, s | clock, s |\n|---|---|---|")
     for name, values in seconds.items():
-        print(f"| {name} | {statistics.median(values):.2f} |")
+        clock, processor = zip(*values, strict=True)
+        print(f"| {name} | {_spread(processor)} | {_spread(clock)} |")
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":
