@@ -17,7 +17,7 @@ class _Seen(TorchDispatchMode):
     """The operators that are called, from a moment on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.is_on = False
 
@@ -44,8 +44,9 @@ def has_plain_head(causal_lm: Any) -> bool:
     Args:
         causal_lm: of transformers.
     """
-    head, base = causal_lm.get_output_embeddings(), causal_lm.base_model
-    if type(head) is not nn.Linear or head.bias is not None or base is causal_lm:
+    head: Any = causal_lm.get_output_embeddings()
+    base, kind = causal_lm.base_model, type(head)
+    if kind is not nn.Linear or head.bias is not None or base is causal_lm:
         return False
     seen, hidden = _Seen(), head.weight.new_zeros(1, 1, head.in_features)
 

@@ -103,7 +103,7 @@ class _ProjectedLoss(torch.autograd.Function):
         return loss, log_prob, logsumexp, correct
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, scale: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype)

@@ -85,8 +85,8 @@ def ask_for_loss(
         token_loss: the loss.
         asked: further keywords of the model.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    if _makes_loss(type(inner)):
+    kind: Any = type(model.module if isinstance(model, DistributedDataParallel) else model)
+    if _makes_loss(kind):
         answered: TokenLogProbs = model(tokens, targets, token_loss=token_loss, **asked)
         return answered
     read = {"read": _find_correct} if token_loss.finds_correct else {}
