@@ -14,6 +14,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog
 from foundry.training.best import Best
+from foundry.training.profiling import StepProfiler
 from foundry.training.progress import Progress
 from foundry.training.protocols import LossSum, Microbatch, Window
 from foundry.training.signals import SignalHandler
@@ -167,6 +169,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         max_rollbacks=0,
         save_final=False,
         explain_out_of_memory=lambda error, step: str(error),
+        profiler=StepProfiler(Path(), rank=0, steps=range(0), device=world.device),
     )
 
     def step() -> Tensor:
