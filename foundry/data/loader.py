@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from foundry import stop_signals
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import Pack, deal, first_fit_decreasing
@@ -180,7 +181,7 @@ class Loader:
             microbatches = [self._read(cut) for cut in cuts]
         else:
             if self._ahead is None:
-                self._ahead = iter(self._workers())
+                self._ahead = self._read_ahead()
             with worker_deaths_explained(self._ahead):
                 microbatches = [next(self._ahead) for _ in cuts]
         tokens = self._num_tokens(self.samples + self._skipped, num_samples)
@@ -247,28 +248,28 @@ class Loader:
         microbatch = self._reader.__getitems__(cut)
         return {name: tensor.pin_memory() for name, tensor in microbatch.items()} if self._pin_memory else microbatch
 
-    def _workers(self) -> DataLoader[Microbatch]:
-        return DataLoader(
+    def _read_ahead(self) -> Iterator[Microbatch]:
+        loader = DataLoader(
             cast(Any, self._reader),
             batch_sampler=cast(Any, self._all_cuts()),
             collate_fn=cast(Any, _identity),
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
-            worker_init_fn=_leave_signals,
+            worker_init_fn=_begin_worker,
             # Or it would draw from the generator of dropout, whenever workers are started.
             generator=torch.Generator().manual_seed(self.samples),
         )
+        with stop_signals.held_back():
+            ahead = iter(loader)
+        for worker in cast(Any, ahead)._workers:
+            worker._popen.terminate = worker._popen.kill  # it outlives SIGTERM
+        return ahead
 
 
-def _leave_signals(worker: int) -> None:
-    """In a process that reads ahead: it ends with the one that it reads for, whose handlers it has inherited.
-
-    It has no steps between which garbage could be collected.
-    """
-    gc.enable()
-    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin_worker(worker: int) -> None:
+    """In a process that reads ahead, which has inherited much from the one that trains."""
+    stop_signals.outlive()
+    gc.enable()  # it has no steps between which garbage could be collected
 
 
 def _identity(microbatch: Microbatch) -> Microbatch:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foundry import stop_signals
 from foundry.config.errors import shortened, shown
 from foundry.environments.protocol import Answer
 
@@ -21,8 +22,6 @@ _START_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
 """Between two looks at whether the process is still there."""
 _LONGEST_MESSAGE = 300
-_STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What asks a run to stop, as a scheduler asks every process of a job: the run may still need scores to do so."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -84,13 +83,10 @@ class Worker:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", __name__]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # it begins with this thread's mask
-        try:
+        with stop_signals.held_back():
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         first = {"path": sys.path, "node": self._node, "parent": os.getpid()}
         reply = self._ask(first, _START_SECONDS, f"was not ready after {_START_SECONDS:g} seconds")
         if "raised" in reply:
@@ -153,7 +149,7 @@ class Worker:
 
 def _serve() -> None:
     """In the process: build the environment that the first line names, and score the answers of each line after it."""
-    _outlive_stops()
+    stop_signals.outlive()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the environment prints is for people
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
@@ -208,15 +204,6 @@ def _number(name: object, value: Any) -> float | None:
         return None if value is None else float(value)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"score(answers) returned {shown(value)} as {shown(name)}, not a number") from None
-
-
-def _outlive_stops() -> None:
-    """Leave it to the process that asks to end this one; what the environment starts heeds signals as ever."""
-    for signum in _STOPS:
-        # Not SIG_IGN, nor blocked, which programs that the environment starts would inherit.
-        signal.signal(signum, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-    os.register_at_fork(after_in_child=lambda: [signal.signal(signum, signal.SIG_DFL) for signum in _STOPS])
 
 
 def _end_with(parent: int) -> None:

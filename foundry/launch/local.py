@@ -23,8 +23,8 @@ from foundry.config.environment import STORE, default_variables
 from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.stopped import Stopped
 from foundry.run_dir.ends import NOTES, leave_note
+from foundry.stop_signals import STOP_SIGNALS
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # for the others to fail because one has
 _LAST_PATIENCE_SECONDS = 15.0  # for them to obey SIGTERM; one that is stopped obeys SIGKILL only
@@ -188,7 +188,7 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
     def note(signum: int, frame: FrameType | None) -> None:
         noted.append(signal.Signals(signum))
 
-    before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     for signum, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(signum, note)

@@ -1,9 +1,11 @@
-"""Data loader workers that die."""
+"""Data loader workers that are signalled, that hang, that die."""
 
 import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from foundry.data.loader import DataWorkerError, Loader, worker_deaths_explained
 from foundry.data.order import GlobalOrder
+from foundry.stop_signals import STOP_SIGNALS
 
 
 class Numbers:
@@ -53,26 +56,84 @@ def read(source):
     ],
 )
 def test_a_worker_that_dies_is_named_with_its_cause(end, message):
-    # In a process of its own: torch's handler of SIGCHLD raises wherever a process is by then, as in pytest's reports.
-    context = multiprocessing.get_context("fork")
-    errors = context.SimpleQueue()
-    process = context.Process(target=_read_and_tell, args=(end, errors))
-    process.start()
-    text = errors.get()
-    process.join()
+    text = ends_with(lambda: read(loader(end)))
     assert re.match(r"DataWorkerError: a data loader worker \(process \d+\) ", text)
     assert message in text
     assert "\n" not in text
 
 
-def _read_and_tell(end, errors):
+def ends_with(function):
+    """What a function returns or raises in a process of its own.
+
+    torch's handler of SIGCHLD raises wherever a process is by then, as in pytest's reports.
+    """
+    context = multiprocessing.get_context("fork")
+    ends = context.SimpleQueue()
+    process = context.Process(target=_call_and_tell, args=(function, ends))
+    process.start()
+    end = ends.get()
+    process.join()
+    return end
+
+
+def _call_and_tell(function, ends):
     try:
         with worker_deaths_explained():
-            read(loader(end))
+            ends.put(function())
     except BaseException as error:
-        errors.put(f"{type(error).__name__}: {error}")
+        ends.put(f"{type(error).__name__}: {error}")
     finally:
         os._exit(0)
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+@pytest.mark.parametrize("first", [True, False], ids=["as it starts", "as it reads"])
+def test_a_signal_that_stops_a_run_costs_no_samples(signum, first, monkeypatch):
+    begin = multiprocessing.process.BaseProcess.start
+
+    def start_and_signal(self):
+        begin(self)
+        os.kill(self.pid, signum)
+
+    def values():
+        signal.signal(signum, lambda *_: None)  # as the trainer, in which it would otherwise be noted
+        if first:
+            monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_and_signal)
+        source = loader(lambda: None)
+        read = []
+        for _ in range(16):
+            read += source.next_window().microbatches[0]["value"].tolist()
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signum)
+        return read
+
+    assert sorted(ends_with(values)) == list(range(64))
+
+
+def test_one_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+
+    def leave():
+        hanging = multiprocessing.Event()
+        source = loader(lambda: [hanging.set(), time.sleep(600)])
+        source._reader.dataset.bad = int(source._reader.order.indices(range(1))[0])
+        source._ahead = source._read_ahead()
+        hanging.wait()
+        (worker,) = multiprocessing.active_children()
+        source.load_state_dict({"samples": 0, "skipped": 0})
+        worker.join(60)
+        return worker.exitcode
+
+    assert ends_with(leave) == -signal.SIGKILL
+
+
+def test_what_a_worker_starts_ends_by_signals():
+    def run_program():
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        program.terminate()
+        assert program.wait() == -signal.SIGTERM
+
+    assert ends_with(lambda: read(loader(run_program))) is None
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3])

@@ -1,5 +1,6 @@
 """Going on: what a person sees who starts a run again."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -74,6 +75,16 @@ def broken_off(run_dir):
 
 def kill(process, number):
     os.kill(process.pid, number)
+
+
+def kill_all(process, number):
+    """Signal a process and those that it has started, as a scheduler does."""
+    pids = [process.pid]
+    for pid in pids:
+        pids += [int(one) for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def test_a_finished_run_says_so(run_dir, go, finished):
@@ -413,12 +424,16 @@ def test_where_all_are_corrupt_the_run_does_not_start_from_scratch(broken_off, g
 
 
 def interrupt_again_and_again(shell, overrides, run_dir):
-    """SIGTERM, SIGINT and SIGUSR1 to one start after another, then to the end."""
+    """Starts end by a scheduler, by Ctrl-C and by a warning of a scheduler; then one comes to the end."""
     done = 0
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)):
+    for number, send, code in (
+        (signal.SIGTERM, kill_all, 143),
+        (signal.SIGINT, kill, 130),
+        (signal.SIGUSR1, kill_all, 138),
+    ):
         process = shell.start(*overrides)
         shell.wait_for_steps(process, run_dir, done + 5)
-        kill(process, number)
+        send(process, number)
         stdout, stderr = shell.finish(process, code=code)
         assert "Traceback" not in stdout + stderr
         assert f"stopped by {number.name} after step" in stderr

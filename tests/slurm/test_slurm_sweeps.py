@@ -102,6 +102,7 @@ def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
     """FSDP on two nodes of two tasks each; a job of the higher partition takes both nodes."""
     overrides = [
         "distributed=fsdp",
+        "data.num_workers=1",
         "hparams.global_batch_size=16",
         "hparams.per_gpu_batch_size=4",
         "hparams.max_steps=25",

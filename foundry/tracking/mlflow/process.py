@@ -9,7 +9,6 @@ are meant for that one it does not see.
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from foundry import stop_signals
 from foundry.run_dir.redact import known, one_line, remember
 from foundry.tracking.mlflow.destination import SHORT_WAITS, Destination
 from foundry.tracking.mlflow.store import MlflowStore, Operation
 
 _log = logging.getLogger(__name__)
-_OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_TO_DIE = 5.0
 _idle: dict[int, subprocess.Popen[bytes]] = {}
 """By the process that started it, one whose run has ended: a sweep's next job in that process needs no other."""
@@ -119,8 +118,7 @@ class RemoteStore:
 def _start() -> subprocess.Popen[bytes]:
     """A process that waits for requests; nothing of the run is on its command line."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TRAINER)  # it begins with this thread's mask
-    try:
+    with stop_signals.held_back():
         return subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -128,8 +126,6 @@ def _start() -> subprocess.Popen[bytes]:
             stderr=subprocess.DEVNULL,
             env=environment,
         )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _take_idle() -> subprocess.Popen[bytes] | None:
@@ -185,6 +181,7 @@ def _open(request: Mapping[str, Any]) -> MlflowStore:
 
 def main() -> None:
     """Serve standard input; what libraries print goes nowhere."""
+    stop_signals.outlive()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     serve(sys.stdin.buffer, replies)
