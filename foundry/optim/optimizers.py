@@ -105,6 +105,8 @@ def muon(
     if own:
         options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         options["ns_dtype"] = _NS_DTYPES[NsDtype.following(precision) if ns_dtype is None else NsDtype(ns_dtype)]
+        # DDP has reduced the gradients: all ranks hold the same, and need not all compute the same.
+        options["group"] = model.process_group if isinstance(model, DistributedDataParallel) else None
         optimizers.insert(0, Muon(own, lr=lr, weight_decay=weight_decay, **options))
     return optimizers
 

@@ -59,7 +59,8 @@ def test_updates_are_those_of_one_process():
 
 SHAPES = [(12, 12), (5, 16), (16, 5), (7, 3), (1, 9), (9, 1)]  # of some, ranks have nothing
 LAYOUTS_OF_MATRICES = {
-    2: [((2,), ("rows",)), ((2,), ("columns",))],
+    1: [((1,), ("rows",))],
+    2: [((2,), ("rows",)), ((2,), ("columns",)), ((2,), ("plain",))],
     4: [((4,), ("rows",)), ((2, 2), ("whole", "rows")), ((2, 2), ("columns", "rows"))],
 }
 
@@ -72,12 +73,15 @@ def steps_of_both(mesh, placements, ns_dtype, held_in):
 
     generator = torch.Generator().manual_seed(0)
     draws = [[torch.randn(shape, generator=generator).to(held_in) for shape in SHAPES] for _ in range(STEPS + 1)]
-    layout = [{"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}[kind] for kind in placements]
+    is_plain = placements == ("plain",)  # as under DDP
+    kinds = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate(), "plain": Replicate()}
+    layout = [kinds[kind] for kind in placements]
     options = {"lr": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "ns_dtype": ns_dtype}
     held = []
-    for place in (torch.clone, lambda matrix: distribute_tensor(matrix, mesh, layout)):
+    shard = torch.clone if is_plain else lambda matrix: distribute_tensor(matrix, mesh, layout)
+    for place, group in ((torch.clone, None), (shard, mesh.get_group() if is_plain else None)):
         matrices = [torch.nn.Parameter(place(matrix)) for matrix in draws[0]]
-        optimizer = Muon(matrices, **options)
+        optimizer = Muon(matrices, **options, group=group)
         for gradients in draws[1:]:
             for matrix, gradient in zip(matrices, gradients, strict=True):
                 matrix.grad = place(gradient)
@@ -91,6 +95,9 @@ def different_tensors(world):
     """By layout and types, the shapes of tensors that are not equal bit for bit."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    from foundry.optim import owners
+
+    owners._BATCH_BYTES = 600  # several batches for these few matrices
     types = (torch.float32, torch.bfloat16)
     found = {}
     for mesh_shape, placements in LAYOUTS_OF_MATRICES[world.world_size]:
@@ -104,7 +111,83 @@ def different_tensors(world):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", LAYOUTS_OF_MATRICES)
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2, 4])
 def test_equal_gradients_give_equal_updates_bit_for_bit(num_ranks):
     for found in spawn(different_tensors, num_ranks):
         assert not any(found.values()), found
+
+
+def after_tensor_parallel(world):
+    """A matrix that FSDP2 has cut after tensor parallelism did, after a step, beside the whole one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from foundry.optim.muon import Muon
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    layer, gradient = torch.nn.Linear(6, 16, bias=False), torch.randn(16, 6)
+    alone = torch.nn.Parameter(layer.weight.detach().clone())
+    alone.grad = gradient
+    fully_shard(parallelize_module(layer, mesh["tensor"], ColwiseParallel()), mesh=mesh["shard"])
+    row, column = mesh.get_coordinate()
+    matrix = layer.weight
+    local = gradient.chunk(2)[column].chunk(2)[row]
+    matrix.grad = DTensor.from_local(local, matrix.device_mesh, matrix.placements, shape=(16, 6), stride=(6, 1))
+    options = {"lr": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1}
+    for each in (alone, matrix):
+        Muon([each], **options, ns_dtype=torch.float32).step()
+    return matrix.to_local(), alone.detach().chunk(2)[column].chunk(2)[row]
+
+
+@pytest.mark.long
+def test_a_matrix_that_is_cut_twice():
+    for sharded, whole_matrix in spawn(after_tensor_parallel, 4):
+        assert torch.equal(sharded, whole_matrix)
+
+
+COUNTED = [(64, 64)] * 4 + [(64, 172)] * 4 + [(172, 64)] * 2 + [(16, 64)] * 4
+
+
+def received_and_computed(world, mesh_shape):
+    """Bytes that this rank receives in a step, and FLOPs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from foundry.optim.muon import Muon
+
+    class Received(TorchDispatchMode):
+        num_bytes = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if "c10d" in operator.namespace:
+                assert operator.name() == "c10d::alltoall_base_"
+                self.num_bytes += args[0].numel() * args[0].element_size()
+            return operator(*args, **(kwargs or {}))
+
+    mesh = init_device_mesh("cpu", mesh_shape)
+    layout = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
+    matrices = [torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, layout)) for shape in COUNTED]
+    for matrix in matrices:
+        matrix.grad = torch.ones_like(matrix)
+    options = {"lr": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1}
+    with Received() as received, FlopCounterMode(display=False) as flops:
+        Muon(matrices, **options, ns_dtype=torch.bfloat16).step()
+    return received.num_bytes, flops.get_total_flops()
+
+
+@pytest.mark.parametrize(("mesh_shape", "num_copies"), [((4,), 1), pytest.param((2, 2), 2, marks=pytest.mark.long)])
+def test_work_and_traffic_are_divided(mesh_shape, num_copies):
+    """Each update goes to one rank in bf16, and back to all: nobody gathers or computes everything."""
+    ranks = spawn(received_and_computed, 4, mesh_shape)
+    numel = sum(rows * columns for rows, columns in COUNTED)
+    flops = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in COUNTED)
+    received_bytes = 2 * numel * (1 + num_copies)
+    assert sum(received for received, _ in ranks) == received_bytes
+    assert sum(computed for _, computed in ranks) == flops
+    assert max(computed for _, computed in ranks) < 1.2 * flops / 4
+    assert max(received for received, _ in ranks) < 1.2 * received_bytes / 4
