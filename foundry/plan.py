@@ -37,6 +37,11 @@ class PlanOptions:
         ge=1,
     )
     step_seconds: float | None = setting(None, "duration of an optimizer step, for the length of the run", gt=0)
+    device_gib: float | None = setting(
+        None,
+        "memory of each device that the run is planned for; null: of this machine's GPU, where it has one",
+        gt=0,
+    )
     measured: str | None = setting(None, "run directory to take that duration from: its median", path=True)
 
 
@@ -59,7 +64,7 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     budget = build_budget(config, data, config.distributed.dp_size(ranks))
     steps = _written(options.every, budget.total_steps)
     schedule, decay = build_schedule(config, budget), constant_weight_decay(config)
-    content = _content(config, budget, data, schedule, ranks)
+    content = _content(config, budget, data, schedule, ranks, options.device_gib)
     if step_seconds is not None:
         content["step_seconds"] = step_seconds
         content["run_seconds"] = step_seconds * budget.total_samples / budget.batch_sizes.final
@@ -90,39 +95,24 @@ def _written(every: int | None, total_steps: int) -> range:
     return range(stride, total_steps + 1, stride)
 
 
-def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) -> dict[str, Any]:
+def _content(
+    config: Config, budget: Any, data: Any, schedule: Any, ranks: int, device_gib: float | None
+) -> dict[str, Any]:
     """The plan with what the model needs and how it starts."""
     import torch
 
-    from foundry.config.build import field_of
-    from foundry.data.loader import read_batch
     from foundry.planning.derive import build_plan
     from foundry.planning.fake import build_adapted, build_fake
-    from foundry.planning.memory import checkpoint_bytes, estimate_memory
+    from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens
+    from foundry.planning.memory import checkpoint_bytes
 
     on_gpu = torch.cuda.is_available()
     fake = build_fake(partial(build_adapted, config))
-    samples = config.hparams.per_gpu_batch_size
-    longest = getattr(data.train, "longest", 0)
-    # One sample stands for all, which are not read: there may be more than fit into this machine.
-    batch = read_batch(data.train, [longest])
-    pack_tokens = int(config.data.seq_len) if field_of(config.data, "packing", False) else None
-    if pack_tokens is not None:  # a full row of several samples is like one of a long sample
-        rows = {name: t for name, t in batch.items() if name in ("tokens", "targets")}
-        batch |= {name: t[..., :1].expand(*t.shape[:-1], pack_tokens) for name, t in rows.items()}
-    sample = {name: t.expand(samples, *t.shape[1:]) for name, t in batch.items()}
-    microbatch = {**sample, "position": torch.zeros(samples, dtype=torch.int64)}
-    most = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
-    memory = estimate_memory(
-        config,
-        fake,
-        world_size=ranks,
-        microbatch=microbatch,
-        device_type="cuda" if on_gpu else "cpu",
-        tokenizer=data.tokenizer,
-        answer_tokens=None if most is None else max(len(prompt.tokens) for prompt in data.train_prompts) + most - 1,
-        pack_tokens=pack_tokens,
-    )
+    device_type = "cuda" if on_gpu else "cpu"
+    memory = plan_memory(config, fake, data, world_size=ranks, device_type=device_type)
+    capacity = torch.cuda.mem_get_info()[1] if on_gpu and device_gib is None else int((device_gib or 0) * 2**30)
+    if capacity:
+        check_gradient_sync(config, memory, world_size=ranks, capacity=capacity)
     return {
         **build_plan(
             config,
@@ -133,7 +123,7 @@ def _content(config: Config, budget: Any, data: Any, schedule: Any, ranks: int) 
             world_size=ranks,
             strategy=resolve_distributed(config.distributed, ranks).strategy,
             device=torch.cuda.get_device_name() if on_gpu else "cpu",
-            pack_tokens=pack_tokens,
+            pack_tokens=row_tokens(config),
         ),
         "memory": {**asdict(memory), "total": memory.total},
         "checkpoint_bytes": checkpoint_bytes(config, fake),

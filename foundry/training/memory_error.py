@@ -250,10 +250,10 @@ def _in_use(device: torch.device) -> dict[str, Any]:
         reserved = stats["reserved_bytes.all.current"]
         return {"allocated": taken, "reserved": reserved, "capacity": capacity, "where": "GPU"}
     resident = peak_memory_bytes(device)
-    return {"allocated": resident, "reserved": resident, "capacity": _host_capacity(), "where": "CPU"}
+    return {"allocated": resident, "reserved": resident, "capacity": host_capacity(), "where": "CPU"}
 
 
-def _host_capacity() -> int:
+def host_capacity() -> int:
     """Bytes that this process may have: of the machine, its container or its address space, whichever is least."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize
 from foundry.planning.fake import build_adapted, build_fake
+from foundry.planning.fits import check_gradient_sync
 from foundry.planning.memory import checkpoint_bytes, estimate_memory
 
 LLAMA_70B = [
@@ -33,6 +35,7 @@ LLAMA_70B = [
     "optimizer=adamw",
     "distributed=fsdp",
 ]
+LAST = "distributed.gradient_sync=last"
 SMALL = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=2", "optimizer=adamw"]
 
 
@@ -156,7 +159,7 @@ def test_adapters_are_all_that_has_gradients_state_and_averages(configure, world
 
 
 def test_offloaded_parts_leave_the_device(configure):
-    config = configure(*SMALL, "distributed=fsdp", "distributed.cpu_offload=true", "hparams.ema_decay=0.9")
+    config = configure(*SMALL, "distributed=fsdp", "distributed.cpu_offload=true", LAST, "hparams.ema_decay=0.9")
     on_gpu, on_cpu = plan(config), plan(config, device_type="cpu")
     parts = on_gpu.weights + on_gpu.gradients + on_gpu.optimizer + on_gpu.ema
     norms = 2 * 2 * 32 * 4 * 5  # five fp32 numbers for each norm weight of a block, which stay on the device
@@ -247,7 +250,7 @@ def test_the_model_is_left_as_it_is(configure):
     ],
 )
 def test_gradients_are_those_of_the_batch_sizes_that_are_run(configure, overrides, accumulates):
-    words = ("distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4")
+    words = ("distributed=fsdp", LAST, "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4")
     memory = plan(configure(*SMALL, *words, "hparams.global_batch_size=8", *overrides), world_size=2)
     assert (memory.gradients > memory.weights) == accumulates
 
@@ -272,12 +275,39 @@ def test_seventy_billion_parameters(configure):
     norms, root = 2 * 80 * 8192, 2 * 128256 * 8192 + 8192
     sharded = (80 * block + root) // 256
     assert sharded * 256 + norms == 70_553_706_496
-    assert memory.weights == 4 * (sharded + norms)
+    assert memory.weights == memory.gradients == 4 * (sharded + norms)
     assert memory.optimizer == 2 * memory.weights
-    assert memory.gradients == 4 * 70_553_706_496
     assert memory.gathered == 4 * root + 2 * 2 * block
-    assert memory.reducing == 4 * root
+    assert memory.reducing == 2 * 4 * root
     assert memory.activations_estimated > 80 * 8192 * 8192 * 2
     assert memory.note is None
-    every = replace(config, distributed=replace(config.distributed, gradient_sync=GradientSync.every))
-    assert plan(every, world_size=256).gradients == memory.weights
+    assert memory.total < 60e9
+    last = replace(config, distributed=replace(config.distributed, gradient_sync=GradientSync.last))
+    summed = plan(last, world_size=256)
+    assert summed.gradients == 4 * 70_553_706_496
+    assert summed.reducing == 4 * root
+    check_gradient_sync(config, memory, world_size=256, capacity=80 * 2**30)
+    with pytest.raises(ConfigError, match=r"gradient_sync: is last, .* 262\.8 GiB: .* 80 GiB .*gradient_sync=every"):
+        check_gradient_sync(last, summed, world_size=256, capacity=80 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "is_refused"),
+    [
+        (["distributed=fsdp", LAST], 2, True),
+        (["distributed=hsdp", "distributed.num_replicas=2", LAST], 4, True),
+        (["distributed=ddp", "distributed.shard_optimizer=true"], 2, True),
+        (["distributed=fsdp"], 2, False),
+        (["distributed=hsdp"], 4, False),
+        (["distributed=ddp"], 2, False),
+        (["distributed=hsdp", "distributed.num_replicas=2", LAST], 2, False),
+        (["distributed=fsdp", LAST, "hparams.global_batch_size=8"], 2, False),
+    ],
+)
+def test_whole_gradients_that_do_not_fit_are_refused(configure, overrides, world_size, is_refused):
+    batch = ["hparams.per_gpu_batch_size=4", "hparams.global_batch_size=32"]
+    config = configure(*SMALL, *batch, f"distributed.nproc_per_node={world_size}", *overrides)
+    memory = plan(config, world_size=world_size)
+    check_gradient_sync(config, memory, world_size=world_size, capacity=memory.total)
+    with pytest.raises(ConfigError, match="gradient_sync") if is_refused else nullcontext():
+        check_gradient_sync(config, memory, world_size=world_size, capacity=memory.total - 1)

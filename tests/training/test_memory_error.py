@@ -51,6 +51,7 @@ BATCH, CHECKPOINTING, TILES = (
     "hparams.grad_checkpointing=true",
     "model.logprob_tile_tokens=1024",
 )
+LAST, EVERY = GradientSync.last, "distributed.gradient_sync=every"
 
 ALONE = ["distributed=fsdp distributed.nproc_per_node=2", "distributed=fsdp distributed.cpu_offload=true"]
 
@@ -99,7 +100,7 @@ def test_smaller_tiles_are_suggested_where_all_logits_exist_only():
 def test_nothing_is_suggested_that_is_set_already():
     small = {"per_gpu_batch_size": 1, "global_batch_size": 2, "grad_checkpointing": True}
     tiled = {"logprob_tile_tokens": 512}
-    done = config(FSDP(cpu_offload=True, gradient_sync=GradientSync.every), hparams=small, model=tiled)
+    done = config(FSDP(cpu_offload=True), hparams=small, model=tiled)
     assert settings(explained(of=done, world_size=2)) == ["every setting that saves memory is on"]
 
 
@@ -107,12 +108,12 @@ def test_nothing_is_suggested_that_is_set_already():
     ("distributed", "suggested"),
     [
         (DDP(), ["distributed=fsdp", "distributed=fsdp distributed.cpu_offload=true"]),
-        (HSDP(num_replicas=2), ["distributed=fsdp", "distributed.gradient_sync=every", "distributed.cpu_offload=true"]),
-        (Distributed(), ["distributed.gradient_sync=every", "distributed=fsdp distributed.cpu_offload=true"]),
+        (HSDP(num_replicas=2), ["distributed=fsdp", "distributed.cpu_offload=true"]),
+        (Distributed(gradient_sync=LAST), [EVERY, "distributed=fsdp distributed.cpu_offload=true"]),
         (
             FSDP(reshard_after_forward=False, gradient_sync=GradientSync.last_keep_params),
             [
-                "distributed.gradient_sync=every",
+                EVERY,
                 "distributed.reshard_after_forward=true",
                 "distributed.cpu_offload=true",
             ],
@@ -125,9 +126,11 @@ def test_states_are_divided_or_moved(distributed, suggested):
 
 
 def test_only_what_the_rules_accept():
-    fp16 = config(FSDP(gradient_sync=GradientSync.every), mode=PrecisionMode.amp_float16)
+    fp16 = config(FSDP(), mode=PrecisionMode.amp_float16)
     assert not any("cpu_offload" in setting for setting in settings(explained(of=fp16, world_size=2)))
-    without = config(FSDP(), hparams={"global_batch_size": 16})  # one microbatch: there is no window to accumulate over
+    without = config(
+        FSDP(gradient_sync=LAST), hparams={"global_batch_size": 16}
+    )  # one microbatch: there is no window to accumulate over
     assert not any("gradient_sync" in setting for setting in settings(explained(of=without, world_size=2)))
 
 

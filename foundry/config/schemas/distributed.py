@@ -9,6 +9,9 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.setting import setting
 
 _DEFAULT_BUCKET_MB = 25.0
+_SYNC_DOC = (
+    "every: after each microbatch, least memory; last: once a step; last_keep_params: once, weights kept gathered"
+)
 
 
 class GradientSync(Enum):
@@ -48,10 +51,7 @@ class Distributed:
         le=10**7,
         aliases="dist_timeout",
     )
-    gradient_sync: GradientSync = setting(
-        GradientSync.last,
-        "every: after each microbatch, least memory; last: once a step; last_keep_params: once, weights kept gathered",
-    )
+    gradient_sync: GradientSync = setting(GradientSync.every, _SYNC_DOC)
 
     def check(self) -> Iterator[Violation]:
         """Refuse a strategy that is not the class's: its fields would be missing or ignored."""
@@ -81,6 +81,8 @@ class DDP(Distributed):
     """Every rank holds the whole model; gradients are averaged."""
 
     strategy: str = "ddp"
+    # Where weights are sharded it would keep whole gradients; here they are whole in any case.
+    gradient_sync: GradientSync = setting(GradientSync.last, _SYNC_DOC)
     overlap_grad_reduce: bool = setting(True, "reduce gradients in buckets while the backward pass still runs")
     bucket_cap_mb: float = setting(_DEFAULT_BUCKET_MB, "size of a gradient bucket in MiB", gt=0, le=10**6)
     shard_optimizer: bool = setting(
