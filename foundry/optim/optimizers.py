@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from foundry.config.errors import ConfigError, Violation, listed
-from foundry.config.schemas.optimizer import NsDtype
+from foundry.config.schemas.optimizer import MomentsDtype, NsDtype
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
+from foundry.optim.adamw_bf16 import Bf16AdamW
 from foundry.optim.eager import SGD, Adam, AdamW
 from foundry.optim.muon import Muon
 from foundry.training.sharded import is_sharded
@@ -44,9 +45,11 @@ def adamw(
     eps: float,
     weight_decay: float,
     groups: Groups | None = None,
+    moments_dtype: MomentsDtype | str | None = None,
 ) -> list[Optimizer]:
-    """AdamW (Loshchilov and Hutter, 2019)."""
-    return [AdamW(param_groups(model, weight_decay, groups), lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
+    """AdamW (Loshchilov and Hutter, 2019); its moments are stored in the parameters' type, or in `moments_dtype`."""
+    kind: type[AdamW] = AdamW if moments_dtype is None else Bf16AdamW
+    return [kind(param_groups(model, weight_decay, groups), lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
 
 
 def adam(

@@ -1,4 +1,4 @@
-"""Nested state of an optimizer on several ranks: sharded where it is shaped as its parameter."""
+"""State of an optimizer on several ranks, nested or of another type than its parameter, is restored as it was."""
 
 import pytest
 from harness import spawn
@@ -9,14 +9,23 @@ from foundry.config.schemas.distributed import DDP, FSDP, HSDP
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = {"ddp": (2, DDP()), "fsdp": (2, FSDP()), "hsdp": (4, HSDP(num_replicas=2))}
+LAYOUTS = {
+    "ddp": (2, DDP(), "nested"),
+    "fsdp": (2, FSDP(), "nested"),
+    "hsdp": (4, HSDP(num_replicas=2), "nested"),
+    "fsdp_bf16_moments": (2, FSDP(), "bf16"),
+}
+ADAMW = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1, "moments_dtype": "bf16"}
 
 
-def build(config, world, seed):
+def build(config, world, seed, kind):
+    from foundry.optim.optimizers import adamw
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
 
     parallel = parallelize(Toy(seed), FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
+    if kind == "bf16":
+        return parallel, adamw(model=parallel.model, **ADAMW)
     return parallel, [Nested(parallel.model.parameters(), only_shaped=True)]
 
 
@@ -40,7 +49,7 @@ def values(parallel, optimizers):
     return local, describe(parallel.model, optimizers), [type(tensor).__name__ for tensor in tensors.values()]
 
 
-def save_and_restore(world, root, config):
+def save_and_restore(world, root, config, kind):
     """What differs right after restoring, and after another step."""
     import torch
 
@@ -48,7 +57,7 @@ def save_and_restore(world, root, config):
     from foundry.checkpoint.tensors import collect, describe, restore_into
     from foundry.run_dir.checkpoints import find
 
-    first = build(config, world, seed=1)
+    first = build(config, world, 1, kind)
     train(*first, world, range(2))
     checkpointer = Checkpointer(root, world, asynchronous=False, keep_last=None, keep_every_steps=None, strict=True)
     checkpointer.save(
@@ -58,7 +67,7 @@ def save_and_restore(world, root, config):
         rank_state={},
         wait=True,
     )
-    second = build(config, world, seed=2)
+    second = build(config, world, 2, kind)
     restore_into(find(root), second[0].model, None, second[1])
     wrong = []
     for steps in ([], [2]):
@@ -66,11 +75,39 @@ def save_and_restore(world, root, config):
         train(*second, world, steps)
         ours, theirs = values(*first), values(*second)
         wrong += [name for name in ours[0] if not torch.equal(ours[0][name], theirs[0][name])]
+        wrong += [name for name in ours[0] if ours[0][name].dtype is not theirs[0][name].dtype]
         wrong += ["description"] * (ours[1] != theirs[1]) + ["kinds"] * (ours[2] != theirs[2])
     return wrong
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_restored_bit_for_bit(tmp_path, layout):
-    world_size, config = LAYOUTS[layout]
-    assert spawn(save_and_restore, world_size, tmp_path, config) == [[]] * world_size
+    world_size, *case = LAYOUTS[layout]
+    assert spawn(save_and_restore, world_size, tmp_path, *case) == [[]] * world_size
+
+
+def differences_from_one_process(world):
+    """The largest of weights after four steps, how far these moved, and the types of the moments."""
+    import torch
+    from toy import largest_difference, whole_parameters
+
+    from foundry.config.schemas.distributed import Distributed
+    from foundry.parallel.process_group import World
+
+    alone = World(0, 0, 1, 1, torch.device("cpu"))
+    sharded, single = build(FSDP(), world, 1, "bf16"), build(Distributed(), alone, 1, "bf16")
+    before = whole_parameters(single[0])
+    train(*sharded, world, range(4))
+    train(*single, alone, range(4))
+    weights = whole_parameters(single[0])
+    apart = largest_difference(whole_parameters(sharded[0]), weights)
+    types = {value.dtype for state in sharded[1][0].state.values() for name, value in state.items() if name != "step"}
+    return apart, largest_difference(weights, before), types == {torch.bfloat16}
+
+
+@pytest.mark.long
+def test_bf16_moments_of_shards_are_those_of_one_process():
+    for apart, moved, is_bf16 in spawn(differences_from_one_process, 2):
+        assert moved > 1e-2
+        assert apart < 1e-3 * moved  # a moment on the edge between two numbers may be rounded either way
+        assert is_bf16

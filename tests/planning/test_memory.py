@@ -231,6 +231,13 @@ def test_checkpoint_holds_weights_averages_and_state(configure):
     assert size("optimizer=sgd") == parameters * 8
 
 
+def test_bf16_moments_take_half(configure):
+    wide, narrow = (configure(*SMALL, *more) for more in ([], ["optimizer.moments_dtype=bf16"]))
+    assert plan(wide).optimizer == 2 * plan(narrow).optimizer == 2 * plan(wide).weights
+    sizes = [checkpoint_bytes(config, build_fake(lambda: build(wide.model))) for config in (wide, narrow)]
+    assert sizes[0] - sizes[1] == plan(wide).weights
+
+
 def test_the_model_is_left_as_it_is(configure):
     config = configure(*SMALL, "precision=pure_bf16")
     fake = build_fake(lambda: build(config.model))

@@ -10,6 +10,9 @@ from foundry.config.errors import Violation, nearest
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.setting import check_fields, setting
 
+_BF16_STEP = 2.0**-8
+"""Smaller changes, relative to a number, are lost when bf16 rounds it."""
+
 
 def _pattern(text: str) -> re.Pattern[str]:
     try:
@@ -95,11 +98,34 @@ class Adam(Optimizer):
     )
 
 
+class MomentsDtype(Enum):
+    """What AdamW's moments are stored in."""
+
+    bf16 = "bf16"
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
     """AdamW; its weight decay is decoupled from the gradient."""
 
     _target_: str = "foundry.optim.optimizers.adamw"
+    moments_dtype: MomentsDtype | None = setting(
+        None,
+        "bf16: both moments are stored in it, in half of the memory, and updated in fp32; null: the parameters' type",
+        aliases="exp_avg_dtype, exp_avg_sq_dtype, state_dtype, optimizer_dtype",
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Refuse averages that change too slowly for bf16."""
+        yield from super().check()
+        for name in ("beta1", "beta2") if self.moments_dtype is MomentsDtype.bf16 else ():
+            beta = getattr(self, name)
+            if 1 - beta < _BF16_STEP:
+                message = (
+                    f"is {beta:g}, but a moment stored in bf16 cannot decay by {1 - beta:.2g} of itself: choose at "
+                    f"most {1 - _BF16_STEP:.4g}, or optimizer.moments_dtype=null"
+                )
+                yield Violation(f"optimizer.{name}", message)
 
 
 @dataclass(frozen=True, kw_only=True)

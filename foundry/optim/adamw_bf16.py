@@ -1,0 +1,86 @@
+"""AdamW whose moments are stored in bf16."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from foundry.optim.eager import AdamW
+from foundry.training.sharded import local_part
+
+_CHUNK_BYTES = 256 * 2**20
+"""Of a chunk's moments in the type of the update, unless one parameter alone has more."""
+
+
+class Bf16AdamW(AdamW):
+    """AdamW (Loshchilov and Hutter, 2019) whose moments are rounded to bf16 between steps: half of their memory.
+
+    A step widens the moments of a chunk of parameters to the parameters' type, has torch's kernel update them and the
+    parameters, and rounds the moments to the nearest bf16 numbers. DTensors are updated shard by shard.
+    Its arguments are those of `torch.optim.AdamW`; `amsgrad`, `maximize`, `capturable` and `differentiable` do nothing.
+    """
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Any]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> float | None:
+        """Update every parameter that has a gradient."""
+        assert closure is None, "the loss is evaluated once a step"
+        for group in self.param_groups:
+            for chunk in _chunks([parameter for parameter in group["params"] if parameter.grad is not None]):
+                self._update(chunk, group)
+        return None
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        weights = [local_part(parameter) for parameter in parameters]
+        states = [self._state(parameter, is_fused=bool(group["fused"])) for parameter in parameters]
+        stored = [local_part(state[key]) for key in ("exp_avg", "exp_avg_sq") for state in states]
+        moments = [torch.empty_like(weight) for weight in weights * 2]
+        torch._foreach_copy_(moments, stored)
+        adamw(
+            weights,
+            [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            moments[: len(weights)],
+            moments[len(weights) :],
+            [],
+            [state["step"] for state in states],
+            foreach=False,
+            fused=group["fused"],
+            found_inf=getattr(self, "found_inf", None),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        torch._foreach_copy_(stored, moments)
+
+    def _state(self, parameter: Tensor, *, is_fused: bool) -> dict[str, Tensor]:
+        """The parameter's moments and number of steps, under torch's names; at first zeros."""
+        state = self.state[parameter]
+        if not state:
+            # Where torch's kernels expect it: beside the parameter, or on the CPU.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_fused else "cpu")
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        return state
+
+
+def _chunks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters whose widened moments are held at a time."""
+    chunk, held = list[Tensor](), 0
+    for parameter in parameters:
+        size = 2 * local_part(parameter).numel() * parameter.element_size()
+        if chunk and held + size > _CHUNK_BYTES:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(parameter)
+        held += size
+    if chunk:
+        yield chunk
