@@ -15,6 +15,7 @@ from foundry.checkpoint.tensors import compute_digest, restore_into
 from foundry.columns import ColumnContext, join_columns
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.data.splits import DataSplits
@@ -120,6 +121,7 @@ def build_trained(setup: Setup) -> Trained:
         world,
         grad_checkpointing=hparams.grad_checkpointing,
         torchcompile=hparams.torchcompile,
+        selective_checkpointing=hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
     )
     optimizers = build_optimizers(config, parallel.model)
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)

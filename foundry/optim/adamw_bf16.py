@@ -63,7 +63,7 @@ class Bf16AdamW(AdamW):
 
     def _state(self, parameter: Tensor, *, is_fused: bool) -> dict[str, Tensor]:
         """The parameter's moments and number of steps, under torch's names; at first zeros."""
-        state = self.state[parameter]
+        state: dict[str, Tensor] = self.state[parameter]
         if not state:
             # Where torch's kernels expect it: beside the parameter, or on the CPU.
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_fused else "cpu")

@@ -47,7 +47,7 @@ class Placed:
     def numel(self, rank: int) -> int:
         """Elements of a rank's part."""
         rows, columns = self.parts[rank]
-        return (rows.stop - rows.start) * (columns.stop - columns.start)
+        return int((rows.stop - rows.start) * (columns.stop - columns.start))
 
     def is_whole(self, rank: int) -> bool:
         """Whether a rank holds the whole matrix."""
@@ -64,12 +64,11 @@ def place(matrices: Sequence[Tensor], group: ProcessGroup | None) -> list[Placed
     known: dict[Any, Placed] = {}
     placed = []
     for matrix in matrices:
+        key: Any = matrix.shape
         if is_sharded(matrix):
-            key: Any = (matrix.device_mesh, matrix.placements, matrix.shape)
-            if key not in known:
-                known[key] = _place_shards(matrix)
-        elif (key := matrix.shape) not in known:
-            known[key] = _place_copies(matrix, group)
+            key = matrix.device_mesh, matrix.placements, matrix.shape
+        if key not in known:
+            known[key] = _place_shards(matrix) if is_sharded(matrix) else _place_copies(matrix, group)
         placed.append(known[key])
     return placed
 
@@ -180,7 +179,7 @@ class Batch:
         def assemble() -> list[Tensor]:
             wholes = [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
             into = [wholes[number][part] for number, part in self._sources]
-            for place, arrived in zip(into, wait().split([place.numel() for place in into]), strict=True):
+            for place, arrived in zip(into, torch.split(wait(), [place.numel() for place in into]), strict=True):
                 place.copy_(arrived.view(place.shape))
             return wholes
 
@@ -195,7 +194,7 @@ class Batch:
 
         def cut() -> list[Tensor]:
             shapes = [tuple(bound.stop - bound.start for bound in part) for part in self._parts]
-            flat = wait().split([rows * columns for rows, columns in shapes])
+            flat = torch.split(wait(), [rows * columns for rows, columns in shapes])
             return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
         return cut

@@ -4,22 +4,21 @@ One process needs no wrapper, so `ddp` and `fsdp` of one are the bare model, and
 exception is `cpu_offload`, which FSDP2 does: it shards over a group of one.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import DDP, FSDP, Single
 from foundry.models.fsdp_block import find_blocks
+from foundry.parallel.checkpointing import checkpointed
 from foundry.parallel.gradient_sync import DDPSync, DeferredDDPSync, FSDPSync, LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
@@ -59,6 +58,7 @@ def parallelize(
     *,
     grad_checkpointing: bool,
     torchcompile: bool,
+    selective_checkpointing: bool = False,
 ) -> Parallel:
     """Checkpoint and compile the blocks, then wrap; parameter names stay what they are (`Parallel.inner` under DDP).
 
@@ -68,6 +68,7 @@ def parallelize(
         world: from `process_group`; it knows the strategy, and has the device mesh for it.
         grad_checkpointing: recompute each block's activations in the backward pass.
         torchcompile: compile each block.
+        selective_checkpointing: of what `grad_checkpointing` would recompute, keep what takes most of the time.
 
     Raises:
         ConfigError: a policy or field that cannot act on this model.
@@ -84,7 +85,7 @@ def parallelize(
     for block in blocks:
         if grad_checkpointing:
             # The forward of the instance, not a wrapper module: a wrapper would rename every parameter below it.
-            block.forward = partial(_checkpointed, block.forward)
+            block.forward = checkpointed(block.forward, selective=selective_checkpointing)
         if torchcompile:
             block.compile()
     if isinstance(distributed, Single):
@@ -111,12 +112,6 @@ def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World) -> nn.
     if isinstance(world.distributed, FSDP):
         return _wrap_fsdp(model, world.distributed, policy, world).model
     return model.to(world.device)
-
-
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _wrap_ddp(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World) -> Parallel:

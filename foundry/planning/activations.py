@@ -1,14 +1,16 @@
 """What a forward pass keeps for the backward pass, counted on fake tensors."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foundry.models.fsdp_block import find_blocks
+from foundry.parallel.checkpointing import SAVED_OPS
 from foundry.training.protocols import Microbatch, Objective
 
 _Storages = dict[int, torch.UntypedStorage]
@@ -22,11 +24,12 @@ def activation_bytes(
     mode: FakeTensorMode,
     autocast: AbstractContextManager[Any],
     grad_checkpointing: bool,
+    selective: bool = False,
 ) -> int:
     """Bytes that autograd saves in the forward pass of one microbatch, parameters and buffers left out.
 
-    With `grad_checkpointing`: what lies outside of blocks, what goes into them, the largest block, recomputed, and the
-    matrices of the blocks as autocast rounds them: it caches them until the window ends.
+    With `grad_checkpointing`: what lies outside of blocks, what goes into them or is kept of them, the largest block,
+    recomputed, and the matrices of the blocks as autocast rounds them: it caches them until the window ends.
 
     Args:
         objective: whose loss is computed.
@@ -35,17 +38,19 @@ def activation_bytes(
         mode: of the model's tensors.
         autocast: around the forward pass.
         grad_checkpointing: count as if each block were recomputed in the backward pass.
+        selective: with that, count what is kept of each block instead.
     """
     saved = _Saved(model)
+    kept_outputs = _KeptOutputs(saved) if grad_checkpointing and selective else nullcontext()
     # Outside of the mode: an objective may read `position`, and transformers looks at positions that it makes itself. A
     # model's own constants are real, then, and as small as in training.
     # Contiguous, since one sample may stand for all of a microbatch.
     fakes = {name: t if name == "position" else mode.from_tensor(t).contiguous() for name, t in microbatch.items()}
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), autocast:
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), autocast, kept_outputs:
         objective.loss(model, fakes)
     if not grad_checkpointing:
         return _size(saved.outside | _union(saved.inside))
-    kept = saved.outside | saved.inputs
+    kept = saved.outside | saved.inputs | saved.kept
     recomputed = [_size({k: s for k, s in block.items() if k not in kept}) for block in saved.inside]
     beyond_rounded = [size - rounded for size, rounded in zip(recomputed, saved.rounded_bytes, strict=True)]
     return _size(kept) + max(beyond_rounded, default=0) + sum(saved.rounded_bytes)
@@ -59,6 +64,7 @@ class _Saved:
         self._ignored = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in held}
         self.outside: _Storages = {}
         self.inputs: _Storages = {}
+        self.kept: _Storages = {}
         self.inside: list[_Storages] = []
         self.rounded_bytes: list[int] = []
         self._current, self._depth = self.outside, 0
@@ -70,6 +76,13 @@ class _Saved:
         """The hook of `saved_tensors_hooks`."""
         self._add(tensor, self._current)
         return tensor
+
+    def keep(self, output: Any) -> None:
+        """Count an output of an operation in a block, whether autograd saves it or not."""
+        if self._depth > 0:
+            for value in tree_leaves(output):
+                if isinstance(value, Tensor):
+                    self._add(value, self.kept)
 
     def _add(self, tensor: Tensor, storages: _Storages) -> None:
         storage = tensor.untyped_storage()
@@ -93,6 +106,20 @@ class _Saved:
         self._depth -= 1
         if self._depth == 0:
             self._current = self.outside
+
+
+class _KeptOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the outputs that selective checkpointing keeps."""
+
+    def __init__(self, saved: _Saved) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._saved = saved
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = operator(*args, **(kwargs or {}))
+        if operator in SAVED_OPS:
+            self._saved.keep(output)
+        return output
 
 
 def _union(parts: list[_Storages]) -> _Storages:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from foundry.config.errors import format_reason
 from foundry.config.lengths import resolve_batch_sizes
 from foundry.config.schemas.distributed import FSDP, resolve_distributed
+from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
@@ -256,6 +257,7 @@ def _activations(
                 mode=mode,
                 autocast=policy.autocast(torch.device("cpu")),
                 grad_checkpointing=config.hparams.grad_checkpointing,
+                selective=config.hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
             )
     except Exception as error:  # a model may ask for numbers, or for a kernel that fake tensors do not have
         return None, f"the model cannot run on fake tensors ({format_reason(error)})"

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from foundry.config.build import field_of
 from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolved
+from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.training.sharded import local_part
@@ -196,6 +197,9 @@ def _less_activations(config: Config) -> Iterator[tuple[str, str]]:
             "hparams.grad_checkpointing=true",
             "keeps each block's input only and computes the rest twice: about a third more time",
         )
+    elif hparams.grad_checkpointing_policy is CheckpointingPolicy.selective:
+        effect = "keeps no outputs of matrix products and attention, and computes them twice"
+        yield "hparams.grad_checkpointing_policy=full", effect
     positions = size * int(field_of(config.data, "seq_len") or 0)
     in_tiles = getattr(get_object(field_of(config.objective, "_target_")), "asks_for_loss", False)
     if field_of(config.model, "logprob_tile_tokens") == 0 and positions > _TILE_TOKENS and not in_tiles:

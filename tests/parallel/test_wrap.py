@@ -97,6 +97,32 @@ def test_checkpointing_recomputes_blocks_and_nothing_else_changes():
     assert list(network.state_dict()) == list(plain.state_dict())
 
 
+def test_selective_checkpointing_multiplies_no_matrices_again():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counted(TorchDispatchMode):
+        matrices = others = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            self.matrices += is_product
+            self.others += not is_product
+            return operator(*args, **(kwargs or {}))
+
+    counted, grads = [], []
+    for options in ({}, {"selective_checkpointing": True}, {"selective_checkpointing": False}):
+        network = wrap(Distributed(), grad_checkpointing=bool(options), **options).model
+        with Counted() as counts:
+            network(torch.ones(2, 6)).sum().backward()
+        counted.append((counts.matrices, counts.others))
+        grads.append([parameter.grad for parameter in network.parameters()])
+    (plain, _), (selective, _), (full, _) = counted
+    assert plain == selective < full
+    assert counted[1][1] > counted[0][1]  # the rest of a block is computed again
+    for other in grads[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, grads[0], strict=True))
+
+
 def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights():
     network = wrap(Distributed(), grad_checkpointing=True).model
     twin = copy.deepcopy(network)

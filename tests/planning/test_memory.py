@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation
@@ -14,6 +16,8 @@ from foundry.config.schemas.distributed import GradientSync
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.lora import frozen_matrices
+from foundry.parallel import checkpointing
+from foundry.parallel.checkpointing import SAVED_OPS
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize
@@ -127,6 +131,73 @@ def test_activations_are_what_autograd_saves(configure, overrides, grad_checkpoi
     assert planned.note is None
     expected = saved_by_forward(config, microbatch, grad_checkpointing=grad_checkpointing)
     assert planned.activations_estimated == expected
+
+
+class Outputs(TorchDispatchMode):
+    """The tensors that the operations give whose outputs selective checkpointing keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        output = operator(*args, **(kwargs or {}))
+        if operator in SAVED_OPS:
+            self.tensors += [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
+        return output
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer=adamw",),
+        pytest.param(("optimizer=adamw", "model=hf_llama", "precision=fp32"), marks=pytest.mark.long),
+        pytest.param(("hparams=diffusion", "precision=amp_bfloat16"), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_activations_of_selective_checkpointing(configure, overrides, monkeypatch):
+    """What torch keeps of each block, as it says itself, and of one block again what it computes besides."""
+    selective = ("hparams.grad_checkpointing=true", "hparams.grad_checkpointing_policy=selective")
+    config = configure(*overrides, *selective, "hparams.per_gpu_batch_size=2")
+    microbatch, world = microbatch_of(config, seq_len=48), World(0, 0, 1, 1, torch.device("cpu"))
+    contexts = []
+
+    def recorded(*args):
+        contexts.append(create_selective_checkpoint_contexts(*args))
+        return contexts[-1]
+
+    monkeypatch.setattr(checkpointing, "create_selective_checkpoint_contexts", recorded)
+    torch.manual_seed(0)
+    policy = PrecisionPolicy(config.precision.mode)
+    model = policy.prepare(build(config.model))
+    block = next(find_blocks(model))
+    block_forward, calls = block.forward, []
+    block.register_forward_pre_hook(lambda module, *call: calls.append(call), with_kwargs=True)
+    options = {"grad_checkpointing": True, "selective_checkpointing": True, "torchcompile": False}
+    model = parallelize(model, policy, arrange(world, config.distributed), **options).model
+    with Storages(model.parameters()) as saved, policy.autocast(world.device):
+        build(config.objective).loss(model, microbatch)
+    for tensor in tree_leaves(calls[0]):
+        if isinstance(tensor, torch.Tensor):
+            saved.add(tensor)
+    assert len(contexts) == len(list(find_blocks(model)))
+    for caching, _ in contexts:
+        for held in tree_leaves([*caching.storage.values()]):
+            if hasattr(held, "val"):
+                saved.add(held.val)
+    inputs = [value for value in tree_leaves(calls[0]) if isinstance(value, torch.Tensor)]
+    again = Storages([*model.parameters(), *inputs])
+    with again, policy.autocast(world.device), Outputs() as outputs:
+        block_forward(*calls[0][0], **calls[0][1])
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in outputs.tensors}
+    recomputed = sum(storage.nbytes() for pointer, storage in again._found.items() if pointer not in left_out)
+    matrices = [sum(p.numel() for p in each.parameters() if p.ndim > 1) for each in find_blocks(model)]
+    others = 2 * sum(matrices[1:]) if config.precision.mode is PrecisionMode.amp_bfloat16 else 0
+    planned = plan(config, microbatch=microbatch)
+    full = plan(configure(*overrides, selective[0], "hparams.per_gpu_batch_size=2"), microbatch=microbatch)
+    assert planned.activations_estimated == saved.num_bytes + recomputed + others
+    assert full.activations_estimated < planned.activations_estimated
 
 
 def test_sharded_weights_need_no_rounded_copies(configure):

@@ -17,6 +17,13 @@ class ScheduleUnit(Enum):
     samples = "samples"
 
 
+class CheckpointingPolicy(Enum):
+    """What `grad_checkpointing` computes a second time."""
+
+    full = "full"
+    selective = "selective"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp:
     """A global batch size that grows in equal increments up to `global_batch_size`."""
@@ -134,6 +141,12 @@ class HParams:
         aliases="gradient_checkpointing, activation_checkpointing, activation_checkpoint, recompute_activations",
         on_resume=OnResume.same,
     )
+    grad_checkpointing_policy: CheckpointingPolicy = setting(
+        CheckpointingPolicy.full,
+        "full: recompute all of a block; selective: keep the outputs of matrix products and attention",
+        aliases="selective_ac_option, activation_checkpoint_mode, recompute_granularity",
+        on_resume=OnResume.same,
+    )
     torchcompile: bool = setting(
         False,
         "compile each block with torch.compile",
@@ -151,5 +164,8 @@ class HParams:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Say what is missing from a ramp."""
+        """Say what is missing from a ramp, or what would have no effect."""
         yield from self.batch_ramp.check()
+        if self.grad_checkpointing_policy is CheckpointingPolicy.selective and not self.grad_checkpointing:
+            message = "is selective but nothing is recomputed; set hparams.grad_checkpointing=true, or drop this"
+            yield Violation("hparams.grad_checkpointing_policy", message)
