@@ -111,4 +111,4 @@ def _keeps_whole_gradients(config: Config, world_size: int) -> bool:
         return False
     dp_size = resolved.dp_size(world_size)
     sizes = resolve_batch_sizes(config.hparams, dp_size=dp_size, tokens_per_sample=None).sizes
-    return max(sizes) > dp_size * config.hparams.per_gpu_batch_size
+    return bool(max(sizes) > dp_size * config.hparams.per_gpu_batch_size)
