@@ -36,7 +36,6 @@ from foundry.parts import (
     check_forward,
     resolve_packing,
 )
-from foundry.planning.fits import check_fits
 from foundry.run_dir.folder import RunFolder
 from foundry.training.ema import WeightAverage
 from foundry.training.protocols import (
@@ -109,7 +108,10 @@ def build_trained(setup: Setup) -> Trained:
     hparams, budget = config.hparams, build_budget(config, setup.data, world.dp_size)
     precision = PrecisionPolicy.from_config(config.precision, world.device)
     is_adapted = isinstance(config.peft, LoRA)
-    check_fits(config, setup.data, world)
+    if world.world_size > 1:
+        from foundry.planning.fits import check_fits  # one process has no gradients to share, and plans nothing
+
+        check_fits(config, setup.data, world)
     model = build_model(config) if resume_point is not None and not is_adapted else _build_initial(setup, None)
     base = adapt(model, config, resolve_weights(config.model))
     if resume_point is not None and base is not None:
