@@ -78,16 +78,18 @@ class _ProjectedLoss(torch.autograd.Function):
                 own = slice(start, start + tile_tokens)
                 states, target = hidden[own].to(dtype), targets[own, None]
                 logits = (states @ head.T).to(exact)
-                of_tile = logits.log_softmax(-1)
-                log_prob[own] = of_tile.gather(-1, target)[:, 0]
-                logsumexp[own] = logits.gather(-1, target)[:, 0] - log_prob[own]
                 if finds_correct:
-                    correct[own] = of_tile.argmax(-1, keepdim=True).eq(target)[:, 0]
-                del logits
+                    correct[own] = logits.argmax(-1, keepdim=True).eq(target)[:, 0]
+                highest = logits.amax(-1, keepdim=True)
+                # In place from here on: on a CPU new memory takes longer than sums, and `log_softmax` than all of this.
+                of_target = logits.sub_(highest).gather(-1, target)[:, 0]
+                sums = logits.exp_().sum(-1)
+                log_sums = sums.log()
+                log_prob[own], logsumexp[own] = of_target - log_sums, highest[:, 0] + log_sums
                 if not (needs_hidden or needs_weight):
                     continue
                 factors = weights[own] * (1 + 2 * z_loss_coefficient * logsumexp[own])
-                grad = of_tile.exp_().mul_(factors[:, None])  # in place: on a CPU new memory takes longer than sums
+                grad = logits.mul_((factors / sums)[:, None])
                 grad.scatter_add_(-1, target, -weights[own, None].to(exact))
                 grad = grad.to(dtype)
                 if grad_hidden is not None:
