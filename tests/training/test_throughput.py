@@ -149,7 +149,7 @@ def test_the_memory_of_a_process_is_in_bytes():
     held = bytearray(before + 64 * 2**20)
     held[::4096] = b"\1" * len(held[::4096])
     after = peak_memory_bytes(torch.device("cpu"))
-    assert 2 * before < after < 4 * before + 2**30
+    assert len(held) < after < 4 * before + 2**30
 
 
 @pytest.mark.gpu

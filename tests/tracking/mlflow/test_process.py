@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from foundry.stop_signals import STOP_SIGNALS
 from foundry.sync import send_pending
 from foundry.tracking.mlflow import process as processes
 from foundry.tracking.mlflow.tracker import MLflowTracker
@@ -69,7 +70,7 @@ def test_one_that_hangs_is_ended_and_what_it_was_given_is_sent_later(events, wit
 
 def test_it_outlives_the_trainers_signals_and_ends_with_its_input():
     process = processes._start()
-    for number in processes._OF_THE_TRAINER:
+    for number in STOP_SIGNALS:
         process.send_signal(number)
     process.stdin.write(b'{"do": "apply", "operations": []}\n')
     process.stdin.flush()
