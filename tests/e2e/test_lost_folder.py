@@ -9,7 +9,7 @@ from small_text import RUN, SMALL, write_text
 from foundry.checkpoint.folder import problems
 from foundry.run_dir.checkpoints import find, list_checkpoints
 
-STEPS = 400
+STEPS = 1200  # so that a test that waits for its turn still finds the run training
 WORDS = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", "hydra.run.dir=run", "evaluation.write_samples=true"]
 TWO = ["distributed=fsdp", "distributed.nproc_per_node=2"]
 
