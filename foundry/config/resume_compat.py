@@ -11,6 +11,9 @@ from foundry.config.names import settings
 from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
 
+_KIND = ("_target_", "strategy")
+"""The settings that say which schema a group has."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -91,7 +94,7 @@ def differences(
             that `now` does not know is gone; without them either is a difference like any other.
         prefix: of the keys.
     """
-    same_part = is_dataclass(typed) and was.get("_target_") == now.get("_target_")
+    same_part = is_dataclass(typed) and all(was.get(key, now.get(key)) == now.get(key) for key in _KIND)
     schema = {item.name: item for item in fields(typed)} if same_part else None  # type: ignore[arg-type]
     for key in [*now, *(key for key in was if key not in now)]:
         other, path = now.get(key), f"{prefix}{key}"

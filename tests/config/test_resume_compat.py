@@ -78,6 +78,13 @@ def test_a_setting_that_is_gone_is_told_and_not_refused(path):
     assert str(difference) == ".".join((*path, "forgotten")) + ": 3 -> no longer a setting"
 
 
+def test_settings_of_another_strategy_are_not_of_another_version():
+    one, other = (configure(f"distributed={name}") for name in ("ddp", "fsdp"))
+    found = list(differences(recorded(one), recorded(other), other))
+    assert {"distributed.strategy", "distributed.bucket_cap_mb"} <= {difference.key for difference in found}
+    assert all(difference.is_allowed and not difference.is_gone for difference in found)
+
+
 def test_a_value_that_is_not_the_default_is_refused():
     config = configure("hparams.ema_decay=0.9")
     was = without(recorded(config), ("hparams", "ema_decay"))
