@@ -7,6 +7,7 @@ digest that its checkpoints hold.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
+from foundry.models.initialisation import InitialModel
 from foundry.models.lora import add_adapters, count_by_kind, merge_adapters
 from foundry.parallel.process_group import World
 from foundry.parts import resolve_init_from
@@ -30,7 +32,7 @@ from foundry.run_dir.checkpoints import MANIFEST
 
 log = logging.getLogger(__name__)
 
-BuildModel = Callable[[Any], nn.Module]
+StartModel = Callable[[Any], InitialModel]
 """Makes the model of a configuration; of a folder of transformers with its weights, unless `init_from` says others."""
 
 _MOST_BASES = 16
@@ -74,13 +76,13 @@ def resolve_weights(node: Any) -> Path | None:
     return Path(node.path) if weights is None and isinstance(node, HuggingFace) and node.path else weights
 
 
-def read_initial(node: Any, path: Path | None, build: BuildModel, world: World, key: str) -> nn.Module:
-    """A model, not yet wrapped, with the weights that lie at a path; adapters there are merged into their base.
+def read_initial(node: Any, path: Path | None, start: StartModel, world: World, key: str) -> InitialModel:
+    """A model and the weights that lie at a path; adapters there are merged into their base.
 
     Args:
         node: configuration of the model.
-        path: from `resolve_weights`; None: what `build` makes is all.
-        build: makes the model.
+        path: from `resolve_weights`; None: what `start` makes is all.
+        start: makes the model.
         world: all ranks call this together.
         key: of the setting that leads to the weights, for messages.
 
@@ -97,17 +99,20 @@ def read_initial(node: Any, path: Path | None, build: BuildModel, world: World, 
             raise ConfigError(Violation(key, f"{message}; export it with merge=true, and start from that"))
         source = _path_of_base(found[0], found[2], key)
     if source is None:
-        return build(node)
+        return start(node)
     is_given = not adapters and resolve_init_from(node) is not None
     if isinstance(node, HuggingFace) and (source / "config.json").is_file() and not is_given:
-        model = build(replace(node, path=str(source), init_from=None))
+        initial = start(replace(node, path=str(source), init_from=None))
     else:
         given = {"init_from": str(source)}
-        model = build({**node, **given} if isinstance(node, dict) else replace(node, **given))
-        init_from(model, source, world)
+        model = start({**node, **given} if isinstance(node, dict) else replace(node, **given)).model
+        initial = InitialModel(model, partial(init_from, source, world))
+    if not adapters:
+        return initial
+    model = initial.whole()
     for folder, manifest, base in reversed(adapters):
         _merge(model, folder, manifest, base, world, key)
-    return model
+    return InitialModel(model)
 
 
 def adapt(model: nn.Module, config: Config, path: Path | None) -> Base | None:
@@ -131,13 +136,13 @@ def adapt(model: nn.Module, config: Config, path: Path | None) -> Base | None:
     return base
 
 
-def read_base(node: Any, checkpoint: Path, build: BuildModel, world: World, key: str) -> nn.Module:
+def read_base(node: Any, checkpoint: Path, start: StartModel, world: World, key: str) -> nn.Module:
     """The model, not yet wrapped, beside which the adapters of a checkpoint were trained.
 
     Args:
         node: configuration of the model.
         checkpoint: holds adapters.
-        build: as for `read_initial`.
+        start: as for `read_initial`.
         world: all ranks call this together.
         key: of the setting that leads to the checkpoint, for messages.
 
@@ -149,7 +154,8 @@ def read_base(node: Any, checkpoint: Path, build: BuildModel, world: World, key:
         message = f"leads to {checkpoint}, which does not say beside which weights its adapters were trained"
         raise ConfigError(Violation(key, message))
     folder, _, base = found
-    model = read_initial(node, None if base.path is None else _path_of_base(folder, base, key), build, world, key)
+    path = None if base.path is None else _path_of_base(folder, base, key)
+    model = read_initial(node, path, start, world, key).whole()
     _check_digest(model, folder, base, key)
     return model
 

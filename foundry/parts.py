@@ -3,6 +3,8 @@
 import inspect
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from hydra.utils import get_object
 from torch import nn
 from torch.optim import Optimizer
 
+from foundry.checkpoint.folder import CheckpointError
+from foundry.checkpoint.init_from import compare_files, copy_files, weight_files
+from foundry.checkpoint.shard import local_chunks
 from foundry.config.build import build, field_of
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
@@ -26,16 +31,20 @@ from foundry.data.splits import DataSplits
 from foundry.environments.judge import Judge
 from foundry.evaluators.drawn_samples import DrawnSamples
 from foundry.models.documents import isolates_documents
+from foundry.models.initialisation import InitialModel, matrices_on_meta
+from foundry.models.keyed_draws import Draw, Part, draw_parts
 from foundry.optim.optimizers import not_covered
 from foundry.parallel.process_group import World
 from foundry.training.early_stopping import EarlyStopping
+from foundry.training.model_hooks import hook
 from foundry.training.protocols import Evaluator, GenerativeObjective, Objective, Schedule, StopRule
+from foundry.training.sharded import is_fake
 
 log = logging.getLogger(__name__)
 
 
 def build_model(config: Config, node: Any = None) -> nn.Module:
-    """A model with its initial weights, which depend on the seed only; `init_from` is not read here.
+    """A model with its initial weights, in host memory, which depend on the seed only; `init_from` is not read here.
 
     Args:
         config: of the run.
@@ -44,13 +53,78 @@ def build_model(config: Config, node: Any = None) -> nn.Module:
     Raises:
         ConfigError: the objective wants dropout, and the model takes none.
     """
-    torch.manual_seed(config.hparams.seed)
+    return start_model(config, node).whole()
+
+
+def start_model(config: Config, node: Any = None) -> InitialModel:
+    """A model and its initial weights, which each rank draws or reads for itself where the model says how.
+
+    Weights are those of the folder of transformers that `node` names, failing that drawn; of a node with `init_from`
+    nothing is drawn, and what constructors give is all.
+
+    Args:
+        config: of the run.
+        node: of another model than the run's.
+
+    Raises:
+        ConfigError: the objective wants dropout, and the model takes none.
+    """
     node = config.model if node is None else node
-    has_weights = isinstance(node, HuggingFace) and node.path is not None and node.init_from is not None
-    runtime = _dropouts(config.objective, field_of(node, "_target_"))
-    runtime |= _tile(config.objective, field_of(node, "_target_"))
-    if has_weights:
-        runtime["read_weights"] = False
+    if is_fake(torch.empty(0)):
+        return InitialModel(_construct(config, node))
+    if resolve_init_from(node) is not None:
+        return InitialModel(build_empty(config, node))
+    if isinstance(node, HuggingFace) and node.path is not None:
+        model, files = build_empty(config, node), weight_files(Path(node.path).expanduser())
+        with suppress(CheckpointError):  # which transformers says in its own words
+            if files and not compare_files(files, model):
+                return InitialModel(model, partial(copy_files, files))
+        return InitialModel(_construct(config, node))
+    initial = drawn(build_empty(config, node), config.hparams.seed)
+    has_values = initial.fill is not None or not any(parameter.is_meta for parameter in initial.model.parameters())
+    return initial if has_values else InitialModel(_construct(config, node))
+
+
+def build_empty(config: Config, node: Any = None) -> nn.Module:
+    """A model whose weights come from elsewhere; see `unfilled`.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    node = config.model if node is None else node
+    with unfilled(node):
+        return _construct(config, node, **({"read_weights": False} if isinstance(node, HuggingFace) else {}))
+
+
+def unfilled(node: Any) -> AbstractContextManager[None]:
+    """Where a model is built to get its weights later: on the meta device, if its class says how they are drawn.
+
+    Matrices of another class are what its constructor makes of them, and fakes stay fakes.
+    """
+    by_name = hasattr(get_object(field_of(node, "_target_")), "initial_weights")
+    return matrices_on_meta() if by_name and not is_fake(torch.empty(0)) else nullcontext()
+
+
+def drawn(model: nn.Module, seed: int) -> InitialModel:
+    """A model with the weights that are drawn from scratch; those that it has, where it does not say how."""
+    ask = hook(model, "initial_weights")
+    draws: Mapping[str, Draw] | None = None if ask is None else ask()
+    return InitialModel(model, None if draws is None else partial(_draw, draws, seed))
+
+
+def _draw(draws: Mapping[str, Draw], seed: int, model: nn.Module) -> None:
+    """Draw what this rank holds of a model, wrapped or not."""
+    parameters = dict(model.named_parameters())
+    chunks = local_chunks(parameters).items()
+    parts = {name: Part(chunk.local, tuple(parameters[name].shape), chunk.offsets) for name, chunk in chunks}
+    draw_parts(draws, parts, seed)
+
+
+def _construct(config: Config, node: Any, **given: Any) -> nn.Module:
+    """The model as its constructor makes it, with torch's generator at the seed."""
+    torch.manual_seed(config.hparams.seed)
+    target = field_of(node, "_target_")
+    runtime = {**_dropouts(config.objective, target), **_tile(config.objective, target), **given}
     model: nn.Module = build(node, **runtime)
     return model.train()  # transformers hands over what it reads from a folder without dropout
 

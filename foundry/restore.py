@@ -25,8 +25,10 @@ from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
 from foundry.data.tokenizer import usual_end
 from foundry.initial_model import find_base, read_base
+from foundry.models.initialisation import InitialModel, allocate
 from foundry.models.lora import add_adapters
 from foundry.parallel.process_group import World
+from foundry.parts import drawn, resolve_init_from, unfilled
 from foundry.planning.fake import build_fake
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
@@ -78,7 +80,9 @@ def restore(
     device = choose_device()
     is_adapted = isinstance(config.peft, LoRA)
     model = _build_adapted(config, run_dir, folder, trust=trust) if is_adapted else _build(config, run_dir, trust=trust)
-    model = model.to(device=device, dtype=dtype)
+    model = model.to(dtype=dtype)
+    allocate(model.parameters(), device)
+    model = model.to(device)
     try:
         load_weights(folder, model, ema=ema, trained_only=is_adapted)
     except CheckpointError as error:
@@ -142,8 +146,9 @@ def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
 
 
 def _build(config: Config, run_dir: Path, *, trust: bool) -> nn.Module:
-    """The model, without its weights."""
-    model: nn.Module = build_part(config, "model", **_own_architecture(config, run_dir, trust=trust))
+    """The model without its weights; see `unfilled`."""
+    with unfilled(config.model):
+        model: nn.Module = build_part(config, "model", **_own_architecture(config, run_dir, trust=trust))
     return model
 
 
@@ -155,16 +160,17 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
     """
     assert isinstance(config.peft, LoRA)
 
-    def build_base(node: Any) -> nn.Module:
-        torch.manual_seed(config.hparams.seed)  # a base that was drawn is drawn again
+    def start(node: Any) -> InitialModel:
         whole = replace(config, model=node)
-        if isinstance(node, HuggingFace) and node.path is not None and node.init_from is None:
-            model: nn.Module = build_part(whole, "model")
-            return model
-        return _build(whole, run_dir, trust=trust)
+        if resolve_init_from(node) is not None:
+            return InitialModel(_build(whole, run_dir, trust=trust))
+        if isinstance(node, HuggingFace) and node.path is not None:
+            return InitialModel(build_part(whole, "model"))
+        torch.manual_seed(config.hparams.seed)  # a base that was drawn is drawn again
+        return drawn(build_part(whole, "model"), config.hparams.seed)
 
     world = World(0, 0, 1, 1, torch.device("cpu"))
-    model = read_base(config.model, checkpoint, build_base, world, "run")
+    model = read_base(config.model, checkpoint, start, world, "run")
     add_adapters(model, config.peft, config.hparams.seed)
     return model
 
@@ -181,7 +187,7 @@ def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str
     if os.path.lexists(own):
         return {"path": str(own), "read_weights": False}
     if trust:
-        return {}
+        return {"read_weights": False}
     message = f"has no {TRANSFORMERS}/, and its model.path={shown(config.model.path)} is a folder outside of it"
     raise ConfigError(Violation("run", f"{run_dir} {message}; add trust=true to read that folder"))
 

@@ -1,6 +1,6 @@
 """What a run trains: model, optimizers, averages and objective, at the values where the run starts or resumes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.resume_point import ResumePoint, check_base
 from foundry.checkpoint.tensors import compute_digest, restore_into
 from foundry.columns import ColumnContext, join_columns
+from foundry.config.build import field_of
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.hparams import CheckpointingPolicy
@@ -22,6 +23,8 @@ from foundry.data.splits import DataSplits
 from foundry.data.tokenizer import check_same
 from foundry.environments.judge import Judge
 from foundry.initial_model import Base, adapt, read_initial, resolve_weights
+from foundry.models.documents import knows_documents
+from foundry.models.initialisation import InitialModel
 from foundry.models.lora import frozen_matrices
 from foundry.optim.schedule_state import reconcile
 from foundry.parallel.precision import PrecisionPolicy
@@ -29,12 +32,14 @@ from foundry.parallel.process_group import World
 from foundry.parallel.wrap import Parallel, parallelize, place_frozen
 from foundry.parts import (
     build_budget,
+    build_empty,
     build_model,
     build_objective,
     build_optimizers,
     build_schedule,
     check_forward,
     resolve_packing,
+    start_model,
 )
 from foundry.run_dir.folder import RunFolder
 from foundry.training.ema import WeightAverage
@@ -112,7 +117,10 @@ def build_trained(setup: Setup) -> Trained:
         from foundry.planning.fits import check_fits  # one process has no gradients to share, and plans nothing
 
         check_fits(config, setup.data, world)
-    model = build_model(config) if resume_point is not None and not is_adapted else _build_initial(setup, None)
+    initial = _resumed(config) if resume_point is not None and not is_adapted else _build_initial(setup, None)
+    if is_adapted:  # beside which adapters are drawn, and of which a digest is taken
+        initial = InitialModel(initial.whole())
+    model = initial.model
     base = adapt(model, config, resolve_weights(config.model))
     if resume_point is not None and base is not None:
         check_base(resume_point, base.facts(), config.checkpoint.on_changed_config)
@@ -124,6 +132,7 @@ def build_trained(setup: Setup) -> Trained:
         grad_checkpointing=hparams.grad_checkpointing,
         torchcompile=hparams.torchcompile,
         selective_checkpointing=hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
+        fill=initial.fill,
     )
     optimizers = build_optimizers(config, parallel.model)
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
@@ -153,13 +162,25 @@ def build_trained(setup: Setup) -> Trained:
     )
 
 
-def _build_initial(setup: Setup, node: Any, key: str | None = None) -> nn.Module:
+def _resumed(config: Config) -> InitialModel:
+    """The model of a run whose checkpoint has its weights."""
+    return _with_values(InitialModel(build_empty(config)), config, partial(build_model, config))
+
+
+def _with_values(initial: InitialModel, config: Config, build: Callable[[], nn.Module]) -> InitialModel:
+    """The model with weights, from `build`, where it is to be asked how it treats samples that share rows."""
+    is_asked = field_of(config.data, "packing", False) and not knows_documents(initial.model)
+    return InitialModel(build()) if is_asked else initial
+
+
+def _build_initial(setup: Setup, node: Any, key: str | None = None) -> InitialModel:
     """A model as a run from scratch starts with it; `node` is of another model than the run's, which `key` names."""
     node = setup.config.model if node is None else node
     path, tokenizer = resolve_weights(node), setup.data.tokenizer
     if path is not None and tokenizer is not None:
         check_same(tokenizer, path, None if node is setup.config.model else key)
-    return read_initial(node, path, partial(build_model, setup.config), setup.world, "model.init_from")
+    initial = read_initial(node, path, partial(start_model, setup.config), setup.world, "model.init_from")
+    return _with_values(initial, setup.config, initial.whole)
 
 
 def _build_frozen(
@@ -169,10 +190,14 @@ def _build_frozen(
     if not isinstance(objective, ComparingObjective) or _are_precomputed(objective):
         return {}, True
     models = {name: _build_initial(setup, node, f"objective.{name}") for name, node in objective.frozen_models.items()}
-    can_pack = [resolve_packing(setup.config, model, name) is not None for name, model in models.items()]
-    frozen = {name: place_frozen(precision.prepare(m), precision, setup.world) for name, m in models.items()}
+    can_pack = [resolve_packing(setup.config, initial.model, name) is not None for name, initial in models.items()]
+    frozen = {name: _place_frozen(initial, precision, setup.world) for name, initial in models.items()}
     objective.compare(frozen)
     return frozen, all(can_pack)
+
+
+def _place_frozen(initial: InitialModel, precision: PrecisionPolicy, world: World) -> nn.Module:
+    return place_frozen(precision.prepare(initial.model), precision, world, fill=initial.fill)
 
 
 def _are_precomputed(objective: Objective) -> bool:
@@ -187,10 +212,11 @@ def join_samples(setup: Setup, trained: Trained) -> DataSplits:
 
     def build_frozen() -> tuple[Mapping[str, nn.Module], str]:
         models = {
-            name: _build_initial(setup, node, f"objective.{name}") for name, node in objective.frozen_models.items()
+            name: _build_initial(setup, node, f"objective.{name}").whole()
+            for name, node in objective.frozen_models.items()
         }
         digest = " ".join(f"{name} {compute_digest(model)}" for name, model in models.items())
-        return {name: place_frozen(precision.prepare(m), precision, world) for name, m in models.items()}, digest
+        return {name: _place_frozen(InitialModel(m), precision, world) for name, m in models.items()}, digest
 
     context = ColumnContext(
         data=setup.data,

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from foundry.checkpoint.folder import CheckpointError
+from foundry.checkpoint.shard import local_chunks
 from foundry.checkpoint.tensors import load_weights, tied_names
 from foundry.checkpoint.verification import damage_together
 from foundry.config.errors import ConfigError, Violation, listed
@@ -21,17 +22,17 @@ from foundry.training.model_hooks import hook
 _KEY = "model.init_from"
 
 
-def init_from(model: nn.Module, path: Path, world: World) -> None:
-    """Give a model, not yet wrapped, the weights that lie at a path; a tensor at a time is in memory besides.
+def init_from(path: Path, world: World, model: nn.Module) -> None:
+    """Give a model the weights that lie at a path; each rank reads what it holds of them.
 
     Nothing but weights is read: what a run's config.yaml names is not built. A checkpoint is first compared with the
     checksums of its manifest.
 
     Args:
-        model: as its constructor left it, on the CPU.
         path: a run directory (its newest checkpoint), a checkpoint, a .safetensors file, or a folder of them as
             transformers writes it. Averaged weights are taken where a run kept them.
         world: all ranks call this together, and share the reading that checksums need.
+        model: wrapped or not; under DDP the model inside.
 
     Raises:
         ConfigError: there are no weights, they are damaged, or their names or shapes are not the model's.
@@ -40,16 +41,18 @@ def init_from(model: nn.Module, path: Path, world: World) -> None:
         if (checkpoint := find_checkpoint(path)) is not None:
             if wrong := damage_together(checkpoint, world):
                 raise CheckpointError(f"{checkpoint.name} is not whole: {'; '.join(wrong)}")
-            load_weights(checkpoint, model, ema=True)
+            load_weights(checkpoint, model, ema=True, world=world)
             return
-        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        files = weight_files(path)
         if not files:
             message = f"is {path}, which is no run, no checkpoint, and holds no .safetensors file"
             if not path.exists() and path.parent.name == CHECKPOINTS and path.parent.is_dir():
                 message = f"is {path}, which is no longer there: its run, which still trains, has deleted it"
                 message += " (checkpoint.keep_last); start again, or wait for its end"
             raise ConfigError(Violation(_KEY, message))
-        _copy_from(files, model)
+        if misfit := compare_files(files, model):
+            raise ConfigError(Violation(_KEY, f"does not fit the model: {misfit}"))
+        copy_files(files, model)
     except (OSError, CheckpointError) as error:
         raise ConfigError(Violation(_KEY, f"is {path}: {error}")) from None
 
@@ -65,31 +68,50 @@ def find_checkpoint(path: Path) -> Path | None:
     return find(path, "last") if (path / CHECKPOINTS).is_dir() else None
 
 
-@torch.no_grad()
-def _copy_from(files: Iterable[Path], model: nn.Module) -> None:
+def weight_files(path: Path) -> list[Path]:
+    """A .safetensors file, or those of a folder."""
+    return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def compare_files(files: Iterable[Path], model: nn.Module) -> str:
+    """What of .safetensors files does not fit a model, by names and shapes; empty where they have all its weights.
+
+    Raises:
+        CheckpointError: a file is none, or damaged.
+    """
     wanted: dict[str, Tensor] = dict(model.state_dict())
+    tied, buffers = tied_names(model), {name for name, _ in model.named_buffers()}
+    unknown, misshapen, found = list[str](), list[str](), set[str]()
+    for stored, name, slices in _stored(files, model):
+        shape = tuple(slices.get_shape())
+        if name not in wanted:
+            unknown += [stored] if name not in tied else []
+        elif shape != tuple(wanted[name].shape):
+            misshapen.append(f"{stored} {shape} instead of {tuple(wanted[name].shape)}")
+        found.add(name)
+    missing = [name for name in wanted if name not in found | tied | buffers]
+    wrong = [("lacks", missing), ("has besides", unknown), ("has", misshapen)]
+    text = [f"{verb} {listed(names, 3)}" for verb, names in wrong if names]
+    return f"it {'; it '.join(text)}" if text else ""
+
+
+@torch.no_grad()
+def copy_files(files: Iterable[Path], model: nn.Module) -> None:
+    """Fill what this rank holds of a model from .safetensors files that fit it, a tensor at a time."""
+    chunks = local_chunks(dict(model.state_dict()))
+    for _, name, slices in _stored(files, model):
+        if (chunk := chunks.get(name)) is not None:
+            ranges = zip(chunk.offsets, chunk.local.shape, strict=True)
+            chunk.local.copy_(slices[tuple(slice(start, start + size) for start, size in ranges)])
+
+
+def _stored(files: Iterable[Path], model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Of each tensor in the files its name, the model's name for it, and what reads slices of it."""
     own_name = hook(model, "import_name") or (lambda name: name)
-    unknown = list[str]()
-    misshapen = list[str]()
-    found = set[str]()
     for file in files:
         with _opened(file) as opened:
             for stored in opened.keys():  # noqa: SIM118 # an opened file is no mapping
-                name = own_name(stored)
-                if name not in wanted:
-                    unknown.append(stored)
-                elif (shape := tuple(opened.get_slice(stored).get_shape())) != tuple(wanted[name].shape):
-                    misshapen.append(f"{stored} {shape} instead of {tuple(wanted[name].shape)}")
-                else:
-                    wanted[name].copy_(opened.get_tensor(stored))
-                    found.add(name)
-    tied = tied_names(model)
-    buffers = {name for name, _ in model.named_buffers()}
-    missing = [name for name in wanted if name not in found | tied | buffers]
-    wrong = [("lacks", missing), ("has besides", [n for n in unknown if own_name(n) not in tied]), ("has", misshapen)]
-    text = [f"{verb} {listed(names, 3)}" for verb, names in wrong if names]
-    if text:
-        raise ConfigError(Violation(_KEY, f"does not fit the model: it {'; it '.join(text)}"))
+                yield stored, own_name(stored), opened.get_slice(stored)
 
 
 @contextmanager

@@ -115,40 +115,46 @@ def read_source_tensors(folder: Path, world: World | None = None) -> dict[str, T
     return {name.removeprefix(_SOURCE): tensor for name, tensor in targets.items()}
 
 
-def load_weights(folder: Path, model: nn.Module, *, ema: bool = False, trained_only: bool = False) -> None:
-    """Read a checkpoint's weights into an unwrapped model on one process, whatever number of ranks wrote it.
+def load_weights(
+    folder: Path, model: nn.Module, *, ema: bool = False, trained_only: bool = False, world: World | None = None
+) -> None:
+    """Read a checkpoint's weights into a model, whatever number of ranks wrote it; each rank reads its own part.
 
     Args:
         folder: the checkpoint.
         model: a model of the same configuration; its own tensors are filled, so that there is no second copy.
         ema: read the averaged weights instead of the model's own, where there are any; buffers are the model's own.
         trained_only: as in `collect`.
+        world: as in `restore_into`.
 
     Raises:
         CheckpointError: the checkpoint lacks weights of the model, has others, or has them in another shape.
     """
     weights = _weights(model, trained_only)
-    index, stored = find_weights(folder, weights, ema=ema)
+    index, stored = find_weights(folder, weights, ema=ema, world=world)
     targets = {stored[name]: tensor for name, tensor in weights.items()}
     with readable(folder):
         _read(index, targets)
     _accept(model, targets)
 
 
-def find_weights(folder: Path, names: Iterable[str], *, ema: bool) -> tuple[TensorIndex, dict[str, str]]:
+def find_weights(
+    folder: Path, names: Iterable[str], *, ema: bool, world: World | None = None
+) -> tuple[TensorIndex, dict[str, str]]:
     """Where a checkpoint has a model's weights, and under which names it does.
 
     Args:
         folder: the checkpoint.
         names: of all that a checkpoint of the model has, a tied one once.
         ema: take the averaged weights where there are any.
+        world: as in `restore_into`.
 
     Raises:
         CheckpointError: the checkpoint lacks weights of the model, or has others.
     """
     names = list(names)
     with readable(folder):
-        index = read_index(folder)
+        index = read_index(folder, world)
         saved = [name for name in index.entries if name.startswith("model.")]
     _check_names(folder, [f"model.{name}" for name in names], saved)
     averaged = {name for name in names if ema and f"ema.{name}" in index.entries}

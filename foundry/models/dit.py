@@ -11,6 +11,8 @@ from foundry.config.errors import ConfigError
 from foundry.config.schemas import model as schemas
 from foundry.models.flops import matmul_flops
 from foundry.models.fsdp_block import FSDPBlock
+from foundry.models.initialisation import draw_weights
+from foundry.models.keyed_draws import Constant, Draw, Normal, Uniform
 
 TIMESTEP_FEATURES = 256
 """Sines and cosines that describe a timestep, as in DiT."""
@@ -155,22 +157,25 @@ class DiT(nn.Module):
             x = block(x, condition)
         return self._to_images(self.final_layer(x, condition)).float()
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draw all weights from scratch: Xavier-uniform, classes N(0, 0.5); gates and output start at zero, as in DiT.
+    def initial_weights(self) -> dict[str, Draw]:
+        """How weights are drawn: Xavier-uniform, classes N(0, 0.5); gates and output start at zero, as in DiT.
 
         DiT draws its embedders from N(0, 0.02). The gates then open more slowly: after 300 steps on digits, all else
         equal, the held-out loss is 0.359 with those and 0.277 with these.
         """
-        for module in self.modules():
+        draws: dict[str, Draw] = {"label_embedder.weight": Normal(0.5)}
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
+                is_gate = name.endswith("modulation") or module is self.final_layer.out
+                xavier = Uniform.xavier(module.in_features, module.out_features)
+                draws[f"{name}.weight"] = Constant(0.0) if is_gate else xavier
                 if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        nn.init.normal_(self.label_embedder.weight, std=0.5)
-        for zeroed in (*self.blocks, self.final_layer):
-            nn.init.zeros_(zeroed.modulation.weight)
-        nn.init.zeros_(self.final_layer.out.weight)
+                    draws[f"{name}.bias"] = Constant(0.0)
+        return draws
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw all weights from scratch, as `initial_weights` says; `seed` as for `draw_weights`."""
+        draw_weights(self, self.initial_weights(), seed)
 
     def flops_per_sample(self) -> float:
         """FLOPs of a forward and backward pass over one image: 6 (P N + C + 2 L P² H).

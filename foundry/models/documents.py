@@ -53,12 +53,20 @@ class Documents:
         return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in self._documents]
 
 
+def knows_documents(model: torch.nn.Module) -> bool:
+    """Whether a model says of itself that it separates documents, so that it needs no weights to be asked."""
+    return bool(getattr(model, "isolates_documents", False))
+
+
 @torch.no_grad()
 def isolates_documents(model: torch.nn.Module) -> bool:
     """Whether a document in a row with another is as it is alone, and the same whatever the other says.
 
-    The latter is asked to the last bit: a model with fresh weights would mix them by little.
+    The latter is asked to the last bit: a model with fresh weights would mix them by little. A model that has the
+    attribute `isolates_documents` is not asked.
     """
+    if knows_documents(model):
+        return True
     device = next(model.parameters()).device
     first, second = torch.tensor([[0, 1, 1]], device=device), torch.tensor([[1, 0, 0, 1, 1]], device=device)
     documents = torch.tensor([[0] * first.shape[1] + [1] * second.shape[1]], device=device)

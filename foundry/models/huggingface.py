@@ -20,7 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
-from foundry.models.initialisation import draw_weights, resolve_std
+from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
+from foundry.models.keyed_draws import Draw
 from foundry.models.kv_cache import Cache
 from foundry.models.plain_head import has_plain_head
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs, read_log_probs
@@ -83,8 +84,10 @@ class HuggingFaceCausalLM(nn.Module):
         self._replaced = _set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
         self.config = hf_config
         self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(hf_config)
+        self._stds: tuple[float, float] | None = None
         if path is None and init_std is not None:
-            self._init_weights(init_std, init_std if embedding_init_std is None else embedding_init_std)
+            self._set_stds(init_std, init_std if embedding_init_std is None else embedding_init_std)
+            self.init_weights()
         for module in self.causal_lm.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_to_compute_dtype)
@@ -201,10 +204,18 @@ class HuggingFaceCausalLM(nn.Module):
         attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
         return float(seq_len * (matmul_flops(_matmul_weights(self.causal_lm)) + attention))
 
-    def _init_weights(self, init_std: float | str, embedding_init_std: float | str) -> None:
+    def initial_weights(self) -> dict[str, Draw] | None:
+        """How weights are drawn from scratch; None: by the architecture itself, or they are those of a folder."""
+        return None if self._stds is None else matrix_draws(self, std=self._stds[0], embedding_std=self._stds[1])
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw the weights that `initial_weights` names; `seed` as for `draw_weights`."""
+        draw_weights(self, self.initial_weights() or {}, seed)
+
+    def _set_stds(self, init_std: float | str, embedding_init_std: float | str) -> None:
         config: Any = self.config
         std = resolve_std(init_std, config.hidden_size)
-        draw_weights(self, std=std, embedding_std=resolve_std(embedding_init_std, config.hidden_size))
+        self._stds = std, resolve_std(embedding_init_std, config.hidden_size)
         # OPT and a few others have the second name.
         for name in ("initializer_range", "init_std"):
             if hasattr(config, name):

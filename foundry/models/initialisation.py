@@ -2,7 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,11 @@ from torch.nn.modules.conv import _ConvNd
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.init_std import parse_std
 from foundry.models.fsdp_block import find_blocks
+from foundry.models.keyed_draws import Constant, Draw, Normal, Part, draw_parts
+from foundry.training.sharded import is_fake
+
+Fill = Callable[[nn.Module], None]
+"""Gives a model, wrapped or not, the weights that it starts with; of a sharded one each rank's own part."""
 
 _OUTPUT = re.compile(
     r"^(?!.*norm)(.*\.)?("
@@ -19,6 +26,26 @@ _OUTPUT = re.compile(
     r")$"
 )
 """Matrices whose product a block adds to the residual stream, by their path within the block."""
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """A model as it was built, and the weights that it starts with.
+
+    Attributes:
+        model: not wrapped; its matrices may be on the meta device, and then have no numbers.
+        fill: gives it its weights once it is where it trains; None: it has them, or nobody asks for them.
+    """
+
+    model: nn.Module
+    fill: Fill | None = None
+
+    def whole(self) -> nn.Module:
+        """The model with its weights, in host memory."""
+        allocate(self.model.parameters(), "cpu")
+        if self.fill is not None:
+            self.fill(self.model)
+        return self.model
 
 
 def resolve_std(std: float | str, hidden_size: int) -> float:
@@ -43,9 +70,8 @@ def output_std(std: float, num_layers: int) -> float:
     return std / math.sqrt(2.0 * num_layers)
 
 
-@torch.no_grad()
-def draw_weights(model: nn.Module, *, std: float, embedding_std: float) -> None:
-    """Draw a transformer's weights from scratch, in the order of its parameters.
+def matrix_draws(model: nn.Module, *, std: float, embedding_std: float) -> dict[str, Draw]:
+    """How a transformer's weights are drawn, by name.
 
     Matrices are N(0, std), except `output_std` where a block adds to the residual stream and N(0, embedding_std) in
     embeddings, whose padding row is zero. A head tied to an embedding is one. Biases are zero; norms keep theirs.
@@ -62,15 +88,64 @@ def draw_weights(model: nn.Module, *, std: float, embedding_std: float) -> None:
     outputs = _output_projections(blocks)
     embeddings = {module.weight: module.padding_idx for module in model.modules() if isinstance(module, nn.Embedding)}
     _check_known(model, embeddings)
+    draws: dict[str, Draw] = {}
     for name, parameter in model.named_parameters():
         if parameter in embeddings:
-            parameter.normal_(0.0, embedding_std)
-            if (padding := embeddings[parameter]) is not None:
-                parameter[padding].zero_()
+            draws[name] = Normal(embedding_std, zero_row=embeddings[parameter])
         elif name.endswith("bias"):
-            parameter.zero_()
+            draws[name] = Constant(0.0)
         elif parameter.ndim >= 2:
-            parameter.normal_(0.0, output_std(std, len(blocks)) if parameter in outputs else std)
+            draws[name] = Normal(output_std(std, len(blocks)) if parameter in outputs else std)
+    return draws
+
+
+def draw_weights(model: nn.Module, draws: Mapping[str, Draw], seed: int | None = None) -> None:
+    """Draw the weights of a model that is not wrapped.
+
+    Args:
+        model: parameters without numbers, on the meta device or fake, are left so.
+        draws: by the parameter's name.
+        seed: that they are keyed by; None: one that torch's generator gives, so that `torch.manual_seed` decides.
+    """
+    named = model.named_parameters()
+    parts = {name: Part.whole(p) for name, p in named if not p.is_meta and not is_fake(p)}
+    if parts:
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if seed is None else seed
+        draw_parts(draws, parts, seed)
+
+
+@contextmanager
+def matrices_on_meta() -> Iterator[None]:
+    """Have modules that are built in the body keep no numbers of their matrices, which nothing then fills.
+
+    Vectors and buffers are as their constructors make them: they are small, and only constructors know them. Whoever
+    shares a parameter still does: the tensor itself is exchanged.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if type(param) is nn.Parameter and param.ndim >= 2 and not param.is_meta:
+            _exchange(param, "meta")
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def allocate(parameters: Iterable[nn.Parameter], device: torch.device | str) -> None:
+    """Give parameters on the meta device memory, which nothing has filled; in place, others are left as they are."""
+    for parameter in parameters:
+        if parameter.is_meta:
+            _exchange(parameter, device)
+
+
+def _exchange(parameter: nn.Parameter, device: torch.device | str) -> None:
+    """Have the same parameter be on another device, without its numbers, for whoever holds it."""
+    other = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
 def _output_projections(blocks: Sequence[nn.Module]) -> set[Tensor]:

@@ -12,7 +12,8 @@ from foundry.models.documents import Documents
 from foundry.models.dropout import KeyedDropout, attend_with_dropout
 from foundry.models.flops import matmul_flops
 from foundry.models.fsdp_block import FSDPBlock
-from foundry.models.initialisation import draw_weights, resolve_std
+from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
+from foundry.models.keyed_draws import Constant, Draw
 from foundry.models.kv_cache import KVCache, LayerCache
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss
@@ -197,6 +198,8 @@ class Transformer(nn.Module):
         ConfigError: the heads do not divide as they must.
     """
 
+    isolates_documents = True
+
     def __init__(
         self,
         *,
@@ -302,13 +305,14 @@ class Transformer(nn.Module):
         """An empty cache for `forward`; arguments as those of `Cache`."""
         return KVCache(len(self.model.layers), length, padding)
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Fill all weights from scratch: norms with ones, matrices as `draw_weights` says."""
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.weight.fill_(1.0)
-        draw_weights(self, std=self.init_std, embedding_std=self.embedding_init_std)
+    def initial_weights(self) -> dict[str, Draw]:
+        """How weights are drawn from scratch: norms are ones, matrices as `matrix_draws` says."""
+        norms = {f"{name}.weight": Constant(1.0) for name, m in self.named_modules() if isinstance(m, RMSNorm)}
+        return {**norms, **matrix_draws(self, std=self.init_std, embedding_std=self.embedding_init_std)}
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw all weights from scratch, as `initial_weights` says; `seed` as for `draw_weights`."""
+        draw_weights(self, self.initial_weights(), seed)
 
     def output_head(self) -> nn.Module | None:
         """The projection onto the vocabulary, unless the embedding does it."""

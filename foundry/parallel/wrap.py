@@ -4,6 +4,7 @@ One process needs no wrapper, so `ddp` and `fsdp` of one are the bare model, and
 exception is `cpu_offload`, which FSDP2 does: it shards over a group of one.
 """
 
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import DDP, FSDP, Single
 from foundry.models.fsdp_block import find_blocks
+from foundry.models.initialisation import Fill, allocate
 from foundry.parallel.checkpointing import checkpointed
 from foundry.parallel.gradient_sync import DDPSync, DeferredDDPSync, FSDPSync, LocalSync
 from foundry.parallel.precision import PrecisionPolicy
@@ -59,16 +60,19 @@ def parallelize(
     grad_checkpointing: bool,
     torchcompile: bool,
     selective_checkpointing: bool = False,
+    fill: Fill | None = None,
 ) -> Parallel:
     """Checkpoint and compile the blocks, then wrap; parameter names stay what they are (`Parallel.inner` under DDP).
 
     Args:
-        model: materialised, equal on all ranks, already `policy.prepare`d; changed in place and moved to the device.
+        model: equal on all ranks, already `policy.prepare`d; changed in place and moved to the device. What is on the
+            meta device gets memory there, a unit of FSDP2 at a time.
         policy: the arithmetic.
         world: from `process_group`; it knows the strategy, and has the device mesh for it.
         grad_checkpointing: recompute each block's activations in the backward pass.
         torchcompile: compile each block.
         selective_checkpointing: of what `grad_checkpointing` would recompute, keep what takes most of the time.
+        fill: gives the model its first weights, where it is then; None: it has them, or a checkpoint is read later.
 
     Raises:
         ConfigError: a policy or field that cannot act on this model.
@@ -89,19 +93,20 @@ def parallelize(
         if torchcompile:
             block.compile()
     if isinstance(distributed, Single):
-        return Parallel(model.to(world.device), LocalSync())
+        return Parallel(_place(model, world, fill), LocalSync())
     if isinstance(distributed, DDP):
-        return _wrap_ddp(model, distributed, policy, world)
-    return _wrap_fsdp(model, distributed, policy, world)
+        return _wrap_ddp(model, distributed, policy, world, fill)
+    return _wrap_fsdp(model, distributed, policy, world, fill)
 
 
-def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World) -> nn.Module:
+def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World, *, fill: Fill | None = None) -> nn.Module:
     """Put a model that does not learn where the run's model is: sharded under FSDP2, else whole on every rank.
 
     Args:
-        model: materialised, equal on all ranks, already `policy.prepare`d; changed in place.
+        model: as for `parallelize`.
         policy: the arithmetic.
         world: from `process_group`.
+        fill: as for `parallelize`.
 
     Raises:
         RanksDifferError: parameters or buffers that differ between ranks; the first is named.
@@ -110,16 +115,27 @@ def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World) -> nn.
     if world.world_size > 1:
         _check_equal(model, world)
     if isinstance(world.distributed, FSDP):
-        return _wrap_fsdp(model, world.distributed, policy, world).model
-    return model.to(world.device)
+        return _wrap_fsdp(model, world.distributed, policy, world, fill).model
+    return _place(model, world, fill)
 
 
-def _wrap_ddp(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World) -> Parallel:
+def _place(model: nn.Module, world: World, fill: Fill | None) -> nn.Module:
+    """Put a model whole onto the device, with its first weights; where a checkpoint is read later, it has any."""
+    allocate(model.parameters(), world.device)
+    model = model.to(world.device)
+    if fill is not None:
+        fill(model)
+        if world.world_size > 1:
+            _check_equal(model, world)
+    return model
+
+
+def _wrap_ddp(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World, fill: Fill | None) -> Parallel:
     if violations := list(ddp.check()):
         raise ConfigError(violations)
     if ddp.shard_optimizer:
-        return _wrap_sharded_optimizer(model, ddp, policy, world)
-    model = model.to(world.device)
+        return _wrap_sharded_optimizer(model, ddp, policy, world, fill)
+    model = _place(model, world, fill)
     if not ddp.overlap_grad_reduce:
         return Parallel(model, DeferredDDPSync(list(model.parameters()), ddp.gradient_sync, world))
     wrapped = DistributedDataParallel(
@@ -136,19 +152,22 @@ def _wrap_ddp(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World)
     return Parallel(wrapped, DDPSync(wrapped, ddp.gradient_sync))
 
 
-def _wrap_sharded_optimizer(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World) -> Parallel:
+def _wrap_sharded_optimizer(
+    model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World, fill: Fill | None
+) -> Parallel:
     """Megatron's distributed optimizer: gradients reduce-scattered, weights gathered once a window and kept through it.
 
     Without any overlap the whole model is one unit: gathered before the window, reduced after its last backward pass.
     """
     replicated = _shard(
         model,
-        world.dp_mesh,
+        world,
         policy,
         blocks=ddp.overlap_grad_reduce,
         reshard_after_forward=False,
         offload=None,
         overlap=ddp.overlap_param_gather,
+        fill=fill,
     )
     sync = FSDPSync(
         model, ddp.gradient_sync, world, replicated=replicated, reshard_after_forward=False, keep_params=True
@@ -156,19 +175,20 @@ def _wrap_sharded_optimizer(model: nn.Module, ddp: DDP, policy: PrecisionPolicy,
     return Parallel(model, sync)
 
 
-def _wrap_fsdp(model: nn.Module, fsdp: FSDP, policy: PrecisionPolicy, world: World) -> Parallel:
+def _wrap_fsdp(model: nn.Module, fsdp: FSDP, policy: PrecisionPolicy, world: World, fill: Fill | None) -> Parallel:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     reshard = fsdp.reshard_after_forward
     replicated = _shard(
         model,
-        world.dp_mesh,
+        world,
         policy,
         blocks=True,
         reshard_after_forward=reshard,
         # Pinned memory needs a GPU to be pinned for.
         offload=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if fsdp.cpu_offload else None,
         overlap=fsdp.overlap_param_gather,
+        fill=fill,
     )
     sync = FSDPSync(model, fsdp.gradient_sync, world, replicated=replicated, reshard_after_forward=reshard)
     return Parallel(model, sync)
@@ -176,17 +196,19 @@ def _wrap_fsdp(model: nn.Module, fsdp: FSDP, policy: PrecisionPolicy, world: Wor
 
 def _shard(
     model: nn.Module,
-    mesh: DeviceMesh,
+    world: World,
     policy: PrecisionPolicy,
     *,
     blocks: bool,
     reshard_after_forward: bool,
     offload: "OffloadPolicy | None",
     overlap: bool,
+    fill: Fill | None,
 ) -> list[nn.Parameter]:
-    """`fully_shard` the blocks bottom-up and then the root; return the parameters left whole on every rank."""
+    """`fully_shard` the blocks bottom-up and then the root, and fill them; return the parameters left whole."""
     from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
+    mesh, device = world.dp_mesh, world.device
     units = list(find_blocks(model)) if blocks else []
     in_blocks = {parameter for unit in units for parameter in unit.parameters()}
     replicated = [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
@@ -194,8 +216,12 @@ def _shard(
         parameter.data = parameter.data.to(mesh.device_type)
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload or OffloadPolicy(), ignored_params=set(replicated))
     for unit in units:
+        allocate(unit.parameters(), device)  # of which sharding leaves this rank's part
         shard(unit, mp_policy=policy.fsdp_policy(), reshard_after_forward=reshard_after_forward)
+    allocate(model.parameters(), device)
     shard(model, mp_policy=policy.fsdp_policy(root=True), reshard_after_forward=reshard_after_forward)
+    if fill is not None:
+        fill(model)
     _set_prefetch(sharded_modules(model), overlap)
     return replicated
 
@@ -212,9 +238,12 @@ def _set_prefetch(units: "list[FSDPModule]", overlap: bool) -> None:
 
 
 def _check_equal(model: nn.Module, world: World) -> None:
-    """Compare one checksum per tensor over the ranks: three small collectives for any size of model."""
+    """Compare one checksum per tensor over the ranks: three small collectives for any size of model.
+
+    Of those on the meta device type and shape are compared.
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
-    sums = [_checksum(tensor).to(world.device) for _, tensor in named]
+    sums = [_checksum(name, tensor).to(world.device) for name, tensor in named]
     count = torch.tensor([len(sums)], device=world.device)
     if _differing(count):
         raise RanksDifferError(f"the model has {len(sums)} parameters and buffers on rank {world.rank}, not on all")
@@ -227,8 +256,10 @@ def _check_equal(model: nn.Module, world: World) -> None:
         )
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def _checksum(name: str, tensor: Tensor) -> Tensor:
     """() int64, the wrapping sum of the bits: exact, and NaN equals itself."""
+    if tensor.is_meta:
+        return torch.tensor(zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()))
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = tensor.detach().contiguous().view(-1)
     return flat.view(integers.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64)

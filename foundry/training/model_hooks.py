@@ -1,6 +1,6 @@
 """What a model may answer besides its forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -14,6 +14,16 @@ class ModelHooks(Protocol):
 
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
         """The types of repeating blocks that do not derive from `FSDPBlock`: sharded, checkpointed, compiled alone."""
+        ...
+
+    def initial_weights(self) -> Mapping[str, Any] | None:
+        """How each parameter is drawn from scratch, by its name, a `foundry.models.keyed_draws.Draw`.
+
+        With it each rank draws only what it holds, and nothing is drawn on resume; without it, or where it is None,
+        every rank builds the whole model first, with the weights that its constructor gives it. Called before the model
+        is wrapped; its matrices may be on the meta device. Parameters that it does not name keep the constructor's
+        values, which is for vectors only.
+        """
         ...
 
     def flops_per_sample(self, seq_len: int) -> float:
@@ -37,7 +47,15 @@ class ModelHooks(Protocol):
         ...
 
 
-Name = Literal["get_fsdp_block_types", "flops_per_sample", "export_state", "hf_config", "import_name", "new_cache"]
+Name = Literal[
+    "get_fsdp_block_types",
+    "initial_weights",
+    "flops_per_sample",
+    "export_state",
+    "hf_config",
+    "import_name",
+    "new_cache",
+]
 
 
 def hook(model: nn.Module, name: Name) -> Callable[..., Any] | None:

@@ -29,3 +29,9 @@ def sharded_modules(model: nn.Module) -> "list[FSDPModule]":
     """The modules that `fully_shard` was applied to, outer before inner."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None else [unit for unit in model.modules() if isinstance(unit, kind)]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether it is one of `FakeTensorMode`'s, which have shapes and types and no numbers."""
+    kind: Any = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    return kind is not None and isinstance(tensor, kind)

@@ -1,14 +1,17 @@
 """Initial weights: exact formulas, and what is drawn for each kind of matrix of each architecture."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foundry.checkpoint.init_from import compare_files, copy_files, weight_files
 from foundry.config.errors import ConfigError
 from foundry.models.huggingface import HuggingFaceCausalLM
-from foundry.models.initialisation import output_std, resolve_std
+from foundry.models.initialisation import InitialModel, allocate, matrices_on_meta, output_std, resolve_std
+from foundry.models.keyed_draws import Normal, Part, draw_parts
 from foundry.models.transformer import Transformer
 
 LAYERS, HIDDEN, VOCAB = 3, 64, 211
@@ -131,24 +134,45 @@ def test_a_padding_row_stays_zero():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_draws_come_in_the_order_of_the_parameters_and_scale_with_the_std(tied):
+def test_draws_are_keyed_by_name_and_scale_with_the_std(tied):
     model = native(tie_embeddings=tied)
-    torch.manual_seed(5)
-    model.init_weights()
-    torch.manual_seed(5)
+    model.init_weights(seed=5)
     wide = math.sqrt(2 * LAYERS)
-    expected = {"model.embed_tokens": torch.empty(VOCAB, HIDDEN).normal_(0.0, 0.02)}
-    shapes = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64), "gate": (96, 64), "up": (96, 64)}
-    for layer in range(LAYERS):
-        for name, shape in {**shapes, "down": (64, 96)}.items():
-            part = "self_attn" if name in "qkvo" else "mlp"
-            std = 0.02 / wide if name in ("o", "down") else 0.02
-            expected[f"model.layers.{layer}.{part}.{name}_proj"] = torch.empty(shape).normal_(0.0, std)
-    if not tied:
-        expected["lm_head"] = torch.empty(VOCAB, HIDDEN).normal_(0.0, 0.02)
-    drawn = {name.removesuffix(".weight"): p for name, p in model.named_parameters() if p.ndim == 2}
-    assert list(drawn) == list(expected)
-    assert all(torch.equal(drawn[name], value) for name, value in expected.items())
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    assert len(matrices) == 7 * LAYERS + (1 if tied else 2)
+    for name, matrix in matrices.items():
+        std = 0.02 / wide if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        alone = torch.empty_like(matrix)
+        draw_parts({name: Normal(std)}, {name: Part.whole(alone)}, seed=5)
+        assert torch.equal(matrix, alone), name
+
+
+def test_one_seed_of_torch_gives_one_model_and_the_next_another():
+    first, second = native().state_dict(), native().state_dict()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "max_seq_len": 8}
+    heads = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    one, other = (Transformer(**sizes, **heads).lm_head.weight for _ in range(2))
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_on_meta_keep_ties_vectors_and_nothing_else(tied):
+    with matrices_on_meta():
+        model = native(tie_embeddings=tied)
+        pair = torch.nn.ModuleList([torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)])
+        pair[1].weight = pair[0].weight
+    assert all(p.is_meta == (p.ndim >= 2) for p in (*model.parameters(), *pair.parameters()))
+    assert pair[1].weight is pair[0].weight
+    allocate(pair.parameters(), "cpu")
+    assert pair[1].weight is pair[0].weight
+    assert not pair[0].weight.is_meta
+    assert not torch.nn.Linear(4, 3).weight.is_meta
+    allocate(model.parameters(), "cpu")
+    model.init_weights(seed=3)
+    expected = native(tie_embeddings=tied)
+    expected.init_weights(seed=3)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.state_dict().items())
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mixtral"])
@@ -190,3 +214,34 @@ def test_an_architecture_it_does_not_know_is_refused(architecture, config, named
     assert violation.key == "model.init_std"
     assert all(name in violation.message for name in [*named, "null for the architecture's own"])
     assert "\n" not in violation.message
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_models_of_transformers_start_without_numbers_or_from_files(architecture, tied, tmp_path):
+    config = {**ARCHITECTURES[architecture][0], "tie_word_embeddings": tied}
+    expected = hf(architecture, config=config)
+    expected.init_weights(seed=9)
+    with matrices_on_meta():
+        model = hf(architecture, config=config)
+    assert all(parameter.is_meta == (parameter.ndim >= 2) for parameter in model.parameters())
+    initial = InitialModel(model, lambda model: model.init_weights(seed=9))
+    assert_same_state(initial.whole(), expected)
+    expected.causal_lm.save_pretrained(tmp_path)
+    files = weight_files(tmp_path)
+    with matrices_on_meta():
+        model = hf(architecture, config=config)
+    converted = architecture == "mixtral" or (architecture == "gpt_neox" and not tied)  # files have other tensors
+    assert bool(compare_files(files, model)) == converted
+    if not converted:
+        assert_same_state(InitialModel(model, partial(copy_files, files)).whole(), expected)
+
+
+def assert_same_state(model, expected):
+    found = model.state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+    shared = [len({id(p) for p in each.parameters()}) for each in (model, expected)]
+    assert shared[0] == shared[1]
+    buffers = [dict(each.named_buffers()) for each in (model, expected)]
+    assert all(torch.equal(buffer, buffers[1][name]) for name, buffer in buffers[0].items())

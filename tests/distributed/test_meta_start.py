@@ -1,0 +1,191 @@
+"""Weights come into being where they train: each rank has its part of the same weights, and never the whole model."""
+
+from functools import partial
+
+import pytest
+from composition import configure
+from harness import spawn
+from tiny import TINY_LM
+
+pytestmark = pytest.mark.distributed
+TINY = ["model.hidden_size=24", "model.intermediate_size=40", "model.num_layers=3", "model.num_heads=4"]
+LM = [*TINY, "model.num_kv_heads=2", "data.vocab_size=307", "model.vocab_size=307", "data.seq_len=16"]
+HF = [
+    "model=hf_llama",
+    "model.config={hidden_size: 24, intermediate_size: 40, num_hidden_layers: 2, num_attention_heads: 4}",
+    "data.vocab_size=307",
+    "data.seq_len=16",
+]
+FOLDER = ["model=hf", "debug=fast", "data.seq_len=32", "objective.sample_tokens=16"]
+DIT = ["hparams=diffusion", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=4"]
+MODELS = {
+    "decoder": LM,
+    "tied": [*LM, "model.tie_embeddings=true"],
+    "bf16": [*LM, "precision=pure_bf16"],
+    "amp": [*LM, "precision=amp_bfloat16"],
+    "dit": DIT,
+    "huggingface": [*HF, "model.init_std=0.02"],
+    "own init": HF,
+}
+STRATEGIES = {
+    2: [
+        ["distributed=fsdp"],
+        ["distributed=ddp"],
+        ["distributed=ddp", "distributed.shard_optimizer=true"],
+        ["distributed=fsdp", "distributed.cpu_offload=true"],
+    ],
+    4: [["distributed=fsdp"], ["distributed=hsdp"]],
+}
+
+
+def whole(parallel):
+    """All weights under their names, gathered."""
+    from foundry.training.sharded import is_sharded
+
+    state = parallel.inner.state_dict()
+    return {name: (t.full_tensor() if is_sharded(t) else t).clone() for name, t in state.items()}
+
+
+def started(world, config, initial):
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import arrange
+    from foundry.parallel.wrap import parallelize
+
+    policy = PrecisionPolicy(config.precision.mode)
+    model = policy.prepare(initial.model)
+    return parallelize(
+        model,
+        policy,
+        arrange(world, config.distributed),
+        grad_checkpointing=False,
+        torchcompile=False,
+        fill=initial.fill,
+    )
+
+
+def assert_equal(found, expected):
+    import torch
+
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def check_drawn(world, configs):
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parts import build_model, start_model
+
+    for config in configs:
+        parallel = started(world, config, start_model(config))
+        expected = PrecisionPolicy(config.precision.mode).prepare(build_model(config))
+        assert_equal(whole(parallel), expected.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_draw_what_one_process_draws(world_size):
+    count, batch = f"distributed.nproc_per_node={world_size}", "hparams.per_gpu_batch_size=1"
+    configs = [configure(*m, *s, count, batch) for m in MODELS.values() for s in STRATEGIES[world_size]]
+    spawn(check_drawn, world_size, configs)
+
+
+def check_read(world, config, of_folder, run_dir, exported):
+    """From a checkpoint, from files, and as the model of a folder."""
+    from dataclasses import replace
+
+    from safetensors.torch import load_file
+
+    from foundry.initial_model import read_initial, resolve_weights
+    from foundry.parts import start_model
+
+    def read(config, node):
+        initial = read_initial(node, resolve_weights(node), partial(start_model, config), world, "model.init_from")
+        assert next(initial.model.parameters()).is_meta
+        return whole(started(world, config, initial))
+
+    expected = load_file(exported / "model.safetensors")
+    for weights in (run_dir, exported, exported / "model.safetensors"):
+        assert_equal(read(config, replace(config.model, init_from=str(weights))), expected)
+    found = read(of_folder, of_folder.model)
+    assert_equal({name.removeprefix("causal_lm."): tensor for name, tensor in found.items()}, expected)
+
+
+@pytest.mark.long
+def test_ranks_read_their_part_of_a_checkpoint_and_of_a_folder(tmp_path):
+    from foundry.export import ExportOptions, export
+    from foundry.library import run
+
+    run(configure(*TINY_LM, "hparams.max_steps=1"), tmp_path / "run")
+    export(ExportOptions(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
+    for strategy in ("fsdp", "ddp"):
+        words = [f"distributed={strategy}", "distributed.nproc_per_node=2"]
+        folder = configure(*FOLDER, f"model.path={tmp_path / 'out'}", *words)
+        spawn(check_read, 2, configure(*TINY_LM, *words), folder, tmp_path / "run", tmp_path / "out")
+
+
+def check_resumed(world, config):
+    """A run that resumes draws nothing; where a checkpoint is to be read there is memory, and nothing in it."""
+    from unittest.mock import patch
+
+    from foundry.models import keyed_draws
+    from foundry.models.initialisation import InitialModel
+    from foundry.parts import build_empty
+
+    with patch.object(keyed_draws._Words, "numbers", side_effect=AssertionError("drawn")):
+        parallel = started(world, config, InitialModel(build_empty(config)))
+    assert not any(parameter.is_meta for parameter in parallel.model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_nothing_is_drawn_on_resume(strategy):
+    configs = [configure(*words, f"distributed={strategy}", "distributed.nproc_per_node=2") for words in (LM, DIT, HF)]
+    for config in configs:
+        spawn(check_resumed, 2, config)
+
+
+def measure_start(world, config):
+    """Bytes that this rank holds of the model at the end, of its largest unit, and the most it held on the way."""
+    import ctypes
+    from pathlib import Path
+
+    from foundry.models.fsdp_block import find_blocks
+    from foundry.parts import start_model
+    from foundry.training.sharded import local_part
+
+    def status(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+    world.barrier()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    before = status("VmRSS")
+    initial = start_model(config)
+    units = [sum(p.numel() * 4 for p in block.parameters()) for block in find_blocks(initial.model)]
+    parallel = started(world, config, initial)
+    held = sum(local_part(parameter).nbytes for parameter in parallel.model.parameters())
+    return held, max(units), status("VmHWM") - before
+
+
+@pytest.mark.long
+def test_a_rank_never_holds_the_whole_model():
+    """At most its shards and one block, besides what importing FSDP2 takes; the model is 616 MB."""
+    sizes = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.num_layers=12", "model.num_heads=8"]
+    words = [*sizes, "model.num_kv_heads=8", "model.vocab_size=512", "data.vocab_size=512", "distributed=fsdp"]
+    config = configure(*words, "distributed.nproc_per_node=2", "data.seq_len=16")
+    for held, block, peak in spawn(measure_start, 2, config):
+        assert held > 300e6
+        assert peak < held + block + 120e6
+
+
+@pytest.mark.long
+def test_seventy_billion_parameters_are_wrapped_without_memory():
+    """As rank 0 of 256 ranks, in under 1 GB; with torch's `fake` backend in place of the others."""
+    import json
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    script = Path(__file__).parents[2] / "benchmarks" / "startup_scale.py"
+    command = [sys.executable, str(script), "--one", "70B wrapped 256"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert found["peak_mib"] < 1000
