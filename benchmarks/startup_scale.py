@@ -1,0 +1,104 @@
+"""How long a rank of many takes to have its part of a large model, and what memory that takes.
+
+    python benchmarks/startup_scale.py [CASE...]
+
+Each case is a process that is one rank of as many as it says, with torch's `fake` backend in place of the others: it
+wraps the model with FSDP2, and then allocates and draws what it holds. `wrapped` allocates nothing. `whole` builds the
+model first, with its weights, and wraps it then, as a run must whose model does not say how it is drawn.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+SIZES = {
+    "0.15B": (1024, 2816, 12, 8, 8, 512),
+    "1.2B": (2048, 5632, 22, 16, 8, 32000),
+    "8B": (4096, 14336, 32, 32, 8, 128256),
+    "70B": (8192, 28672, 80, 64, 8, 128256),
+}
+"""Width, width of the feed-forward, blocks, heads, key and value heads, vocabulary."""
+
+CASES = {
+    "70B wrapped 256": "70B, rank 0 of 256, on the meta device",
+    "70B drawn 256": "70B, rank 0 of 256",
+    "8B drawn 8": "8B, rank 0 of 8",
+    "1.2B drawn 2": "1.2B, rank 0 of 2",
+    "1.2B whole 2": "1.2B, rank 0 of 2, built whole",
+    "0.15B drawn 2": "0.15B, rank 0 of 2",
+    "0.15B whole 2": "0.15B, rank 0 of 2, built whole",
+}
+_MIB = 2**20
+
+
+def measure(size: str, how: str, ranks: int) -> dict[str, float]:
+    """Seconds until rank 0 is ready, without imports, and MiB: of its shards, and its peak above what imports took."""
+    from unittest.mock import patch
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard  # noqa: F401 # imported before the clock starts
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from foundry.library import compose
+    from foundry.models.initialisation import InitialModel
+    from foundry.parallel import wrap
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import World, arrange
+    from foundry.parts import start_model
+    from foundry.training.sharded import local_part
+
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
+    words = [f"model.{name}={number}" for name, number in zip(names, SIZES[size], strict=True)]
+    # One node's ranks are all that a configuration can start; how many the model is divided among is the mesh's.
+    config = compose([*words, f"data.vocab_size={SIZES[size][-1]}", "distributed=fsdp", "tracking=none"])
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    world = arrange(World(0, 0, ranks, ranks, torch.device("cpu")), config.distributed)
+    before, began = _resident_mib(), time.perf_counter()
+    initial = start_model(config)
+    if how == "whole":
+        initial = InitialModel(initial.whole())
+    is_empty = how == "wrapped"
+    policy = PrecisionPolicy(config.precision.mode)
+    with patch.object(wrap, "allocate") if is_empty else nullcontext():
+        parallel = wrap.parallelize(
+            policy.prepare(initial.model),
+            policy,
+            world,
+            grad_checkpointing=False,
+            torchcompile=False,
+            fill=None if is_empty else initial.fill,
+        )
+    seconds = time.perf_counter() - began
+    held = sum(local_part(p).nbytes for p in parallel.model.parameters() if not p.is_meta)
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    return {"seconds": seconds, "held_mib": held / _MIB, "peak_mib": peak_mib}
+
+
+def _resident_mib() -> float:
+    """Of what is resident; the peak until then was no higher by much, since nothing large has been freed."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / _MIB
+
+
+def main(cases: list[str]) -> None:
+    """Measure each case in a process of its own, and print a line for it."""
+    if cases and cases[0] == "--one":
+        size, how, ranks = cases[1].split()
+        sys.stdout.write(json.dumps(measure(size, how, int(ranks))) + "\n")
+        return
+    sys.stdout.write(f"{'':42}{'seconds':>8}{'shards, MiB':>13}{'peak, MiB':>11}\n")
+    for case in cases or CASES:
+        command = [sys.executable, __file__, "--one", case]
+        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        found = json.loads(printed.splitlines()[-1])
+        numbers = f"{found['seconds']:8.1f}{found['held_mib']:13,.0f}{found['peak_mib']:11,.0f}"
+        sys.stdout.write(f"{CASES.get(case, case):42}{numbers}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
