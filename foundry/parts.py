@@ -18,7 +18,7 @@ from foundry.checkpoint.init_from import compare_files, copy_files, weight_files
 from foundry.checkpoint.shard import local_chunks
 from foundry.config.build import build, field_of
 from foundry.config.duration import Budget
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, listed
 from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.metrics import check_metrics, val_metric_names
 from foundry.config.schemas.hparams import ScheduleUnit
@@ -106,10 +106,19 @@ def unfilled(node: Any) -> AbstractContextManager[None]:
 
 
 def drawn(model: nn.Module, seed: int) -> InitialModel:
-    """A model with the weights that are drawn from scratch; those that it has, where it does not say how."""
+    """A model with the weights that are drawn from scratch; those that it has, where it does not say how.
+
+    Raises:
+        ConfigError: it says how, but not of all that have no numbers.
+    """
     ask = hook(model, "initial_weights")
     draws: Mapping[str, Draw] | None = None if ask is None else ask()
-    return InitialModel(model, None if draws is None else partial(_draw, draws, seed))
+    if draws is None:
+        return InitialModel(model)
+    if missing := [name for name, p in model.named_parameters() if p.is_meta and name not in draws]:
+        message = f"is {type(model).__name__}, whose initial_weights() lacks {listed(missing, 3)}; name every matrix"
+        raise ConfigError(Violation("model._target_", message))
+    return InitialModel(model, partial(_draw, draws, seed))
 
 
 def _draw(draws: Mapping[str, Draw], seed: int, model: nn.Module) -> None:
