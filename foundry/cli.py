@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from pathlib import Path
 from typing import TypeVar
@@ -23,8 +22,8 @@ from foundry.config.command import output_may_close
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, format_reason
-from foundry.config.help import list_groups
-from foundry.config.hydra_internals import compose_once, take_over
+from foundry.config.help import list_groups, write_page
+from foundry.config.hydra_internals import compose_once, take_over, write_help
 from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.claim import Refused, run_job
@@ -92,7 +91,9 @@ def _masked_output() -> Iterator[None]:
 
 
 def _versions() -> str:
-    """Of foundry and what it stands on; nothing is imported for it."""
+    """Of foundry and what it stands on; nothing of them is imported for it."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = []
     for name in ("torch", "hydra-core"):
         try:
@@ -111,6 +112,7 @@ def enter(task: Callable[[], object]) -> None:
         register()
         take_over(run_job, list_groups)
         compose_once()
+        write_help(CONFIG_NAME, write_page)
         if detect().rank > 0:
             sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
         with output_may_close(), _masked_output() if "--resolve" in sys.argv else nullcontext():

@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.errors import ConfigError, Violation, nearest
-from foundry.config.override_errors import explain_value
 from foundry.config.setting import check_fields
 from foundry.run_dir.redact import one_line
 
@@ -111,6 +110,8 @@ def parse_options(schema: type[Options], overrides: list[str]) -> Options:
         try:
             OmegaConf.update(options, override.key_or_group, override.value())
         except (OmegaConfBaseException, OverflowError) as error:
+            from foundry.config.override_errors import explain_value
+
             violations.append(explain_value(override, error))
     wrong_keys = {violation.key for violation in violations}
     missing = sorted(OmegaConf.missing_keys(options) - wrong_keys)

@@ -16,11 +16,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.check import check
 from foundry.config.errors import ConfigError, Violation, shown
-from foundry.config.holes import check_hydra
 from foundry.config.hydra_internals import ConfigLoaderImpl, cache_interpolations, wrap_loading
-from foundry.config.override_errors import find_errors, includes_schemas, master_over_options, without_null_choices
 from foundry.config.resolvers import register_resolvers
 from foundry.config.schemas.root import Config
 from foundry.config.secrets import check_overrides, check_secrets
@@ -87,6 +84,10 @@ def _load(
     Raises:
         ConfigError: with every error.
     """
+    from foundry.config.check import check  # all the rules: the page of `--help` needs none
+    from foundry.config.holes import check_hydra
+    from foundry.config.override_errors import includes_schemas
+
     try:
         config = compose(overrides)
     except Exception as error:  # Hydra's, OmegaConf's, YAML's, ANTLR's, and what these did not expect
@@ -131,6 +132,8 @@ def _explained(
     Raises:
         ConfigError: with these.
     """
+    from foundry.config.override_errors import find_errors, master_over_options, without_null_choices
+
     whole = run_mode is RunMode.RUN
     meant = without_null_choices(loader, config_name, overrides)
     if meant != overrides:

@@ -1,11 +1,13 @@
-"""The groups of the configuration as the page of `--help` lists them."""
+"""The page of `--help`, and the groups of the configuration as it lists them."""
 
 import textwrap
 from dataclasses import fields
 from importlib import import_module
+from string import Template
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.object_type import ObjectType
+from omegaconf import OmegaConf
 
 from foundry.config.hydra_internals import open_repository
 from foundry.config.schemas.root import Config
@@ -17,6 +19,15 @@ _WITHOUT_SCHEMA = {
 }
 _HIDDEN = ("hydra", "local", "schema")
 _INDENT, _WIDTH = 20, 116
+
+
+def write_page(loader: ConfigLoader) -> str:
+    """The page of `conf/hydra/help/foundry.yaml`, for which nothing has to be composed."""
+    repository, _ = open_repository(loader, None, [])
+    loaded = repository.load_config("hydra/help/foundry")
+    assert loaded is not None
+    page = OmegaConf.create({"hydra": {"help": loaded.config}})
+    return Template(page.hydra.help.template).substitute(APP_CONFIG_GROUPS=list_groups(loader))
 
 
 def list_groups(loader: ConfigLoader) -> str:

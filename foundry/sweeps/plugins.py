@@ -1,21 +1,19 @@
-"""Making foundry's sweepers and launchers known to Hydra."""
+"""Making foundry's sweepers and launchers known to Hydra, which imports one where it is used."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foundry.config.hydra_internals import register_plugin
 from foundry.config.schemas.launcher import PLUGINS
-from foundry.launch.local_launcher import LocalLauncher
-from foundry.launch.sequential import SequentialLauncher
-from foundry.launch.slurm_launcher import SlurmLauncher
-from foundry.sweeps.search import OptunaSweeper
-from foundry.sweeps.sweeper import GridSweeper
-from foundry.sweeps.worker import work
+
+if TYPE_CHECKING:
+    from foundry.launch.launchers import FrozenLauncher
+    from foundry.sweeps.sweeper import CheckedSweeper
 
 
 def register() -> None:
     """Register the names that the schemas of `hydra/sweeper` and `hydra/launcher` have as `_target_`."""
-    register_plugin(f"{PLUGINS}.GridSweeper", GridSweeper)
-    register_plugin(f"{PLUGINS}.OptunaSweeper", OptunaSweeper)
+    register_plugin(f"{PLUGINS}.GridSweeper", build_grid_sweeper)
+    register_plugin(f"{PLUGINS}.OptunaSweeper", build_optuna_sweeper)
     register_plugin(f"{PLUGINS}.SequentialLauncher", build_sequential_launcher)
     register_plugin(f"{PLUGINS}.LocalLauncher", build_local_launcher)
     register_plugin(f"{PLUGINS}.SlurmLauncher", build_slurm_launcher)
@@ -24,16 +22,39 @@ def register() -> None:
 # Hydra imports what it calls by its name, so that a partial would not do.
 
 
-def build_sequential_launcher(**settings: Any) -> SequentialLauncher:
+def build_grid_sweeper(**settings: Any) -> "CheckedSweeper":
+    """The sweeper of `hydra/sweeper=foundry`."""
+    from foundry.sweeps.sweeper import GridSweeper
+
+    return GridSweeper(**settings)
+
+
+def build_optuna_sweeper(**settings: Any) -> "CheckedSweeper":
+    """The sweeper of `hydra/sweeper=optuna`."""
+    from foundry.sweeps.search import OptunaSweeper
+
+    return OptunaSweeper(**settings)
+
+
+def build_sequential_launcher(**settings: Any) -> "FrozenLauncher":
     """A launcher of `hydra/launcher=sequential`."""
+    from foundry.launch.sequential import SequentialLauncher
+    from foundry.sweeps.worker import work
+
     return SequentialLauncher(work, **settings)
 
 
-def build_local_launcher(**settings: Any) -> LocalLauncher:
+def build_local_launcher(**settings: Any) -> "FrozenLauncher":
     """A launcher of `hydra/launcher=local`."""
+    from foundry.launch.local_launcher import LocalLauncher
+    from foundry.sweeps.worker import work
+
     return LocalLauncher(work, **settings)
 
 
-def build_slurm_launcher(**settings: Any) -> SlurmLauncher:
+def build_slurm_launcher(**settings: Any) -> "FrozenLauncher":
     """A launcher of `hydra/launcher=slurm`."""
+    from foundry.launch.slurm_launcher import SlurmLauncher
+    from foundry.sweeps.worker import work
+
     return SlurmLauncher(work, **settings)

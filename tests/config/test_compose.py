@@ -201,6 +201,10 @@ def test_help_lists_every_option_of_every_group_and_those_of_the_user(shell):
     assert stdout.count("python -m foundry") >= 5
 
 
+def test_help_alone_is_the_page_that_a_composition_gives(shell):
+    assert shell.run("--help") == shell.run("--help", "hydra.job.name=foundry")
+
+
 def test_help_and_composition_import_nothing_of_a_run():
     code = (
         "import sys, foundry.cli, foundry.config.compose as c; from foundry.sweeps.plugins import register; "

@@ -120,6 +120,19 @@ def test_jobs_and_errors_are_taken_over(monkeypatch):
         utils.run_and_report(lambda: 1 / 0)
 
 
+@pytest.mark.parametrize("name", ["overrides", "config_dir", "config_path"])
+def test_a_page_is_written_without_composing_unless_something_else_is_asked_for(name, loader, monkeypatch, capsys):
+    composed = []
+    monkeypatch.setattr(hydra.Hydra, "app_help", lambda self, config_name, args_parser, args: composed.append(args))
+    internals.write_help(CONFIG_NAME, lambda loader: "the page")
+    application, args = GlobalHydra.instance().hydra, {"overrides": [], "config_dir": None, "config_path": None}
+    application.app_help(CONFIG_NAME, None, SimpleNamespace(**args))
+    assert (capsys.readouterr().out, composed) == ("the page\n", [])
+    application.app_help("another", None, SimpleNamespace(**args))
+    application.app_help(CONFIG_NAME, None, SimpleNamespace(**{**args, name: ["a=1"]}))
+    assert (capsys.readouterr().out, len(composed)) == ("", 2)
+
+
 def test_a_run_is_composed_once_and_a_sweep_as_hydra_does_it(loader, monkeypatch):
     monkeypatch.setattr(hydra.Hydra, "get_mode", inspect.unwrap(hydra.Hydra.get_mode))
     internals.compose_once()

@@ -1,4 +1,4 @@
-"""What a run has imported when it has taken its first step: counted, since seconds are the machine's."""
+"""What has been imported for the page of help and for a run's first step: counted, since seconds are the machine's."""
 
 import json
 import subprocess
@@ -27,6 +27,27 @@ if __name__ == "__main__":
 """
 LATER = {"matplotlib", "mlflow", "optuna", "pandas", "sympy", "torch._dynamo", "torch.distributed.checkpoint"}
 LATER |= {"torch.distributed.fsdp", "torch.distributed.tensor", "transformers"}
+
+_HELP = """
+import sys
+from foundry.cli import main
+sys.argv = ["foundry", "--help"]
+try:
+    main()
+finally:
+    print("imported:", *sorted({not_for_help} & set(sys.modules)))
+"""
+NOT_FOR_HELP = LATER | {"importlib.metadata", "numpy", "rich", "submitit", "torch"}
+NOT_FOR_HELP |= {f"foundry.config.{name}" for name in ("check", "override_errors", "rules", "targets")}
+NOT_FOR_HELP |= {f"foundry.launch.{name}" for name in ("launchers", "local_launcher", "slurm_launcher")}
+NOT_FOR_HELP |= {f"foundry.sweeps.{name}" for name in ("compose_jobs", "search", "sweeper")}
+
+
+def test_the_page_of_help_imports_no_rule_no_launcher_and_no_sweeper():
+    code = _HELP.format(not_for_help=NOT_FOR_HELP)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("foundry trains models")
+    assert done.stdout.splitlines()[-1] == "imported:"
 
 
 @pytest.mark.long
