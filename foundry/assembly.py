@@ -19,6 +19,7 @@ from foundry.config.frozen import plain, strict
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.evaluators.pruning import Pruning
+from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.process_group import roll_call
 from foundry.parallel.rank_flags import RankFlags
@@ -36,6 +37,7 @@ from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.run_files import write_architecture
 from foundry.trained import Setup, Trained, build_trained, join_samples
 from foundry.training.best import Best
+from foundry.training.compiling import Compiling
 from foundry.training.evaluation import Evaluation
 from foundry.training.events import RunStarted
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
@@ -132,6 +134,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         profiler=StepProfiler(
             setup.run_dir / PROFILE, rank=world.rank, steps=config.tracking.profile.steps, device=world.device
         ),
+        compiling=_build_compiling(setup, trained),
         save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
     )
@@ -189,6 +192,17 @@ def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False, pack_tok
         pin_memory=world.device.type == "cuda",
         tokens_per_sample=data.tokens_per_sample,
         pack_tokens=pack_tokens,
+    )
+
+
+def _build_compiling(setup: Setup, trained: Trained) -> Compiling:
+    """What compiles the model during the run, where the run may choose; packed rows share no shape."""
+    wanted = setup.config.hparams.torchcompile
+    return Compiling(
+        wanted=None if wanted == "auto" else wanted is True,
+        blocks=list(find_blocks(trained.parallel.inner)),
+        world=setup.world,
+        obstacle=None if trained.pack_tokens is None else "each packed row would be compiled for itself",
     )
 
 

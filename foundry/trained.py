@@ -130,7 +130,7 @@ def build_trained(setup: Setup) -> Trained:
         precision,
         world,
         grad_checkpointing=hparams.grad_checkpointing,
-        torchcompile=hparams.torchcompile,
+        torchcompile=hparams.torchcompile is True,
         selective_checkpointing=hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
         fill=initial.fill,
     )

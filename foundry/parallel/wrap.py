@@ -20,6 +20,7 @@ from foundry.config.schemas.distributed import DDP, FSDP, Single
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.initialisation import Fill, allocate
 from foundry.parallel.checkpointing import checkpointed
+from foundry.parallel.compilation import compile_blocks
 from foundry.parallel.gradient_sync import DDPSync, DeferredDDPSync, FSDPSync, LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
@@ -90,8 +91,8 @@ def parallelize(
         if grad_checkpointing:
             # The forward of the instance, not a wrapper module: a wrapper would rename every parameter below it.
             block.forward = checkpointed(block.forward, selective=selective_checkpointing)
-        if torchcompile:
-            block.compile()
+    if torchcompile:
+        compile_blocks(blocks)
     if isinstance(distributed, Single):
         return Parallel(_place(model, world, fill), LocalSync())
     if isinstance(distributed, DDP):

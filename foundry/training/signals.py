@@ -36,6 +36,8 @@ class Boundary(IntFlag):
     STOP_TERM = 8
     STOP_USR1 = 16
     STOP_USR2 = 32
+    COMPILE = 64
+    EAGER = 128
 
     @property
     def signum(self) -> signal.Signals | None:

@@ -17,6 +17,7 @@ from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog, translate
 from foundry.training.best import Best
 from foundry.training.collection import CollectedBetweenSteps
+from foundry.training.compiling import Compiling
 from foundry.training.ema import WeightAverage
 from foundry.training.evaluation import Evaluation
 from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
@@ -70,6 +71,7 @@ class Trainer:
         save_final: whether the end of the run is saved.
         explain_out_of_memory: what took the memory, given torch's error and the step.
         profiler: records chosen steps.
+        compiling: compiles the model where that pays.
     """
 
     step: TrainStep
@@ -95,6 +97,7 @@ class Trainer:
     save_final: bool
     explain_out_of_memory: Callable[[BaseException, int], str]
     profiler: StepProfiler
+    compiling: Compiling
     observers: Sequence[Observer] = ()
     _loss: float | None = None
     _stop_reason: str | None = None
@@ -159,6 +162,7 @@ class Trainer:
             "ema": None if self.ema is None else self.ema.state_dict(),
             "stop_rules": {name: rule.state_dict() for name, rule in self.stop_rules.items()},
             "best": self.best.state_dict(),
+            "compiling": self.compiling.state_dict(),
             "stop_reason": self._stop_reason,
             "loss": self._loss if self._loss is not None and math.isfinite(self._loss) else None,
         }
@@ -176,6 +180,8 @@ class Trainer:
             if name in states:
                 rule.load_state_dict(states[name])
         self.best.load_state_dict(state["best"])
+        if "compiling" in state:
+            self.compiling.load_state_dict(state["compiling"])
         self._loss, self._stop_reason = state["loss"], state["stop_reason"]
 
     def _advance(self) -> "_Measured":
@@ -190,7 +196,8 @@ class Trainer:
         )
         lr = self.schedule.lr(before, after)
         weight_decay = self.schedule.weight_decay(before, after)
-        result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
+        with self.compiling.around(window):
+            result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
         self.checkpoints.check_state()
         progress.advance(window.num_samples, window.num_tokens)
         if self.ema is not None:
@@ -218,12 +225,13 @@ class Trainer:
 
     def _keep(self, is_due: bool, measured: "_Measured") -> None:
         """Save what is due, and stop if a signal came; ranks agree on both."""
-        own = int(self.signals.flags)
+        own = int(self.signals.flags) | self.compiling.flags
         if self.checkpoints.is_time():
             own |= Boundary.SAVE
         agreed = self.rank_flags.exchange(own)  # a number: operators of flags take microseconds
         if agreed and (signum := Boundary(agreed).signum) is not None:
             self._stop(signum, measured)
+        self.compiling.obey(agreed)
         if is_due or measured.is_best or agreed & Boundary.SAVE:
             self._save(measured, wait=False)
 
@@ -284,6 +292,7 @@ class Trainer:
         self._loss = loss = result.loss.item()  # the only place where the host waits for the device
         self.step.guard.check()
         rates = self.throughput.log(self.progress.steps, self.progress.samples, self.progress.tokens)
+        self.compiling.after_log(rates.step_seconds, self.budget.total_steps - self.progress.steps)
         means = {name: mean.item() for name, mean in result.metrics.items()}
         self._tell(
             "on_step",

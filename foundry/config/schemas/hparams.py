@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from foundry.config.batch_sizes import BatchSizes, parse_count
-from foundry.config.errors import Violation
+from foundry.config.errors import Violation, shown
 from foundry.config.setting import OnResume, setting
 
 
@@ -22,6 +22,16 @@ class CheckpointingPolicy(Enum):
 
     full = "full"
     selective = "selective"
+
+
+def parse_torchcompile(text: str) -> None:
+    """Check what a user wrote.
+
+    Raises:
+        ValueError: it is neither true nor false nor auto.
+    """
+    if text.lower() not in ("true", "false", "auto"):
+        raise ValueError(f"is {shown(text)} but must be true, false or auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +157,10 @@ class HParams:
         aliases="selective_ac_option, activation_checkpoint_mode, recompute_granularity",
         on_resume=OnResume.same,
     )
-    torchcompile: bool = setting(
+    torchcompile: bool | str = setting(
         False,
-        "compile each block with torch.compile",
+        "compile each block with torch.compile; auto: after the first steps, where it saves more time than it takes",
+        parse=parse_torchcompile,
         aliases="torch_compile, compile, use_compile",
         on_resume=OnResume.same,
     )
