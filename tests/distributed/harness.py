@@ -15,8 +15,8 @@ from warm import CONTEXT, start_server
 from foundry.config.schemas.distributed import Distributed
 
 
-def spawn(function, world_size, *args, timeout_seconds=300.0):
-    """Call `function(world, *args)` on every rank and return the results, rank by rank.
+def spawn(function, world_size, *args, timeout_seconds=300.0, cuda=False):
+    """Call `function(world, *args)` on every rank and return the results, rank by rank; over NCCL with `cuda`.
 
     Fails with the tracebacks of all ranks that raised; kills what is left after `timeout_seconds`.
     """
@@ -27,7 +27,9 @@ def spawn(function, world_size, *args, timeout_seconds=300.0):
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_child, args=(theirs, rank, world_size, port, function, args), daemon=True)
+        process = CONTEXT.Process(
+            target=_child, args=(theirs, rank, world_size, port, cuda, function, args), daemon=True
+        )
         process.start()
         theirs.close()
         processes.append(process)
@@ -62,7 +64,7 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[tuple[bool
     return outcomes
 
 
-def _child(pipe, rank, world_size, port, function, args):
+def _child(pipe, rank, world_size, port, cuda, function, args):
     import torch
 
     from foundry.parallel.process_group import process_group
@@ -77,7 +79,7 @@ def _child(pipe, rank, world_size, port, function, args):
         "MASTER_PORT": str(port),
     }
     try:
-        with process_group(Distributed(timeout_seconds=60.0), cuda=False) as world:
+        with process_group(Distributed(timeout_seconds=60.0), cuda=cuda) as world:
             outcome = (True, function(world, *args))
             world.barrier()
     except BaseException:

@@ -64,7 +64,7 @@ def sum_loss(model, tokens, valid):
 
 def backward_window(parallel, policy, world, step, num_microbatches, scale=lambda loss: loss):
     """Forward and backward over this rank's share of the global batch."""
-    tokens, valid = global_batch(step)
+    tokens, valid = (tensor.to(world.device) for tensor in global_batch(step))
     total = valid.sum()
     num = num_microbatches
     share = NUM_SAMPLES // (world.world_size * num)

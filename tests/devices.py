@@ -1,0 +1,68 @@
+"""What tests of a device share: the same test on the CPU and on a GPU, and what reaches the device."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foundry.parallel.process_group import World
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+"""For `parametrize`: what a GPU has to show is shown of the CPU too, so that the test itself is known to work."""
+
+
+def device_of(name):
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def alone_on(name):
+    """One process on a device."""
+    return World(0, 0, 1, 1, device_of(name))
+
+
+class Operations(TorchDispatchMode):
+    """The operations that reach a device, with the type of what they give."""
+
+    _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.seen.append((function.name(), getattr(found, "dtype", None)))
+        return found
+
+    @property
+    def names(self):
+        return [name for name, _ in self.seen]
+
+    @property
+    def num_reads(self):
+        """How often the host has looked at a number of a tensor, wherever that lies."""
+        return sum(name in self._READS for name in self.names)
+
+
+@contextmanager
+def waiting_is_an_error(name):
+    """A body in which nothing may wait for a GPU; on a CPU nothing can."""
+    if name != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def runs_on(name, monkeypatch):
+    """A body whose runs take that device, whatever the machine has."""
+    with monkeypatch.context() as patch:
+        if name == "cpu":
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield

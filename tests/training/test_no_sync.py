@@ -1,0 +1,81 @@
+"""Between logged steps nothing waits for the device: models, accumulation, clipping and averages."""
+
+import pytest
+import torch
+from composition import configure
+from devices import DEVICES, Operations, alone_on, waiting_is_an_error
+from tiny import SMALL_LM, TINY_DIT
+
+from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.wrap import parallelize
+from foundry.parts import build_model, build_objective, build_optimizers
+from foundry.training.ema import WeightAverage
+from foundry.training.protocols import Window
+from foundry.training.step import TrainStep
+
+SETTINGS = ["hparams.grad_clip_norm=1.0", "hparams.ema_decay=0.9", "precision=amp_bf16", "optimizer=adamw"]
+HF = ["model=hf_llama", "model.config.hidden_size=32", "model.config.intermediate_size=64", "debug=fast"]
+MODELS = {
+    "transformer": SMALL_LM,
+    "transformer, checkpointed": [*SMALL_LM, "hparams.grad_checkpointing=true"],
+    "transformers": [*HF, "data.seq_len=32"],
+    "dit": TINY_DIT,
+}
+WARM_STEPS, STEPS, MICROBATCHES = 2, 10, 3
+LOOKS_OF_THE_GUARD = 2
+LOOKS_AT_THE_BATCH = {"cross_entropy": 3, "mse": 1}
+"""Of each microbatch, which is in host memory: which samples are padding, and how many targets are valid."""
+READS_POSITIONS = pytest.mark.xfail(
+    reason="transformers looks whether positions start anew, in find_packed_sequence_indices"
+)
+
+
+def microbatch(config, device):
+    position = torch.arange(2)
+    if config.hparams.loss_function == "mse":
+        found = {"images": torch.zeros(2, 1, 8, 8), "labels": position % 10, "position": position}
+    else:
+        tokens = torch.zeros(2, 32, dtype=torch.int64)
+        found = {"tokens": tokens, "targets": tokens.clone(), "position": position}
+    return {name: tensor.pin_memory() if device == "cuda" else tensor for name, tensor in found.items()}
+
+
+def build_step(overrides, device):
+    """An optimizer step as a run has it, and the averages of its weights."""
+    config, world = configure(*overrides, *SETTINGS), alone_on(device)
+    policy = PrecisionPolicy(config.precision.mode)
+    options = {"grad_checkpointing": config.hparams.grad_checkpointing, "torchcompile": False}
+    parallel = parallelize(policy.prepare(build_model(config)), policy, world, **options)
+    step = TrainStep(
+        model=parallel.model,
+        objective=build_objective(config, world),
+        optimizers=build_optimizers(config, parallel.model),
+        sync=parallel.sync,
+        precision=policy,
+        world=world,
+        max_grad_norm=config.hparams.grad_clip_norm,
+        guard=config.guard,
+    )
+    return config, step, WeightAverage(parallel.inner, config.hparams.ema_decay)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=READS_POSITIONS if m == "transformers" else ()) for m in MODELS]
+)
+def test_ten_accumulated_steps_wait_for_nothing(model, device):
+    """On a CPU, where the guard looks at loss and gradient itself, looks are counted; on a GPU a wait is an error."""
+    config, step, averages = build_step(MODELS[model], device)
+
+    def take(number):
+        window = Window([microbatch(config, device) for _ in range(MICROBATCHES)], 2 * MICROBATCHES)
+        averages.update(step(window, 1e-3, number).skipped)
+
+    for number in range(1, WARM_STEPS + 1):  # libraries are set up, and the optimizer's state
+        take(number)
+    with Operations() as operations, waiting_is_an_error(device):
+        for number in range(WARM_STEPS + 1, WARM_STEPS + STEPS + 1):
+            take(number)
+    if device == "cpu":
+        of_batch = MICROBATCHES * LOOKS_AT_THE_BATCH[config.hparams.loss_function]
+        assert operations.num_reads == STEPS * (LOOKS_OF_THE_GUARD + of_batch)
