@@ -21,7 +21,7 @@ from foundry.data.order import GlobalOrder
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
-from foundry.parallel.process_group import roll_call
+from foundry.parallel.process_group import limit_waits, roll_call
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
 from foundry.parts import (
@@ -88,8 +88,10 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
     watchdog = Watchdog(
         config.distributed.timeout_seconds,
         world.rank,
+        start_timeout_seconds=config.distributed.start_limit_seconds,
         roll_call=roll_call(world, config.distributed.timeout_seconds, stacks),
         record=partial(_record_stall, setup.run_dir, stacks),
+        when_started=partial(limit_waits, config.distributed.timeout_seconds),
     )
 
     def beat(what: str) -> None:

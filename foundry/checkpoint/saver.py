@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from foundry import __version__
@@ -21,7 +20,7 @@ from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
 from foundry.checkpoint.tensor_index import INDEX, build_index
 from foundry.checkpoint.verification import damage_together, together
-from foundry.parallel.process_group import World
+from foundry.parallel.process_group import World, side_group
 from foundry.run_dir.checkpoints import BEST, LATEST, linked_step, list_checkpoints, parse_step, step_name
 from foundry.run_dir.files import make_folder
 from foundry.run_dir.names import CHECKPOINTS
@@ -84,8 +83,8 @@ class Checkpointer:
         self._is_waited_for = False
         self._world, self._strict = world, strict
         self._keep_last, self._keep_every_steps = keep_last, keep_every_steps
-        # Its own group: the background thread's messages never meet those of the training thread.
-        self._group = dist.new_group(backend="gloo") if world.world_size > 1 else None
+        # A group beside: the background thread's messages never meet those of the training thread.
+        self._group = side_group(world) if asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._copies = HostCopies()
         self._pending: Future[None] | None = None

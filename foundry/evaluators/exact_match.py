@@ -80,6 +80,7 @@ class ExactMatch:
                         device=world.device,
                         batch_size=size,
                         is_sliding=False,
+                        beat=context.beat,
                     )
                 measured += self._measured(prompts, found, context)
         names = self.metrics

@@ -127,7 +127,9 @@ def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[
     _initialise(config, environment, backend, device)
     is_in_order = world.world_size == 1
     try:
-        yield arrange(world, config)
+        world = arrange(world, config)
+        limit_waits(config.start_limit_seconds)
+        yield world
         is_in_order = True
     except Stopped:  # as all ranks have agreed
         is_in_order = True
@@ -156,6 +158,28 @@ def with_mesh(world: World, mesh: DeviceMesh | None) -> World:
         data = mesh[names]
         group = (data if data.ndim == 1 else data._flatten("data")).get_group()
     return replace(world, mesh=mesh, dp_group=group)
+
+
+def side_group(world: World) -> ProcessGroup | None:
+    """A group of all ranks in host memory, for what another thread says; None where a rank is alone.
+
+    All ranks make it together. Each is one more connection to every other rank, so there is one for those who need it.
+    """
+    if world.world_size == 1:
+        return None
+    default = dist.distributed_c10d._get_default_group()
+    limit = default._get_backend(torch.device("cpu")).options._timeout
+    group: ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
+    return group
+
+
+def limit_waits(seconds: float) -> None:
+    """Have every collective of this process, in whichever group, fail soon after a watchdog of so many seconds.
+
+    Torch gives the groups that it makes for a device mesh, and for parts of one, half an hour of its own.
+    """
+    for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
+        group.set_timeout(_longest_wait(seconds))
 
 
 def _data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -206,9 +230,13 @@ def _backend(config: Distributed, cuda: bool) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
+def _longest_wait(seconds: float) -> timedelta:
+    """For a collective: longer than the watchdog's time, since that knows which rank is to blame."""
+    return timedelta(seconds=seconds * 1.25)
+
+
 def _initialise(config: Distributed, environment: LaunchEnvironment, backend: str, device: torch.device) -> None:
-    # Later than the watchdog, which knows which rank is to blame.
-    timeout = timedelta(seconds=config.timeout_seconds * 1.25)
+    timeout = _longest_wait(config.start_limit_seconds)
     device_id = device if device.type == "cuda" and "nccl" in backend else None
     if environment.world_size == 1:
         dist.init_process_group(

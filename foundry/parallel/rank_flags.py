@@ -9,15 +9,15 @@ from foundry.parallel.process_group import World
 class RankFlags:
     """Combines flags over the ranks, so that all of them see the same value at the same step boundary.
 
-    It has a gloo group of its own and tensors in host memory: no device waits for it, and it cannot come between the
-    collectives of training. Every rank makes the same calls in the same order. On one process there is nobody to ask.
+    Its tensors are in host memory, so that no device waits for it. It speaks over the ranks' own group, from the thread
+    that trains: every rank makes the same calls in the same order. On one process there is nobody to ask.
 
     Args:
-        world: the ranks; their process group exists already, and all of them construct this together.
+        world: the ranks; their process group exists already.
     """
 
     def __init__(self, world: World) -> None:
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if world.world_size > 1 else None
+        self._group = dist.distributed_c10d._get_default_group() if world.world_size > 1 else None
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
         self._value = torch.zeros((), dtype=torch.int64)
@@ -46,12 +46,6 @@ class RankFlags:
         """The flags of this call and of the one before, without delay: ranks wait for each other."""
         before = self.exchange(flags)
         return before | self._received()
-
-    def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = self._pending = None
 
     def _received(self) -> int:
         """Wait for the reduction under way, if there is one."""

@@ -48,10 +48,12 @@ class Watchdog:
     stopped, as by Ctrl-Z, is not counted.
 
     Args:
-        timeout_seconds: longest time between beats, and from entering to the first.
+        timeout_seconds: longest time between beats.
         rank: named in the message.
+        start_timeout_seconds: the same until `started` is called; None: no other.
         roll_call: asks the other ranks for a sign of life when half of the time is over; None: there are none.
         record: writes down whose fault it is, the message, and the main thread's stack; it has a few seconds.
+        when_started: called once, by `started`.
     """
 
     def __init__(
@@ -59,11 +61,15 @@ class Watchdog:
         timeout_seconds: float,
         rank: int,
         *,
+        start_timeout_seconds: float | None = None,
         roll_call: RollCall | None = None,
         record: Callable[[int, str, str], None] | None = None,
+        when_started: Callable[[], None] | None = None,
     ) -> None:
         self._timeout_seconds, self._rank, self._roll_call = timeout_seconds, rank, roll_call
-        self._record = record
+        self._start_timeout_seconds = timeout_seconds if start_timeout_seconds is None else start_timeout_seconds
+        self._is_started = False
+        self._record, self._when_started = record, when_started
         self._last = (0, "starting")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -71,6 +77,18 @@ class Watchdog:
     def beat(self, step: int, doing: str) -> None:
         """This rank moves: it is at optimizer step `step` and about to do `doing`."""
         self._last = (step, doing)
+
+    def started(self) -> None:
+        """What happens once, such as compiling, is done; may be called again."""
+        if not self._is_started:
+            self._is_started = True
+            if self._when_started is not None:
+                self._when_started()
+
+    @property
+    def limit_seconds(self) -> float:
+        """The longest time between beats by now."""
+        return self._timeout_seconds if self._is_started else self._start_timeout_seconds
 
     def alive(self) -> None:
         """This rank moves, within what it was about to do."""
@@ -100,7 +118,7 @@ class Watchdog:
             self._roll_call.__exit__(kind, error, trace)
 
     def _watch(self) -> None:
-        tick = min(self._timeout_seconds / TICKS, _LONGEST_TICK)
+        tick = min(self._timeout_seconds / TICKS, self._start_timeout_seconds / TICKS, _LONGEST_TICK)
         seen = self._last
         waited = 0.0
         before = time.monotonic()
@@ -113,12 +131,13 @@ class Watchdog:
                     self._roll_call.note(*seen)
                 continue
             # A tick that took much longer than a tick is one in which the process was stopped.
-            half = self._timeout_seconds / 2
+            limit = self.limit_seconds
+            half = limit / 2
             asks = waited < half <= waited + min(passed, 2 * tick)
             waited += min(passed, 2 * tick)
             if asks and self._roll_call is not None:
                 self._roll_call.ask()
-            if waited >= self._timeout_seconds:
+            if waited >= limit:
                 self._end(waited, *seen)
 
     def _end(self, seconds: float, step: int, doing: str) -> None:
@@ -137,7 +156,9 @@ class Watchdog:
 
     def _verdict(self, seconds: float, step: int, doing: str) -> tuple[int, str]:
         """Which rank is to blame, and the line that says so."""
-        setting = f"(distributed.timeout_seconds={self._timeout_seconds:g}), at step {step}, {doing}"
+        limit = self.limit_seconds
+        name = "timeout_seconds" if limit == self._timeout_seconds else "start_timeout_seconds"
+        setting = f"(distributed.{name}={limit:g}), at step {step}, {doing}"
         ending = f"ended with exit code {EXIT_STALLED}"
         if self._roll_call is None:
             return self._rank, f"rank {self._rank} has not moved for {seconds:.0f} s {setting}: {ending}"

@@ -198,6 +198,7 @@ class Trainer:
         weight_decay = self.schedule.weight_decay(before, after)
         with self.compiling.around(window):
             result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
+        self.watchdog.started()
         self.checkpoints.check_state()
         progress.advance(window.num_samples, window.num_tokens)
         if self.ema is not None:

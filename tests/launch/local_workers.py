@@ -87,7 +87,6 @@ def train(folder):
             time.sleep(0.01)
             step += 1
         time.sleep(0.5)  # saving: a signal that came twice would be noticed now
-        rank_flags.close()
         (Path(folder) / f"{os.getpid()}.saved").write_text(str(step))
         raise Stopped(signum, step, Path(folder), "stopped")
 

@@ -48,6 +48,30 @@ def test_slow_work_that_shows_progress_is_let_be():
     assert "at step 3, saving a checkpoint" in done.stderr
 
 
+COMPILING = """
+import time
+from foundry.parallel.watchdog import Watchdog
+done = []
+with Watchdog(0.6, rank=0, start_timeout_seconds={start}, when_started=lambda: done.append("started")) as watchdog:
+    watchdog.beat(1, "training")
+    time.sleep(1.5)
+    for step in (2, 3):
+        watchdog.started()
+        watchdog.beat(step, "training")
+    print(*done, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("start", "said", "setting"), [(30, "started\n", "timeout"), (0.3, "", "start_timeout")])
+def test_the_first_step_has_a_limit_of_its_own(start, said, setting):
+    code = COMPILING.format(start=start)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.stdout, done.returncode) == (said, EXIT_STALLED)
+    step, limit = (3, 0.6) if said else (1, 0.3)
+    assert f"(distributed.{setting}_seconds={limit}), at step {step}, training" in done.stderr
+
+
 SLEEPER = """
 import time
 from foundry.parallel import watchdog

@@ -51,6 +51,13 @@ class Distributed:
         le=10**7,
         aliases="dist_timeout",
     )
+    start_timeout_seconds: float | None = setting(
+        None,
+        "the same before the first step is done, which compiles; null: three times timeout_seconds",
+        gt=0,
+        le=10**7,
+        aliases="init_timeout_seconds",
+    )
     gradient_sync: GradientSync = setting(GradientSync.every, _SYNC_DOC)
 
     def check(self) -> Iterator[Violation]:
@@ -59,6 +66,11 @@ class Distributed:
         if self.strategy != own:
             message = f"is {self.strategy} but distributed={own} is chosen; choose distributed={self.strategy}"
             yield Violation("distributed.strategy", message)
+
+    @property
+    def start_limit_seconds(self) -> float:
+        """What `start_timeout_seconds` means."""
+        return 3 * self.timeout_seconds if self.start_timeout_seconds is None else self.start_timeout_seconds
 
     def dp_size(self, world_size: int) -> int:
         """Ranks that train on samples of their own: all, since no strategy here has ranks share theirs."""
