@@ -21,7 +21,8 @@ from foundry.data.order import GlobalOrder
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
-from foundry.parallel.process_group import limit_waits, roll_call
+from foundry.parallel.flight_recorder import dump_collectives, dump_into
+from foundry.parallel.process_group import World, limit_waits, roll_call
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
 from foundry.parts import (
@@ -64,6 +65,8 @@ def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
         ConfigError: a part cannot be built from its settings, or the checkpoint is of other parts.
     """
     config, world, resume_point = setup.config, setup.world, setup.resume_point
+    if world.world_size > 1:
+        dump_into(setup.run_dir)
     trained = build_trained(setup)
     setup = replace(setup, data=join_samples(setup, trained))
     trainer = _build_trainer(setup, trained)
@@ -84,13 +87,13 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
     data = setup.data
     budget = trained.budget
     progress = Progress(samples_per_epoch=samples_per_epoch(config, data), tokens_per_sample=data.tokens_per_sample)
-    stacks = partial(dump_stacks, setup.run_dir, world.rank)
+    dump = partial(_dump, setup.run_dir, world)
     watchdog = Watchdog(
         config.distributed.timeout_seconds,
         world.rank,
         start_timeout_seconds=config.distributed.start_limit_seconds,
-        roll_call=roll_call(world, config.distributed.timeout_seconds, stacks),
-        record=partial(_record_stall, setup.run_dir, stacks),
+        roll_call=roll_call(world, config.distributed.timeout_seconds, dump),
+        record=partial(_record_stall, setup.run_dir, dump),
         when_started=partial(limit_waits, config.distributed.timeout_seconds),
     )
 
@@ -281,6 +284,13 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
         step=step,
         metric=config.evaluation.metric,
     )
+
+
+def _dump(run_dir: Path, world: World) -> None:
+    """Write down where this process is, and which collectives it has begun."""
+    dump_stacks(run_dir, world.rank)
+    if world.world_size > 1:
+        dump_collectives(run_dir, world.rank)
 
 
 def _record_stall(run_dir: Path, dump: Callable[[], None], rank: int, reason: str, stack: str) -> None:

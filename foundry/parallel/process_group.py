@@ -2,9 +2,10 @@
 
 import itertools
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
 from foundry.config.stopped import Stopped
+from foundry.parallel.flight_recorder import record_collectives
 from foundry.parallel.roll_call import RollCall
 from foundry.parallel.watchdog import TICKS
 
@@ -122,6 +124,8 @@ def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[
         yield arrange(world, config)
         return
     _prefer_loopback(environment.num_nodes)
+    _allow_many_connections()
+    record_collectives()
     if dist.is_initialized():  # a run of this process has failed before
         dist.destroy_process_group()
     _initialise(config, environment, backend, device)
@@ -211,8 +215,10 @@ def _device(environment: LaunchEnvironment, cuda: bool) -> torch.device:
     if not cuda:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # Slurm's --gpus-per-task shows each task its own GPU only, as number 0.
-    index = 0 if count == 1 and environment.launcher == "slurm" else environment.local_rank
+    # Slurm's --gpus-per-task shows each task its own GPU only, as number 0, and so does who sets CUDA_VISIBLE_DEVICES
+    # for each process. Those that foundry starts itself all have the same; NCCL names two that share one otherwise.
+    is_own = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and STORE not in os.environ)
+    index = 0 if count == 1 and is_own else environment.local_rank
     if index >= count:
         message = f"is {environment.local_world_size} but this node has {count} GPUs: start at most one process per GPU"
         raise ConfigError(Violation("processes on this node", message))
@@ -287,6 +293,14 @@ def _store(config: Distributed, environment: LaunchEnvironment, timeout: timedel
     return TCPStore(
         "127.0.0.1", port, environment.world_size, environment.rank == 0, timeout, master_listen_fd=listener
     )
+
+
+def _allow_many_connections() -> None:
+    """Let this process have as many open files as it may: gloo holds one for each other rank in each of its groups."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # macOS refuses what it says is the limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _prefer_loopback(num_nodes: int) -> None:

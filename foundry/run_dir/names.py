@@ -66,6 +66,9 @@ PROFILE = "profile"
 STACKS = "stacks"
 """A folder with where each rank was when one had waited for long, a file for each."""
 
+FLIGHT_RECORDER = "flight_recorder"
+"""A folder with the latest collectives of each rank when one had waited for long, a file for each, as torch writes it."""
+
 HYDRA = ".hydra"
 """A folder with what Hydra composed the run of."""
 

@@ -70,5 +70,5 @@ def one_rank_leaves(world):
 
 @pytest.mark.distributed
 def test_a_rank_that_left_is_an_error_not_a_wait():
-    with pytest.raises(AssertionError, match="Connection (closed|reset) by peer"):
+    with pytest.raises(AssertionError, match=r"Connection (closed|reset) by peer"):
         spawn(one_rank_leaves, 2, timeout_seconds=20)

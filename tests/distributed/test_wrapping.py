@@ -187,6 +187,23 @@ def test_on_two_ranks(outcomes, name):
         assert not of_rank[name], of_rank[name]
 
 
+def count_graphs(world):
+    import torch
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend=counter)
+    parallel = wrap(DDP(bucket_cap_mb=0.001), world, torchcompile=True)  # a bucket is smaller than a block
+    backward_window(parallel, FP32, world, 7, 1)
+    return counter.frame_count
+
+
+@pytest.mark.long
+def test_a_compiled_block_is_one_graph_whatever_the_buckets():
+    alone = [1] * 2  # the blocks are alike, and share one
+    assert spawn(count_graphs, 2, timeout_seconds=500.0) == alone
+
+
 def train_compiled(world):
     import torch
 

@@ -90,6 +90,9 @@ def test_two_processes(faulty, shell, fault, rank, code, reason, in_log):
     assert re.match(reason, end["reason"]), end["reason"]
     log = (shell.cwd / "run" / "foundry.log").read_text()
     assert re.search(in_log, log)
+    # A rank that waits asks the others, and all that can answer write down which collectives they have begun.
+    waited = {f"rank_{1 - rank}"} if fault == "stop" else set()
+    assert {path.name for path in shell.cwd.glob("run/flight_recorder/*")} == waited
     assert end["reason"] in log
     assert end["reason"] in stderr
 
