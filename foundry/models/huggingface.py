@@ -3,7 +3,8 @@
 import copy
 import difflib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, masking_utils
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -137,7 +138,8 @@ class HuggingFaceCausalLM(nn.Module):
         if targets is not None and self._has_plain_head:
             asked: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
             return self._project(tokens, targets, given, token_loss, **asked)
-        logits = self.causal_lm(input_ids=tokens, use_cache=False, **given).logits
+        with nullcontext() if documents is not None else _one_document_a_row():
+            logits = self.causal_lm(input_ids=tokens, use_cache=False, **given).logits
         if targets is not None and token_loss is not None:
             return read_loss(logits, targets, token_loss, tile_tokens=self.logprob_tile_tokens)
         return read_log_probs(
@@ -165,7 +167,8 @@ class HuggingFaceCausalLM(nn.Module):
     ) -> TokenLogProbs:
         """As `forward`, of a model whose logits are the product of its last hidden states with the head."""
         base: Any = self.causal_lm.base_model
-        hidden = base(input_ids=tokens, use_cache=False, **given).last_hidden_state
+        with nullcontext() if given else _one_document_a_row():
+            hidden = base(input_ids=tokens, use_cache=False, **given).last_hidden_state
         head: Any = self.output_head()
         if token_loss is not None:
             return project_loss(hidden, head.weight, targets, token_loss, tile_tokens=self.logprob_tile_tokens)
@@ -255,6 +258,21 @@ class TransformersCache(Cache):
 
     def _keep(self, rows: Tensor) -> None:
         self.held.batch_select_indices(rows)
+
+
+@contextmanager
+def _one_document_a_row() -> Iterator[None]:
+    """Meanwhile transformers takes it for granted that positions count from the first token to the last.
+
+    Where it has neither mask nor cache it compares them, to find rows of several documents, and a device is waited for
+    in every forward pass to know the answer. It can go when `masking_utils` can be told.
+    """
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
 
 
 def _to_compute_dtype(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

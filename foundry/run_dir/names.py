@@ -67,7 +67,7 @@ STACKS = "stacks"
 """A folder with where each rank was when one had waited for long, a file for each."""
 
 FLIGHT_RECORDER = "flight_recorder"
-"""A folder with the latest collectives of each rank when one had waited for long, a file for each, as torch writes it."""
+"""A folder with the latest collectives of each rank when one had waited for long, a file for each as torch has it."""
 
 HYDRA = ".hydra"
 """A folder with what Hydra composed the run of."""
