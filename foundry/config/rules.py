@@ -261,6 +261,23 @@ def _launcher(config: Config, launch: Launch) -> Iterator[Violation]:
         )
 
 
+def _restarts(config: Config, launch: Launch) -> Iterator[Violation]:
+    key, wanted, launcher = "distributed.max_restarts", config.distributed.max_restarts, launch.environment.launcher
+    if not wanted:
+        return
+    if launcher == "torchrun":
+        yield Violation(key, f"is {wanted} but torchrun starts the processes; give it --max-restarts={wanted}")
+    elif launcher == "slurm" or launch.tasks > 1:
+        yield Violation(key, f"is {wanted} but Slurm starts the processes; have it queue the job again (docs/slurm.md)")
+    elif config.distributed.nproc_per_node == 1:
+        yield Violation(key, f"is {wanted} but foundry starts no processes; set distributed.nproc_per_node, or 0")
+    if config.checkpoint.interval is None and config.checkpoint.every_minutes is None:
+        message = f"is {wanted} but nothing is saved to start again from; set checkpoint.interval, or every_minutes"
+        yield Violation(key, message)
+    if config.checkpoint.resume == "never":
+        yield Violation(key, f"is {wanted} but checkpoint.resume=never would refuse; set that to auto")
+
+
 def _strategy(config: Config, launch: Launch) -> Iterator[Violation]:
     distributed = config.distributed
     try:
@@ -341,6 +358,7 @@ RULES: tuple[Rule, ...] = (
     _loss,
     _metrics,
     _launcher,
+    _restarts,
     _strategy,
     _precision,
     _adapters,

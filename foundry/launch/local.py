@@ -45,10 +45,14 @@ class WorkerFailed(RuntimeError):
         reason: the last line of its error.
         trace: its whole traceback; empty where it was killed.
         exit_code: what the whole run should end with.
+        kind: the class of its error; empty where it was killed.
+        was_stopped: whether a signal had asked all of them to stop before.
     """
 
-    def __init__(self, rank: int, reason: str, trace: str = "", exit_code: int = 1) -> None:
+    def __init__(self, rank: int, reason: str, trace: str = "", exit_code: int = 1, kind: str = "") -> None:
         self.rank = rank
+        self.kind = kind
+        self.was_stopped = False
         self.reason = reason
         self.trace = trace
         self.exit_code = exit_code
@@ -104,7 +108,10 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         if any(ends.values()):
             if killed or _is_due_to_signal(noted, folder, ends):
                 raise ended_by(noted[0])
-            raise _first_cause(folder, ends)
+            cause = _first_cause(folder, ends)
+            if isinstance(cause, WorkerFailed):
+                cause.was_stopped = bool(noted)
+            raise cause
         answer = pickle.loads((folder / _ANSWER).read_bytes())  # a process of this user's wrote it
     if isinstance(answer, Stopped):
         raise answer
@@ -272,7 +279,7 @@ def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
     for rank, code in () if causes else _silent(folder, ends).items():
         return WorkerFailed(rank, how_it_ended(code))
     first = min(causes or notes, key=lambda note: note["time"])
-    return WorkerFailed(first["rank"], first["reason"], first["trace"], first["exit_code"])
+    return WorkerFailed(first["rank"], first["reason"], first["trace"], first["exit_code"], first["kind"])
 
 
 def _notes(folder: Path) -> list[dict[str, Any]]:

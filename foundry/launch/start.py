@@ -45,16 +45,20 @@ def start(
     if processes == 1 or detect().launcher != "single":
         return train(config, run_dir, observers)
     from foundry.launch.local import WorkerFailed, run_local
+    from foundry.launch.restarts import Restarts
 
     if job_logging is None and HydraConfig.initialized():
         job_logging = OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True)  # type: ignore[assignment]
-    try:
-        result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known(), job_logging, observers)
-        return result
-    except WorkerFailed as failed:
-        if not is_held(run_dir) and read_status(run_dir).get("state") != "finished":
-            write_status(run_dir, state="failed", reason=one_line(str(failed)))
-        raise
+    restarts = Restarts(run_dir, config.distributed.max_restarts)
+    while True:
+        try:
+            result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known(), job_logging, observers)
+            return result
+        except WorkerFailed as failed:
+            if not is_held(run_dir) and read_status(run_dir).get("state") != "finished":
+                write_status(run_dir, state="failed", reason=one_line(str(failed)))
+            if not restarts.allow(failed):
+                raise
 
 
 def _run_as_rank(

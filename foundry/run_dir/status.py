@@ -32,6 +32,7 @@ _TYPES: dict[str, Types] = {
     "config_hash": _TEXT_OR_NONE,
     "started": _TEXT_OR_NONE,
     "updated": str,
+    "restarts": list,
 }
 _FRESH = {"state": "queued", "reason": "", "step": 0, "config_hash": None, "started": None}
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.run_dir.result import write_result
-from foundry.run_dir.status import now, replace_status
+from foundry.run_dir.status import now, read_status, replace_status
 from foundry.tracking.safe_observer import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
@@ -44,6 +44,8 @@ class StatusFile:
             "config_hash": event.config_hash,
             "started": now(),
         }
+        if restarts := read_status(self._run_dir).get("restarts"):
+            self._status["restarts"] = restarts
         self._write(durable=True)
 
     @tolerant

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -110,3 +111,37 @@ def test_a_rank_that_survives_rank_zero_says_that_the_run_has_failed(faulty, she
     end = status(shell)
     assert end["state"] == "failed"
     assert end["reason"].startswith("rank 0 is gone, killed perhaps; rank 1, step ")
+
+
+def losses(shell):
+    lines = [json.loads(line) for line in (shell.cwd / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.distributed
+def test_a_run_is_started_again_after_a_rank_was_killed_and_ends_as_if_none_had(faulty, shell):
+    words = [
+        *TWO,
+        "hparams.max_steps=6",
+        "tracking.log_every_n_steps=1",
+        "checkpoint.interval=2",
+        "checkpoint.asynchronous=false",
+        "distributed.max_restarts=2",
+    ]
+    process = faulty("kill_once", 1, *words)
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    end, found = status(shell), losses(shell)
+    assert end["state"] == "finished"
+    assert end["restarts"] == ["rank 1 failed: killed by SIGKILL: out of memory?"]
+    log = (shell.cwd / "run" / "foundry.log").read_text()
+    assert "out of memory?; restart 1 of 2, from the checkpoint of step 2" in log
+    assert (shell.cwd / "killed").exists()
+    process = faulty("nothing", 1, *words, "hydra.run.dir=undisturbed")
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    shutil.rmtree(shell.cwd / "run")
+    (shell.cwd / "undisturbed").rename(shell.cwd / "run")
+    assert "restarts" not in status(shell)
+    assert losses(shell) == found  # each bit of each of the six
+    assert len(found) == 6

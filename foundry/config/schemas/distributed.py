@@ -58,6 +58,12 @@ class Distributed:
         le=10**7,
         aliases="init_timeout_seconds",
     )
+    max_restarts: int = setting(
+        0,
+        "times that the nproc_per_node processes are started again after one failed, from the newest checkpoint",
+        ge=0,
+        le=1000,
+    )
     gradient_sync: GradientSync = setting(GradientSync.every, _SYNC_DOC)
 
     def check(self) -> Iterator[Violation]:
