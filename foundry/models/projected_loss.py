@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from foundry.models.tensor_parallel import VocabularyShard
+
 _CPU_TILE_TOKENS = 256
 _TILE_ELEMENTS = 2**28
 """Logits of a tile where the device is no CPU, on which a few hundred tokens are the fastest: 2 GB at 8 bytes each.
@@ -29,9 +31,12 @@ def projected_loss(
     The gradients of hidden states and head are made tile by tile in the forward pass: each logit is computed once and
     kept by none. That of the head is summed in float32 at least. A second backward pass is an error.
 
+    Where the vocabulary is divided over ranks, each makes the logits of its own entries only, and what goes over the
+    ranks is a maximum and two sums for each token, and the sum of the gradient of the hidden states.
+
     Args:
-        hidden: (tokens, hidden_size).
-        weight: (vocab, hidden_size), the head's matrix.
+        hidden: (tokens, hidden_size), equal on ranks that divide the vocabulary.
+        weight: (vocab, hidden_size), the head's matrix; a DTensor where the vocabulary is divided.
         targets: (tokens,) int64; what is below 0 stands for 0, and should have no weight.
         weights: (tokens,) float32.
         z_loss_coefficient: see PaLM (Chowdhery et al., 2022, section 5).
@@ -42,10 +47,11 @@ def projected_loss(
         The loss, () float32, which alone is differentiable, log-probabilities of targets and log-sum-exps, (tokens,)
         float32 each, and whether the likeliest token is the target, (tokens,) bool or (0,).
     """
+    weight, shard = VocabularyShard.of(weight)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     tile = tile_tokens or (_CPU_TILE_TOKENS if device == "cpu" else max(1, _TILE_ELEMENTS // weight.shape[0]))
-    settings = (z_loss_coefficient, finds_correct, tile, dtype, torch.is_grad_enabled())
+    settings = (z_loss_coefficient, finds_correct, tile, dtype, torch.is_grad_enabled(), shard)
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets.clamp(min=0), weights, *settings
     )
@@ -65,6 +71,7 @@ class _ProjectedLoss(torch.autograd.Function):
         tile_tokens: int,
         dtype: torch.dtype,
         has_backward: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = (has_backward and needed for needed in ctx.needs_input_grad[:2])
         exact = torch.promote_types(dtype, torch.float32)
@@ -79,18 +86,26 @@ class _ProjectedLoss(torch.autograd.Function):
                 states, target = hidden[own].to(dtype), targets[own, None]
                 logits = (states @ head.T).to(exact)
                 if finds_correct:
-                    correct[own] = logits.argmax(-1, keepdim=True).eq(target)[:, 0]
+                    likeliest = logits.argmax(-1, keepdim=True) if shard is None else shard.argmax(logits)
+                    correct[own] = likeliest.eq(target)[:, 0]
                 highest = logits.amax(-1, keepdim=True)
+                is_own = None
+                if shard is not None:
+                    highest = shard.highest_(highest)
+                    target, is_own = shard.find(target)
                 # In place from here on: on a CPU new memory takes longer than sums, and `log_softmax` than all of this.
                 of_target = logits.sub_(highest).gather(-1, target)[:, 0]
                 sums = logits.exp_().sum(-1)
+                if shard is not None and is_own is not None:
+                    of_target, sums = shard.sum_(torch.stack((of_target.where(is_own[:, 0], 0.0), sums)))
                 log_sums = sums.log()
                 log_prob[own], logsumexp[own] = of_target - log_sums, highest[:, 0] + log_sums
                 if not (needs_hidden or needs_weight):
                     continue
                 factors = weights[own] * (1 + 2 * z_loss_coefficient * logsumexp[own])
                 grad = logits.mul_((factors / sums)[:, None])
-                grad.scatter_add_(-1, target, -weights[own, None].to(exact))
+                of_targets = -weights[own, None].to(exact)
+                grad.scatter_add_(-1, target, of_targets if is_own is None else of_targets * is_own)
                 grad = grad.to(dtype)
                 if grad_hidden is not None:
                     grad_hidden[own] = grad @ head
@@ -98,6 +113,8 @@ class _ProjectedLoss(torch.autograd.Function):
                     torch.addmm(grad_weight, grad.T, states, out=grad_weight)
                 elif grad_weight is not None:
                     grad_weight += grad.T @ states
+        if shard is not None and grad_hidden is not None:
+            shard.sum_(grad_hidden)
         loss = (weights * (z_loss_coefficient * logsumexp.square() - log_prob)).sum()
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
@@ -110,4 +127,4 @@ class _ProjectedLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype)
         grad_weight = None if grad_weight is None else grad_weight.mul_(scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, *[None] * 7
+        return grad_hidden, grad_weight, *[None] * 8

@@ -15,8 +15,10 @@ from foundry.models.fsdp_block import FSDPBlock
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
 from foundry.models.keyed_draws import Constant, Draw
 from foundry.models.kv_cache import KVCache, LayerCache
+from foundry.models.tensor_parallel import Split
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss
+from foundry.training.sharded import local_part
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -33,7 +35,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: (..., hidden_size) over its last dimension."""
         # An fp32 weight would promote the residual stream; FSDP2 hands over a bf16 one.
-        weight = self.weight.to(x.dtype)
+        weight = local_part(self.weight).to(x.dtype)
         if x.device.type != "cuda":
             return F.rms_norm(x, weight.shape, weight, self.eps)
         # From torch 2.12 on CUDA's autocast casts what goes in to fp32 and back, which the kernel does by itself.
@@ -317,6 +319,19 @@ class Transformer(nn.Module):
     def output_head(self) -> nn.Module | None:
         """The projection onto the vocabulary, unless the embedding does it."""
         return self.lm_head
+
+    def tensor_parallel_plan(self) -> dict[str, Split]:
+        """Heads, the width of the feed-forward and the vocabulary are divided; norms are not."""
+        block = {
+            "self_attn": Split.input,
+            **{f"self_attn.{name}_proj": Split.columns for name in "qkv"},
+            "self_attn.o_proj": Split.rows,
+            "mlp": Split.input,
+            **{f"mlp.{name}_proj": Split.columns for name in ("gate", "up")},
+            "mlp.down_proj": Split.rows,
+        }
+        plan = {f"model.layers.*.{name}": split for name, split in block.items()}
+        return plan | {"model.embed_tokens": Split.vocabulary, "lm_head": Split.vocabulary}
 
     def flops_per_sample(self, seq_len: int) -> float:
         """FLOPs of a forward and backward pass over one sequence of seq_len tokens.

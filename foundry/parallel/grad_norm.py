@@ -17,7 +17,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """L2 norm of all gradients together, as if one process held them; no device is read.
 
     A plain gradient counts once, being the same on all ranks. A DTensor counts each shard once: the squares are summed
-    over the mesh dimensions that shard it and not over those that replicate it, so HSDP is right as well.
+    over the mesh dimensions that shard it and not over those that replicate it, as HSDP and tensor parallelism do.
 
     Args:
         parameters: those of the model; without a gradient they count nothing.
@@ -64,7 +64,8 @@ def _local(grad: Tensor) -> tuple[tuple[ProcessGroup, ...], Tensor]:
     if not is_sharded(grad):
         return (), grad
     assert not any(placement.is_partial() for placement in grad.placements), "a gradient is read before it is reduced"
-    dims = [dim for dim, placement in enumerate(grad.placements) if placement.is_shard()]
+    # Not `is_shard()`, which is false of what FSDP2 has cut once more, after tensor parallelism.
+    dims = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]
     return tuple(grad.device_mesh.get_group(dim) for dim in dims), grad.to_local()
 
 

@@ -28,6 +28,9 @@ from foundry.parallel.watchdog import TICKS
 DATA_DIMS = ("replicate", "shard")
 """The dimensions of a device mesh along which ranks have samples of their own; along any other they share them."""
 
+TENSOR_DIM = "tensor"
+"""The dimension along which ranks divide the matrices of a model between them."""
+
 _numbers = itertools.count()
 """Of the process groups that this process has joined; a file store serves one."""
 
@@ -72,6 +75,12 @@ class World:
         assert self.mesh is not None, "there is no mesh where nothing is wrapped"
         names = _data_dims(self.mesh)
         return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        """The dimension of the mesh that divides matrices; None where they are whole."""
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return self.mesh[TENSOR_DIM] if self.mesh is not None and TENSOR_DIM in names else None
 
     @property
     def is_main(self) -> bool:

@@ -1,4 +1,4 @@
-"""Turning a model into one that trains on this world: checkpointing, compilation, then DDP or FSDP2.
+"""Turning a model into one that trains on this world: tensor parallelism, checkpointing, compilation, DDP or FSDP2.
 
 One process needs no wrapper, so `ddp` and `fsdp` of one are the bare model, and every synchronisation policy holds. The
 exception is `cpu_offload`, which FSDP2 does: it shards over a group of one.
@@ -24,6 +24,7 @@ from foundry.parallel.compilation import compile_blocks
 from foundry.parallel.gradient_sync import DDPSync, DeferredDDPSync, FSDPSync, LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
+from foundry.parallel.tensor_parallel import divide, is_divisible
 from foundry.training.protocols import Synchroniser
 from foundry.training.sharded import sharded_modules
 
@@ -76,7 +77,7 @@ def parallelize(
         fill: gives the model its first weights, where it is then; None: it has them, or a checkpoint is read later.
 
     Raises:
-        ConfigError: a policy or field that cannot act on this model.
+        ConfigError: a policy or field that cannot act on this model, or one that tensor parallelism cannot divide.
         RanksDifferError: parameters or buffers that differ between ranks; the first is named.
     """
     distributed = world.distributed
@@ -87,6 +88,8 @@ def parallelize(
         raise ConfigError(Violation(key, message))
     if world.world_size > 1:
         _check_equal(model, world)
+    if world.tp_mesh is not None:
+        divide(model, world.tp_mesh, policy)
     for block in blocks:
         if grad_checkpointing:
             # The forward of the instance, not a wrapper module: a wrapper would rename every parameter below it.
@@ -103,6 +106,8 @@ def parallelize(
 def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World, *, fill: Fill | None = None) -> nn.Module:
     """Put a model that does not learn where the run's model is: sharded under FSDP2, else whole on every rank.
 
+    One that tensor parallelism cannot divide is sharded over the ranks with samples of their own only.
+
     Args:
         model: as for `parallelize`.
         policy: the arithmetic.
@@ -115,6 +120,8 @@ def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World, *, fil
     model.requires_grad_(False).eval()
     if world.world_size > 1:
         _check_equal(model, world)
+    if world.tp_mesh is not None and is_divisible(model, world.tp_mesh.size()):
+        divide(model, world.tp_mesh, policy)
     if isinstance(world.distributed, FSDP):
         return _wrap_fsdp(model, world.distributed, policy, world, fill).model
     return _place(model, world, fill)

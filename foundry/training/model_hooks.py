@@ -1,6 +1,7 @@
 """What a model may answer besides its forward pass."""
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -23,6 +24,13 @@ class ModelHooks(Protocol):
         every rank builds the whole model first, with the weights that its constructor gives it. Called before the model
         is wrapped; its matrices may be on the meta device. Parameters that it does not name keep the constructor's
         values, which is for vectors only.
+        """
+        ...
+
+    def tensor_parallel_plan(self) -> Mapping[str, Enum]:
+        """How modules are divided over ranks that share their samples, by name or by a pattern such as `blocks.*.up`.
+
+        `foundry.models.tensor_parallel.Split` says what there is; without it a run refuses tensor parallelism.
         """
         ...
 
@@ -50,6 +58,7 @@ class ModelHooks(Protocol):
 Name = Literal[
     "get_fsdp_block_types",
     "initial_weights",
+    "tensor_parallel_plan",
     "flops_per_sample",
     "export_state",
     "hf_config",

@@ -65,6 +65,13 @@ class Distributed:
         le=1000,
     )
     gradient_sync: GradientSync = setting(GradientSync.every, _SYNC_DOC)
+    tensor_parallel: int = setting(
+        1,
+        "neighbouring ranks that divide each matrix between them and share their samples",
+        ge=1,
+        le=1024,
+        aliases="tensor_model_parallel_size, tensor_parallel_degree, tp_size, tp",
+    )
 
     def check(self) -> Iterator[Violation]:
         """Refuse a strategy that is not the class's: its fields would be missing or ignored."""
@@ -79,12 +86,18 @@ class Distributed:
         return 3 * self.timeout_seconds if self.start_timeout_seconds is None else self.start_timeout_seconds
 
     def dp_size(self, world_size: int) -> int:
-        """Ranks that train on samples of their own: all, since no strategy here has ranks share theirs."""
-        return world_size
+        """Ranks, or groups of `tensor_parallel` ranks, that train on samples of their own."""
+        return world_size // self.tensor_parallel
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """Dimensions of the device mesh, outermost first; `replicate` and `shard` are those that divide the data."""
+        """Dimensions of the device mesh, outermost first; `replicate` and `shard` are those that divide the data.
+
+        `tensor` is the innermost, so that the ranks that divide matrices are neighbours.
+        """
         return {}
+
+    def _with_tensor(self, **dims: int) -> dict[str, int]:
+        return {**dims, "tensor": self.tensor_parallel} if self.tensor_parallel > 1 else dims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +137,13 @@ class DDP(Distributed):
             yield Violation(
                 "distributed.bucket_cap_mb", f"is {self.bucket_cap_mb:g} but {reason}, without buckets; drop it"
             )
+        if self.tensor_parallel > 1 and not self.shard_optimizer:
+            message = "but ddp averages whole tensors; set shard_optimizer=true, or choose distributed=fsdp"
+            yield Violation("distributed.tensor_parallel", f"is {self.tensor_parallel} {message}")
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """All ranks in one dimension."""
-        return {"shard" if self.shard_optimizer else "replicate": world_size}
+        """All ranks in one dimension, but for those that divide matrices."""
+        return self._with_tensor(**{"shard" if self.shard_optimizer else "replicate": self.dp_size(world_size)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +162,8 @@ class FSDP(Distributed):
     overlap_param_gather: bool = setting(True, "gather the next block's weights while this one computes")
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """All ranks in one dimension."""
-        return {"shard": world_size}
+        """All ranks in one dimension, but for those that divide matrices."""
+        return self._with_tensor(shard=self.dp_size(world_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +171,12 @@ class HSDP(FSDP):
     """FSDP2 within groups of ranks, replicas between groups."""
 
     strategy: str = "hsdp"
-    num_replicas: int = setting(2, "groups that each hold a full copy; must divide the world size", ge=1, le=10**6)
+    num_replicas: int = setting(2, "groups that each hold a full copy; must divide the ranks, or their groups of tensor_parallel", ge=1, le=10**6)
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """Ranks of one node are neighbours, so that shards stay on it."""
-        return {"replicate": self.num_replicas, "shard": world_size // self.num_replicas}
+        shards = self.dp_size(world_size) // self.num_replicas
+        return self._with_tensor(replicate=self.num_replicas, shard=shards)
 
 
 Resolved: TypeAlias = Single | DDP | FSDP | HSDP
@@ -174,8 +191,13 @@ def resolve_distributed(config: Distributed, world_size: int) -> Resolved:
     if isinstance(config, Single) and world_size > 1:
         message = f"is none but {world_size} processes are to train together; choose ddp, fsdp or hsdp"
         raise ConfigError(Violation("distributed", message))
-    if isinstance(config, HSDP) and world_size % config.num_replicas:
-        message = f"is {config.num_replicas} but must divide the {world_size} rank{'s' * (world_size > 1)}"
+    if world_size % config.tensor_parallel:
+        message = f"is {config.tensor_parallel} but must divide the {world_size} rank{'s' * (world_size > 1)}"
+        raise ConfigError(Violation("distributed.tensor_parallel", message))
+    dp_size = config.dp_size(world_size)
+    if isinstance(config, HSDP) and dp_size % config.num_replicas:
+        groups = f"group{'s' * (dp_size > 1)} of ranks" if config.tensor_parallel > 1 else f"rank{'s' * (dp_size > 1)}"
+        message = f"is {config.num_replicas} but must divide the {dp_size} {groups}"
         raise ConfigError(Violation("distributed.num_replicas", message))
     shared: dict[str, Any] = {item.name: getattr(config, item.name) for item in fields(Distributed)}
     del shared["strategy"]

@@ -1,0 +1,115 @@
+"""Tensor parallelism: a model's matrices cut over ranks that share their samples, before FSDP2 shards what is left.
+
+The model says itself what is cut how (`Split`). A parameter of the plan becomes a DTensor of the mesh's dimension for
+it, every other one a DTensor that each rank holds whole, so that norm, optimizer and checkpoint need to know nothing:
+placements say what is counted and written once. Each rank has the whole model and cuts its own part of it; nothing is
+sent.
+"""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.models.fsdp_block import find_blocks
+from foundry.models.tensor_parallel import Split
+from foundry.parallel.precision import PrecisionPolicy
+from foundry.training.model_hooks import hook
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+_KEY = "distributed.tensor_parallel"
+
+
+def is_divisible(model: nn.Module, num_ranks: int) -> bool:
+    """Whether a model says how it is divided, and can be by so many ranks."""
+    return hook(model, "tensor_parallel_plan") is not None and not list(_violations(model, num_ranks))
+
+
+def divided_dims(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The parameters that are divided, each with the dimension along which it is; all others every rank holds."""
+    return {
+        module.weight: 1 if split is Split.rows else 0
+        for _, module, split in _planned(model)
+        if split is not Split.input and isinstance(module, (nn.Linear, nn.Embedding))
+    }
+
+
+def divide(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
+    """Divide a model in place; forward and backward passes of the ranks of `mesh` are then one.
+
+    Args:
+        model: equal on all ranks, on any device, also meta; its forward pass reads a whole parameter that has become a
+            DTensor by `local_part`.
+        mesh: of one dimension, over ranks that share their samples.
+        policy: the arithmetic; it knows which parameters FSDP2 leaves alone, and so does this.
+
+    Raises:
+        ConfigError: the model does not say how, or does not divide by so many ranks.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if hook(model, "tensor_parallel_plan") is None:
+        message = f"is {mesh.size()} but {type(model).__name__} has no tensor_parallel_plan(); set it to 1"
+        raise ConfigError(Violation(_KEY, message))
+    if violations := list(_violations(model, mesh.size())):
+        raise ConfigError(violations)
+    _distribute_whole(model, mesh, policy)
+    styles: dict[str, ParallelStyle] = {}
+    for name, module, split in _planned(model):
+        if split is Split.input:
+            module.register_forward_pre_hook(partial(_share_input, mesh))
+        elif split is Split.columns or (split is Split.vocabulary and isinstance(module, nn.Linear)):
+            styles[name] = ColwiseParallel()
+        else:  # an embedding looks up its own tokens, and 0 for those of others, which is summed as products are
+            styles[name] = RowwiseParallel(input_layouts=Replicate() if split is Split.vocabulary else None)
+    parallelize_module(model, mesh, styles, src_data_rank=None)
+
+
+def _distribute_whole(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
+    """Make DTensors of what FSDP2 shards and this does not, so that one optimizer updates tensors of one mesh."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    in_blocks = {parameter for block in find_blocks(model) for parameter in block.parameters()}
+    cut = divided_dims(model)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in cut and not policy.is_replicated(parameter, in_block=parameter in in_blocks):
+                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+def _share_input(mesh: DeviceMesh, module: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:
+    """A forward pre-hook: the layers inside take this DTensor as it is, and its gradient is summed where it is made."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    first, *others = args
+    return DTensor.from_local(first, mesh, [Replicate()], run_check=False), *others
+
+
+def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Split]]:
+    """The modules that the model's plan names, in the model's order."""
+    ask = hook(model, "tensor_parallel_plan")
+    plan: dict[str, Split] = {} if ask is None else ask()
+    for name, module in model.named_modules():
+        for pattern, split in plan.items():
+            if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
+                yield name, module, split
+
+
+def _violations(model: nn.Module, num_ranks: int) -> Iterator[Violation]:
+    dims = divided_dims(model)
+    for name, module, split in _planned(model):
+        if split is Split.input:
+            continue
+        if not isinstance(module, (nn.Linear, nn.Embedding)) or getattr(module, "bias", None) is not None:
+            message = f"is {num_ranks} but {name} is no embedding and no linear layer without a bias; set it to 1"
+            yield Violation(_KEY, message)
+        elif (size := module.weight.shape[dims[module.weight]]) % num_ranks:
+            yield Violation(_KEY, f"is {num_ranks} but must divide the {size} {split.value} of {name}")
