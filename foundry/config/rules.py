@@ -25,6 +25,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.sizes import check_sizes
 from foundry.config.targets import check_targets
+from foundry.config.tensor_parallel import check_tensor_parallel
 
 _MOST_SIZES = 8
 """Batch sizes that a message names."""
@@ -305,6 +306,10 @@ def _adapters(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_adapters(config)
 
 
+def _tensor_parallel(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_tensor_parallel(config)
+
+
 def _reference(config: Config, launch: Launch) -> Iterator[Violation]:
     if getattr(config.objective, "reference", None) is Reference.adapters_off and not isinstance(config.peft, LoRA):
         message = "is adapters_off but peft=none trains the model itself; choose cached or copy, or peft=lora"
@@ -362,6 +367,7 @@ RULES: tuple[Rule, ...] = (
     _strategy,
     _precision,
     _adapters,
+    _tensor_parallel,
     _reference,
     _rollback,
     _paths,

@@ -171,7 +171,12 @@ class HSDP(FSDP):
     """FSDP2 within groups of ranks, replicas between groups."""
 
     strategy: str = "hsdp"
-    num_replicas: int = setting(2, "groups that each hold a full copy; must divide the ranks, or their groups of tensor_parallel", ge=1, le=10**6)
+    num_replicas: int = setting(
+        2,
+        "groups that each hold a full copy; must divide the ranks, or their groups of tensor_parallel",
+        ge=1,
+        le=10**6,
+    )
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """Ranks of one node are neighbours, so that shards stay on it."""

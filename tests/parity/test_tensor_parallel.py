@@ -1,0 +1,109 @@
+"""Ranks that divide each matrix and the vocabulary between them train as one process does."""
+
+import json
+from functools import cache
+
+import pytest
+from parity_parts import differences, run_all, weights
+
+pytestmark = pytest.mark.distributed
+STEPS = 12
+# name: (processes, microbatch, overrides); the global batch is 16 in all of them.
+ONE = (1, 4, [])
+LAYOUTS = {
+    "1 x 2": (2, 8, ["distributed=fsdp"]),
+    "fsdp 2 x 2": (4, 4, ["distributed=fsdp"]),
+    "hsdp 2 x 1 x 2": (4, 4, ["distributed=hsdp", "distributed.num_replicas=2"]),
+    "ddp with a sharded optimizer 2 x 2": (4, 2, ["distributed=ddp", "distributed.shard_optimizer=true"]),
+    "kept weights 2 x 2": (4, 2, ["distributed=fsdp", "distributed.gradient_sync=last_keep_params"]),
+}
+VARIANTS = {
+    "adamw": [],
+    "muon": ["optimizer=muon", "hparams.lr=2e-3"],
+    "sgd": ["optimizer=sgd", "hparams.lr=0.1"],
+    "tied, averaged and recomputed": [
+        "model.tie_embeddings=true",
+        "hparams.ema_decay=0.9",
+        "hparams.grad_checkpointing=true",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def trained(configure, tmp_path_factory):
+    """Configuration and run directory of a variant under a layout; one process where there is none."""
+    root = tmp_path_factory.mktemp("tensor_parallel")
+
+    @cache
+    def train(variant, layout, *others):
+        processes, microbatch, overrides = ONE if layout is None else LAYOUTS[layout]
+        config = configure(
+            "lm",
+            "data.vocab_size=62",  # 31 for each of two ranks, of which FSDP2 gives one 16 and the other 15
+            *VARIANTS[variant],
+            "optimizer.weight_decay=0.1",
+            f"hparams.max_steps={STEPS}",
+            f"hparams.per_gpu_batch_size={microbatch}",
+            *overrides,
+            *([] if layout is None else ["distributed.tensor_parallel=2"]),
+            f"distributed.nproc_per_node={processes}",
+            *others,
+        )
+        run_dir = root / f"{variant} {layout} {len(list(root.iterdir()))}"
+        run_dir.mkdir()
+        run_all([(processes, (config, run_dir))])
+        return config, run_dir
+
+    return train
+
+
+def logged(run_dir):
+    """Loss and gradient norm of each step, and held-out losses."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        (line["step"], key): line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line
+    }
+
+
+def check(one, other, tolerance):
+    assert differences(weights(*one), weights(*other))[0] < tolerance
+    expected = logged(one[1])
+    assert sum(key == "loss" for _, key in expected) == STEPS
+    assert logged(other[1]) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [name if number < 2 else pytest.param(name, marks=pytest.mark.long) for number, name in enumerate(LAYOUTS)],
+)
+def test_every_layout_trains_as_one_process(trained, layout):
+    check(trained("adamw", None), trained("adamw", layout), 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "adamw"])
+def test_every_optimizer_and_option_trains_as_on_one_process(trained, variant):
+    one, other = trained(variant, None), trained(variant, "fsdp 2 x 2")
+    check(one, other, 2e-5 if variant == "muon" else 1e-5)
+    if "ema" in str(VARIANTS[variant]):
+        assert differences(weights(*one, ema=True), weights(*other, ema=True))[0] < 1e-5
+
+
+@pytest.mark.long
+def test_rounded_arithmetic_stays_close(trained):
+    exact, rounded = trained("adamw", None), trained("adamw", "fsdp 2 x 2", "precision=amp_bfloat16")
+    alone = trained("adamw", None, "precision=amp_bfloat16")
+    expected, one, found = logged(exact[1]), logged(alone[1]), logged(rounded[1])
+    last = (STEPS, "loss")
+    assert abs(found[last] - one[last]) < 2 * max(abs(one[last] - expected[last]), 1e-3)
+    by_rounding = differences(weights(*exact), weights(*alone))[0]
+    assert differences(weights(*alone), weights(*rounded))[0] < 2 * by_rounding
+    assert by_rounding < 0.1
+
+
+def test_a_sample_counts_once(trained):
+    (_, one), (_, other) = trained("adamw", None), trained("adamw", "fsdp 2 x 2")
+    plans = [json.loads((run_dir / "plan.json").read_text()) for run_dir in (one, other)]
+    for key in ("global_batch_size", "tokens_per_step", "total_samples", "parameters"):
+        assert plans[0][key] == plans[1][key]
+    assert plans[1]["accum_freq"] == 2
