@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from foundry.training.sharded import is_sharded
@@ -22,7 +23,8 @@ class Split(Enum):
     Attributes:
         columns: a linear layer without a bias whose output features are divided; its input is whole.
         rows: likewise one whose input features are divided; its outputs are summed.
-        vocabulary: the entries of an embedding, or of a head whose matrix is read and not called.
+        vocabulary: the entries of an embedding, or of a head whose matrix is read by `VocabularyShard.of` and which is
+            not called.
         input: nothing of the module's own: its first argument goes to several layers divided by columns, so that its
             gradient is summed once for all of them.
     """
@@ -94,6 +96,17 @@ class VocabularyShard:
     def gather(self, logits: Tensor) -> Tensor:
         """(..., vocab) of (..., size) each, differentiable."""
         return cast(Tensor, _Gather.apply(logits, self))  # type: ignore[no-untyped-call]
+
+
+def embed_divided(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+    """The forward pass of an embedding whose entries are divided: (..., hidden_size) of tokens (...) int64.
+
+    DTensor's own makes the gradient of all entries on each rank.
+    """
+    weight, shard = VocabularyShard.of(embedding.weight)
+    assert shard is not None, "the embedding is whole"
+    places, is_own = shard.find(tokens)
+    return shard.sum(F.embedding(places, weight).masked_fill(~is_own[..., None], 0.0))
 
 
 class _Enter(torch.autograd.Function):

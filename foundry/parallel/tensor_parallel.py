@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.fsdp_block import find_blocks
-from foundry.models.tensor_parallel import Split
+from foundry.models.tensor_parallel import Split, embed_divided
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.training.model_hooks import hook
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor import Placement
 
 _KEY = "distributed.tensor_parallel"
 
@@ -52,37 +52,42 @@ def divide(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
     Raises:
         ConfigError: the model does not say how, or does not divide by so many ranks.
     """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
     if hook(model, "tensor_parallel_plan") is None:
         message = f"is {mesh.size()} but {type(model).__name__} has no tensor_parallel_plan(); set it to 1"
         raise ConfigError(Violation(_KEY, message))
     if violations := list(_violations(model, mesh.size())):
         raise ConfigError(violations)
-    _distribute_whole(model, mesh, policy)
-    styles: dict[str, ParallelStyle] = {}
+    in_blocks = {parameter for block in find_blocks(model) for parameter in block.parameters()}
+    dims, styles = divided_dims(model), dict[str, ParallelStyle]()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in dims and not policy.is_replicated(parameter, in_block=parameter in in_blocks):
+                # So that one optimizer updates tensors of one mesh, and each is counted and written once.
+                _distribute(module, name, mesh, Replicate())
     for name, module, split in _planned(model):
-        if split is Split.input:
-            module.register_forward_pre_hook(partial(_share_input, mesh))
-        elif split is Split.columns or (split is Split.vocabulary and isinstance(module, nn.Linear)):
-            styles[name] = ColwiseParallel()
-        else:  # an embedding looks up its own tokens, and 0 for those of others, which is summed as products are
-            styles[name] = RowwiseParallel(input_layouts=Replicate() if split is Split.vocabulary else None)
+        match split:
+            case Split.input:
+                module.register_forward_pre_hook(partial(_share_input, mesh))
+            case Split.vocabulary:
+                _distribute(module, "weight", mesh, Shard(0))
+                if isinstance(module, nn.Embedding):
+                    module.forward = partial(embed_divided, module)
+            case Split.columns:
+                styles[name] = ColwiseParallel()
+            case Split.rows:
+                styles[name] = RowwiseParallel()
     parallelize_module(model, mesh, styles, src_data_rank=None)
 
 
-def _distribute_whole(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
-    """Make DTensors of what FSDP2 shards and this does not, so that one optimizer updates tensors of one mesh."""
-    from torch.distributed.tensor import Replicate, distribute_tensor
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: "Placement") -> None:
+    from torch.distributed.tensor import distribute_tensor
 
-    in_blocks = {parameter for block in find_blocks(model) for parameter in block.parameters()}
-    cut = divided_dims(model)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in cut and not policy.is_replicated(parameter, in_block=parameter in in_blocks):
-                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    parameter = module.get_parameter(name)
+    data = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(data, requires_grad=parameter.requires_grad))
 
 
 def _share_input(mesh: DeviceMesh, module: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -97,7 +97,7 @@ class Layout:
 
 
 def build_layout(config: Distributed, model: nn.Module, policy: PrecisionPolicy, world_size: int) -> Layout:
-    """What `foundry.parallel.wrap` makes of a model."""
+    """What `foundry.parallel.wrap` makes of a model; of one that is divided, what it makes of a rank's part."""
     resolved = resolve_distributed(config, world_size)
     if isinstance(resolved, Single):
         return Layout([], list(model.parameters()))

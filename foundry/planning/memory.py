@@ -1,12 +1,13 @@
 """The memory of a run by part, known from shapes and types alone.
 
-What is sharded where follows `foundry.parallel.wrap`. Weights, gradients, optimizer state, averages and buffers are
+What is sharded where follows `foundry.parallel.wrap`; under tensor parallelism all is counted on the model of one rank,
+whose matrices are cut. Weights, gradients, optimizer state, averages and buffers are
 exact; what is in flight is FSDP2's by design, without its collectives' own buffers; activations are an estimate.
 """
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from foundry.models.lora import frozen_matrices
 from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.process_group import World
+from foundry.parallel.tensor_parallel import divided_dims, is_divisible
 from foundry.parts import build_model, build_objective, build_optimizers
 from foundry.planning.activations import activation_bytes
 from foundry.planning.fake import FakeModel
@@ -106,7 +108,8 @@ def estimate_memory(
         ConfigError: the strategy does not fit the number of ranks, or the optimizer not the model.
     """
     policy = PrecisionPolicy(config.precision.mode)
-    model = _as_held(fake.model, policy, narrow_frozen=config.peft.narrows_base)
+    num_parts = config.distributed.tensor_parallel
+    model = _as_held(fake.model, policy, narrow_frozen=config.peft.narrows_base, num_parts=num_parts)
     layout = build_layout(config.distributed, model, policy, world_size)
     dp_size = config.distributed.dp_size(world_size)
     sizes = resolve_batch_sizes(config.hparams, dp_size=dp_size, tokens_per_sample=None).sizes
@@ -120,7 +123,7 @@ def estimate_memory(
         asked = [layout, *(frozen[name][0] for name in objective.rollouts.recorded_models)]
         whole = sum(each.ungathered(config.distributed.gradient_sync) for each in asked)
         cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
-        generation = whole + (cache or 0)
+        generation = whole + (cache or 0) // num_parts
         generation_note = "the memory of keys and values is not known" if cache is None else None
     activations, activations_note = _activations(config, objective, model, fake.mode, policy, layout, microbatch)
     shards = layout.parts(num_bytes)
@@ -161,7 +164,8 @@ def _build_frozen(
     for name, node in objective.frozen_models.items():
         with fake.mode:
             model = fake.model if node is None else build_model(config, node)
-        frozen[name] = _as_held(model, policy).requires_grad_(False).eval()
+        num_parts = config.distributed.tensor_parallel
+        frozen[name] = _as_held(model, policy, num_parts=num_parts).requires_grad_(False).eval()
     objective.compare(frozen)
     if getattr(objective, "columns", ()):
         return {}
@@ -264,8 +268,10 @@ def _activations(
     return size, None
 
 
-def _as_held(model: nn.Module, policy: PrecisionPolicy, *, narrow_frozen: bool = False) -> nn.Module:
-    """A copy of a fake model in the types that `PrecisionPolicy.prepare` gives it."""
+def _as_held(
+    model: nn.Module, policy: PrecisionPolicy, *, narrow_frozen: bool = False, num_parts: int = 1
+) -> nn.Module:
+    """A copy of a fake model in the types that `PrecisionPolicy.prepare` gives it, of what one of so many ranks has."""
     is_cast = policy.mode is PrecisionMode.pure_bf16
     narrowed: set[Tensor] = {*frozen_matrices(model)} if narrow_frozen and policy.is_amp else set()
 
@@ -274,14 +280,25 @@ def _as_held(model: nn.Module, policy: PrecisionPolicy, *, narrow_frozen: bool =
             return policy.compute_dtype
         return torch.bfloat16 if is_cast and tensor.is_floating_point() else tensor.dtype
 
-    return _retyped(model, dtype_of)
+    dims = divided_dims(model) if is_divisible(model, num_parts) else {}
+    return _retyped(model, dtype_of, {parameter: (dim, num_parts) for parameter, dim in dims.items()})
 
 
-def _retyped(model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> nn.Module:
-    """A copy of a fake model in other types; `Module.to` cannot change fake tensors in place."""
+def _retyped(
+    model: nn.Module,
+    dtype_of: Callable[[Tensor], torch.dtype],
+    cut: Mapping[nn.Parameter, tuple[int, int]] | None = None,
+) -> nn.Module:
+    """A copy of a fake model in other types; `Module.to` cannot change fake tensors in place.
+
+    Of the parameters in `cut` it has one part: those are divided along a dimension into so many.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        data = parameter.detach().to(dtype_of(parameter), copy=True)
+        dim, num_parts = (cut or {}).get(parameter, (0, 1))
+        whole = parameter.detach()
+        part = whole.narrow(dim, 0, whole.shape[dim] // num_parts) if num_parts > 1 else whole
+        data = part.to(dtype_of(parameter), copy=True)
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.to(dtype_of(buffer), copy=True)

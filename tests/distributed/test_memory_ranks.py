@@ -12,9 +12,10 @@ HEADS = ["model.num_heads=3", "model.num_kv_heads=1", "data.vocab_size=300", "da
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.ema_decay=0.9"]
 
 
-def of_ranks(world_size, *overrides):
-    """Two microbatches a step on each rank."""
-    batch = [f"hparams.global_batch_size={4 * world_size}", f"distributed.nproc_per_node={world_size}"]
+def of_ranks(world_size, *overrides, tensor_parallel=1):
+    """Two microbatches a step on each rank, or group of ranks that divide matrices."""
+    size = [f"distributed.nproc_per_node={world_size}", f"distributed.tensor_parallel={tensor_parallel}"]
+    batch = [f"hparams.global_batch_size={4 * world_size // tensor_parallel}", *size]
     return configure(*MODEL, *HEADS, *BATCH, *batch, *overrides)
 
 
@@ -143,7 +144,10 @@ def _gathered(model):
     ids=["one", "two", "four"],
 )
 def test_ranks_hold_what_was_planned(world_size, cases):
-    configs = [of_ranks(world_size, *case.split()) for case in cases]
+    check(world_size, cases, [of_ranks(world_size, *case.split()) for case in cases])
+
+
+def check(world_size, cases, configs):
     measured = spawn(measure, world_size, configs)[0]
     for case, config, found in zip(cases, configs, measured, strict=True):
         planned = plan(config, world_size)
@@ -151,6 +155,31 @@ def test_ranks_hold_what_was_planned(world_size, cases):
             assert found[part] == getattr(planned, part), (case, part)
         if "shard_optimizer" in case or "last_keep_params" in case:
             assert found["gathered"] == planned.gathered, case
+
+
+DIVISIBLE = "model.vocab_size=308 model.hidden_size=12 model.intermediate_size=10 model.num_heads=2 model.num_kv_heads=2"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (2, ["distributed=fsdp optimizer=adamw"]),
+        pytest.param(
+            4,
+            [
+                "distributed=fsdp optimizer=adamw precision=fp32",
+                "distributed=fsdp distributed.gradient_sync=last_keep_params",
+                "distributed=hsdp optimizer=adamw distributed.num_replicas=2",
+                "distributed=ddp distributed.shard_optimizer=true optimizer=sgd model.tie_embeddings=true",
+            ],
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["two", "four"],
+)
+def test_ranks_that_divide_matrices_hold_what_was_planned(world_size, cases):
+    configs = [of_ranks(world_size, *case.split(), *DIVISIBLE.split(), tensor_parallel=2) for case in cases]
+    check(world_size, cases, configs)
 
 
 @pytest.mark.long
