@@ -26,7 +26,9 @@ def check_tensor_parallel(config: Config) -> Iterator[Violation]:
     if isinstance(config.model, Transformer):
         for name in _DIVIDED:
             if (value := getattr(config.model, name)) % size:
-                yield Violation(f"model.{name}", f"is {value} but must be a multiple of {_KEY}={size}")
+                near = -(-value // size) * size
+                message = f"is {value} but must be a multiple of {_KEY}={size}; the next is {near}"
+                yield Violation(f"model.{name}", message)
     if isinstance(config.peft, LoRA):
         yield Violation(_KEY, f"is {size} but adapters of peft=lora are not divided; set it to 1")
     if isinstance(config.objective, SFT) and config.objective.attention_dropout:

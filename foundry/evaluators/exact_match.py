@@ -82,7 +82,8 @@ class ExactMatch:
                         is_sliding=False,
                         beat=context.beat,
                     )
-                measured += self._measured(prompts, found, context)
+                if world.leads_share:
+                    measured += self._measured(prompts, found, context)
         names = self.metrics
         if names is None:  # the scores of an environment of the user's own, which other ranks may not have seen
             names = tuple(sorted({"reward", *(name for own in gather(_names(measured), world) for name in own)}))
@@ -91,7 +92,7 @@ class ExactMatch:
             dtype=torch.float64,
             device=world.device,
         )
-        totals = world.dp_sum(sums).tolist()
+        totals = world.all_reduce_sum(sums).tolist()
         means = {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count}
         if self._judge is not None and "reward" not in means:
             log.warning("environment %s has given none of the held-out answers a reward", self._judge.name)

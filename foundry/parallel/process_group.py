@@ -83,6 +83,14 @@ class World:
         return self.mesh[TENSOR_DIM] if self.mesh is not None and TENSOR_DIM in names else None
 
     @property
+    def leads_share(self) -> bool:
+        """Whether this is the first of the ranks that share their samples; what is done once for a share, it does."""
+        if self.mesh is None:
+            return True
+        names, place = self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or ()
+        return not any(index for name, index in zip(names, place, strict=True) if name not in DATA_DIMS)
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the rank that writes and speaks."""
         return self.rank == 0

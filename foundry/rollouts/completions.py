@@ -72,7 +72,7 @@ class Made:
 
 
 def _summed(tensor: Tensor, world: World) -> Tensor:
-    return world.all_reduce_sum(tensor.to(world.device)).cpu() if world.world_size > 1 else tensor
+    return world.dp_sum(tensor.to(world.device)).cpu() if world.dp_size > 1 else tensor
 
 
 def complete(

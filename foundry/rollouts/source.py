@@ -85,7 +85,7 @@ def build_rollouts(
 class RolloutSource:
     """Has the model answer prompts, and cuts what comes of it into the windows of several updates.
 
-    A rollout is made in chunks of `generation_batch_size` completions, of which rank r makes every world_size-th: what
+    A rollout is made in chunks of `generation_batch_size` completions, of which rank r makes every dp_size-th: what
     is in a chunk, and what is drawn for it, does not depend on the number of ranks. Its completions are known to
     all ranks. Within a window they are dealt to ranks and microbatches as a `Loader` deals samples, packed or not.
 
@@ -137,10 +137,10 @@ class RolloutSource:
             keeps_log_probs=True,
         )
         num_chunks = math.ceil(self._settings.num_completions / self._settings.batch_size)
-        if num_chunks < world.world_size:
+        if num_chunks < world.dp_size:
             message = "objective.generation_batch_size=%d makes %d chunks of a rollout: %d of %d ranks generate nothing"
-            idle = world.world_size - num_chunks
-            log.warning(message, self._settings.batch_size, num_chunks, idle, world.world_size)
+            idle = world.dp_size - num_chunks
+            log.warning(message, self._settings.batch_size, num_chunks, idle, world.dp_size)
         self._context = context_of(model, data)
         _check_prompts(data, judge, self._context - self._decoding.max_new_tokens)
         self._update = 0  # of the rollout; 0: the next window needs another
@@ -203,7 +203,7 @@ class RolloutSource:
             whole = held.enter_context(gathered(self._model))
             for model in self._frozen:
                 held.enter_context(gathered(model))
-            for start in range(self._world.rank * size, len(prompts), self._world.world_size * size):
+            for start in range(self._world.dp_rank * size, len(prompts), self._world.dp_size * size):
                 self._beat("generating answers")
                 found = complete(
                     whole,
@@ -218,8 +218,8 @@ class RolloutSource:
                     beat=self._beat,
                 )
                 place(completions, found, start)
-                for number, one in enumerate(self._judged(found.answers), start):
-                    judged[number] = one
+                if self._world.leads_share:
+                    judged |= enumerate(self._judged(found.answers), start)
         self._beat("collecting answers")
         completions.share(self._world)
         self._prepare(completions, self._collected(judged), torch.tensor(keys))

@@ -157,7 +157,9 @@ def check(world_size, cases, configs):
             assert found["gathered"] == planned.gathered, case
 
 
-DIVISIBLE = "model.vocab_size=308 model.hidden_size=12 model.intermediate_size=10 model.num_heads=2 model.num_kv_heads=2"
+DIVISIBLE = (
+    "model.vocab_size=308 model.hidden_size=12 model.intermediate_size=10 model.num_heads=2 model.num_kv_heads=2"
+)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,13 @@ LAYOUTS = {
         "hparams.per_gpu_batch_size=4",
         "objective.reference=copy",
     ],
+    "tensor_parallel": [
+        "distributed=fsdp",
+        "distributed.nproc_per_node=4",
+        "distributed.tensor_parallel=2",
+        "hparams.per_gpu_batch_size=2",
+        "objective.reference=copy",
+    ],
 }
 
 
@@ -98,7 +105,7 @@ def test_it_learns_the_order_on_any_layout(shell):
         shell.run(*RUN, *overrides, f"hydra.run.dir={name}")
     one = losses(shell, "one")
     assert one[0] == pytest.approx(math.log(2), abs=1e-6)
-    for name in ("cut", "ddp", "fsdp", "copy"):
+    for name in list(LAYOUTS)[1:]:
         assert losses(shell, name) == pytest.approx(one, rel=1e-5)
     result = json.loads((shell.cwd / "one" / "result.json").read_text())
     assert result["val_accuracy"] > 0.9

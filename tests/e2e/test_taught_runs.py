@@ -20,6 +20,7 @@ LAYOUTS = {
     "one": ["hparams.per_gpu_batch_size=4"],
     "ddp": ["distributed=ddp", "distributed.nproc_per_node=2"],
     "fsdp": ["distributed=fsdp", "distributed.nproc_per_node=2", "objective.top_k=300"],
+    "tensor_parallel": ["distributed=fsdp", "distributed.nproc_per_node=4", "distributed.tensor_parallel=2"],
 }
 
 
@@ -47,7 +48,7 @@ def test_the_student_comes_near_its_teacher_on_any_layout(taught):
         shell.run(*data, *STUDENT, *overrides, f"hydra.run.dir={name}")
     one = metrics(shell, "one")
     assert one[-1]["val_divergence"] < 0.8 * one[0]["divergence"]
-    for name in ("ddp", "fsdp"):
+    for name in list(LAYOUTS)[1:]:
         for ours, theirs in zip(metrics(shell, name), one, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
 
