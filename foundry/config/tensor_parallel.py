@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from foundry.config.errors import Violation
+from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.model import DiT, HuggingFace, Transformer
 from foundry.config.schemas.objective import SFT
 from foundry.config.schemas.peft import LoRA
@@ -29,6 +30,11 @@ def check_tensor_parallel(config: Config) -> Iterator[Violation]:
                 near = -(-value // size) * size
                 message = f"is {value} but must be a multiple of {_KEY}={size}; the next is {near}"
                 yield Violation(f"model.{name}", message)
+    hparams = config.hparams
+    recomputes_all = hparams.grad_checkpointing and hparams.grad_checkpointing_policy is CheckpointingPolicy.full
+    if hparams.torchcompile and recomputes_all:
+        message = f"is full, which torch.compile cannot do with {_KEY}={size}; set it to selective"
+        yield Violation("hparams.grad_checkpointing_policy", f"{message}, or hparams.torchcompile=false")
     if isinstance(config.peft, LoRA):
         yield Violation(_KEY, f"is {size} but adapters of peft=lora are not divided; set it to 1")
     if isinstance(config.objective, SFT) and config.objective.attention_dropout:

@@ -116,7 +116,7 @@ class _Enter(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.shard.sum_(grad.clone(memory_format=torch.contiguous_format)), None
 
 
@@ -126,7 +126,7 @@ class _Sum(torch.autograd.Function):
         return shard.sum_(values.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -139,5 +139,5 @@ class _Gather(torch.autograd.Function):
         return torch.cat(parts, -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.narrow(-1, ctx.shard.start, ctx.shard.size), None

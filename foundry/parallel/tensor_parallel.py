@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from foundry.config.errors import ConfigError, Violation
@@ -31,7 +31,7 @@ def is_divisible(model: nn.Module, num_ranks: int) -> bool:
     return hook(model, "tensor_parallel_plan") is not None and not list(_violations(model, num_ranks))
 
 
-def divided_dims(model: nn.Module) -> dict[nn.Parameter, int]:
+def divided_dims(model: nn.Module) -> dict[Tensor, int]:
     """The parameters that are divided, each with the dimension along which it is; all others every rank holds."""
     return {
         module.weight: 1 if split is Split.rows else 0
@@ -74,7 +74,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
             case Split.vocabulary:
                 _distribute(module, "weight", mesh, Shard(0))
                 if isinstance(module, nn.Embedding):
-                    module.forward = partial(embed_divided, module)
+                    module.forward = partial(embed_divided, module)  # type: ignore[method-assign]
             case Split.columns:
                 styles[name] = ColwiseParallel()
             case Split.rows:
@@ -109,6 +109,10 @@ def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Split]]:
 
 
 def _violations(model: nn.Module, num_ranks: int) -> Iterator[Violation]:
+    first: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (other := first.setdefault(parameter, name)) != name:
+            yield Violation(_KEY, f"is {num_ranks} but {name} and {other} are one parameter; set it to 1")
     dims = divided_dims(model)
     for name, module, split in _planned(model):
         if split is Split.input:

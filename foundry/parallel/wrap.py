@@ -120,9 +120,9 @@ def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World, *, fil
     model.requires_grad_(False).eval()
     if world.world_size > 1:
         _check_equal(model, world)
-    if world.tp_mesh is not None and is_divisible(model, world.tp_mesh.size()):
-        divide(model, world.tp_mesh, policy)
     if isinstance(world.distributed, FSDP):
+        if world.tp_mesh is not None and is_divisible(model, world.tp_mesh.size()):
+            divide(model, world.tp_mesh, policy)
         return _wrap_fsdp(model, world.distributed, policy, world, fill).model
     return _place(model, world, fill)
 

@@ -160,16 +160,16 @@ def _build_frozen(
     """
     if not isinstance(objective, ComparingObjective):
         return {}
+    is_sharded = isinstance(resolve_distributed(config.distributed, world_size), FSDP)
+    num_parts = config.distributed.tensor_parallel if is_sharded else 1
     frozen = dict[str, nn.Module]()
     for name, node in objective.frozen_models.items():
         with fake.mode:
             model = fake.model if node is None else build_model(config, node)
-        num_parts = config.distributed.tensor_parallel
         frozen[name] = _as_held(model, policy, num_parts=num_parts).requires_grad_(False).eval()
     objective.compare(frozen)
     if getattr(objective, "columns", ()):
         return {}
-    is_sharded = isinstance(resolve_distributed(config.distributed, world_size), FSDP)
     return {
         name: (
             build_layout(config.distributed, model, policy, world_size)
@@ -287,7 +287,7 @@ def _as_held(
 def _retyped(
     model: nn.Module,
     dtype_of: Callable[[Tensor], torch.dtype],
-    cut: Mapping[nn.Parameter, tuple[int, int]] | None = None,
+    cut: Mapping[Tensor, tuple[int, int]] | None = None,
 ) -> nn.Module:
     """A copy of a fake model in other types; `Module.to` cannot change fake tensors in place.
 

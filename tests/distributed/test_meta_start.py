@@ -36,6 +36,8 @@ STRATEGIES = {
     ],
     4: [["distributed=fsdp"], ["distributed=hsdp"]],
 }
+# Over the shards of FSDP2, of which there are one or two.
+DIVIDED = ["distributed=fsdp", "distributed.tensor_parallel=2", "data.vocab_size=308", "model.vocab_size=308"]
 
 
 def whole(parallel):
@@ -85,6 +87,7 @@ def check_drawn(world, configs):
 def test_ranks_draw_what_one_process_draws(world_size):
     count, batch = f"distributed.nproc_per_node={world_size}", "hparams.per_gpu_batch_size=1"
     configs = [configure(*m, *s, count, batch) for m in MODELS.values() for s in STRATEGIES[world_size]]
+    configs += [configure(*MODELS[name], *DIVIDED, count, batch) for name in ("decoder", "tied", "bf16", "amp")]
     spawn(check_drawn, world_size, configs)
 
 

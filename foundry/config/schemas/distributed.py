@@ -87,7 +87,7 @@ class Distributed:
 
     def dp_size(self, world_size: int) -> int:
         """Ranks, or groups of `tensor_parallel` ranks, that train on samples of their own."""
-        return world_size // self.tensor_parallel
+        return max(1, world_size // max(1, self.tensor_parallel))
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """Dimensions of the device mesh, outermost first; `replicate` and `shard` are those that divide the data.

@@ -1,0 +1,130 @@
+"""A loss over a vocabulary that ranks divide between them, and what crosses them for it."""
+
+import pytest
+from harness import spawn
+
+pytestmark = pytest.mark.distributed
+TOKENS, HIDDEN, VOCAB = (3, 7), 5, 12
+
+
+def inputs():
+    """Hidden states, head and targets; some are ignored, and the likeliest entry of a token is there twice."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(*TOKENS, HIDDEN, generator=generator), torch.randn(VOCAB, HIDDEN, generator=generator)
+    weight[VOCAB - 1] = weight[2]
+    targets = torch.randint(VOCAB, TOKENS, generator=generator)
+    targets[0, :3], targets[1] = -100, (hidden[1] @ weight.T).argmax(-1)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def divided(weight, world):
+    """The head as a DTensor of which each rank has some rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("tensor",))
+    return distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+
+
+def made_loss(hidden, head, targets, tile_tokens):
+    from foundry.models.token_loss import TokenLoss, project_loss
+
+    found = project_loss(hidden, head, targets, TokenLoss(0.3, finds_correct=True), tile_tokens=tile_tokens)
+    return found.loss, [found.loss, found.log_prob, found.logsumexp, found.correct]
+
+
+def read_off(hidden, head, targets, tile_tokens):
+    """A loss of everything that is read, with what an objective reads off whole logits."""
+    from foundry.models.token_log_probs import project_log_probs
+
+    def read(logits, targets):
+        return {"entropy": -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)}
+
+    found = project_log_probs(hidden, head, targets, tile_tokens=tile_tokens, read=read)
+    loss = (0.2 * found.logsumexp.square() - found.log_prob + 0.5 * found.read["entropy"]).sum()
+    return loss, [loss, found.log_prob, found.logsumexp, found.read["entropy"]]
+
+
+def returned(hidden, head, targets, tile_tokens):
+    from foundry.models.token_log_probs import project_log_probs
+
+    found = project_log_probs(hidden, head, targets, tile_tokens=tile_tokens, return_logits=True)
+    loss = found.logits.square().mean() - found.log_prob.sum()
+    return loss, [loss, found.log_prob, found.logits]
+
+
+CASES = [(function, tile) for function in (made_loss, read_off, returned) for tile in (0, 4)]
+
+
+def values(function, head, hidden, targets, tile):
+    """What is computed, and both gradients."""
+    loss, found = function(hidden, head, targets, tile)
+    loss.backward()
+    return [*(tensor.detach().float() for tensor in found), hidden.grad, head.grad]
+
+
+def on_ranks(world):
+    import torch
+
+    for function, tile in CASES:
+        hidden, weight, targets = inputs()
+        *expected, weight_grad = values(function, weight, hidden, targets, tile)
+        hidden = hidden.detach().requires_grad_()
+        *found, head_grad = values(function, divided(weight, world), hidden, targets, tile)
+        for ours, theirs in zip([*found, head_grad.full_tensor()], [*expected, weight_grad], strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6), (function.__name__, tile)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_is_that_of_the_whole_vocabulary(world_size):
+    spawn(on_ranks, world_size)
+
+
+def sent(world):
+    """Elements of each collective of a loss with its gradients."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    numbers = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if operator.namespace == "c10d":
+                numbers.append(sum(t.numel() for t in tree_leaves(args) if isinstance(t, torch.Tensor)))
+            return operator(*args, **(kwargs or {}))
+
+    hidden, weight, targets = inputs()
+    head = divided(weight, world)
+    with Sizes():
+        made_loss(hidden, head, targets, 0)[0].backward()
+    return numbers
+
+
+def test_no_logits_are_sent():
+    """Two maxima, an index and two sums of each token, and the gradient of the hidden states."""
+    count = TOKENS[0] * TOKENS[1]
+    assert spawn(sent, 2)[0] == [count, count, count, 2 * count, HIDDEN * count]
+
+
+def look_up(world):
+    import torch
+
+    from foundry.models.tensor_parallel import embed_divided
+
+    _, weight, targets = inputs()
+    tokens = targets.clamp(min=0)
+    embedding = torch.nn.Embedding(VOCAB, HIDDEN, _weight=weight.detach().clone())
+    (expected := embedding(tokens)).square().sum().backward()
+    shared = torch.nn.Embedding(VOCAB, HIDDEN)
+    shared.weight = torch.nn.Parameter(divided(weight, world))
+    (found := embed_divided(shared, tokens)).square().sum().backward()
+    assert torch.equal(found, expected)
+    assert shared.weight.grad.to_local().shape == (VOCAB // world.world_size, HIDDEN)
+    assert torch.allclose(shared.weight.grad.full_tensor(), embedding.weight.grad)
+
+
+def test_an_embedding_looks_up_what_it_has():
+    spawn(look_up, 2)
