@@ -1,5 +1,5 @@
 # The checks of a change: `make check`.
-.PHONY: check format docs
+.PHONY: check format docs benchmarks
 
 check:
 	ruff check .
@@ -15,3 +15,6 @@ format:
 docs:
 	python docs/generate_configuration.py
 	python docs/run_blocks.py
+
+benchmarks:
+	python benchmarks/all.py

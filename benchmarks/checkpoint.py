@@ -7,9 +7,7 @@ long the training thread is held up; memory is how far the process grew above wh
     python benchmarks/checkpoint.py [--megabytes 300] [--repeats 8] [--folder .]
 """
 
-import argparse
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -19,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from records import Column, Headline, Row, finish, parser
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -30,6 +29,14 @@ from foundry.run_dir.checkpoints import find
 
 NUM_TENSORS = 75
 Measured = tuple[float, float]
+COLUMNS = [
+    Column(key="durable", heading="durable, s", format=".3f", spread=True),
+    Column(key="of_raw", heading="of raw", format=".2f"),
+    Column(key="waits", heading="waits, s", format=".3f", spread=True),
+    Column(key="of_once", heading="of at once", format=".0%"),
+    Column(key="first", heading="first waits, s", format=".3f"),
+    Column(key="grown", heading="grows by, MB"),
+]
 
 
 def raw_write(folder: Path, state: dict[str, Tensor]) -> Measured:
@@ -37,7 +44,7 @@ def raw_write(folder: Path, state: dict[str, Tensor]) -> Measured:
     begin = time.perf_counter()
     with (folder / "raw.partial").open("wb") as file:
         for tensor in state.values():
-            file.write(memoryview(tensor.numpy()))
+            file.write(tensor.numpy().data)
         file.flush()
         os.fsync(file.fileno())
     (folder / "raw.partial").replace(folder / "raw")
@@ -85,11 +92,13 @@ def memory(field: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--folder", type=Path, default=Path())
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--megabytes", type=int, default=300)
+    made.add_argument("--repeats", type=int, default=8)
+    made.add_argument("--folder", type=Path, default=Path(), help="on the disk that is measured")
+    options = made.parse_args()
+    if options.smoke:
+        options.megabytes, options.repeats = 6, 1
     size = options.megabytes * 1_000_000 // 4 // NUM_TENSORS
     state = {f"t{index}": torch.rand(size) for index in range(NUM_TENSORS)}
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
@@ -116,19 +125,33 @@ def main() -> None:
         begin = time.perf_counter()
         assert not problems(find(folder / "once"))
         verify = time.perf_counter() - begin
-    print(
-        f"{options.megabytes} MB in {NUM_TENSORS} tensors, {torch.get_num_threads()} of {os.cpu_count()} cores,",
-        end=" ",
-    )
-    print(f"torch {torch.__version__}, Python {platform.python_version()}; median of {options.repeats} after a first\n")
-    print("| way | durable, s | of raw | waits, s | of at once | first waits, s | grows by, MB |")
-    print("|---|---|---|---|---|---|---|")
     medians = {name: tuple(map(statistics.median, zip(*each, strict=True))) for name, each in measured.items()}
     raw, once = medians["raw write, fsync"][0], medians["foundry, at once"][1]
-    for name, (durable, waits) in medians.items():
-        print(f"| {name} | {durable:.3f} | {durable / raw:.2f} | {waits:.3f} | {waits / once:.1%} |", end="")
-        print(f" {first[name][1]:.3f} | {grown[name]} |")
-    print(f"\nverifying reads {options.megabytes / verify / 1000:.1f} GB/s from the page cache")
+    rows = [
+        Row(
+            side=name,
+            values={
+                "durable": [durable for durable, _ in each],
+                "of_raw": [medians[name][0] / raw],
+                "waits": [waits for _, waits in each],
+                "of_once": [medians[name][1] / once],
+                "first": [first[name][1]],
+                "grown": [grown[name]],
+            },
+        )
+        for name, each in measured.items()
+    ]
+    theirs = medians["torch, `HuggingFaceStorageWriter`"][0]
+    headline = Headline(
+        what=f"A durable checkpoint of {options.megabytes} MB",
+        foundry=f"{once:.2f} s",
+        beside=f"{theirs:.2f} s torch's writer, {raw:.2f} s raw write",
+    )
+    notes = [
+        f"{options.megabytes} MB in {NUM_TENSORS} tensors; {options.repeats} saves after a first. Verifying reads "
+        f"{options.megabytes / verify / 1000:.1f} GB/s from the page cache."
+    ]
+    finish(options, side="way", columns=COLUMNS, rows=rows, notes=notes, chart="durable", headlines=[headline])
 
 
 if __name__ == "__main__":

@@ -8,21 +8,23 @@ class. As controls: the classifier on held-out real images, and on pure noise.
 """
 
 import sys
+from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.neighbors import KNeighborsClassifier
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+from sklearn.neighbors import KNeighborsClassifier  # type: ignore[import-untyped]
+from torch import Tensor
 
 from foundry.config.build import build
 from foundry.restore import restore
 
 
-def agreement(classifier, images, labels):
+def agreement(classifier: Any, images: Tensor, labels: Tensor) -> float:
     """Share of images, (n, 1, 8, 8) in [-1, 1], in which the classifier sees their label."""
     return float((classifier.predict(((images + 1) * 8).reshape(len(images), 64).numpy()) == labels.numpy()).mean())
 
 
-def main(run_dir):
+def main(run_dir: str) -> None:
     restored = restore(run_dir, "last", ema=True)
     objective = build(restored.config.objective)
     drawn = objective.generate(restored.model, restored.data, restored.device, samples_per_class=50, seed=1)

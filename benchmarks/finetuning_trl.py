@@ -3,31 +3,26 @@
     python -m pip install trl  # no dependency of foundry's
     python benchmarks/finetuning_trl.py [sft] [dpo] [grpo] [--steps 50] [--seeds 42 1] [--at-once 1] [--bases FOLDER]
 
-foundry's side is `run()` of a composed configuration. For each method printed are: useful tokens (no padding; in GRPO
-those that were generated, all of which are trained on) per second of wall and of CPU time without the first steps, the
+foundry's side is `run()` of a composed configuration. For each method shown are: useful tokens (no padding; in GRPO
+those that were generated, all of which are trained on) per second of CPU time without the first steps, the
 largest resident set, how far it grew from before the first step, and by how much losses of a step differ from TRL's.
 Of GRPO, whose two sides draw different answers, the mean reward of each quarter of the run. Every run has one thread.
 `--at-once 2` runs two side by side, for a machine that has nothing else to do. Times are compared only within one call.
 """
 
-import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-HERE = Path(__file__).parent
-NUM_WARMUP = 3
+from comparison import HERE, NUM_WARMUP, QUIET, TRAINED_ALIKE, call, speeds
+from records import Column, Headline, Row, Values, finish, parser
 
 
 @dataclass(frozen=True)
@@ -87,34 +82,18 @@ METHODS = {
         {"num_generations": 8, "max_new_tokens": 48, "beta": 0.0},
     ),
 }
-COMMON = (
-    "optimizer=adamw",
-    "optimizer.weight_decay=0",
-    "scheduler=constant",
-    "scheduler.warmup=0",
-    "hparams.grad_clip_norm=1.0",
-    "precision=fp32",
-    "tracking=none",
-    "tracking.progress=false",
-    "tracking.log_every_n_steps=1",
-    "evaluation.interval=null",
-    "evaluation.max_samples=1",
-    "evaluation.write_samples=false",
-    "checkpoint=none",
-)
-
-
-def call(*arguments: str | Path) -> None:
-    """Run a script or module of Python's on one thread.
-
-    Raises:
-        RuntimeError: it failed; with the end of what it printed.
-    """
-    command = [sys.executable, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if found.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{(found.stdout + found.stderr)[-3000:]}")
+COLUMNS = [
+    Column(key="speed", heading="useful tokens/s of CPU time", spread=True),
+    Column(key="of_speed", heading="of TRL", format=".2f"),
+    Column(key="peak_mib", heading="peak, MiB"),
+    Column(key="of_peak_mib", heading="of TRL", format=".2f"),
+    Column(key="grown_mib", heading="grown, MiB"),
+    Column(key="of_grown_mib", heading="of TRL", format=".2f"),
+    Column(key="apart", heading="losses apart", format=".1e"),
+    Column(key="losses", heading="loss, first to last step"),
+    Column(key="rewards", heading="mean reward by quarters of the run"),
+]
+COMMON = (*TRAINED_ALIKE, "precision=fp32", *QUIET)
 
 
 def make_bases(folder: Path, wanted: set[str]) -> None:
@@ -215,27 +194,23 @@ def measure(side: str, job: Path) -> dict[str, Any]:
     return measured
 
 
-def show(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    """Print what the runs of one method came to, by side, a run for each seed."""
-    theirs = found["TRL"]
-    print(f"\n{name:27s} tokens/s, wall    of CPU time    peak, MiB      grown, MiB     losses apart")
+def rows_of(name: str, found: dict[str, list[dict[str, Any]]]) -> list[Row]:
+    """What the runs of one method came to, by side, a run for each seed; TRL's side is the first."""
+    theirs, rows = found["TRL"], list[Row]()
     for side, own in found.items():
-        columns = [f"{side:25s}"]
-        for clock in ("wall_seconds", "cpu_seconds"):
-            speed, other = (fmean(one["tokens"] / one[clock] for one in runs) for runs in (own, theirs))
-            columns.append(f"{speed:7.0f} ({speed / other:.2f})")
+        speed, others = speeds(own, "cpu_seconds"), speeds(theirs, "cpu_seconds")
+        values: dict[str, Values] = {"speed": speed, "of_speed": [fmean(speed) / fmean(others)]}
         for key in ("peak_mib", "grown_mib"):
-            size, other = (fmean(one[key] for one in runs) for runs in (own, theirs))
-            columns.append(f"{size:6.0f} ({size / other:.2f})")
-        if name != "grpo":
+            size, other = ([one[key] for one in runs] for runs in (own, theirs))
+            values |= {key: size, f"of_{key}": [fmean(size) / fmean(other)]}
+        if name == "grpo":
+            values["rewards"] = "; ".join(" ".join(f"{mean:.3f}" for mean in quarters(one)) for one in own)
+        else:
             pairs = [zip(a["losses"], b["losses"], strict=True) for a, b in zip(own, theirs, strict=True)]
-            columns.append(f"{max(abs(a - b) / abs(b) for both in pairs for a, b in both):.1e}")
-            columns.append(f"{own[0]['losses'][0]:.4f} to {own[0]['losses'][-1]:.4f}")
-        print("  ".join(columns))
-    if name == "grpo":
-        print("mean reward by quarters of the run, each seed")
-        for side, own in found.items():
-            print(f"{side:25s}" + "; ".join(" ".join(f"{mean:.3f}" for mean in quarters(one)) for one in own))
+            values["apart"] = [max(abs(a - b) / abs(b) for both in pairs for a, b in both)]
+            values["losses"] = f"{own[0]['losses'][0]:.4f} to {own[0]['losses'][-1]:.4f}"
+        rows.append(Row(case=name.upper(), side=side, values=values))
+    return rows
 
 
 def quarters(run: dict[str, Any]) -> list[float]:
@@ -247,18 +222,18 @@ def quarters(run: dict[str, Any]) -> list[float]:
 
 def main() -> None:
     """Compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", metavar="sft|dpo|grpo", default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--grpo-steps", type=int, help="another number of steps for GRPO")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="of GRPO; the others take the first")
-    parser.add_argument("--at-once", type=int, default=1, choices=(1, 2))
-    parser.add_argument("--only", nargs="+", default=[], help="of foundry's sides, such as 'foundry, packed'")
-    parser.add_argument("--bases", type=Path, help="folder where bases are, or are kept for the next time")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("methods", nargs="*", metavar="sft|dpo|grpo", default=list(METHODS))
+    made.add_argument("--steps", type=int, default=50)
+    made.add_argument("--grpo-steps", type=int, help="another number of steps for GRPO")
+    made.add_argument("--seeds", type=int, nargs="+", default=[42], help="of GRPO; the others take the first")
+    made.add_argument("--at-once", type=int, default=1, choices=(1, 2))
+    made.add_argument("--only", nargs="+", default=[], help="of foundry's sides, such as 'foundry, packed'")
+    made.add_argument("--bases", type=Path, help="folder where bases are, or are kept for the next time")
+    options = made.parse_args()
     names = options.methods
-    versions = ", ".join(f"{package} {version(package)}" for package in ("trl", "transformers", "torch"))
-    print(f"{versions}; {options.steps} steps, seeds {options.seeds}; in brackets: of TRL's")
+    steps_of = dict.fromkeys(METHODS, options.steps) | ({"grpo": options.grpo_steps} if options.grpo_steps else {})
+    rows = list[Row]()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         bases = folder if options.bases is None else options.bases.absolute()
@@ -268,17 +243,34 @@ def main() -> None:
         for name in wanted if bases != folder else ():
             for suffix in ("", "_hf"):
                 (folder / f"{name}{suffix}").symlink_to(bases / f"{name}{suffix}")
-        longest = max(options.steps, options.grpo_steps or 0)
-        write_rows(folder, longest * 32)
+        write_rows(folder, max(steps_of.values()) * 32)
         for name in names:
-            steps = (name == "grpo" and options.grpo_steps) or options.steps
             found: dict[str, list[dict[str, Any]]] = {}
             for seed in options.seeds if name == "grpo" else options.seeds[:1]:
-                jobs = runs_of(folder, name, steps, seed, options.only)
+                jobs = runs_of(folder, name, steps_of[name], seed, options.only)
                 with ThreadPoolExecutor(options.at_once) as pool:
                     for side, measured in zip(jobs, pool.map(measure, jobs, jobs.values()), strict=True):
                         found.setdefault(side, []).append(measured)
-            show(name, found)
+            rows += rows_of(name, found)
+    fastest = {
+        name: max((row for row in rows if row.case == name.upper() and row.side != "TRL"), key=_times_trl)
+        for name in names
+    }
+    headlines = [
+        Headline(
+            what=f"{name.upper()}, useful tokens per second",
+            foundry=f"{_times_trl(row):.2f} times TRL's ({row.side})",
+            beside="TRL",
+        )
+        for name, row in fastest.items()
+    ]
+    finish(options, case="method", columns=COLUMNS, rows=rows, chart="speed", headlines=headlines)
+
+
+def _times_trl(row: Row) -> float:
+    ratio = row.values["of_speed"]
+    assert ratio is not None
+    return float(ratio[0])
 
 
 if __name__ == "__main__":

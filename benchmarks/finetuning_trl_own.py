@@ -44,7 +44,7 @@ class Measured:
 def write_order(job: dict[str, Any], file: Path) -> None:
     """Write the samples of all steps in the order in which foundry reads them, as TRL's trainers take them."""
     config = compose(job["overrides"])
-    data = build_data(config)
+    data: Any = build_data(config)
     order = GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed)
     indices = order.indices(range(job["steps"] * job["read_each_step"])).tolist()
     rows, given = list[dict[str, Any]](), [json.loads(line) for line in Path(job["rows"]).read_text().splitlines()]

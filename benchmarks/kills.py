@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from foundry.checkpoint.folder import problems, read_manifest
 from foundry.run_dir.checkpoints import find, list_checkpoints, parse_step
@@ -79,7 +81,7 @@ class Count:
 class Life:
     """One start of the command, until it ends or is killed; its processes are known by a word in their environment."""
 
-    def __init__(self, folder, words):
+    def __init__(self, folder: Path, words: list[str]) -> None:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, MARK: self.mark, "FOUNDRY_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
         self.said = (folder / "said.txt").open("w+")
@@ -92,7 +94,7 @@ class Life:
             stderr=subprocess.STDOUT,
         )
 
-    def tree(self):
+    def tree(self) -> list[int]:
         """The numbers of all its processes, wherever they went."""
         marked, found = f"{MARK}={self.mark}".encode(), []
         for entry in Path("/proc").iterdir():
@@ -101,7 +103,7 @@ class Life:
                     found.append(int(entry.name))
         return found
 
-    def kill(self, known=()):
+    def kill(self, known: Sequence[int] = ()) -> bool:
         """End all at once, the `known` ones first; True if there was anything to kill."""
         alive = self.process.poll() is None
         targets = list(known)
@@ -113,7 +115,7 @@ class Life:
         self.process.wait()
         return alive
 
-    def ended(self):
+    def ended(self) -> bool:
         """Whether it ended by itself; it may not fail."""
         if self.process.poll() is None:
             return False
@@ -122,7 +124,7 @@ class Life:
         return True
 
 
-def unfinished(checkpoints):
+def unfinished(checkpoints: Path) -> list[str]:
     """Folders of checkpoints that are being written or deleted."""
     try:
         names = [path.name for path in checkpoints.iterdir()]
@@ -131,7 +133,7 @@ def unfinished(checkpoints):
     return [name for name in names if name.startswith(".step_") and name.endswith(UNFINISHED)]
 
 
-def wait_and_kill(life, run_dir, moment, rng, seconds):
+def wait_and_kill(life: Life, run_dir: Path, moment: str, rng: random.Random, seconds: tuple[float, float]) -> bool:
     """Kill the run at such a moment, unless it ends before; whether it was killed.
 
     Args:
@@ -159,7 +161,7 @@ def wait_and_kill(life, run_dir, moment, rng, seconds):
     return life.kill(known)
 
 
-def check_checkpoints(run_dir, newest_before):
+def check_checkpoints(run_dir: Path, newest_before: int) -> int:
     """Every published checkpoint is whole, none is older than before, and the links lead to one; the newest step."""
     folders = list_checkpoints(run_dir)
     for folder in folders:
@@ -172,14 +174,14 @@ def check_checkpoints(run_dir, newest_before):
     return newest
 
 
-def outcome(run_dir):
+def outcome(run_dir: Path) -> dict[str, Any]:
     """All that must not differ: recorded numbers, checksums of tensors and random numbers, and the trainer's state."""
     records = [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
     final = read_manifest(find(run_dir, "last"))
     return {"records": records, "files": dict(final.files), "state": final.state, "step": final.step}
 
 
-def words_of(case, run_dir, *, asynchronous=True, keep_last=2):
+def words_of(case: str, run_dir: Path, *, asynchronous: bool = True, keep_last: int = 2) -> list[str]:
     """The command's words; how checkpoints are written and kept may change from start to start."""
     return [
         *CASES[case],
@@ -191,9 +193,9 @@ def words_of(case, run_dir, *, asynchronous=True, keep_last=2):
     ]
 
 
-def undisturbed(case, folder):
+def undisturbed(case: str, folder: Path) -> tuple[dict[str, Any], tuple[float, float]]:
     """Run it once; its outcome, and the seconds it took: from start to end, and of training alone."""
-    seconds = []
+    seconds = 0.0, 0.0
     for name in ("warm", "reference"):  # the first one makes the tokenizer
         run_dir, begin = folder / name, time.monotonic()
         life, first = Life(folder, words_of(case, run_dir)), None
@@ -208,7 +210,15 @@ def undisturbed(case, folder):
     return reference, seconds
 
 
-def disturbed(case, folder, number, limit, rng, seconds, count):
+def disturbed(
+    case: str,
+    folder: Path,
+    number: int,
+    limit: int,
+    rng: random.Random,
+    seconds: tuple[float, float],
+    count: Count,
+) -> Path:
     """Start, kill and start again until the run is done or there were `limit` kills; its run directory."""
     run_dir, newest = folder / f"killed-{number}", -1
     while True:
@@ -232,7 +242,7 @@ def disturbed(case, folder, number, limit, rng, seconds, count):
             return run_dir
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--kills", type=int, default=50)

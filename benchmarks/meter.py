@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _MIB = 2**20
 
 
@@ -39,6 +41,7 @@ class Meter:
             "cpu_seconds": last_cpu - cpu,
             "peak_mib": peak_mib,
             "grown_mib": peak_mib - self._resident_mib,
+            "device_peak_mib": torch.cuda.max_memory_allocated() / _MIB if torch.cuda.is_available() else None,
             **more,
         }
         file.write_text(json.dumps(measured))

@@ -7,13 +7,16 @@
 """
 
 import argparse
-import tempfile
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from comparison import FOUND, join_ranks, run_ranks
+from records import Column, Row, finish, parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -22,10 +25,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foundry.optim.muon import Muon, orthogonalise
 
+COLUMNS = [
+    Column(key="received", heading="MB received a rank", format=",.2f"),
+    Column(key="flops", heading="GFLOP a rank, most", format=",.2f"),
+    Column(key="cpu", heading="CPU s a step, all ranks", format=".3f", spread=True),
+    Column(key="wall", heading="s a step", format=".3f", spread=True),
+]
 OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1}
 
 
-class Received(TorchDispatchMode):
+class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of what collectives put out on this rank."""
 
     num_bytes = 0
@@ -57,10 +66,9 @@ def everywhere(matrices: list[nn.Parameter], momentum: list[Tensor], dtype: torc
         weight.copy_(decayed.add_(whole.redistribute(placements=placements).to_local(), alpha=-rate))
 
 
-def measure(rank: int, arguments: argparse.Namespace, store: str) -> None:
-    """What one rank does; rank 0 prints the table."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
+def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    """What one rank does; rank 0 writes down what all came to."""
+    join_ranks(rank, arguments.ranks, folder)
     shape = (arguments.replicas, arguments.ranks // arguments.replicas)
     mesh = init_device_mesh("cpu", shape if arguments.replicas > 1 else shape[1:])
     layout = [Replicate(), Shard(0)] if arguments.replicas > 1 else [Shard(0)]
@@ -87,39 +95,49 @@ def measure(rank: int, arguments: argparse.Namespace, store: str) -> None:
             dist.barrier()
             start = time.perf_counter(), time.process_time()
             if step == 0:  # what it counts costs time of its own
-                with Received() as received, FlopCounterMode(display=False) as flops:
+                with Received() as received, FlopCounterMode(display=False) as flops:  # type: ignore[no-untyped-call]
                     take()
                 counts[name] = received.num_bytes, flops.get_total_flops()
                 continue
             take()
             dist.barrier()
             seconds[name].append([time.perf_counter() - start[0], time.process_time() - start[1]])
-    equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(*sides, strict=True))  # type: ignore[operator]
+    equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(*sides, strict=True))
     everyone: list[Any] = [None] * arguments.ranks
     dist.all_gather_object(everyone, (equal, counts, seconds))
     if rank == 0:
-        print(f"torch {torch.__version__}, {arguments}: {sum(map(Tensor.numel, drawn)):,} parameters")
-        print(f"equal bits on all ranks: {all(each[0] for each in everyone)}")
-        print("| | MB received a rank | GFLOP a rank, most | CPU s a step, all ranks | wall s a step |")
-        print("|---|---|---|---|---|")
+        assert all(each[0] for each in everyone), "ranks or ways end with other bits"
+        found = dict[str, dict[str, list[float]]]()
         for name in steps:
-            megabytes = max(each[1][name][0] for each in everyone) / 1e6
-            gigaflops = max(each[1][name][1] for each in everyone) / 1e9
             taken = torch.tensor([each[2][name] for each in everyone])  # (ranks, steps, 2)
-            wall, cpu = taken[..., 0].amax(0).median().item(), taken[..., 1].sum(0).median().item()
-            print(f"| {name} | {megabytes:.2f} | {gigaflops:.2f} | {cpu:.3f} | {wall:.3f} |")
+            found[name] = {
+                "received": [max(each[1][name][0] for each in everyone) / 1e6],
+                "flops": [max(each[1][name][1] for each in everyone) / 1e9],
+                "cpu": taken[..., 1].sum(0).tolist(),
+                "wall": taken[..., 0].amax(0).tolist(),
+            }
+        Path(folder, FOUND).write_text(json.dumps([sum(map(Tensor.numel, drawn)), found]))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     for name, default in (("ranks", 4), ("replicas", 1), ("width", 512), ("layers", 4), ("steps", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, (arguments, f"{folder}/store"), nprocs=arguments.ranks)
+        made.add_argument(f"--{name}", type=int, default=default)
+    made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    options = made.parse_args()
+    if options.smoke:
+        options.width, options.layers, options.steps = 32, 1, 1
+    num_parameters, found = run_ranks(measure, options, options.ranks)
+    layout = (
+        f"FSDP2 x {options.ranks}"
+        if options.replicas == 1
+        else f"HSDP {options.replicas} x {options.ranks // options.replicas}"
+    )
+    rows = [Row(case=f"{layout}, {options.dtype}", side=name, values=values) for name, values in found.items()]
+    notes = [f"{num_parameters:,} parameters. Both ways end with equal bits on all ranks."]
+    finish(options, case="layout", side="way", columns=COLUMNS, rows=rows, notes=notes)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ Steps of all settings alternate in one process, on the same random tokens; media
     OMP_NUM_THREADS=1 python benchmarks/newton_schulz.py [--steps 15]
 """
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from itertools import product
 
 import torch
 from hydra import compose, initialize_config_dir
+from records import Column, Row, finish, parser
 from torch import Tensor
 
 from foundry.config.build import build
@@ -26,6 +25,13 @@ from foundry.parallel.wrap import parallelize
 from foundry.parts import build_model, build_optimizers
 from foundry.training.protocols import Window
 from foundry.training.step import TrainStep
+
+WARMUP = 2
+COLUMNS = [
+    Column(key="step", heading="step, ms", spread=True),
+    Column(key="iterations", heading="iterations, ms", spread=True),
+    Column(key="share", heading="share", format=".1%"),
+]
 
 
 @dataclass
@@ -89,24 +95,27 @@ orthogonalise = muon.orthogonalise
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15)
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--steps", type=int, default=15)
+    options = made.parse_args()
     install()
     torch.manual_seed(0)
     settings = [Setting(*choice) for choice in product(("amp_bfloat16", "fp32"), ("bf16", "fp32"))]
     runs = [setting.build() for setting in settings]
-    for _ in range(arguments.steps + 2):
+    for _ in range(1 if options.smoke else options.steps + WARMUP):
         for run in runs:
             run()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.steps} steps each")
-    print("| precision | ns_dtype | step, ms | iterations, ms | share |")
-    print("|---|---|---|---|---|")
+    rows = list[Row]()
     for setting in settings:
-        steps, iterations = setting.steps[2:], setting.iterations[2:]  # the first two warm up
-        share = statistics.median(part / whole for part, whole in zip(iterations, steps, strict=True))
-        times = f"{1e3 * statistics.median(steps):.0f} | {1e3 * statistics.median(iterations):.0f}"
-        print(f"| {setting.precision} | {setting.ns_dtype} | {times} | {share:.1%} |")
+        first = 0 if options.smoke else WARMUP
+        steps, iterations = setting.steps[first:], setting.iterations[first:]
+        values = {
+            "step": [1e3 * seconds for seconds in steps],
+            "iterations": [1e3 * seconds for seconds in iterations],
+            "share": [part / whole for part, whole in zip(iterations, steps, strict=True)],
+        }
+        rows.append(Row(case=f"`{setting.precision}`", side=setting.ns_dtype, values=values))
+    finish(options, case="`precision`", side="`optimizer.ns_dtype`", columns=COLUMNS, rows=rows)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ reference is cached, as by default.
     python benchmarks/packing.py [--windows 8] [--batch 32]
 """
 
-import argparse
 import json
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from records import Column, Headline, Row, Values, finish, parser
 from torch import nn
 
 from foundry import compose
@@ -30,6 +32,13 @@ from foundry.training.protocols import Objective, Window
 from foundry.training.step import set_schedule
 
 SEQ_LEN, LR, WARM = 512, 1e-4, 2
+COLUMNS = [
+    Column(key="speed", heading="useful tokens/s of CPU time", spread=True),
+    Column(key="share", heading="no padding", format=".0%"),
+    Column(key="ratio", heading="of unpacked", format=".2f"),
+    Column(key="apart", heading="losses apart", format=".1e"),
+    Column(key="gradients", heading="gradients apart", format=".1e"),
+]
 
 
 def write_rows(path: Path, count: int) -> None:
@@ -52,16 +61,18 @@ def pass_window(model: nn.Module, objective: Objective, loader: Loader) -> tuple
     count = sum(map(objective.num_valid, window.microbatches))
     for microbatch in window.microbatches:
         loss = objective.loss(model, microbatch).loss / count
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return window, total, time.process_time() - begin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=32, help="pairs of a window")
-    args = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--windows", type=int, default=8)
+    made.add_argument("--batch", type=int, default=32, help="pairs of a window")
+    args = made.parse_args()
+    if args.smoke:
+        args.windows, args.batch = 1, 4
     keep_freed_memory()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
@@ -80,32 +91,59 @@ def main() -> None:
                 *(f"model.{key}={size}" for key, size in {"num_layers": 4, "num_heads": 4, "num_kv_heads": 4}.items()),
             ]
         )
-        measure(config, args.windows, args.batch)
+        rows, note = measure(config, args.windows, args.batch, (2,) if args.smoke else (1, 2, 4, 8))
+    most = max((row for row in rows if row.side == "packed"), key=ratio_of)
+    headline = Headline(
+        what="Preference pairs of ragged lengths, useful tokens per second",
+        foundry=f"{COLUMNS[2].cell(most.values['ratio'])} times as many, packed",
+        beside="foundry without packing",
+    )
+    finish(
+        args,
+        case="pairs or packs at a time",
+        columns=COLUMNS,
+        rows=rows,
+        notes=[note],
+        chart="speed",
+        headlines=[headline],
+    )
 
 
-def measure(config: object, num_windows: int, batch: int) -> None:
-    data = build_data(config)
+def ratio_of(row: Row) -> float:
+    """How many times as many useful tokens a packed row has."""
+    ratio = row.values["ratio"]
+    assert ratio is not None
+    return float(ratio[0])
+
+
+def measure(config: Any, num_windows: int, batch: int, sizes_at_once: Sequence[int]) -> tuple[list[Row], str]:
+    """Rows by how many are passed at a time, and what the packs are like."""
+    data: Any = build_data(config)
     train = WithColumns(data.train, {"reference": torch.zeros(len(data.train), 2, dtype=torch.float64)})
     order = GlobalOrder(num_samples=len(train), fingerprint=data.fingerprint, seed=42)
     lengths = data.train.lengths_of(order.indices(range(batch)).tolist())
     packs = first_fit_decreasing(lengths, SEQ_LEN)
-    print(f"{batch} pairs, {lengths.sum():,} tokens: {len(packs)} packs of two rows of {SEQ_LEN}, efficiency ", end="")
-    print(f"{lengths.sum() / (2 * len(packs) * SEQ_LEN):.1%}")
-    for per_gpu in (1, 2, 4, 8):
+    share = lengths.sum() / (2 * len(packs) * SEQ_LEN)
+    note = f"The first {batch} pairs have {lengths.sum():,} tokens: {len(packs)} packs of two rows of {SEQ_LEN}, "
+    note += f"{share:.0%} full."
+    rows = list[Row]()
+    for per_gpu in sizes_at_once:
         model, objective = build_model(config), build_objective(config)
         (optimizer,) = build_optimizers(config, model)
         set_schedule([optimizer], LR)
-        sizes = {"batch_size_at": lambda samples: batch, "per_gpu_batch_size": per_gpu}
+        sizes: dict[str, Any] = {"batch_size_at": lambda samples: batch, "per_gpu_batch_size": per_gpu}
         loaders = [Loader(dataset=train, order=order, pack_tokens=pack, **sizes) for pack in (None, SEQ_LEN)]
-        speeds, shares, apart, gradients_apart = ([], []), ([], []), 0.0, 0.0
+        speeds, shares = (list[float](), list[float]()), (list[float](), list[float]())
+        apart = gradients_apart = 0.0
         for number in range(WARM + num_windows):
             losses, gradients = [], []
             for which, loader in enumerate(loaders):
                 optimizer.zero_grad()
                 window, loss, seconds = pass_window(model, objective, loader)
                 losses.append(loss)
-                gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+                gradients.append([own.grad.clone() for own in model.parameters() if own.grad is not None])
                 if number >= WARM:
+                    assert window.num_tokens is not None
                     computed = sum(microbatch["tokens"].numel() for microbatch in window.microbatches)
                     speeds[which].append(window.num_tokens / seconds)
                     shares[which].append(window.num_tokens / computed)
@@ -115,11 +153,13 @@ def measure(config: object, num_windows: int, batch: int) -> None:
             differences = (float((one - other).abs().max()) for one, other in zip(*gradients, strict=True))
             gradients_apart = max(gradients_apart, max(differences) / largest)
         ratio = median(packed / plain for plain, packed in zip(*speeds, strict=True))
-        plain, packed = (
-            f"{median(own):,.0f} tokens/s ({median(of):.0%})" for own, of in zip(speeds, shares, strict=True)
-        )
-        print(f"{per_gpu} at a time: {plain}, packed {packed}: {ratio:.2f} times; ", end="")
-        print(f"losses apart {apart:.1e}, gradients {gradients_apart:.1e}", flush=True)
+        plain: dict[str, Values] = {"speed": speeds[0], "share": shares[0]}
+        packed: dict[str, Values] = {"speed": speeds[1], "share": shares[1], "ratio": [ratio]}
+        packed |= {"apart": [apart], "gradients": [gradients_apart]}
+        rows += [
+            Row(case=str(per_gpu), side=side, values=own) for side, own in (("unpacked", plain), ("packed", packed))
+        ]
+    return rows, note
 
 
 if __name__ == "__main__":

@@ -9,13 +9,9 @@ are left out where they are not installed. The tokenizer and the token arrays ar
     python benchmarks/startup.py [--repeats 5]
 """
 
-import argparse
-import importlib.util
 import os
-import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch
+from comparison import PEERS, installed, title
+from records import Column, Headline, Row, finish, parser
 from startup_peers import BATCH, HEADS, INNER, LAYERS, SEQ_LEN, VOCABULARY, WIDTH
 
 FOUNDRY = [sys.executable, "-m", "foundry"]
@@ -49,12 +46,15 @@ SIZES = [
     "tracking.log_every_n_steps=1",
     "hydra.run.dir=run",
 ]
+WITH_ALL, WITHOUT = "foundry, MLflow and plots on", "foundry, `tracking=none`"
 RUNS = {
-    "foundry, MLflow and plots on": [*FOUNDRY, *SIZES],
-    "foundry, `tracking=none`": [*FOUNDRY, *SIZES, "tracking=none", "tracking.log_every_n_steps=1"],
+    WITH_ALL: [*FOUNDRY, *SIZES],
+    WITHOUT: [*FOUNDRY, *SIZES, "tracking=none", "tracking.log_every_n_steps=1"],
 }
-PEERS = {"raw": ("PyTorch loop", "torch"), "trainer": ("HF Trainer", "transformers")}
-PEERS |= {"lightning": ("Lightning", "lightning"), "accelerate": ("accelerate", "accelerate")}
+COLUMNS = [
+    Column(key="processor", heading="processor, s", format=".2f", spread=True),
+    Column(key="clock", heading="clock, s", format=".2f", spread=True),
+]
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 Measured = tuple[float, float]
@@ -105,36 +105,42 @@ def measure_first_step(command: Sequence[str], folder: Path) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
-    runs = dict(RUNS)
+    made = parser(__doc__)
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--sides", nargs="*", choices=PEERS, default=list(PEERS), metavar="SIDE", help=", ".join(PEERS))
+    options = made.parse_args()
+    commands, runs, repeats = COMMANDS, dict(RUNS), options.repeats
+    if options.smoke:
+        commands, repeats = {}, 0
+        del runs[WITH_ALL]
+        runs[WITHOUT] = [*runs[WITHOUT], "data=text", "data.path=text.txt", "data.vocab_size=300"]
     script = str(Path(__file__).with_name("startup_peers.py"))
-    for way, (name, module) in PEERS.items():
-        if importlib.util.find_spec(module) is None:
-            print(f"{name} is left out: there is no {module} (pip install -e '.[bench]')")
-        else:
-            runs[name] = [sys.executable, script, way, "run/metrics.jsonl"]
-    seconds: dict[str, list[Measured]] = {name: [] for name in [*COMMANDS, *runs]}
+    runs |= {title(side): [sys.executable, script, side, "run/metrics.jsonl"] for side in installed(options.sides)}
+    seconds: dict[str, list[Measured]] = {name: [] for name in [*commands, *runs]}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        (folder / "text.txt").write_text("A little text.\n" * 4000)
         os.environ["FOUNDRY_CACHE"] = str(folder / "cache")
         for number in range(repeats + 1):  # the first round compiles modules and fills caches
             for name in seconds:
                 is_run = name in runs
-                measured = (measure_first_step if is_run else measure)({**COMMANDS, **runs}[name], folder)
+                measured = (measure_first_step if is_run else measure)({**commands, **runs}[name], folder)
                 sys.stderr.write(f"{number} {name}: {measured[1]:.2f} s of a processor, {measured[0]:.2f} s\n")
-                seconds[name] += [measured] if number else []
-    print(f"median of {repeats} (smallest to largest), {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f},", end=" ")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}\n")
-    print("| command | processor, s | clock, s |\n|---|---|---|")
+                seconds[name] += [measured] if number or not repeats else []
+    rows = list[Row]()
     for name, values in seconds.items():
         clock, processor = zip(*values, strict=True)
-        print(f"| {name} | {_spread(processor)} | {_spread(clock)} |")
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+        case = "to a first step" if name in runs else "to the end"
+        rows.append(Row(case=case, side=name, values={"processor": processor, "clock": clock}))
+    cells = {row.side: COLUMNS[0].cell(row.values["processor"]).partition(" ")[0] for row in rows}
+    headline = Headline(
+        what="Processor seconds to a first step",
+        foundry=cells[WITHOUT],
+        beside=", ".join(f"{cells[title(side)]} {title(side)}" for side in PEERS if title(side) in cells),
+    )
+    finish(
+        options, case="measured", side="command", columns=COLUMNS, rows=rows, chart="processor", headlines=[headline]
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One optimizer step of a small language model with another library, for `benchmarks/startup.py`.
 
-    python benchmarks/startup_peers.py raw|trainer|lightning|accelerate FILE
+    python benchmarks/startup_peers.py raw|hf|lightning|accelerate FILE
 
 FILE is written when the step has been taken. Nothing is imported that the way chosen does not need.
 """
@@ -63,7 +63,7 @@ def trainer() -> None:
     arguments = TrainingArguments(
         "trainer", max_steps=1, per_device_train_batch_size=BATCH, learning_rate=LR, use_cpu=True, **options
     )
-    Trainer(model=Model(), args=arguments, train_dataset=samples()).train()  # type: ignore[arg-type]
+    Trainer(model=Model(), args=arguments, train_dataset=samples()).train()
 
 
 def lightning() -> None:
@@ -104,5 +104,5 @@ def accelerate() -> None:
 
 
 if __name__ == "__main__":
-    {"raw": raw, "trainer": trainer, "lightning": lightning, "accelerate": accelerate}[sys.argv[1]]()
+    {"raw": raw, "hf": trainer, "lightning": lightning, "accelerate": accelerate}[sys.argv[1]]()
     Path(sys.argv[2]).write_text("stepped\n")

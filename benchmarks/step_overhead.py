@@ -7,9 +7,7 @@ alternate in one process, and their losses are compared after the first. Only st
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py [--microbatches 1] [--profile]
 """
 
-import argparse
 import cProfile
-import platform
 import pstats
 import statistics
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from records import Column, Headline, Row, finish, parser
 from torch import Tensor, nn
 
 from foundry.checkpoint.manager import NoCheckpoints
@@ -45,7 +44,11 @@ from foundry.training.trainer import Trainer
 
 SAMPLES, FEATURES, WIDTH, BATCH, LR, CLIP = 4096, 64, 256, 32, 1e-3, 1.0
 BLOCK_STEPS, BLOCKS, WARMUP_BLOCKS = 200, 20, 2
-ADAMW = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01}
+COLUMNS = [
+    Column(key="p10", heading="ms a step, p10", format=".3f"),
+    Column(key="p50", heading="ms a step, p50", format=".3f"),
+]
+ADAMW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01}
 
 
 class Points:
@@ -131,7 +134,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
     world = World(0, 0, 1, 1, torch.device("cpu"))
     policy = PrecisionPolicy(PrecisionMode.fp32)
     model = build_mlp()
-    steps = (BLOCKS + WARMUP_BLOCKS) * BLOCK_STEPS + 1
+    steps = (BLOCKS + WARMUP_BLOCKS) * BLOCK_STEPS + 1  # no block is the last
     budget = Budget(total_samples=steps * BATCH, batch_sizes=BatchSizes.constant(BATCH), samples_per_epoch=SAMPLES)
     trainer = Trainer(
         step=Remembering(
@@ -195,10 +198,11 @@ def quantiles(times: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--profile", action="store_true", help="profile foundry's steps instead")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--microbatches", type=int, default=1)
+    made.add_argument("--profile", action="store_true", help="profile foundry's steps instead")
+    options = made.parse_args()
+    blocks = 1 if options.smoke else BLOCKS
     torch.set_num_threads(1)
     points = Points()
     sides = {
@@ -213,7 +217,7 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats("foundry", 40)
         return
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for block in range(BLOCKS + WARMUP_BLOCKS):
+    for block in range(blocks + WARMUP_BLOCKS):
         losses = []
         for name, step in sides.items():
             block_times, loss = time_block(step)
@@ -222,15 +226,19 @@ def main() -> None:
                 times[name] += block_times
         if block == 0:  # later the last bits of two equal sums have grown
             assert abs(losses[0] - losses[1]) <= 1e-3 * losses[0], f"the two sides do not train alike: {losses}"
-    rows = {name: quantiles(values) for name, values in times.items()}
-    rows["difference"] = tuple(b - a for a, b in zip(*rows.values(), strict=True))
-    print(
-        f"{BLOCKS} x {BLOCK_STEPS} steps each, {options.microbatches} x {BATCH // options.microbatches} samples a step,"
-    )
-    print(f"one thread, torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}\n")
-    print("| milliseconds per step | p10 | p50 |\n|---|---|---|")
-    for name, (p10, p50) in rows.items():
-        print(f"| {name} | {p10:.4f} | {p50:.4f} |")
+    found = {name: quantiles(values) for name, values in times.items()}
+    difference = tuple(b - a for a, b in zip(*found.values(), strict=True))
+    rows = [
+        Row(side=name, values={"p10": [p10], "p50": [p50]})
+        for name, (p10, p50) in {**found, "difference": difference}.items()
+    ]
+    added = f"{1e3 * difference[1]:.0f} µs more than a PyTorch loop"
+    headlines = [Headline(what="An optimizer step of a tiny model, median", foundry=added, beside="")]
+    size = BATCH // options.microbatches
+    notes = [
+        f"{blocks * BLOCK_STEPS:,} steps of each side, {options.microbatches} x {size} samples a step, one thread."
+    ]
+    finish(options, columns=COLUMNS, rows=rows, notes=notes, chart="p50", headlines=headlines)
 
 
 if __name__ == "__main__":

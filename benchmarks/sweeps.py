@@ -17,7 +17,6 @@ sweep that nobody disturbed.
 import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -27,9 +26,10 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-import torch
 from kills import outcome
+from records import Column, Row, finish, parser
 
 from foundry.run_dir.lock import is_held
 from foundry.run_dir.status import read_status
@@ -48,16 +48,22 @@ RUN = [
 ]
 ALONE = "`python -m foundry`"
 LOCAL = ["hydra/launcher=local", "hydra.launcher.n_jobs=2"]
-LAUNCHERS = {
+LAUNCHERS: dict[str, list[str]] = {
     "`sequential`": [],
     "`local`, one at a time": ["hydra/launcher=local", "hydra.launcher.n_jobs=1"],
     "`local`, two at a time": LOCAL,
     "`slurm`": ["hydra/launcher=slurm", "hydra.launcher.timeout_min=5", "hydra.launcher.signal_delay_s=30"],
 }
 RUNS_ALONE = 3
+COLUMNS = [
+    Column(key="job", heading="a job, s", format=".2f", spread=True),
+    Column(key="of_job", heading="of alone", format=".2f"),
+    Column(key="further", heading="each further, s", format=".2f", spread=True),
+    Column(key="of_further", heading="of alone", format=".2f"),
+]
 
 
-def start(folder, *words):
+def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
     """`python -m foundry` in a folder; what it says goes to a file there."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "FOUNDRY_CACHE": str(folder / "cache")}
     with (folder / "said.txt").open("w") as said:
@@ -71,29 +77,31 @@ def start(folder, *words):
         )
 
 
-def finish(folder, process):
+def wait(folder: Path, process: subprocess.Popen[bytes]) -> None:
     """Wait for it; it may not fail."""
     assert process.wait() == 0, (folder / "said.txt").read_text()
 
 
-def seconds(folder, *words):
+def seconds(folder: Path, *words: str) -> float:
     """How long a command takes; the run directories it leaves are removed."""
     begin = time.perf_counter()
-    finish(folder, start(folder, *words))
+    wait(folder, start(folder, *words))
     taken = time.perf_counter() - begin
     shutil.rmtree(folder / "out")
     return taken
 
 
-def seeds(number):
+def seeds(number: int) -> str:
     """The word that makes so many jobs."""
     return f"hparams.seed=range({number})"
 
 
-def cost(jobs, rounds):
-    """Print a table: for each way the seconds for a job, their ratio to a run alone, and each further job's."""
+def cost(options: argparse.Namespace, jobs: int, rounds: int) -> None:
+    """A table: for each way the seconds for a job, their ratio to a run alone, and each further job's."""
     ways = {name: words for name, words in LAUNCHERS.items() if name != "`slurm`" or os.environ.get("SLURM_CONF")}
-    alone, whole, single = [], {name: [] for name in ways}, {name: [] for name in ways}
+    alone = list[float]()
+    whole: dict[str, list[float]] = {name: [] for name in ways}
+    single: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory(prefix="sweeps-") as temporary:
         folder = Path(temporary)
         for _ in range(rounds):
@@ -102,33 +110,33 @@ def cost(jobs, rounds):
                 sweep = ["-m", "hparams.max_steps=1", *words, "hydra.sweep.dir=out"]
                 single[name].append(seconds(folder, *sweep, seeds(1)))
                 whole[name].append(seconds(folder, *sweep, seeds(jobs)))
-    print(f"median of {rounds} rounds, {jobs} jobs, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
-    print(f"Python {platform.python_version()}, {platform.machine()}\n")
-    print("| way | a job, s | of alone | each further, s | of alone |\n|---|---|---|---|---|")
-    run = statistics.median(alone)
-    print(f"| {ALONE} | {run:.2f} | 1.00 | {run:.2f} | 1.00 |")
+    run, rows = statistics.median(alone), [Row(side=ALONE, values={"job": alone, "further": alone})]
     for name in ways:
-        job = statistics.median(whole[name]) / jobs
-        further = statistics.median((n - one) / (jobs - 1) for n, one in zip(whole[name], single[name], strict=True))
-        print(f"| {name} | {job:.2f} | {job / run:.2f} | {further:.2f} | {further / run:.2f} |")
+        job = [taken / jobs for taken in whole[name]]
+        further = [(n - one) / (jobs - 1) for n, one in zip(whole[name], single[name], strict=True)]
+        of_job, of_further = statistics.median(job) / run, statistics.median(further) / run
+        rows.append(
+            Row(side=name, values={"job": job, "of_job": [of_job], "further": further, "of_further": [of_further]})
+        )
+    finish(options, name="sweeps", side="way", columns=COLUMNS, rows=rows, notes=[f"{jobs} jobs a sweep."])
 
 
-def states(sweep):
+def states(sweep: Path) -> Counter[str]:
     """How many jobs are in which state."""
-    return Counter(read_status(sweep / job["dir"]).get("state") for job in entries(sweep))
+    return Counter(str(read_status(sweep / job["dir"]).get("state")) for job in entries(sweep))
 
 
-def entries(sweep):
+def entries(sweep: Path) -> list[dict[str, Any]]:
     """The sweep's jobs."""
     return json.loads((sweep / "sweep.json").read_text())["jobs"] if (sweep / "sweep.json").exists() else []
 
 
-def results(sweep):
+def results(sweep: Path) -> dict[Path, int]:
     """The files that tell a job's end, as they were written."""
     return {path: path.stat().st_mtime_ns for path in sweep.glob("*/result.json")}
 
 
-def kill_after(process, sweep, finished, pause):
+def kill_after(process: subprocess.Popen[bytes], sweep: Path, finished: int, pause: float) -> float:
     """Kill it a pause after so many jobs have finished; the seconds until no job ran any more."""
     while states(sweep)["finished"] < finished:
         assert process.poll() is None, "the sweep ended before it could be killed"
@@ -142,20 +150,20 @@ def kill_after(process, sweep, finished, pause):
     return time.monotonic() - begin
 
 
-def kills(jobs, number):
+def kills(jobs: int, number: int) -> None:
     """Kill a sweep so many times, let it continue, and compare its jobs with those of an undisturbed one."""
-    rng, begin, waits, stopped = random.Random(0), time.monotonic(), [], 0
+    rng, begin, waits, stopped = random.Random(0), time.monotonic(), list[float](), 0
     with tempfile.TemporaryDirectory(prefix="sweeps-") as temporary:
         folder = Path(temporary)
         words = ["-m", "hparams.max_steps=150", "tracking.log_every_n_steps=1", seeds(jobs)]
-        finish(folder, start(folder, *words, "hydra.sweep.dir=undisturbed"))
+        wait(folder, start(folder, *words, "hydra.sweep.dir=undisturbed"))
         job_seconds = (time.monotonic() - begin) / jobs
         sweep = folder / "killed"
         for kill in range(number + 1):
             before = results(sweep)
             process = start(folder, *words, *LOCAL, "hydra.sweep.dir=killed")
             if kill == number:
-                finish(folder, process)
+                wait(folder, process)
             else:
                 finished = (kill + 1) * jobs // (number + 1)
                 waits.append(kill_after(process, sweep, finished, rng.uniform(0, job_seconds)))
@@ -171,15 +179,15 @@ def kills(jobs, number):
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("cost", "kills"))
-    parser.add_argument("--jobs", type=int)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=3)
-    options = parser.parse_args()
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("what", choices=("cost", "kills"))
+    made.add_argument("--jobs", type=int)
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--kills", type=int, default=3)
+    options = made.parse_args()
     if options.what == "cost":
-        cost(options.jobs or 11, options.rounds)
+        cost(options, options.jobs or 11, options.rounds)
     else:
         kills(options.jobs or 100, options.kills)
 

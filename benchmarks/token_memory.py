@@ -1,4 +1,6 @@
-"""Peak memory of tokenising a corpus, by its size: python benchmarks/token_memory.py 25 100 [2000]
+"""Peak memory of tokenising a corpus, by its size.
+
+    python benchmarks/token_memory.py 25 100 [2000]
 
 Each size, in MB, is a JSONL file of made-up words, tokenised in a process of its own into an empty cache: a tokenizer
 is trained, documents are held out, both splits are encoded. The table has the peak resident memory above that of the
@@ -14,6 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from records import Column, Row, finish, parser
+
+COLUMNS = [
+    Column(key="tokens", heading="training tokens"),
+    Column(key="peak_mib", heading="peak MiB above imports"),
+    Column(key="seconds", heading="s"),
+]
 NUM_WORDS, DOCUMENT_WORDS = 20_000, 300
 
 
@@ -37,24 +46,27 @@ def measure(file: str, cache: str) -> None:
     splits = text_files(seed=0, path=file, seq_len=512, vocab_size=4096, tokenizer=None, held_out=0.05, cache_dir=cache)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = {"peak_mib": (after - before) / 1024, "seconds": time.perf_counter() - start}
-    sys.stdout.write(json.dumps({**found, "tokens": splits.notes["train_tokens"]}) + "\n")
+    sys.stdout.write(json.dumps({**found, "tokens": (splits.notes or {})["train_tokens"]}) + "\n")
 
 
-def main(sizes: list[int]) -> None:
-    """Print a row for each size."""
-    sys.stdout.write("| MB | training tokens | peak MiB above imports | s |\n|---|---|---|---|\n")
-    for size in sizes:
+def main() -> None:
+    """A row for each size."""
+    made = parser(__doc__)
+    made.add_argument("sizes", nargs="*", type=int, default=[10, 40], metavar="MB")
+    made.add_argument("--measure", nargs=2, metavar=("FILE", "CACHE"), help="the process that is measured")
+    options = made.parse_args()
+    if options.measure:
+        measure(*options.measure)
+        return
+    rows = list[Row]()
+    for size in [1] if options.smoke else options.sizes:
         with tempfile.TemporaryDirectory() as folder:
             write_corpus(Path(folder, "corpus.jsonl"), size * 10**6)
             command = [sys.executable, __file__, "--measure", str(Path(folder, "corpus.jsonl")), str(Path(folder, "c"))]
             found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        row = f"| {size} | {found['tokens']:,} | {found['peak_mib']:.0f} | {found['seconds']:.0f} |\n"
-        sys.stdout.write(row)
-        sys.stdout.flush()
+        rows.append(Row(side=str(size), values={key: [value] for key, value in found.items()}))
+    finish(options, side="MB", columns=COLUMNS, rows=rows)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        measure(*sys.argv[2:])
-    else:
-        main([int(size) for size in sys.argv[1:]])
+    main()

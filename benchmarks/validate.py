@@ -6,15 +6,13 @@ answer names. It must exit with 2 and leave no file behind.
     python benchmarks/validate.py [--repeats 5]
 """
 
-import argparse
-import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from records import Column, Headline, Row, Values, finish, parser
 
 MISTAKES = {
     "a misspelt key": ["hparams.leer=1e-3"],
@@ -37,17 +35,28 @@ def refuse(words: list[str], folder: Path) -> tuple[float, int]:
     return seconds, len(done.stderr.splitlines())
 
 
+COLUMNS = [
+    Column(key="words", heading="words"),
+    Column(key="seconds", heading="seconds", format=".2f", spread=True),
+    Column(key="lines", heading="lines"),
+]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
-    print(f"median of {repeats}, {os.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}\n")
-    print("| error | words | seconds | lines |\n|---|---|---|---|")
+    made = parser(__doc__)
+    made.add_argument("--repeats", type=int, default=5)
+    options = made.parse_args()
+    mistakes = dict(list(MISTAKES.items())[:1]) if options.smoke else MISTAKES
+    repeats = 1 if options.smoke else options.repeats
+    rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        for name, words in MISTAKES.items():
+        for name, words in mistakes.items():
             answers = [refuse(words, Path(folder)) for _ in range(repeats)]
-            seconds, lines = statistics.median(answer[0] for answer in answers), answers[0][1]
-            print(f"| {name} | `{' '.join(words)}` | {seconds:.2f} | {lines} |")
+            values: dict[str, Values] = {"words": f"`{' '.join(words)}`", "lines": [answers[0][1]]}
+            rows.append(Row(side=name, values={**values, "seconds": [seconds for seconds, _ in answers]}))
+    said = COLUMNS[1].cell(rows[0].values["seconds"]).partition(" ")[0]
+    headline = Headline(what="A misspelt override is refused", foundry=f"after {said} s", beside="")
+    finish(options, side="error", columns=COLUMNS, rows=rows, chart="seconds", headlines=[headline])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The data of throughput.py: rows of tokens drawn at random, of which some are frequent."""
+"""The data of language_model.py: rows of tokens drawn at random, of which some are frequent."""
 
 import torch
 from torch import Tensor

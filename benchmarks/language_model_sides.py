@@ -1,6 +1,6 @@
-"""One side of throughput.py, in a process of its own.
+"""One side of a comparison that trains a language model, in a process of its own; see language_model.py.
 
-    python benchmarks/throughput_sides.py SIDE JOB.json
+    python benchmarks/language_model_sides.py SIDE JOB.json
 
 Every side trains a Llama of the same initial weights on the same rows in the same order: foundry's its own decoder, or
 transformers' (`foundry, model=hf`), the others transformers' as their users do. All use AdamW's fused kernel, clip the
@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from meter import Meter
-from throughput_data import build_random_tokens
+from random_tokens import build_random_tokens
 from torch import Tensor, nn
 
 from foundry.data.order import GlobalOrder
 
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "fused": True}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "fused": True}
 
 
 class Notes:
@@ -60,12 +61,28 @@ def read_microbatches(job: dict[str, Any]) -> Iterable[dict[str, Tensor]]:
     return torch.utils.data.DataLoader(read_rows(job), batch_size=job["per_gpu_batch_size"])  # type: ignore[arg-type]
 
 
+def write_weights(job: dict[str, Any]) -> None:
+    """Draw the initial weights of all sides, and write them as a folder of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(job["seed"])
+    config = LlamaConfig(**job["config"], attention_bias=False, tie_word_embeddings=False)
+    LlamaForCausalLM(config).save_pretrained(job["model"])
+    Path(job["measured"]).write_text("{}")
+
+
 def build_llama(job: dict[str, Any]) -> nn.Module:
-    """transformers' model with the initial weights."""
+    """transformers' model with the initial weights, on the device, its blocks checkpointed and compiled as asked."""
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).train()
-    return model
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).train().to(DEVICE)
+    if job["checkpointing"] != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if job["compile"]:
+        for block in model.model.layers:
+            block.compile()
+    built: nn.Module = model
+    return built
 
 
 def summed_loss(model: nn.Module, microbatch: dict[str, Tensor]) -> Tensor:
@@ -80,13 +97,13 @@ def train_raw(job: dict[str, Any], notes: Notes) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], **ADAMW)
     autocast: Callable[[], Any] = nullcontext
     if job["precision"] == "amp_bfloat16":
-        autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
+        autocast = lambda: torch.autocast(DEVICE.type, dtype=torch.bfloat16)  # noqa: E731
     notes.start()
     total, num_tokens = 0.0, job["batch_size"] * job["seq_len"]
     for index, microbatch in enumerate(read_microbatches(job), 1):
         with autocast():
-            loss = summed_loss(model, microbatch) / num_tokens
-        loss.backward()  # type: ignore[no-untyped-call]
+            loss = summed_loss(model, {name: rows.to(DEVICE) for name, rows in microbatch.items()}) / num_tokens
+        loss.backward()
         total += loss.item()
         if index % accumulated == 0:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -101,7 +118,7 @@ def train_accelerate(job: dict[str, Any], notes: Notes) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(
-        cpu=True,
+        cpu=DEVICE.type == "cpu",
         mixed_precision="bf16" if job["precision"] == "amp_bfloat16" else "no",
         gradient_accumulation_steps=job["batch_size"] // job["per_gpu_batch_size"],
     )
@@ -130,13 +147,13 @@ def train_lightning(job: dict[str, Any], notes: Notes) -> None:
 
     accumulated, num_tokens = job["batch_size"] // job["per_gpu_batch_size"], job["per_gpu_batch_size"] * job["seq_len"]
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model, self.total = build_llama(job), 0.0
 
         def training_step(self, microbatch: dict[str, Tensor], index: int) -> Tensor:
-            loss = summed_loss(self.model, microbatch) / num_tokens  # Lightning divides by the accumulation
+            loss: Tensor = summed_loss(self.model, microbatch) / num_tokens  # Lightning divides by the accumulation
             self.total += loss.item() / accumulated
             return loss
 
@@ -155,7 +172,8 @@ def train_lightning(job: dict[str, Any], notes: Notes) -> None:
             return torch.optim.AdamW(self.model.parameters(), lr=job["lr"], **ADAMW)
 
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator="auto",
+        devices=1,
         precision="bf16-mixed" if job["precision"] == "amp_bfloat16" else "32-true",
         max_steps=job["steps"],
         accumulate_grad_batches=accumulated,
@@ -181,7 +199,7 @@ def train_hf(job: dict[str, Any], notes: Notes) -> None:
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
     arguments = TrainingArguments(
         output_dir=str(Path(job["measured"]).parent / "trainer"),
@@ -194,7 +212,7 @@ def train_hf(job: dict[str, Any], notes: Notes) -> None:
         optim="adamw_torch_fused",
         max_grad_norm=1.0,
         bf16=job["precision"] == "amp_bfloat16",
-        use_cpu=True,
+        use_cpu=DEVICE.type == "cpu",
         logging_steps=1,
         report_to=[],
         save_strategy="no",
@@ -202,7 +220,7 @@ def train_hf(job: dict[str, Any], notes: Notes) -> None:
         remove_unused_columns=False,
     )
     rows = [{**row, "labels": row["shift_labels"]} for row in read_rows(job)]
-    InOrder(build_llama(job), arguments, train_dataset=rows, callbacks=[Noting()]).train()  # type: ignore[arg-type]
+    InOrder(build_llama(job), arguments, train_dataset=rows, callbacks=[Noting()]).train()
 
 
 def train_foundry(job: dict[str, Any], notes: Notes) -> None:
@@ -223,7 +241,7 @@ def train_foundry(job: dict[str, Any], notes: Notes) -> None:
             """Likewise."""
 
     with tempfile.TemporaryDirectory() as options:
-        data = {"_target_": "throughput_data.build_random_tokens", "num_samples": job["steps"] * job["batch_size"]}
+        data = {"_target_": "random_tokens.build_random_tokens", "num_samples": job["steps"] * job["batch_size"]}
         data |= {"seq_len": job["seq_len"], "vocab_size": job["vocab_size"]}
         Path(options, "data").mkdir()
         Path(options, "data", "random.yaml").write_text(json.dumps(data))
@@ -243,8 +261,15 @@ SIDES: dict[str, Callable[[dict[str, Any], Notes], None]] = {
 def main() -> None:
     """Run one side."""
     side, file = sys.argv[1:]
-    notes = Notes(json.loads(Path(file).read_text()))
-    SIDES[side](notes.job, notes)
+    job = json.loads(Path(file).read_text())
+    if side == "weights":
+        write_weights(job)
+        return
+    if job["attention"] != "any":
+        for kernel in ("math", "mem_efficient", "flash", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel == job["attention"])
+    notes = Notes(job)
+    SIDES[side](job, notes)
     notes.write()
 
 

@@ -1,0 +1,101 @@
+"""Runs the benchmarks that need no GPU, one after the other, then writes the pages: `python benchmarks/all.py`.
+
+    python benchmarks/all.py [NAME ...] [--minutes 35] [--smoke] [--list]
+
+On an idle machine: other processes move all of these figures. A benchmark that would not fit into what is left of the
+minutes is left out and named, and so is one that failed; records that are there from before stay. With `--smoke` all
+run at tiny sizes into a temporary folder, and no page is written.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One script.
+
+    Attributes:
+        script: its name.
+        minutes: that it takes about, on two idle cores.
+        words: that it is called with.
+        threads: OMP_NUM_THREADS; None leaves it open.
+    """
+
+    script: str
+    minutes: float
+    words: tuple[str, ...] = ()
+    threads: int | None = None
+
+    def command(self) -> list[str]:
+        """What is started."""
+        return [sys.executable, str(HERE / f"{self.script}.py"), *self.words]
+
+
+BENCHMARKS = (
+    Benchmark("step_overhead", 0.5, threads=1),
+    Benchmark("startup", 4.0, ("--repeats", "3")),
+    Benchmark("validate", 1.5, ("--repeats", "3")),
+    Benchmark("checkpoint", 1.0, threads=1),
+    Benchmark("packing", 3.0, threads=1),
+    Benchmark("sync_policy", 3.0, threads=1),
+    Benchmark("memory", 6.0),
+    Benchmark("throughput", 14.0, ("--rounds", "3")),
+)
+
+
+def run(benchmark: Benchmark, more: list[str]) -> bool:
+    """Run it, with what it prints; whether it did not fail."""
+    environment = {"OMP_NUM_THREADS": str(benchmark.threads)} if benchmark.threads else {}
+    begin = time.monotonic()
+    print(f"=== {benchmark.script}", flush=True)
+    code = subprocess.run([*benchmark.command(), *more], env={**os.environ, **environment}, check=False).returncode
+    print(
+        f"=== {benchmark.script}: {time.monotonic() - begin:.0f} s{f', exit code {code}' if code else ''}\n", flush=True
+    )
+    return code == 0
+
+
+def main() -> int:
+    """Run those that are asked for."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [benchmark.script for benchmark in BENCHMARKS]
+    made.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
+    made.add_argument("--minutes", type=float, default=35.0, help="start nothing that would end later")
+    made.add_argument("--smoke", action="store_true", help="tiny sizes: whether they work")
+    made.add_argument("--list", action="store_true", help="say what would run, and for how long")
+    options = made.parse_args()
+    if unknown := set(options.names) - set(names):
+        made.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    chosen = [benchmark for benchmark in BENCHMARKS if benchmark.script in (options.names or names)]
+    if options.list:
+        for benchmark in chosen:
+            print(f"{benchmark.script:15s} about {benchmark.minutes:4.1f} minutes")
+        return 0
+    end, left_out, failed = time.monotonic() + 60 * options.minutes, list[str](), list[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        for benchmark in chosen:
+            if not options.smoke and time.monotonic() + 60 * benchmark.minutes > end:
+                left_out.append(benchmark.script)
+                continue
+            more = ["--smoke", "--out", str(Path(folder, f"{benchmark.script}.json"))] if options.smoke else []
+            if not run(benchmark, more):
+                failed.append(benchmark.script)
+    if not options.smoke:
+        subprocess.run([sys.executable, str(HERE / "page.py")], check=True)
+    for what, scripts in (("left out for want of time", left_out), ("failed", failed)):
+        if scripts:
+            print(f"{what}: {', '.join(scripts)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

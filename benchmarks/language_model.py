@@ -1,0 +1,191 @@
+"""A language model that every side of a comparison trains alike: same weights, rows, order, updates and precision.
+
+The sides are those of language_model_sides.py, each a process: `foundry`, its own decoder; `foundry, model=hf`,
+transformers' under foundry; and the peers of comparison.py, transformers' model as their users train it.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from comparison import NUM_WARMUP, PEERS, QUIET, TRAINED_ALIKE, Measured, default_threads, in_turn, installed, run_job
+from records import parser
+
+SCRIPT = "language_model_sides.py"
+LR, SEED = 1e-3, 0
+PRECISIONS = {"fp32": "fp32", "bf16": "amp_bfloat16"}
+OWN, HF = "foundry", "foundry, model=hf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of a Llama, as foundry and transformers call its sizes."""
+
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    max_seq_len: int = 256
+    vocab_size: int = 8192
+
+    def overrides(self) -> list[str]:
+        """Of foundry's decoder."""
+        return [f"model.{field.name}={getattr(self, field.name)}" for field in fields(self)]
+
+    def config(self) -> dict[str, int]:
+        """Of transformers' `LlamaConfig`."""
+        names = {
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "num_kv_heads": "num_key_value_heads",
+            "max_seq_len": "max_position_embeddings",
+        }
+        return {names.get(name, name): size for name, size in asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One condition under which the sides are compared.
+
+    Attributes:
+        shape: of the model; rows have its `max_seq_len` tokens.
+        precision: of `PRECISIONS`.
+        steps: of each run, of which the first `NUM_WARMUP` are not timed.
+        batch_size: rows of a step.
+        per_gpu_batch_size: rows of a microbatch.
+        compile: each block, by torch.compile.
+        checkpointing: of activations: none, full, or selective, which is foundry's alone.
+        attention: the kernel of torch's scaled_dot_product_attention on a GPU, or any.
+        overrides: more of foundry's.
+    """
+
+    shape: Shape = Shape()
+    precision: str = "fp32"
+    steps: int = 12
+    batch_size: int = 16
+    per_gpu_batch_size: int = 4
+    compile: bool = False
+    checkpointing: str = "none"
+    attention: str = "any"
+    overrides: tuple[str, ...] = ()
+
+    def job(self, side: str, weights: Path | None, measured: Path) -> dict[str, Any]:
+        """What language_model_sides.py is told.
+
+        Args:
+            side: which of foundry's models the overrides choose.
+            weights: a folder of transformers; None for weights of foundry's own.
+            measured: the file it writes.
+        """
+        model = [*self.shape.overrides(), *([] if weights is None else [f"model.init_from={weights}"])]
+        overrides = [
+            *(["model=hf", f"model.path={weights}"] if side == HF else model),
+            *TRAINED_ALIKE,
+            *QUIET,
+            f"precision={PRECISIONS[self.precision]}",
+            f"hparams.lr={LR}",
+            f"hparams.max_steps={self.steps}",
+            f"hparams.seed={SEED}",
+            f"hparams.global_batch_size={self.batch_size}",
+            f"hparams.per_gpu_batch_size={self.per_gpu_batch_size}",
+            f"hparams.torchcompile={self.compile}",
+            f"hparams.grad_checkpointing={self.checkpointing != 'none'}",
+            *(["hparams.grad_checkpointing_policy=selective"] if self.checkpointing == "selective" else []),
+            *self.overrides,
+        ]
+        return {
+            "measured": str(measured),
+            "num_warmup": min(NUM_WARMUP, self.steps - 1),
+            "steps": self.steps,
+            "seed": SEED,
+            "lr": LR,
+            "precision": PRECISIONS[self.precision],
+            "batch_size": self.batch_size,
+            "per_gpu_batch_size": self.per_gpu_batch_size,
+            "seq_len": self.shape.max_seq_len,
+            "vocab_size": self.shape.vocab_size,
+            "config": self.shape.config(),
+            "model": str(weights),
+            "compile": self.compile,
+            "checkpointing": self.checkpointing,
+            "attention": self.attention,
+            "overrides": overrides,
+        }
+
+
+CASES = {
+    f"{precision}-{size}k": Case(shape=Shape(vocab_size=size * 1024), precision=precision)
+    for size in (8, 32)
+    for precision in PRECISIONS
+}
+SMOKE = Case(
+    shape=Shape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, max_seq_len=16),
+    batch_size=4,
+    per_gpu_batch_size=2,
+    steps=4,
+)
+
+
+def comparison_parser(description: str | None, *, cases: Sequence[str], steps: int) -> argparse.ArgumentParser:
+    """The words that choose cases, sides, steps, rounds and threads.
+
+    Args:
+        description: the script's docstring.
+        cases: of `CASES`, taken unless told otherwise.
+        steps: of a run, likewise.
+    """
+    made = parser(description)
+    sides = [*PEERS, OWN, HF]
+    made.add_argument("--cases", nargs="+", choices=CASES, default=cases, metavar="CASE")
+    made.add_argument("--sides", nargs="+", choices=sides, default=sides, metavar="SIDE", help=", ".join(sides))
+    made.add_argument("--steps", type=int, default=steps)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--threads", type=int, default=default_threads())
+    return made
+
+
+def train_chosen(options: argparse.Namespace) -> dict[str, dict[str, list[Measured]]]:
+    """What each run measured, by case and side; `options` are of `comparison_parser`."""
+    cases = {name: replace(CASES[name], steps=options.steps) for name in options.cases}
+    rounds = options.rounds
+    if options.smoke:
+        cases, rounds = {"smoke": SMOKE}, 1
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FOUNDRY_CACHE"] = str(Path(folder, "cache"))
+        return train_sides(cases, options.sides, folder=Path(folder), rounds=rounds, threads=options.threads)
+
+
+def write_weights(case: Case, folder: Path, threads: int) -> Path:
+    """Draw weights for all sides and give their folder, which is made within `folder`."""
+    run_job(SCRIPT, "weights", job=case.job(OWN, folder / "weights", folder / "written.json"), threads=threads)
+    return folder / "weights"
+
+
+def train_sides(
+    cases: Mapping[str, Case], sides: Sequence[str], *, folder: Path, rounds: int, threads: int
+) -> dict[str, dict[str, list[Measured]]]:
+    """Train every case on every side that is installed, in turn; what each run measured, by case and side.
+
+    Args:
+        cases: by name.
+        sides: of language_model_sides.py.
+        folder: to work in.
+        rounds: runs of each side.
+        threads: of torch.
+    """
+    taking_part, found = installed(sides), dict[str, dict[str, list[Measured]]]()
+    for number, (name, case) in enumerate(cases.items()):
+        own = folder / str(number)
+        weights = write_weights(case, own, threads)
+
+        def measure(side: str, turn: int, own: Path = own, case: Case = case, weights: Path = weights) -> Measured:
+            job = case.job(side, weights, own / f"{side.replace(', ', '_')}_{turn}" / "measured.json")
+            return run_job(SCRIPT, side.partition(",")[0], job=job, threads=threads)
+
+        found[name] = in_turn(taking_part, rounds, measure)
+    return found

@@ -1,0 +1,170 @@
+"""Tokens per second, share of the device's peak (MFU) and memory of one GPU: foundry beside a raw loop and HF Trainer.
+
+    python benchmarks/mfu.py [--sizes 100m 1b 8b] [--sides foundry raw ...] [--modes eager compile]
+        [--checkpointing none selective full] [--attention any flash cudnn] [--steps 12] [--rounds 1]
+
+Every combination that is asked for is trained in bf16 mixed precision by each side, a process each, in turn; losses are
+compared first. Which kernels attention has is torch's choice (any) or one of math, mem_efficient, flash and cudnn.
+`selective` checkpointing is foundry's alone. AdamW's moments are fp32, but for 8b bf16, which the peers cannot: they
+are left out there. A combination that does not fit is shown as such. FLOPs are 6 N + 12 L H Q T a token (PaLM,
+Chowdhery et al., 2022, appendix B), whatever is recomputed; peaks are those of foundry.training.throughput. On a CPU a
+tiny model shows that the script works; its MFU is empty, since the peak of a CPU is not known.
+"""
+
+import tempfile
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import torch
+from comparison import PEERS, Measured, default_threads, in_turn, installed, losses_apart, run_job, speeds, title
+from language_model import OWN, SCRIPT, SMOKE, Case, Shape, write_weights
+from records import Column, Headline, Row, Values, finish, parser
+
+from foundry.config.schemas.precision import PrecisionMode
+from foundry.models.transformer import Transformer
+from foundry.training.throughput import peak_flops
+
+_LLAMA = {"vocab_size": 128_256, "max_seq_len": 4096}
+SIZES = {
+    "100m": Case(
+        shape=Shape(
+            hidden_size=768,
+            intermediate_size=2048,
+            num_layers=12,
+            num_heads=12,
+            num_kv_heads=12,
+            vocab_size=32_768,
+            max_seq_len=2048,
+        ),
+        batch_size=16,
+        per_gpu_batch_size=8,
+    ),
+    "1b": Case(
+        shape=Shape(hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, num_kv_heads=8, **_LLAMA),
+        batch_size=4,
+        per_gpu_batch_size=2,
+    ),
+    "8b": Case(
+        shape=Shape(hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8, **_LLAMA),
+        batch_size=2,
+        per_gpu_batch_size=1,
+        overrides=("optimizer.moments_dtype=bf16",),
+    ),
+}
+NO_PEERS = {"8b"}
+COLUMNS = [
+    Column(key="speed", heading="tokens/s", spread=True),
+    Column(key="mfu", heading="MFU", format=".1%"),
+    Column(key="memory", heading="peak, GiB", format=",.1f"),
+    Column(key="apart", heading="losses apart", format=".1e"),
+]
+TOO_LARGE = "out of memory"
+
+
+def flops_per_token(shape: Shape) -> float:
+    """Of a forward and backward pass, as foundry counts them."""
+    with torch.device("meta"):
+        model = Transformer(**vars(shape))
+    return model.flops_per_sample(shape.max_seq_len) / shape.max_seq_len
+
+
+def measure(case: Case, side: str, weights: Path | None, folder: Path, threads: int) -> Measured:
+    """What one run measured, or that it did not fit."""
+    try:
+        job = case.job(side, weights, folder / "measured.json")
+        return run_job(SCRIPT, side, job=job, threads=threads)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        return {TOO_LARGE: True}
+
+
+def rows_of(name: str, case: Case, found: dict[str, list[Measured]]) -> list[Row]:
+    """The rows of one combination; sides that did not fit come last."""
+    fit = {side: runs for side, runs in found.items() if not any(TOO_LARGE in run for run in runs)}
+    apart, flops = losses_apart(fit, most=0.02) if fit else {}, flops_per_token(case.shape)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak, rows = peak_flops(device, PrecisionMode.amp_bfloat16), list[Row]()
+    for side, runs in fit.items():
+        speed = speeds(runs, "wall_seconds")
+        values: dict[str, Values] = {
+            "speed": speed,
+            "mfu": None if peak is None else [each * flops / peak for each in speed],
+            "memory": [(run["device_peak_mib"] or run["peak_mib"]) / 1024 for run in runs],
+            "apart": [apart[side]],
+        }
+        rows.append(Row(case=name, side=title(side), values=values))
+    return rows + [Row(case=name, side=title(side), values={"speed": TOO_LARGE}) for side in found.keys() - fit.keys()]
+
+
+def main() -> None:
+    """Compare."""
+    made = parser(__doc__)
+    sides = [OWN, *PEERS]
+    kernels = ["any", "math", "mem_efficient", "flash", "cudnn"]
+    made.add_argument("--sizes", nargs="+", choices=SIZES, default=["100m", "1b"])
+    made.add_argument("--sides", nargs="+", choices=sides, default=[OWN, "raw", "hf"])
+    made.add_argument("--modes", nargs="+", choices=["eager", "compile"], default=["eager", "compile"])
+    made.add_argument("--checkpointing", nargs="+", choices=["none", "selective", "full"], default=["none", "full"])
+    made.add_argument("--attention", nargs="+", choices=kernels, default=["any"])
+    made.add_argument("--steps", type=int, default=12)
+    made.add_argument("--rounds", type=int, default=1)
+    made.add_argument("--threads", type=int, default=default_threads())
+    options = made.parse_args()
+    smoke = options.smoke or not torch.cuda.is_available()
+    if smoke:
+        print("sizes, modes and kernels are those of a smoke test: a GPU is what this measures")
+        sizes = {"smoke": replace(SMOKE, precision="bf16")}
+        options.modes, options.checkpointing, options.attention = ["eager"], ["full"], ["any"]
+    else:
+        sizes = {name: replace(SIZES[name], precision="bf16", steps=options.steps) for name in options.sizes}
+    rows = list[Row]()
+    combinations = list(product(options.modes, options.checkpointing, options.attention))
+    for size, base in sizes.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            taking_part = installed(options.sides) if size not in NO_PEERS else [OWN]
+            weights = None if taking_part == [OWN] else write_weights(base, Path(temporary), options.threads)
+            for number, (mode, checkpointing, attention) in enumerate(combinations):
+                case = replace(base, compile=mode == "compile", checkpointing=checkpointing, attention=attention)
+                able = [side for side in taking_part if side == OWN or checkpointing != "selective"]
+
+                def run(
+                    side: str,
+                    turn: int,
+                    case: Case = case,
+                    weights: Path | None = weights,
+                    root: str = f"{temporary}/{number}",
+                ) -> Measured:
+                    folder = Path(root, f"{side}_{turn}")
+                    return measure(case, side, weights, folder, options.threads)
+
+                found = in_turn(able, options.rounds, run)
+                rows += rows_of(f"{size}, {mode}, {checkpointing}, {attention}", case, found)
+    headlines = [headline for size in sizes if (headline := _headline(size, rows)) is not None]
+    finish(
+        options,
+        case="size, mode, checkpointing, attention",
+        columns=COLUMNS,
+        rows=rows,
+        chart="speed" if smoke else "mfu",
+        headlines=headlines,
+    )
+
+
+def _headline(size: str, rows: list[Row]) -> Headline | None:
+    """The fastest way of foundry's for a size beside the fastest peer's; None where the peak is not known."""
+    best = dict[bool, float]()
+    for row in rows:
+        values = row.values.get("mfu")
+        if row.case.startswith(f"{size},") and values is not None and not isinstance(values, str):
+            best[row.side == OWN] = max(best.get(row.side == OWN, 0.0), median(values))
+    if True not in best:
+        return None
+    beside = f"{best[False]:.1%} fastest peer" if False in best else ""
+    return Headline(what=f"MFU of one GPU, {size}, bf16", foundry=f"{best[True]:.1%}", beside=beside)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What benchmarks leave: how sides are compared, their records, and the pages that are made of these."""
+
+import importlib
+
+import pytest
+from scripts import ROOT
+
+
+@pytest.fixture
+def load_benchmark(monkeypatch):
+    """Import a module of benchmarks/, whose scripts import each other."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def test_a_side_that_trains_something_else_is_no_side(load_benchmark):
+    losses_apart = load_benchmark("comparison").losses_apart
+    assert losses_apart({"raw": [{"losses": [2.0, 1.0]}], "foundry": [{"losses": [2.0, 1.001]}]})["foundry"] < 0.0011
+    with pytest.raises(RuntimeError, match=r"^foundry does not train as raw does"):
+        losses_apart({"raw": [{"losses": [2.0, 1.0]}], "foundry": [{"losses": [2.0, 1.1]}]})
+    with pytest.raises(RuntimeError, match=r"^foundry does not train as raw does"):
+        losses_apart({"raw": [{"losses": [2.0]}], "foundry": [{"losses": [float("nan")]}]})
+    with pytest.raises(RuntimeError, match="took 1 steps instead of 2"):
+        losses_apart({"raw": [{"losses": [2.0, 1.0]}], "foundry": [{"losses": [2.0]}]})
+
+
+def test_every_round_begins_with_another_side(load_benchmark):
+    order = []
+    load_benchmark("comparison").in_turn(["a", "b"], 3, lambda side, number: order.append((number, side)))
+    assert order == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+
+
+def test_the_pages_say_what_the_records_say(load_benchmark):
+    page = load_benchmark("page")
+    records = page.read_records()
+    assert records, "there are records"
+    for file, remade in ((page.PAGE, page.page_with_tables), (page.README, page.readme_with_table)):
+        text = file.read_text()
+        assert remade(text, records) == text, "run python benchmarks/page.py"
+    for record in records.values():
+        assert f"<!-- benchmarks/results/{record.name}.json -->" in page.PAGE.read_text()
+        assert type(record).from_json(record.to_json()) == record
+        assert not record.chart or (page.IMAGES / page.image_name(record)).is_file()
+
+
+def test_a_table_has_medians_and_spreads(load_benchmark):
+    records = load_benchmark("records")
+    record = records.Record(
+        name="x",
+        command="python benchmarks/x.py",
+        date="2026-11-23",
+        commit="0123456",
+        conditions="",
+        machine={"cpu": "a processor", "cores": 2, "memory_gib": 24, "gpu": None},
+        versions={"Python": "3.11"},
+        columns=[
+            records.Column(key="speed", heading="tokens/s", spread=True),
+            records.Column(key="why", heading="why"),
+        ],
+        rows=[
+            records.Row(side="raw", values={"speed": [1000, 3000, 2000], "why": "a reason"}),
+            records.Row(side="foundry", values={"speed": [2500]}),
+        ],
+    )
+    assert record.table().splitlines()[2:] == [
+        "| raw | 2,000 (1,000 to 3,000) | a reason |",
+        "| foundry | 2,500 |  |",
+    ]

@@ -1,0 +1,125 @@
+"""The benchmarks run, at tiny sizes: their figures mean nothing, but both sides are there and have trained alike."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+from scripts import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+PEERS = {"HF Trainer": "accelerate", "Lightning": "lightning", "accelerate": "accelerate"}
+
+
+@pytest.fixture
+def smoke(tmp_path):
+    """Run a benchmark at tiny sizes and give its rows by (case, side)."""
+
+    def run(name, *words):
+        record, environment = tmp_path / "record.json", {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke", "--out", str(record), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        kept = json.loads(record.read_text())
+        assert kept["name"] == name
+        assert kept["command"].endswith(" ".join([f"python benchmarks/{name}.py", "--smoke", *words]))
+        assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", kept["commit"])
+        assert kept["machine"]["cores"] >= 1
+        assert kept["versions"]["torch"]
+        headings = {column["key"] for column in kept["columns"]}
+        assert all(row["values"].keys() <= headings for row in kept["rows"])
+        return {(row["case"], row["side"]): row["values"] for row in kept["rows"]}
+
+    return run
+
+
+def peers():
+    """The other libraries that are installed, as tables name them."""
+    return {name for name, package in PEERS.items() if find_spec(package) is not None}
+
+
+@pytest.mark.long
+def test_throughput_compares_libraries_that_train_alike(smoke):
+    rows = smoke("throughput", "--sides", "raw", "hf", "lightning", "accelerate", "foundry")
+    assert {side for _, side in rows} == {"PyTorch loop", "foundry"} | peers()
+    for values in rows.values():
+        assert values["apart"][0] < 1e-4
+        assert values["wall"][0] > 0
+    assert 1.0 in {values["of_wall"][0] for (_, side), values in rows.items() if "foundry" not in side}
+
+
+@pytest.mark.long
+def test_memory_leaves_out_what_importing_torch_takes(smoke):
+    rows = smoke("memory", "--sides", "raw", "foundry")
+    assert {side for _, side in rows} == {"PyTorch loop", "foundry"}
+    for values in rows.values():
+        assert values["apart"][0] < 1e-4
+        assert 0 < values["grown"][0] < values["peak"][0]
+
+
+@pytest.mark.long
+def test_sync_policy_counts_what_each_policy_promises(smoke):
+    rows = smoke("sync_policy")
+    assert max(values["apart"][0] for (case, _), values in rows.items() if case != "none") < 1e-4
+    assert rows["none", "no exchange"]["received"] == [0]
+    for side in ("foundry", "PyTorch"):
+        received = {policy: rows["ddp", f"{side}, {policy}"]["received"][0] for policy in ("every", "last")}
+        assert received["every"] == pytest.approx(4 * received["last"], rel=0.01)  # microbatches of a window
+    gathers, scatters = 2 * 4, 4  # of every unit but the root, which stays gathered for its backward pass
+    every, last, kept = (
+        rows["fsdp", f"foundry, {policy}"]["received"][0] for policy in ("every", "last", "last_keep_params")
+    )
+    assert last < every <= (gathers + scatters) / 2 * kept
+    assert last == pytest.approx(rows["fsdp", "PyTorch, last"]["received"][0], rel=0.01)
+
+
+@pytest.mark.long
+def test_mfu_is_empty_where_the_peak_is_not_known(smoke):
+    rows = smoke("mfu", "--sides", "foundry", "raw")
+    assert {side for _, side in rows} == {"PyTorch loop", "foundry"}
+    for values in rows.values():
+        assert values["apart"][0] < 1e-3  # bf16
+        assert values["speed"][0] > 0
+        assert values["mfu"] is None
+
+
+@pytest.mark.long
+def test_startup_counts_up_to_the_first_step(smoke):
+    rows = smoke("startup", "--sides", "raw")
+    assert {side for _, side in rows} == {"PyTorch loop", "foundry, `tracking=none`"}
+    assert all(values["processor"][0] > 0.5 for values in rows.values())
+
+
+@pytest.mark.long
+def test_packing_changes_no_loss_and_no_gradient(smoke):
+    rows = smoke("packing")
+    packed = rows["2", "packed"]
+    assert packed["apart"][0] < 1e-5
+    assert packed["gradients"][0] < 1e-4
+    assert packed["share"][0] > rows["2", "unpacked"]["share"][0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "words", "sides"),
+    [
+        ("step_overhead", (), {"PyTorch loop", "foundry", "difference"}),
+        (
+            "checkpoint",
+            (),
+            {
+                "raw write, fsync",
+                "foundry, at once",
+                "foundry, in the background",
+                "torch, `HuggingFaceStorageWriter`",
+            },
+        ),
+        ("muon", ("--ranks", "2"), {"everywhere", "one owner"}),  # equal bits are asserted by the script
+        ("validate", (), {"a misspelt key"}),
+    ],
+)
+def test_both_sides_are_measured(smoke, name, words, sides):
+    assert {side for _, side in smoke(name, *words)} == sides
