@@ -40,6 +40,7 @@ class Benchmark:
         return [sys.executable, str(HERE / f"{self.script}.py"), *self.words]
 
 
+SIDES = ("--sides", "raw", "hf", "lightning", "accelerate", "foundry")
 BENCHMARKS = (
     Benchmark("step_overhead", 0.5, threads=1),
     Benchmark("startup", 4.0, ("--repeats", "3")),
@@ -47,8 +48,9 @@ BENCHMARKS = (
     Benchmark("checkpoint", 1.0, threads=1),
     Benchmark("packing", 3.0, threads=1),
     Benchmark("sync_policy", 3.0, threads=1),
-    Benchmark("memory", 6.0),
-    Benchmark("throughput", 14.0, ("--rounds", "3")),
+    Benchmark("startup_scale", 3.0, threads=1),
+    Benchmark("memory", 6.0, ("--steps", "2", "--rounds", "2", *SIDES)),
+    Benchmark("throughput", 10.0, ("--cases", "fp32-8k", "bf16-8k", "--steps", "6", *SIDES)),
 )
 
 

@@ -15,6 +15,13 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+from records import Column, Row, finish, parser
+
+COLUMNS = [
+    Column(key="seconds", heading="seconds", format=".1f"),
+    Column(key="held_mib", heading="its shards, MiB"),
+    Column(key="peak_mib", heading="peak above imports, MiB"),
+]
 SIZES = {
     "0.15B": (1024, 2816, 12, 8, 8, 512),
     "1.2B": (2048, 5632, 22, 16, 8, 32000),
@@ -56,7 +63,7 @@ def measure(size: str, how: str, ranks: int) -> dict[str, float]:
     words = [f"model.{name}={number}" for name, number in zip(names, SIZES[size], strict=True)]
     # One node's ranks are all that a configuration can start; how many the model is divided among is the mesh's.
     config = compose([*words, f"data.vocab_size={SIZES[size][-1]}", "distributed=fsdp", "tracking=none"])
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     world = arrange(World(0, 0, ranks, ranks, torch.device("cpu")), config.distributed)
     before, began = _resident_mib(), time.perf_counter()
     initial = start_model(config)
@@ -85,20 +92,24 @@ def _resident_mib() -> float:
     return pages * resource.getpagesize() / _MIB
 
 
-def main(cases: list[str]) -> None:
-    """Measure each case in a process of its own, and print a line for it."""
-    if cases and cases[0] == "--one":
-        size, how, ranks = cases[1].split()
-        sys.stdout.write(json.dumps(measure(size, how, int(ranks))) + "\n")
+def main() -> None:
+    """Measure each case in a process of its own."""
+    made = parser(__doc__)
+    made.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    made.add_argument("--one", metavar="CASE", help="the process that is measured")
+    options = made.parse_args()
+    if options.one:
+        size, how, ranks = options.one.split()
+        print(json.dumps(measure(size, how, int(ranks))))
         return
-    sys.stdout.write(f"{'':42}{'seconds':>8}{'shards, MiB':>13}{'peak, MiB':>11}\n")
-    for case in cases or CASES:
+    rows = list[Row]()
+    for case in ["70B wrapped 256"] if options.smoke else options.cases:
         command = [sys.executable, __file__, "--one", case]
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         found = json.loads(printed.splitlines()[-1])
-        numbers = f"{found['seconds']:8.1f}{found['held_mib']:13,.0f}{found['peak_mib']:11,.0f}"
-        sys.stdout.write(f"{CASES.get(case, case):42}{numbers}\n")
+        rows.append(Row(side=CASES.get(case, case), values={key: [value] for key, value in found.items()}))
+    finish(options, side="start", columns=COLUMNS, rows=rows, chart="peak_mib")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
