@@ -14,6 +14,8 @@ from foundry.training.sharded import sharded_modules
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """The model with all of its weights on every rank; forward passes in the body communicate nothing.
 
+    Under tensor parallelism it is those of a rank's part, and ranks that share their samples call the model together.
+
     Every rank enters together, and needs memory for the whole model in the type that it is gathered in. The weights
     must not change in the body.
 

@@ -30,7 +30,9 @@ class ModelHooks(Protocol):
     def tensor_parallel_plan(self) -> Mapping[str, Enum]:
         """How modules are divided over ranks that share their samples, by name or by a pattern such as `blocks.*.up`.
 
-        `foundry.models.tensor_parallel.Split` says what there is; without it a run refuses tensor parallelism.
+        `foundry.models.tensor_parallel.Split` says what there is; without it a run refuses tensor parallelism. A layer
+        that is divided gives local tensors. Every other parameter that FSDP2 shards is a DTensor in the forward pass,
+        whole on each rank: read it by `foundry.training.sharded.local_part`.
         """
         ...
 
