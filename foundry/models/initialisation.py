@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.init_std import parse_std
@@ -114,6 +116,20 @@ def draw_weights(model: nn.Module, draws: Mapping[str, Draw], seed: int | None =
         draw_parts(draws, parts, seed)
 
 
+class _Undrawn(TorchFunctionMode):
+    """Draws nothing on the meta device: torch 2.13 draws normal numbers there in Python, and imports its compiler."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.normal_ or getattr(func, "__module__", None) == nn.init.__name__:
+            tensor: Tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def matrices_on_meta() -> Iterator[None]:
     """Have modules that are built in the body keep no numbers of their matrices, which nothing then fills.
@@ -130,7 +146,8 @@ def matrices_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _Undrawn():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -144,7 +161,9 @@ def allocate(parameters: Iterable[nn.Parameter], device: torch.device | str) -> 
 
 def _exchange(parameter: nn.Parameter, device: torch.device | str) -> None:
     """Have the same parameter be on another device, without its numbers, for whoever holds it."""
-    other = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    # `empty_like` of a tensor on the meta device is Python too, and imports sympy.
+    empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+    other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 

@@ -25,9 +25,6 @@ WARM_STEPS, STEPS, MICROBATCHES = 2, 10, 3
 LOOKS_OF_THE_GUARD = 2
 LOOKS_AT_THE_BATCH = {"cross_entropy": 3, "mse": 1}
 """Of each microbatch, which is in host memory: which samples are padding, and how many targets are valid."""
-READS_POSITIONS = pytest.mark.xfail(
-    reason="transformers looks whether positions start anew, in find_packed_sequence_indices"
-)
 
 
 def microbatch(config, device):
@@ -60,9 +57,7 @@ def build_step(overrides, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=READS_POSITIONS if m == "transformers" else ()) for m in MODELS]
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_ten_accumulated_steps_wait_for_nothing(model, device):
     """On a CPU, where the guard looks at loss and gradient itself, looks are counted; on a GPU a wait is an error."""
     config, step, averages = build_step(MODELS[model], device)
