@@ -1,4 +1,4 @@
-"""Ranks that share their data, as under tensor or context parallelism, count once: four ranks, two by two."""
+"""Ranks that share their data, as under context parallelism, count once: four ranks, two by two."""
 
 from pathlib import Path
 
@@ -109,11 +109,11 @@ def train_in_pairs(world):
     results = {}
     for name, config in CONFIGS.items():
         (data,) = config.mesh_shape(2)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(data, "tensor"))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(data, "context"))
         pairs = with_mesh(arrange(world, config), mesh)
         assert (pairs.dp_rank, pairs.dp_size, pairs.world_size) == (world.rank // 2, 2, 4)
         results[name] = train(pairs)
-    grid = with_mesh(world, init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor")))
+    grid = with_mesh(world, init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "context")))
     assert (grid.dp_rank, grid.dp_size) == (world.rank // 2, 2)
     return results
 

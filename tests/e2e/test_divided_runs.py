@@ -15,7 +15,16 @@ from foundry.run_dir.checkpoints import find
 from foundry.sample import SampleOptions, sample
 
 pytestmark = [pytest.mark.long, pytest.mark.distributed]
-TEXT = [*RUN, *SMALL, "checkpoint.interval=6", "optimizer=adamw", "scheduler.horizon=12", "hparams.ema_decay=0.9"]
+# With its default of eps AdamW makes 2e-5 of the rounding of sums, without any rank that divides the model.
+TEXT = [
+    *RUN,
+    "optimizer.eps=1e-4",
+    *SMALL,
+    "checkpoint.interval=6",
+    "optimizer=adamw",
+    "scheduler.horizon=12",
+    "hparams.ema_decay=0.9",
+]
 FOUR = ["distributed=fsdp", "distributed.nproc_per_node=4", "hparams.per_gpu_batch_size=1"]
 DIVIDED = [*FOUR, "distributed.tensor_parallel=2"]
 
