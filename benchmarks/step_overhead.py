@@ -34,6 +34,7 @@ from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog
 from foundry.training.best import Best
+from foundry.training.compiling import Compiling
 from foundry.training.profiling import StepProfiler
 from foundry.training.progress import Progress
 from foundry.training.protocols import LossSum, Microbatch, Window
@@ -173,6 +174,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         save_final=False,
         explain_out_of_memory=lambda error, step: str(error),
         profiler=StepProfiler(Path(), rank=0, steps=range(0), device=world.device),
+        compiling=Compiling(wanted=False, blocks=[], world=world),
     )
 
     def step() -> Tensor:

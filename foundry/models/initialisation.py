@@ -16,7 +16,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.init_std import parse_std
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.keyed_draws import Constant, Draw, Normal, Part, draw_parts
-from foundry.training.sharded import is_fake
+from foundry.training.sharded import is_fake, is_sharded
 
 Fill = Callable[[nn.Module], None]
 """Gives a model, wrapped or not, the weights that it starts with; of a sharded one each rank's own part."""
@@ -161,8 +161,10 @@ def allocate(parameters: Iterable[nn.Parameter], device: torch.device | str) -> 
 
 def _exchange(parameter: nn.Parameter, device: torch.device | str) -> None:
     """Have the same parameter be on another device, without its numbers, for whoever holds it."""
-    # `empty_like` of a tensor on the meta device is Python too, and imports sympy.
-    empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+    if is_sharded(parameter):
+        empty = torch.empty_like(parameter, device=device)
+    else:  # of a tensor on the meta device `empty_like` is Python, and imports sympy
+        empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
     other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 

@@ -130,7 +130,7 @@ def test_an_environment_without_rewards_ends_the_run_in_a_line(kind, given, why)
 
 
 def test_truncated_answers_can_be_left_out_and_stay_in_the_baseline():
-    objectives = [make_objective(**PLAIN, max_new_tokens=4, overlong_filtering=is_on) for is_on in (False, True)]
+    objectives = [make_objective(**PLAIN, max_new_tokens=8, overlong_filtering=is_on) for is_on in (False, True)]
     sources = [make_source(objective, make_model(), per_gpu_batch_size=16) for objective in objectives]
     kept, left_out = (source.next_window() for source in sources)
     assert 0 < kept.metrics["truncated"] < 1
