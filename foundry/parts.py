@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -101,7 +102,9 @@ def unfilled(node: Any) -> AbstractContextManager[None]:
 
     Matrices of another class are what its constructor makes of them, and fakes stay fakes.
     """
-    by_name = hasattr(get_object(field_of(node, "_target_")), "initial_weights")
+    by_name = False
+    with suppress(ImportError, AttributeError, ValueError):  # building the model explains what is not there
+        by_name = hasattr(resolve_name(field_of(node, "_target_")), "initial_weights")
     return matrices_on_meta() if by_name and not is_fake(torch.empty(0)) else nullcontext()
 
 

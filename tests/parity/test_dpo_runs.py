@@ -173,7 +173,8 @@ def test_any_layout_ends_with_the_same_weights_and_a_resumed_run_with_the_same_b
         undivided = "1 x 8, adapters" if has_adapters else "1 x 8"
         for name in ("loss", "accuracy", "margin", "chosen_reward"):
             ours, theirs = ([line[name] for line in logged(runs[key][1])][1:] for key in (layout, undivided))
-            assert ours == pytest.approx(theirs, abs=1e-5), (layout, name)
+            # A margin is a sum over tokens, which ends at 5.
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), (layout, name)
     for layout in whole:
         undisturbed, resumed = weights(*runs[layout]), weights(*runs[f"{layout}, resumed"])
         assert all(torch.equal(undisturbed[name], resumed[name]) for name in one), layout

@@ -9,6 +9,7 @@ from warm import warm_ranks
 from foundry import trained
 from foundry.launch.local import run_local
 from foundry.models import token_log_probs, transformer
+from foundry.models.initialisation import InitialModel
 from foundry.parallel import grad_norm, precision
 from foundry.train import train
 
@@ -30,7 +31,7 @@ class Double:
 def train_in_double(config, run_dir):
     """Train where weights, products, sums and log-probabilities are float64; it changes this process for good."""
     build = trained._build_initial
-    trained._build_initial = lambda *args: build(*args).double()
+    trained._build_initial = lambda *args: InitialModel(build(*args).whole().double())
     torch.Tensor.float = torch.Tensor.double
     for module in (grad_norm, precision, token_log_probs, transformer):
         module.torch = Double()
