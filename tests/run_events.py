@@ -185,3 +185,23 @@ def black_hole():
 def no_mlflow_of_the_user(monkeypatch):
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)
+
+
+class Interrupted(Exception):
+    """What `EndsAfter` ends a run with."""
+
+
+class EndsAfter:
+    """An observer that ends the run as it is told of a step."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def on_start(self, event):
+        pass
+
+    on_evaluation = on_end = on_start
+
+    def on_step(self, event):
+        if event.step == self._step:
+            raise Interrupted

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from devices import DEVICES, runs_on
+from run_events import EndsAfter, Interrupted
 from safetensors.torch import load_file
 from tiny import TINY_DIT, TINY_LM
 
@@ -19,26 +20,6 @@ SETTINGS = [
     "tracking=none",
     "tracking.log_every_n_steps=1",
 ]
-
-
-class Interrupted(Exception):
-    pass
-
-
-class EndsAfter:
-    """Ends the run as it tells of a step."""
-
-    def __init__(self, step):
-        self._step = step
-
-    def on_start(self, event):
-        pass
-
-    on_evaluation = on_end = on_start
-
-    def on_step(self, event):
-        if event.step == self._step:
-            raise Interrupted
 
 
 def outcome(run_dir):

@@ -6,6 +6,7 @@ from functools import partialmethod
 
 import pytest
 import torch
+from run_events import EndsAfter, Interrupted
 from tiny import TINY_DIT, TINY_LM
 from torch import nn
 
@@ -182,26 +183,6 @@ def test_graphs_of_later_shapes_are_counted(caplog):
     assert [message[:42] for message in said(caplog)] == ["torch.compile has compiled 1 more graphs a"]
 
 
-class Interrupted(Exception):
-    pass
-
-
-class Ends:
-    """An observer that ends the run after a step."""
-
-    def __init__(self, step):
-        self._step = step
-
-    def on_start(self, event):
-        pass
-
-    on_evaluation = on_end = on_start
-
-    def on_step(self, event):
-        if event.step == self._step:
-            raise Interrupted
-
-
 @pytest.mark.parametrize("pays", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_run_decides_once_and_its_checkpoint_knows(pays, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
@@ -210,7 +191,7 @@ def test_a_run_decides_once_and_its_checkpoint_knows(pays, tmp_path, monkeypatch
     overrides += ["checkpoint.interval=8", "evaluation.interval=null", "tracking=none"]
     config = compose([*TINY_LM, *overrides])
     with pytest.raises(Interrupted):
-        run(config, tmp_path / "run", observers=[Ends(10)])
+        run(config, tmp_path / "run", observers=[EndsAfter(10)])
     run(config, tmp_path / "run")
     lines = said(caplog)
     assert lines[0].startswith(f"hparams.torchcompile=auto: blocks are {'' if pays else 'not '}compiled: ")
