@@ -19,6 +19,8 @@ from enum import IntFlag
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
+from foundry.config.stopped import Stopped
+
 log = logging.getLogger(__name__)
 
 _PARKED_SECONDS = 120.0
@@ -58,8 +60,10 @@ class SignalHandler:
     """Notes the first signal that asks this process to stop, from entering to leaving.
 
     The handlers only set a field: a signal comes between any two bytecodes, where logging or writing could deadlock. A
-    second SIGINT ends the process with exit code 130 as it is. On leaving, the handlers from before are back. Python
-    handles signals in the main thread only; in another this notes nothing and logs so.
+    second SIGINT ends the process with exit code 130 as it is. On leaving, the handlers from before are back; except
+    where a signal has stopped the run: what it asked for is being done, and a second copy of it, as where a scheduler
+    signals all processes of a job and a launcher passes its own on, must not kill the process before it has said so.
+    Python handles signals in the main thread only; in another this notes nothing and logs so.
 
     Attributes:
         requested: the first signal that came; None so far.
@@ -82,8 +86,10 @@ class SignalHandler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_ending = kind is not None and issubclass(kind, Stopped)
         for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
+            if not (is_ending and handler is signal.SIG_DFL):
+                signal.signal(signum, handler)
 
     @property
     def flags(self) -> Boundary:

@@ -96,6 +96,19 @@ def ignore_signals(folder):
     sleep(folder)
 
 
+def stop_and_be_asked_again(signum):
+    """Send `signum` to this process, which has it again as it leaves, when its launcher passes its own copy on."""
+    from foundry.training.signals import SignalHandler
+
+    try:
+        with SignalHandler() as signals:
+            os.kill(os.getpid(), signum)
+            raise Stopped(signals.requested, 7, None, "stopped")
+    finally:
+        os.kill(os.getppid(), signum)
+        time.sleep(0.5)
+
+
 def stop_after_signal(signum, checkpoint):
     """Send `signum` to the process that started this one, take it from there, and save; without a place, fail to."""
     from foundry.training.signals import SignalHandler

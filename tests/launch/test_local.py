@@ -14,6 +14,7 @@ from local_workers import (
     fail_and_say_whether_the_group_is_left,
     fail_on_rank_one,
     stop_after_signal,
+    stop_and_be_asked_again,
 )
 
 from foundry.config.errors import ConfigError
@@ -160,6 +161,13 @@ def test_stopped_comes_back_from_the_workers(tmp_path):
         tmp_path,
         "requeued",
     )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_is_passed_on_late_kills_nobody(signum):
+    with pytest.raises(Stopped) as caught:
+        run_local(1, stop_and_be_asked_again, signum)
+    assert caught.value.signum is signum
 
 
 def test_a_save_that_fails_after_a_signal_is_a_failure():

@@ -10,6 +10,7 @@ import pytest
 import submitit
 from submitit.core.job_environment import SignalHandler as SubmititsHandler
 
+from foundry.config.stopped import Stopped
 from foundry.training.signals import Boundary, SignalHandler
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -71,6 +72,17 @@ def test_the_first_signal_counts():
         for signum in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), signum)
         assert signals.requested is signal.SIGUSR2
+
+
+def test_a_second_copy_does_not_kill_a_run_that_has_stopped(install):
+    """A scheduler signals every process, and a launcher passes on what it got itself; the run may be through by then."""
+    install({signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler})
+    with pytest.raises(Stopped), SignalHandler() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise Stopped(signals.requested, 7, None, "stopped")
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_handlers_come_back_after_an_error():
