@@ -75,11 +75,16 @@ def test_the_first_signal_counts():
 
 
 def test_a_second_copy_does_not_kill_a_run_that_has_stopped(install):
-    """A scheduler signals every process, and a launcher passes on what it got itself; the run may be through by then."""
+    """A scheduler signals every process, and a launcher passes its own on: the run may be through by then."""
     install({signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler})
-    with pytest.raises(Stopped), SignalHandler() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise Stopped(signals.requested, 7, None, "stopped")
+
+    def stop():
+        with SignalHandler() as signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise Stopped(signals.requested, 7, None, "stopped")
+
+    with pytest.raises(Stopped):
+        stop()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
