@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ _SETTLING_STEPS = 3
 """In so many steps all graphs of a run are compiled, one of a second shape with a dynamic size included."""
 _MAX_SHAPES = 2
 """Of microbatches: the usual one, and a smaller last one."""
+
+_DECISIONS = int(Boundary.COMPILE | Boundary.EAGER)
 
 
 @dataclass(frozen=True)
@@ -93,23 +95,15 @@ class Compiling:
 
     def obey(self, agreed: int) -> None:
         """Do what rank 0 has decided, given the flags that all ranks see."""
-        if agreed & (Boundary.COMPILE | Boundary.EAGER):
+        if agreed & _DECISIONS:
             self._decide(bool(agreed & Boundary.COMPILE))
 
-    @contextmanager
-    def around(self, window: Window) -> Iterator[None]:
+    def around(self, window: Window) -> AbstractContextManager[None]:
         """An optimizer step: shapes are looked at until it is decided, and graphs counted once there are any."""
         if self._decided is None:
             self._shapes |= {_shapes_of(microbatch) for microbatch in window.microbatches}
         self._unlogged_steps += 1
-        if not self._decided:
-            yield
-            return
-        before = count_graphs()
-        yield
-        self._compiled_steps += 1
-        if self._compiled_steps > _SETTLING_STEPS:
-            self._recompiled += count_graphs() - before
+        return self._counted() if self._decided else nullcontext()
 
     def after_log(self, step_seconds: float, steps_left: int) -> None:
         """Think about what the device's clock says, where a logged step has waited for the device anyhow.
@@ -153,6 +147,14 @@ class Compiling:
                 done = "are compiled" if state["compiled"] else "stay as they are"
                 log.info("hparams.torchcompile=auto: the blocks %s, as before the run was resumed", done)
             self._decide(state["compiled"])
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        before = count_graphs()
+        yield
+        self._compiled_steps += 1
+        if self._compiled_steps > _SETTLING_STEPS:
+            self._recompiled += count_graphs() - before
 
     def _decide(self, is_compiled: bool) -> None:
         if is_compiled:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,12 +30,19 @@ class StepProfiler:
         self._steps = steps
         self._profile: profile | None = None
 
-    @contextmanager
-    def around(self, step: int) -> Iterator[None]:
+    def around(self, step: int) -> AbstractContextManager[None]:
         """One step; the files are written after the last, and not where one fails: that would wait for the device."""
-        if step not in self._steps:
-            yield
-            return
+        return self._recorded(step) if step in self._steps else nullcontext()
+
+    def stop(self) -> None:
+        """Write what has been recorded by the end of the run."""
+        if self._profile is not None:
+            self._stop()
+        elif self._steps:
+            log.warning("no step is recorded: the run had none from tracking.profile.first_step=%d on", self._steps[0])
+
+    @contextmanager
+    def _recorded(self, step: int) -> Iterator[None]:
         if self._profile is None:
             self._start()
         from torch.profiler import record_function
@@ -44,13 +51,6 @@ class StepProfiler:
             yield
         if step == self._steps[-1]:
             self._stop()
-
-    def stop(self) -> None:
-        """Write what has been recorded by the end of the run."""
-        if self._profile is not None:
-            self._stop()
-        elif self._steps:
-            log.warning("no step is recorded: the run had none from tracking.profile.first_step=%d on", self._steps[0])
 
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile

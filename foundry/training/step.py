@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from foundry.config.metrics import declared_metrics
 from foundry.config.schemas.guard import Guard
-from foundry.parallel.grad_norm import clip_, global_grad_norm
+from foundry.parallel.grad_norm import clip_grad_norm_
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.guards import Attempt, UpdateGuard
@@ -108,9 +108,7 @@ class TrainStep:
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
-        grad_norm = global_grad_norm(self._parameters)
-        if self._max_norm < math.inf:
-            clip_(self._parameters, grad_norm, self._max_norm)
+        grad_norm = clip_grad_norm_(self._parameters, self._max_norm)
         total = reduce_sums(sums, self._metrics, self._world)
         result = StepResult(total.loss / count, grad_norm, total.metrics)
         positions = [microbatch["position"] for microbatch in window.microbatches if "position" in microbatch]

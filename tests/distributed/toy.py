@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import FSDPBlock
-from foundry.parallel.grad_norm import clip_, global_grad_norm
+from foundry.parallel.grad_norm import clip_grad_norm_
 from foundry.parallel.precision import PrecisionPolicy
 
 NUM_SAMPLES, SEQ, VOCAB, DIM, NUM_BLOCKS = 16, 6, 29, 12, 3
@@ -85,9 +85,8 @@ def train(parallel, policy, world, *, num_steps=3, num_microbatches=2, clip=0.5)
     for step in range(num_steps):
         optimizer.zero_grad()
         backward_window(parallel, policy, world, step, num_microbatches)
-        norms.append(global_grad_norm(parallel.model.parameters()))
         grads = {name: whole(parameter.grad) for name, parameter in parallel.inner.named_parameters()}
-        clip_(parallel.model.parameters(), norms[-1], clip)
+        norms.append(clip_grad_norm_(parallel.model.parameters(), clip))
         optimizer.step()
     return grads, torch.stack(norms), whole_parameters(parallel)
 
