@@ -14,6 +14,8 @@ _TILE_ELEMENTS = 2**28
 
 A matrix product of fewer tokens would take less time than reading and writing the head's gradient in float32.
 """
+_CPU_ROWS = 2048
+"""Of a matrix that a CPU adds in pieces."""
 
 
 def projected_loss(
@@ -80,11 +82,15 @@ class _ProjectedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         log_prob, logsumexp = (hidden.new_empty(len(targets), dtype=exact) for _ in range(2))
         correct = targets.new_empty(len(targets) if finds_correct else 0, dtype=torch.bool)
+        # Made once: a tile's would be there still when the next one's are made.
+        products = hidden.new_empty(min(tile_tokens, len(targets)), len(head), dtype=dtype)
+        wide = products if dtype is exact else torch.empty_like(products, dtype=exact)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), tile_tokens):
                 own = slice(start, start + tile_tokens)
                 states, target = hidden[own].to(dtype), targets[own, None]
-                logits = (states @ head.T).to(exact)
+                product = torch.mm(states, head.T, out=products[: len(states)])
+                logits = product if dtype is exact else wide[: len(states)].copy_(product)
                 if finds_correct:
                     likeliest = logits.argmax(-1, keepdim=True) if shard is None else shard.argmax(logits)
                     correct[own] = likeliest.eq(target)[:, 0]
@@ -106,13 +112,13 @@ class _ProjectedLoss(torch.autograd.Function):
                 grad = logits.mul_((factors / sums)[:, None])
                 of_targets = -weights[own, None].to(exact)
                 grad.scatter_add_(-1, target, of_targets if is_own is None else of_targets * is_own)
-                grad = grad.to(dtype)
+                grad = grad if dtype is exact else product.copy_(grad)
                 if grad_hidden is not None:
                     grad_hidden[own] = grad @ head
                 if grad_weight is not None and dtype is exact:
                     torch.addmm(grad_weight, grad.T, states, out=grad_weight)
                 elif grad_weight is not None:
-                    grad_weight += grad.T @ states
+                    _add_wider(grad_weight, grad.T @ states)
         if shard is not None and grad_hidden is not None:
             shard.sum_(grad_hidden)
         loss = (weights * (z_loss_coefficient * logsumexp.square() - log_prob)).sum()
@@ -128,3 +134,10 @@ class _ProjectedLoss(torch.autograd.Function):
         grad_hidden = None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype)
         grad_weight = None if grad_weight is None else grad_weight.mul_(scale).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, *[None] * 8
+
+
+def _add_wider(total: Tensor, part: Tensor) -> None:
+    """Add `part` to `total`, of a wider type, in place; a CPU would first widen all of it, which takes longer."""
+    rows = _CPU_ROWS if total.device.type == "cpu" else len(total)
+    for own, added in zip(total.split(rows), part.split(rows), strict=True):
+        own.add_(added)
