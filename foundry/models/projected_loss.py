@@ -139,5 +139,5 @@ class _ProjectedLoss(torch.autograd.Function):
 def _add_wider(total: Tensor, part: Tensor) -> None:
     """Add `part` to `total`, of a wider type, in place; a CPU would first widen all of it, which takes longer."""
     rows = _CPU_ROWS if total.device.type == "cpu" else len(total)
-    for own, added in zip(total.split(rows), part.split(rows), strict=True):
+    for own, added in zip(torch.split(total, rows), torch.split(part, rows), strict=True):
         own.add_(added)
