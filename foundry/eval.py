@@ -1,4 +1,4 @@
-"""`python -m foundry.eval run=DIR`: loss, perplexity, exact match and reward of a run or a folder of transformers."""
+"""`python -m foundry.eval run=DIR`: loss, perplexity, exact match, reward of a model of text; success of a policy."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
-from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, TOKENIZER
+from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, STATISTICS, TOKENIZER
 from foundry.run_dir.strict_json import encode
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _GROUPS = ("data", "objective", "environment")
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
 """What an environment is for, where it is composed."""
+_ON_EPISODES = ("hparams=policy", "simulator=none", "evaluation=default")
+"""What a policy is composed with that is measured on recorded episodes."""
+_FOR_POLICIES = ("episodes", "against", "against_which", "record")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,11 @@ class EvalOptions:
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
     max_samples: int | None = setting(None, "held-out samples and prompts, the first ones; null: all", ge=1)
     max_new_tokens: int = setting(256, "longest answer in tokens", ge=1)
-    batch_size: int | None = setting(None, "samples and prompts at a time; null: the run's per_gpu_batch_size", ge=1)
+    batch_size: int | None = setting(None, "samples, prompts or episodes at a time; null: as the run has it", ge=1)
+    episodes: int | None = setting(None, "of a policy, in its simulator; null: those of the run's evaluations", ge=1)
+    against: str | None = setting(None, "another run directory, whose policy is compared on the same episodes")
+    against_which: str | None = setting(None, "its checkpoint; null: as `which`")
+    record: str | None = setting(None, "folder for a moving picture of each episode; null: none are drawn")
 
 
 def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -63,6 +70,9 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     out = path / EVALUATION if options.out is None else folder_option("out", options.out)
     if options.out is not None or path.is_dir():
         check_writable("out", out.parent)
+    if (path / STATISTICS).is_file() and not overrides:
+        return _write(out, _measure_policy(path, options))
+    _refuse_given(options, _FOR_POLICIES, f"is of policies in a simulator, and {path} is measured on data")
     opened = _open(path, options, overrides)
     config, device = opened.config, opened.device
     judge = build_judge(config.environment)
@@ -82,10 +92,56 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     most = math.inf if options.max_samples is None else options.max_samples
     rows: dict[str, Any] = {"num_samples": opened.data.validation, "num_prompts": opened.data.prompts}
     result |= {name: min(len(held_out), most) for name, held_out in rows.items()}
+    return _write(out, result)
+
+
+def _measure_policy(path: Path, options: EvalOptions) -> dict[str, Any]:
+    """What is measured of the policy of a run.
+
+    Raises:
+        ConfigError: as `evaluate`.
+    """
+    _refuse_given(options, ("max_samples", "max_new_tokens"), f"is of data, and {path} has a policy; give episodes")
+    against = None if options.against is None else folder_option("against", options.against)
+    if against is None:
+        _refuse_given(options, ("against_which",), "is given without against")
+    record = None if options.record is None else folder_option("record", options.record)
+    if record is not None:
+        check_writable("record", record)
+    from foundry.policy_eval import evaluate_policy
+
+    return evaluate_policy(
+        path,
+        options.which,
+        against=against,
+        against_which=options.which if options.against_which is None else options.against_which,
+        record=record,
+        ema=options.ema,
+        trust=options.trust,
+        episodes=options.episodes,
+        at_a_time=options.batch_size,
+    )
+
+
+def _refuse_given(options: EvalOptions, names: Sequence[str], why: str) -> None:
+    """Say of options that they would be ignored.
+
+    Raises:
+        ConfigError: one has another value than its default.
+    """
+    defaults = EvalOptions(run=options.run)
+    given = [name for name in names if getattr(options, name) != getattr(defaults, name)]
+    if given:
+        raise ConfigError(Violation(name, f"is {getattr(options, name)} but {why}") for name in given)
+
+
+def _write(out: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """Write and print what was measured, and return it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, json.dumps(json.loads(encode(result)), indent=2) + "\n")
+    width = max(14, *map(len, result))
     for name, value in result.items():
-        sys.stdout.write(f"{name:<14} {f'{value:.6g}' if isinstance(value, float) else value}\n")
+        sys.stdout.write(f"{name:<{width}} {f'{value:.6g}' if isinstance(value, float) else value}\n")
     sys.stdout.write(f"{out}\n")
     return result
 
@@ -97,6 +153,7 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
         ConfigError: as `evaluate`.
     """
     from foundry.config.frozen import load_config
+    from foundry.data.episodes import normalised_by
     from foundry.library import compose
     from foundry.parts import build_data, build_model
     from foundry.restore import Restored, build_part, choose_device, restore
@@ -114,11 +171,16 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
         return Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)
     restored = restore(path, options.which, ema=options.ema, trust=options.trust)
     if overrides:
+        statistics = restored.data.statistics
+        for_policies = [] if statistics is None else _ON_EPISODES
         which = [f"model.which={restored.checkpoint.name.removeprefix('step_').lstrip('0') or '0'}"]
-        composed = compose([*given, *which, f"model.trust={str(options.trust).lower()}"])
+        composed = compose([*for_policies, *given, *which, f"model.trust={str(options.trust).lower()}"])
         objective = composed.objective if _has(overrides, "objective") else restored.config.objective
         config = replace(restored.config, data=composed.data, objective=objective)
-        return replace(restored, config=config, data=build_data(config))
+        data = build_data(config)
+        if statistics is not None:
+            data = normalised_by(data, statistics)
+        return replace(restored, config=config, data=data)
     config = load_config(path, trust=options.trust)
     own = {"tokenizer": path / TOKENIZER, "chat_template": path / CHAT_TEMPLATE}
     files = {name: str(file) for name, file in own.items() if hasattr(config.data, name) and file.is_file()}

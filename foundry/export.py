@@ -9,6 +9,8 @@ from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import STATISTICS
 
 if TYPE_CHECKING:
     import torch
@@ -43,11 +45,14 @@ class ExportOptions:
 
 
 def export(options: ExportOptions) -> Path:
-    """Write the weights and, for a language model, transformers' config and tokenizer; return the folder.
+    """Write the weights and, for a language model, transformers' config and tokenizer, for a policy its statistics.
 
     Weights are model.safetensors, or above 5 GB several files with an index, read from the checkpoint and written a
     tensor at a time. Of a run of adapters write a folder of peft's instead, or with `merge` the model that they are
     with their base.
+
+    Returns:
+        The folder.
 
     Raises:
         ConfigError: there is no such run or checkpoint, `out` holds files, or there are no adapters to be merged.
@@ -84,6 +89,8 @@ def export(options: ExportOptions) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     write_weights(out, weights)
     save_config(restored.config, out)
+    if restored.data.statistics is not None:
+        write_atomically(out / STATISTICS, restored.data.statistics.to_json())
     if (hf_config := hook(restored.model, "hf_config")) is not None:
         described = hf_config()
         if dtype is not None:

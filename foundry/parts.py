@@ -2,8 +2,9 @@
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -36,6 +37,7 @@ from foundry.models.initialisation import InitialModel, matrices_on_meta
 from foundry.models.keyed_draws import Draw, Part, draw_parts
 from foundry.optim.optimizers import not_covered
 from foundry.parallel.process_group import World
+from foundry.simulators.protocol import Simulator
 from foundry.training.early_stopping import EarlyStopping
 from foundry.training.model_hooks import hook
 from foundry.training.protocols import Evaluator, GenerativeObjective, Objective, Schedule, StopRule
@@ -188,9 +190,47 @@ def resolve_init_from(node: Any) -> Path | None:
 
 
 def build_data(config: Config) -> DataSplits:
-    """Training and held-out samples."""
-    data: DataSplits = build(_fitting(config.data, "data"), seed=config.hparams.seed)
+    """Training and held-out samples; given what makes the simulator, and its settings, where it takes them."""
+    offered = {"simulator": simulator_factory(config), "simulator_settings": _simulator_settings(config)}
+    data: DataSplits = build(_fitting(config.data, "data"), offered=offered, seed=config.hparams.seed)
     return data
+
+
+def build_simulator(config: Config) -> Simulator | None:
+    """Where the policy acts; None where nothing is simulated.
+
+    Raises:
+        ConfigError: it cannot be built, or has other sizes than the configuration says.
+    """
+    if field_of(config.simulator, "_target_") is None:
+        return None
+    settings = _simulator_settings(config)
+    simulator: Simulator = build(_fitting(settings, "simulator"))
+    stated = {name: settings.get(name) for name in ("state_dim", "action_dim")}
+    built = {name: getattr(simulator, name) for name in stated}
+    if wrong := [name for name, size in stated.items() if size not in (None, built[name])]:
+        simulator.close()
+        message = f"but {type(simulator).__name__} has %s; set it to that"
+        raise ConfigError(
+            Violation(f"simulator.{name}", f"is {stated[name]} {message % built[name]}") for name in wrong
+        )
+    return simulator
+
+
+def _simulator_settings(config: Config) -> dict[str, Any]:
+    node = config.simulator
+    return node if isinstance(node, dict) else asdict(node)
+
+
+def simulator_factory(config: Config) -> Callable[[], Simulator] | None:
+    """What makes a simulator at each call, as `build_simulator` does; None where nothing is simulated."""
+
+    def make() -> Simulator:
+        simulator = build_simulator(config)
+        assert simulator is not None
+        return simulator
+
+    return None if field_of(config.simulator, "_target_") is None else make
 
 
 def build_objective(config: Config, world: World | None = None, tokenizer: Any = None) -> Objective:
@@ -287,6 +327,7 @@ def _build_for_evaluation(
         "data": data,
         "tokenizer": data.tokenizer,
         "judge": judge,
+        "simulator": simulator_factory(config),
         "seed": config.hparams.seed,
         "per_gpu_batch_size": config.hparams.per_gpu_batch_size,
         "max_samples": config.evaluation.max_samples,

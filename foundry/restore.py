@@ -17,12 +17,13 @@ from foundry.checkpoint.tensors import load_weights
 from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation, format_reason, shown
 from foundry.config.frozen import load_config
-from foundry.config.schemas.data import Tokenised
+from foundry.config.schemas.data import Episodes, Tokenised
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
+from foundry.data.statistics import Statistics
 from foundry.data.tokenizer import usual_end
 from foundry.initial_model import find_base, read_base
 from foundry.models.initialisation import InitialModel, allocate
@@ -32,11 +33,11 @@ from foundry.parts import drawn, resolve_init_from, unfilled
 from foundry.planning.fake import build_fake
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
-from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STOP_TOKENS, TOKENIZER, TRANSFORMERS
+from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STATISTICS, STOP_TOKENS, TOKENIZER, TRANSFORMERS
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 
-_BUILT = ("model", "peft", "data", "objective")
-"""Groups that sampling and exporting build; of the others nothing is run."""
+_BUILT = ("model", "peft", "data", "objective", "simulator")
+"""Groups that are built of a run that is opened; of the others nothing is run."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Restored:
     Attributes:
         config: the run's configuration.
         model: in evaluation mode, on `device`.
-        data: the run's; of text only the tokenizer, without samples.
+        data: the run's; of text only the tokenizer, of a robot's episodes only the statistics, without samples.
         checkpoint: the folder that was read.
         base_path: what the weights beside the adapters came from, where a run of adapters names it.
     """
@@ -218,17 +219,22 @@ def _check_bounds(run_dir: Path, config: Config) -> None:
 
 
 def _data(config: Config, run_dir: Path) -> DataSplits:
-    """The run's tokenizer without its text; for other data, the data.
+    """The run's tokenizer without its text, its statistics without the episodes; for other data, the data.
 
-    Text is not read again: it lies where a configuration says, which may be somebody else's.
+    Neither is read again: it lies where a configuration says, which may be somebody else's.
 
     Raises:
-        ConfigError: the tokenizer is missing, or is none.
+        ConfigError: the tokenizer or the statistics are missing, or are none.
     """
     file = run_dir / TOKENIZER
+    statistics = _statistics(run_dir / STATISTICS)
     if not os.path.lexists(file):
         if isinstance(config.data, Tokenised):
             raise ConfigError(Violation("run", f"{run_dir} has no {TOKENIZER}, which a run over text writes"))
+        if isinstance(config.data, Episodes) and statistics is None:
+            raise ConfigError(Violation("run", f"{run_dir} has no {STATISTICS}, which a run over episodes writes"))
+        if statistics is not None:
+            return DataSplits(train=[], validation=[], fingerprint="", statistics=statistics)
         data: DataSplits = build_part(config, "data", seed=config.hparams.seed)
         return data
     from tokenizers import Tokenizer
@@ -248,7 +254,24 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
         tokenizer=tokenizer,
         **_special_tokens(run_dir / STOP_TOKENS, tokenizer),
         chat_template=_chat_template(run_dir / CHAT_TEMPLATE),
+        statistics=statistics,
     )
+
+
+def _statistics(file: Path) -> Statistics | None:
+    """By what a policy's states and actions are normalised; None where there is no such file.
+
+    Raises:
+        ConfigError: the file is none that foundry writes.
+    """
+    try:
+        return Statistics.from_json(read_text(file))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(Violation("run", f"{file} cannot be read: {error}")) from None
+    except ValueError as error:
+        raise ConfigError(Violation("run", f"{file} {error}")) from None
 
 
 def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from foundry.data.splits import DataSplits
 from foundry.run_dir.files import UnsafeFileError, make_folder, write_atomically
 from foundry.run_dir.lock import relock
 from foundry.run_dir.log import move_logs
-from foundry.run_dir.names import CHAT_TEMPLATE, PLAN, RESULT, STATUS, STOP_TOKENS, TOKENIZER, TRANSFORMERS
+from foundry.run_dir.names import CHAT_TEMPLATE, PLAN, RESULT, STATISTICS, STATUS, STOP_TOKENS, TOKENIZER, TRANSFORMERS
 
 
 def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> None:
-    """Write the configuration, the plan, the tokenizer and what else a chat needs.
+    """Write the configuration, the plan, and what is needed without the data: tokenizer, chat template, statistics.
 
     Raises:
         ConfigError: there is something in the place of one of these files.
@@ -32,6 +32,8 @@ def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_
             write_atomically(run_dir / STOP_TOKENS, json.dumps(ids) + "\n")
         if data.chat_template is not None:
             write_atomically(run_dir / CHAT_TEMPLATE, data.chat_template)
+        if data.statistics is not None:
+            write_atomically(run_dir / STATISTICS, data.statistics.to_json())
         for name in (STATUS, RESULT):
             if (run_dir / name).is_dir():
                 raise UnsafeFileError(run_dir / name, "a folder")

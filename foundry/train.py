@@ -113,6 +113,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
 def _train(setup: Setup, observers: list[Observer], held: ExitStack) -> RunResult:
     """Build the trainer and let it run; rank 0 writes."""
     trainer, started = build_trainer(setup)
+    held.callback(trainer.evaluation.close)
     folder = setup.folder
     if folder is not None:
         write_run_files(setup.config, started.plan, setup.data, setup.run_dir)

@@ -13,6 +13,9 @@ LOSS = "val_loss"
 HELD_OUT = "foundry.evaluators.held_out.HeldOut"
 EXACT_MATCH = "foundry.evaluators.exact_match.ExactMatch"
 EXACT_MATCH_METRICS = ("exact_match", "ended")
+SUCCESS = "foundry.evaluators.success.Success"
+SUCCESS_METRICS = ("success", "success_low", "success_high", "episode_length")
+"""The rate, the bounds of its 95 % interval, and the mean number of actions."""
 
 
 def val_metric_name(metric: str) -> str:
@@ -66,6 +69,8 @@ def measured_by(config: Config) -> tuple[str, ...] | None:
         elif isinstance(node, dict) and node.get("_target_") == EXACT_MATCH:
             rewards = reward_metrics(config.environment)
             known = None if rewards is None else val_metric_names((*EXACT_MATCH_METRICS, *rewards))
+        elif isinstance(node, dict) and node.get("_target_") == SUCCESS:
+            known = val_metric_names(SUCCESS_METRICS)
         else:
             known = val_metric_names(names) if isinstance(names, list) else None
         if known is None:

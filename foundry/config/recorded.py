@@ -8,7 +8,8 @@ from typing import Any
 
 from foundry.config.build import HYDRA_KEYS
 from foundry.config.errors import ConfigError, Violation, shown
-from foundry.config.metrics import EXACT_MATCH, HELD_OUT
+from foundry.config.metrics import EXACT_MATCH, HELD_OUT, SUCCESS
+from foundry.config.schemas.simulator import runs_foreign_code
 from foundry.config.schemas.tracking import EXTRAS
 from foundry.config.secrets import VARIABLE
 from foundry.config.store import group_schemas
@@ -16,7 +17,7 @@ from foundry.config.strict_yaml import read_yaml
 
 _MAX_BITS = 64
 _NAMED_PART = re.compile(r"(evaluation\.evaluators|tracking\.trackers)\.\w+\._target_")
-_OWN_NAMED_PARTS = (HELD_OUT, EXACT_MATCH, *EXTRAS)
+_OWN_NAMED_PARTS = (HELD_OUT, EXACT_MATCH, SUCCESS, *EXTRAS)
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
@@ -53,7 +54,7 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
 
     A part is foundry's own if its `_target_` is the default of a schema of its group, or it is an evaluator or tracker
     that foundry has; whatever else Hydra obeys, and whatever is nested, is not. Kernels of a hub, which transformers
-    would fetch, are not either, and a part is given no variable of the environment.
+    would fetch, are not either, nor what a simulator would import, and a part is given no variable of the environment.
     """
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group)}
@@ -64,6 +65,8 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
             if is_hydra or is_kernel:
                 yield f"{where}={shown(value)}"
+        if group == "simulator" and isinstance(node, dict):
+            yield from (f"{group}.{name}={shown(node[name])}" for name in runs_foreign_code(node))
         for where, value in _leaves(node, group) if own_targets(group) else ():
             if isinstance(value, str) and "${" in value:
                 yield f"{where}={shown(value)}"

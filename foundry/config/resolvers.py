@@ -6,8 +6,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
+from foundry.config.errors import ConfigError
+from foundry.config.lerobot import read_info
 from foundry.config.schemas.launcher import resolve_num_tasks
 from foundry.config.schemas.model import HuggingFace, folder_settings
+from foundry.config.schemas.simulator import TABLETOP_STATE_DIMS, tabletop_state_dim
+
+_SIZED_BY = {"state_dim": "state_key", "action_dim": "action_key", "image_size": "image_key"}
 
 
 def register_resolvers() -> None:
@@ -19,6 +24,9 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("direction_of", _direction_of, replace=True)
     OmegaConf.register_new_resolver("model_folder", _model_folder, replace=True)
     OmegaConf.register_new_resolver("model_vocab_size", _model_vocab_size, replace=True)
+    OmegaConf.register_new_resolver("simulator_size", _simulator_size, replace=True)
+    OmegaConf.register_new_resolver("lerobot_size", _lerobot_size, replace=True)
+    OmegaConf.register_new_resolver("tabletop_state_dim", _tabletop_state_dim, replace=True)
 
 
 def _times(factor: float, value: float) -> float:
@@ -60,6 +68,41 @@ def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
     path = _model_folder(_root_=_root_)
     known = None if path is None else folder_settings(path).get("vocab_size")
     return known if isinstance(known, int) else default
+
+
+def _simulator_size(name: str, *, _root_: DictConfig) -> int | None:
+    """What a setting of demonstrations is by the simulator; without one, of which rules say so, 1.
+
+    Raises:
+        ValueError: it is a simulator of the user's own, whose settings do not say.
+    """
+    size: int | None = OmegaConf.select(_root_, f"simulator.{name}")
+    if size is not None or name == "image_size":
+        return size
+    if OmegaConf.select(_root_, "simulator._target_") is None:
+        return 1
+    raise ValueError(f"simulator.{name} has no value; give it as +simulator.{name}=...")
+
+
+def _lerobot_size(name: str, *, _root_: DictConfig) -> int | None:
+    """What a setting is by the dataset in `data.path`; of none that can be read, as rules say, the simulator's."""
+    path, column = (OmegaConf.select(_root_, f"data.{key}") for key in ("path", _SIZED_BY[name]))
+    if name == "image_size" and column is None:
+        return None
+    try:
+        info = read_info(str(path))
+        if name != "image_size":
+            return info.num_values(str(column), "")
+        height, width = info.picture_size(str(column), "")
+    except ConfigError:
+        return _simulator_size(name, _root_=_root_)
+    return height if height == width else None
+
+
+def _tabletop_state_dim(*, _root_: DictConfig) -> int:
+    """Numbers in the state of the run's task; of a task that there is not, of which its own check says so, 1."""
+    task, image_size = (OmegaConf.select(_root_, f"simulator.{name}") for name in ("task", "image_size"))
+    return tabletop_state_dim(task, has_image=image_size is not None) if task in TABLETOP_STATE_DIMS else 1
 
 
 def _accum_freq(global_batch_size: int, per_gpu_batch_size: int, nproc_per_node: int, *, _root_: DictConfig) -> int:

@@ -11,9 +11,11 @@ from foundry.config.adapters import check_adapters
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Duration, Unit
 from foundry.config.environment import LaunchEnvironment
+from foundry.config.episodes import check_episodes
 from foundry.config.errors import ConfigError, Violation, listed, shown
 from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
 from foundry.config.metrics import check_metrics, measured_by
+from foundry.config.policies import check_policies
 from foundry.config.rollouts import check_environment, check_rollouts
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, resolve_distributed
 from foundry.config.schemas.guard import SpikeAction
@@ -24,6 +26,7 @@ from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.sizes import check_sizes
+from foundry.config.success import check_success
 from foundry.config.targets import check_targets
 from foundry.config.tensor_parallel import check_tensor_parallel
 
@@ -242,6 +245,10 @@ def _rollouts(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_environment(config)
 
 
+def _episodes(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_episodes(config)
+
+
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_sizes(config)
 
@@ -302,6 +309,14 @@ def _precision(config: Config, launch: Launch) -> Iterator[Violation]:
         )
 
 
+def _policies(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_policies(config)
+
+
+def _success(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_success(config)
+
+
 def _adapters(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_adapters(config)
 
@@ -358,10 +373,13 @@ RULES: tuple[Rule, ...] = (
     _samples,
     _packing,
     _rollouts,
+    _episodes,
     _sizes,
     _targets,
     _loss,
     _metrics,
+    _policies,
+    _success,
     _launcher,
     _restarts,
     _strategy,

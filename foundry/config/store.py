@@ -27,6 +27,7 @@ GROUPS = (
     "peft",
     "precision",
     "scheduler",
+    "simulator",
     "tracking",
 )
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.data import OnBadRow, TrainOn
+from foundry.data.cached_folder import cached_folder
 from foundry.data.chat import ChatTemplate, Segment, read_template, resolve_chat_template, resolve_stop_ids
 from foundry.data.corpus import PATH, VALIDATION_PATH, HeldOutNumbers, find_corpus_files
 from foundry.data.examples import (
@@ -26,7 +27,7 @@ from foundry.data.examples import (
 )
 from foundry.data.rows import FileRows, Row, RowSplits
 from foundry.data.splits import Dataset, DataSplits
-from foundry.data.token_cache import cached_folder, train_with_end, trained_end
+from foundry.data.token_cache import train_with_end, trained_end
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from foundry.run_dir.names import TOKENIZER
 

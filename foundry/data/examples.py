@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from foundry.data.cached_folder import cached_folder
 from foundry.data.mapped_files import MapsFiles
 from foundry.data.packing import place_parts
 from foundry.data.rows import Row, RowSplits
 from foundry.data.splits import Prompt
-from foundry.data.token_cache import ArrayWriter, batches, cached_folder, token_dtype
+from foundry.data.token_cache import ArrayWriter, batches, token_dtype
 from foundry.data.token_sequences import TokenArray
 from foundry.run_dir.files import read_text
 

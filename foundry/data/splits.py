@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foundry.data.statistics import Statistics
+
 
 class Dataset(Protocol):
     """Samples by index; a `torch.utils.data.Dataset` of dicts of tensors is one.
@@ -82,6 +84,7 @@ class DataSplits:
         train_prompts: likewise to learn from, one for each of the training samples.
         stop_ids: tokens that end an answer or a document, first the document's; none without tokens.
         bos_id: the token with which a chat template may begin; None: it has none.
+        statistics: by which states and actions of a robot are normalised; None: the data is of none.
         chat_template: in Jinja, as transformers has it, for data that are chats; None: the model continues plain text.
         content: as the fingerprint, but the same for the same samples from files of other names; None: the fingerprint.
     """
@@ -98,6 +101,7 @@ class DataSplits:
     stop_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     chat_template: str | None = None
+    statistics: Statistics | None = None
 
     def encode_prompt(self, text: str, *, as_chat: bool = True) -> list[int]:
         """Tokens of a text that the model is to continue; none of the tokenizer's own are added.

@@ -2,34 +2,27 @@
 
 import hashlib
 import json
-import logging
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
-from filelock import FileLock
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.data.cached_folder import cached_folder
 from foundry.data.corpus import Corpus
-from foundry.data.sealed_folder import find_damage, publish, seal, sweep_temporaries, temporary_for
 from foundry.data.token_sequences import TokenArray
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer, usual_end
 from foundry.run_dir.files import read_text
-from foundry.run_dir.lock import LOCK, lock
 from foundry.run_dir.names import TOKENIZER
 
 _FORMAT = 1
 _TRAIN = "train.npy"
 _VALIDATION = "validation.npy"
 _STATISTICS = "statistics.json"
-log = logging.getLogger(__name__)
 _DOCUMENTS_PER_BATCH, _CHARACTERS_PER_BATCH = 256, 2**20
 _Item = TypeVar("_Item")
 
@@ -93,48 +86,6 @@ def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_d
         np.load(folder / _VALIDATION, mmap_mode="r", allow_pickle=False),
         TokenStatistics(**json.loads(read_text(folder / _STATISTICS))),
     )
-
-
-def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, ...]]) -> Path:
-    """A folder of the cache, made where there is none: whole and on the disk, or not at all.
-
-    Any number of processes may ask at once: one makes it, the others wait for it.
-
-    Args:
-        cache_dir: the cache's parent folder.
-        name: of the folder, which says all that its content depends on.
-        fill: writes the files of the folder that it is given; their names.
-
-    Raises:
-        ConfigError: the cache cannot be written; or what `fill` raises.
-    """
-    folder = Path(cache_dir).expanduser().resolve() / name
-    try:
-        if (damage := find_damage(folder)) is not None:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder.with_suffix(".lock"), mode=0o666):
-                if (damage := find_damage(folder)) is not None:
-                    if damage:
-                        log.warning("%s: %s; the tokens are made again", folder, damage)
-                    _publish(folder, fill)
-    except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"is {cache_dir}, where tokens cannot be kept: {reason}; set another, here or in FOUNDRY_CACHE"
-        raise ConfigError(Violation("data.cache_dir", message)) from error
-    return folder
-
-
-def _publish(folder: Path, fill: Callable[[Path], tuple[str, ...]]) -> None:
-    """Make the folder; the lock is held."""
-    sweep_temporaries(folder.parent)
-    temporary = temporary_for(folder)
-    with ExitStack() as held:
-        held.callback(shutil.rmtree, temporary, ignore_errors=True)
-        lock(temporary, held)  # says to others that somebody is at work
-        seal(temporary, fill(temporary))
-        temporary.chmod(0o755)
-        (temporary / LOCK).unlink()
-        publish(temporary, folder)
 
 
 def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None, folder: Path) -> tuple[str, ...]:

@@ -162,23 +162,35 @@ class Diffusion:
         return torch.where(chance < self.condition_dropout, self.num_classes, labels)
 
     def _target(self, images: Tensor, noise: Tensor, timesteps: torch.IntTensor) -> Tensor:
-        if self.prediction is Prediction.epsilon:
+        return prediction_target(self.noise_schedule, images, noise, timesteps)
+
+
+def prediction_target(schedule: DDIMScheduler, clean: Tensor, noise: Tensor, timesteps: torch.IntTensor) -> Tensor:
+    """What a model is to predict: noise, velocity, or what is clean, of whose shape it is."""
+    config: Any = schedule.config
+    match Prediction(config.prediction_type):
+        case Prediction.epsilon:
             return noise
-        return self.noise_schedule.get_velocity(images, noise, timesteps)
+        case Prediction.sample:
+            return clean
+        case Prediction.v_prediction:
+            return schedule.get_velocity(clean, noise, timesteps)
 
 
-def make_noise_schedule(prediction: Prediction, num_train_timesteps: int, beta_schedule: BetaSchedule) -> DDIMScheduler:
-    """The noise schedule, for training and for drawing.
+def make_noise_schedule(
+    prediction: Prediction, num_train_timesteps: int, beta_schedule: BetaSchedule, timestep_spacing: str = "trailing"
+) -> DDIMScheduler:
+    """The noise schedule, for training and for drawing; the spacing has diffusers' name.
 
     Trailing timesteps begin at the noisiest one, as a drawing does. With velocity prediction that one is nothing but
     noise, which is what a drawing begins with (Lin et al., 2024, arXiv:2305.08891); noise prediction could not tell an
-    image from it.
+    image from it, and what predicts the sample does not care.
     """
     schedule: DDIMScheduler = DDIMScheduler(
         num_train_timesteps=num_train_timesteps,
         beta_schedule=beta_schedule.value,
         prediction_type=prediction.value,
-        timestep_spacing="trailing",
+        timestep_spacing=timestep_spacing,
         rescale_betas_zero_snr=prediction is Prediction.v_prediction,
         clip_sample=True,
     )

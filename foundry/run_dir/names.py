@@ -18,6 +18,9 @@ CHAT_TEMPLATE = "chat_template.jinja"
 TRANSFORMERS = "transformers"
 """A folder with the config of a model of transformers, so that they need not read the folder it came from either."""
 
+STATISTICS = "statistics.json"
+"""By what a robot's states and actions are normalised, so that a policy acts without its demonstrations."""
+
 METRICS = "metrics.jsonl"
 """A line for each logged step and each evaluation."""
 
@@ -59,6 +62,9 @@ CHECKPOINTS = "checkpoints"
 
 PLOTS = "plots"
 """A folder with pictures, samples among them."""
+
+ROLLOUTS = "rollouts.jsonl"
+"""Beside the pictures: a line for each episode that a policy was measured by."""
 
 PROFILE = "profile"
 """A folder with what torch's profiler has recorded of chosen steps, a file for each rank."""

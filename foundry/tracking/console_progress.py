@@ -200,7 +200,9 @@ def where_to_look(event: RunStarted) -> dict[str, str]:
     """The pictures and samples there are, and the command that shows the run in MLflow."""
     rows: dict[str, str] = {}
     plots = event.run_dir / PLOTS
-    for name, label in (("loss.png", "loss"), ("schedule.png", "schedule"), ("samples.*", "samples")):
+    pictures = ("loss.png", "schedule.png", "success.png", "rollouts.gif", "samples.*")
+    for name in pictures:
+        label = name.partition(".")[0]
         for path in sorted(plots.glob(name)):
             rows[label] = str(path)
     tracking = event.config.get("tracking") or {}

@@ -1,4 +1,4 @@
-"""plots/loss.png and plots/schedule.png."""
+"""plots/loss.png, plots/schedule.png and, of a policy, plots/success.png."""
 
 import math
 import time
@@ -15,6 +15,7 @@ from foundry.tracking.metrics_file import is_evaluation, read_metrics
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, frame, save_figure
 from foundry.tracking.safe_observer import tolerant
 from foundry.tracking.schedule_figure import schedule_figure
+from foundry.tracking.success_figure import HIGH, LOW, RATE, success_figure
 from foundry.training.events import Evaluated, Phase, PlannedUpdate, RunEnded, RunStarted, StepLogged
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _MOST_POINTS = 4000  # more cannot be told apart and take seconds to draw
 
 
 class Plots:
-    """Draws the loss and the learning rate at evaluations and at the end.
+    """Draws the loss, the learning rate and success in episodes at evaluations and at the end.
 
     Drawing takes tenths of a second, so an evaluation that follows too soon upon the last drawing is passed over; at
     the end everything is drawn.
@@ -87,11 +88,13 @@ class Plots:
             if judged and self._metric is not None:
                 add_metric(figure, self._metric, judged)
             save_figure(figure, folder / "loss.png")
+        if self._measured.get(RATE):
+            save_figure(success_figure(self._measured), folder / "success.png")
         if self._updates:
             save_figure(schedule_figure(self._updates, self._phases, step), folder / "schedule.png")
 
     def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name in {LOSS, self._metric} & metrics.keys():
+        for name in {LOSS, self._metric, RATE, LOW, HIGH} & metrics.keys():
             self._measured.setdefault(str(name), {})[step] = metrics[str(name)]
 
 
@@ -103,6 +106,7 @@ def add_metric(figure: "Figure", name: str, points: Sequence[tuple[int, float]])
         name: of the metric.
         points: (step, value), ascending.
     """
+    figure.subplots_adjust(right=0.91)  # room for the numbers of this axis
     axes = figure.axes[0].twinx()
     steps, values = zip(*points, strict=True)
     axes.plot(steps, values, color=GREEN, linewidth=1.2, marker="s", markersize=4, label=f"{name} {_final(values)}")

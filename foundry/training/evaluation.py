@@ -60,6 +60,12 @@ class Evaluation:
             self.model.train(was_training)
         return metrics, context.files
 
+    def close(self) -> None:
+        """Close the evaluators that hold something."""
+        for evaluator in self.evaluators.values():
+            if hasattr(evaluator, "close"):
+                evaluator.close()
+
     def move(self, run_dir: Path) -> None:
         """Write into another run directory from now on."""
         self.folder = run_dir / self.folder.name

@@ -71,10 +71,14 @@ def microbatch(wants):
     position = torch.arange(2)
     if "images" in wants:
         return {"images": torch.zeros(2, 1, 8, 8), "labels": torch.zeros(2, dtype=torch.int64), "position": position}
+    if "actions" in wants:
+        chunk = {"actions": torch.zeros(2, 8, 2), "is_padded": torch.zeros(2, 8, dtype=torch.bool)}
+        return {**chunk, "state": torch.zeros(2, 1, 3), "position": position}
     tokens = torch.ones(2, 2, 3, dtype=torch.int64) if "pairs" in wants else torch.ones(2, 3, dtype=torch.int64)
     return {"tokens": tokens, "targets": tokens, "position": position}
 
 
+CHUNK = {"horizon": 8, "action_dim": 2}
 SFT = ["data=arithmetic", "data.form=chats", "data.chat_template=plain", "objective=sft"]
 SHIPPED = {
     "NextToken": lambda: configure("hparams=llm").objective,
@@ -89,6 +93,9 @@ SHIPPED = {
         teacher="runs/teacher", vocab_size=5, max_seq_len=3, mode=DistillationMode.on_policy
     ),
     "Diffusion": lambda: configure("hparams=diffusion").objective,
+    "DiffusionPolicy": lambda: schemas.DiffusionPolicy(**CHUNK, seed=0),
+    "FlowPolicy": lambda: schemas.FlowPolicy(**CHUNK, seed=0),
+    "ActionRegression": lambda: schemas.ActionRegression(**CHUNK),
 }
 
 

@@ -91,7 +91,7 @@ CASES = [
     (["model=hf", "model.path=/nowhere"], 1, "no such file or folder"),
     (["model=hf"], 1, "'+model.config={hidden_size"),
     (["model=hf_llama", "model.config={hidden_sise: 3}"], 1, "write +model.config={hidden_sise: 3}"),
-    (["experiment=nope"], 1, "options: digits_epsilon"),
+    (["experiment=nope"], 1, "options: around_images, digits_epsilon"),
     (["foo"], 1, "key=value"),
     (["hparams.lr=1e-3,1e-4"], 1, "add -m"),
     (["hydra.launcher='???'"], 1, "hydra.launcher: has no value"),

@@ -12,12 +12,13 @@ from foundry.config.names import settings as known_settings
 from foundry.config.store import GROUPS
 
 CHOICES = {
-    "hparams": ["llm", "diffusion"],
+    "hparams": ["llm", "diffusion", "policy"],
     "optimizer": ["adamw", "muon", "sgd", "adam"],
     "scheduler": ["wsd", "cosine", "constant", "linear", "inverse_square_root"],
-    "model": ["transformer", "dit", "hf_gpt2"],
-    "data": ["stdlib", "digits"],
-    "objective": ["next_token", "diffusion"],
+    "model": ["transformer", "dit", "hf_gpt2", "policy_dit"],
+    "data": ["stdlib", "digits", "demonstrations"],
+    "objective": ["next_token", "diffusion", "flow_policy"],
+    "simulator": ["none", "around"],
     "distributed": ["ddp", "fsdp", "none"],
     "debug": ["fast", "null"],
     "experiment": ["digits_epsilon", "null"],

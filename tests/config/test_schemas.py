@@ -34,7 +34,8 @@ OPTION_FILES = sorted(path for path in Path(config_dir()).rglob("*.yaml"))
 
 
 def test_there_are_parts_in_every_group_that_has_them():
-    assert {group for group, _ in PARTS} == {"optimizer", "scheduler", "model", "data", "objective", "environment"}
+    groups = {"optimizer", "scheduler", "model", "data", "objective", "environment", "simulator"}
+    assert {group for group, _ in PARTS} == groups
     assert len(PARTS) > 12
 
 
@@ -64,7 +65,7 @@ def test_the_part_takes_the_fields_of_its_schema(key):
     given = {item.name for item in dataclasses.fields(SCHEMAS[key])} - {"_target_", *FOR_THE_BUILDER} | set(
         GIVEN_BY_THE_RUN[key[0]]
     )
-    given -= set(runtime_settings(key[0])) if key[0] == "environment" else set()
+    given -= set(runtime_settings(key[0])) if key[0] in ("environment", "simulator") else set()
     assert given <= set(parameters), "fields that the part does not take"
     required = {name for name, p in parameters.items() if p.default is p.empty}
     assert required <= given, "parameters that nothing gives"

@@ -1,6 +1,7 @@
 """Weights come into being where they train: each rank has its part of the same weights, and never the whole model."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from composition import configure
@@ -18,12 +19,21 @@ HF = [
 ]
 FOLDER = ["model=hf", "debug=fast", "data.seq_len=32", "objective.sample_tokens=16"]
 DIT = ["hparams=diffusion", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=4"]
+POLICY = [
+    *DIT,
+    f"hydra.searchpath=[{Path(__file__).parents[1] / 'parity' / 'conf'}]",
+    "data=windows",
+    "data.image_size=16",
+    "model=policy_dit",
+    "objective=diffusion_policy",
+]
 MODELS = {
     "decoder": LM,
     "tied": [*LM, "model.tie_embeddings=true"],
     "bf16": [*LM, "precision=pure_bf16"],
     "amp": [*LM, "precision=amp_bfloat16"],
     "dit": DIT,
+    "policy": POLICY,
     "huggingface": [*HF, "model.init_std=0.02"],
     "own init": HF,
 }

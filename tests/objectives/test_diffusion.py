@@ -56,7 +56,7 @@ def test_the_loss_is_its_formula(prediction):
     signal = alpha_bar[timesteps].sqrt().reshape(-1, 1, 1, 1)
     sigma = (1 - alpha_bar[timesteps]).sqrt().reshape(-1, 1, 1, 1)
     images = batch["images"].double()
-    target = noise if prediction is Prediction.epsilon else signal * noise - sigma * images
+    target = {"epsilon": noise, "v_prediction": signal * noise - sigma * images, "sample": images}[prediction.value]
 
     torch.testing.assert_close(recorder.images.double(), signal * images + sigma * noise, rtol=0, atol=2e-5)
     assert torch.equal(recorder.timesteps, timesteps)
@@ -157,9 +157,8 @@ class Perfect(nn.Module):
         clean = brightness.reshape(-1, 1, 1, 1).expand_as(images)
         alpha_bar = self.diffusion.noise_schedule.alphas_cumprod[timesteps].reshape(-1, 1, 1, 1)
         noise = (images - alpha_bar.sqrt() * clean) / (1 - alpha_bar).sqrt()
-        if self.diffusion.prediction is Prediction.epsilon:
-            return noise
-        return alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * clean
+        velocity = alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * clean
+        return {"epsilon": noise, "v_prediction": velocity, "sample": clean}[self.diffusion.prediction.value]
 
 
 @pytest.mark.parametrize("prediction", list(Prediction))

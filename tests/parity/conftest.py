@@ -17,16 +17,28 @@ LM = [
     "hparams.lr=3e-3",
 ]
 DIFFUSION = ["hparams=diffusion", "model.hidden_size=16", "model.num_layers=2", "model.num_heads=2"]
+POLICY = [
+    f"hydra.searchpath=[{Path(__file__).parent / 'conf'}]",
+    "hparams=diffusion",
+    "data=windows",
+    "model=policy_dit",
+    "objective=diffusion_policy",
+    "model.patch_size=4",
+    "model.hidden_size=16",
+    "model.num_layers=2",
+    "model.num_heads=2",
+]
+TASKS = {"lm": LM, "diffusion": DIFFUSION, "policy": POLICY}
 QUIET = ["tracking=none", "tracking.progress=false", "tracking.log_every_n_steps=1", "evaluation.write_samples=false"]
 BATCH = ["hparams.global_batch_size=16", "hparams.per_gpu_batch_size=16", "hparams.grad_clip_norm=1.0"]
 
 
 @pytest.fixture(scope="session")
 def configure():
-    """A configuration of a small task: `configure("lm" | "diffusion", *overrides)`."""
+    """A configuration of a small task: `configure("lm" | "diffusion" | "policy", *overrides)`."""
 
     def run(task, *overrides):
-        words = [*(LM if task == "lm" else DIFFUSION), *QUIET, *BATCH, "optimizer=adamw", "precision=fp32", *overrides]
+        words = [*TASKS[task], *QUIET, *BATCH, "optimizer=adamw", "precision=fp32", *overrides]
         return composition.configure(*words)
 
     return run

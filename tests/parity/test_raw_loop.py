@@ -65,7 +65,23 @@ def diffusion_loss(model, batch, positions):
     return ((predicted - velocity) ** 2).mean()
 
 
-@pytest.mark.parametrize(("task", "loss_of"), [("lm", language_model_loss), ("diffusion", diffusion_loss)])
+def policy_loss(model, batch, positions):
+    from diffusers import DDPMScheduler
+
+    from foundry.objectives.keyed_random import keyed_integers, keyed_normal
+
+    where, valid = torch.tensor(positions), ~batch["is_padded"]
+    actions = batch["actions"].nan_to_num()
+    noise = keyed_normal(42, where, tuple(actions.shape[1:]), stream="noise")
+    timesteps = keyed_integers(42, where, 100, stream="timestep")
+    alpha = DDPMScheduler(100, beta_schedule="squaredcos_cap_v2").alphas_cumprod[timesteps].view(-1, 1, 1)
+    predicted = model(alpha.sqrt() * actions + (1 - alpha).sqrt() * noise, timesteps.float(), batch["state"])
+    return (predicted - actions)[valid].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("task", "loss_of"), [("lm", language_model_loss), ("diffusion", diffusion_loss), ("policy", policy_loss)]
+)
 @pytest.mark.parametrize("per_gpu_batch_size", [16, 4])
 def test_fifty_steps_agree(configure, tmp_path, task, loss_of, per_gpu_batch_size):
     config = configure(

@@ -40,7 +40,7 @@ def targets(canary):
 def places(attack, name) -> Iterator[tuple[str, dict]]:
     """Changes of a language model's settings, each with one attack, by what they are called."""
     as_mapping = attack if isinstance(attack, dict) else {"list": attack}
-    for group in ("model", "data", "objective", "optimizer", "scheduler"):
+    for group in ("model", "data", "objective", "optimizer", "scheduler", "simulator"):
         yield f"{name} as {group}", {group: ("replace", as_mapping)}
         yield f"{name} in {group}", {group: ("add", {"extra": attack})}
     for group in ("hparams", "tracking", "checkpoint", "evaluation", "precision", "distributed", "guard"):

@@ -7,7 +7,8 @@ import pytest
 from foundry.tracking.metrics_file import MetricsFile
 from foundry.tracking.plots import Plots, loss_figure, smoothed
 from foundry.tracking.schedule_figure import schedule_figure
-from foundry.training.events import Phase, PlannedUpdate
+from foundry.tracking.success_figure import success_figure
+from foundry.training.events import Evaluated, Phase, PlannedUpdate
 
 
 def is_png(path):
@@ -56,6 +57,24 @@ def test_a_resumed_run_shows_its_whole_history(events):
     observer.on_start(events.start())
     assert list(observer._loss) == [1, 2, 3]
     assert observer._measured == {"val_loss": {3: 3.5}}
+
+
+def test_success_is_drawn_with_its_interval(events):
+    observer = Plots(run_dir=events.run_dir)
+    observer.on_start(events.start())
+    rates = {4: (0.1, 0.02, 0.3), 8: (0.5, 0.3, 0.7)}
+    for step, (rate, low, high) in rates.items():
+        metrics = {"val_loss": 1.0, "val_success": rate, "val_success_low": low, "val_success_high": high}
+        observer.on_evaluation(Evaluated(step=step, samples=step, metrics=metrics))
+    observer.on_end(events.end())
+    assert is_png(events.run_dir / "plots/success.png")
+    (axes,) = success_figure(observer._measured).axes
+    assert list(axes.lines[0].get_xdata()) == [4, 8]
+    assert list(axes.lines[0].get_ydata()) == [0.1, 0.5]
+    band, bars = axes.collections
+    assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(4, 0.02), (4, 0.3), (8, 0.3), (8, 0.7)}
+    assert [segment.tolist() for segment in bars.get_segments()] == [[[4, 0.02], [4, 0.3]], [[8, 0.3], [8, 0.7]]]
+    assert axes.get_legend().get_texts()[0].get_text() == "success 0.500"
 
 
 def test_the_smoothed_line_ignores_a_spike_and_nan():

@@ -62,6 +62,7 @@ class Evaluation:
         "data",
         "tokenizer",
         "judge",
+        "simulator",
         "seed",
         "per_gpu_batch_size",
         "max_samples",

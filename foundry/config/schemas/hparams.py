@@ -130,7 +130,11 @@ class HParams:
         source="total_train_samples",
         on_resume=OnResume.budget,
     )
-    loss_function: str = setting("cross_entropy", "cross_entropy (language models) or mse (diffusion)", aliases="loss")
+    loss_function: str = setting(
+        "cross_entropy",
+        "cross_entropy (language models), mse (diffusion) or l1 (regression of actions)",
+        aliases="loss",
+    )
     z_loss_coefficient: float = setting(
         0.0,
         "weight of the mean squared log-sum-exp of the logits, over valid tokens; 0 disables it",

@@ -1,6 +1,7 @@
 """`model=`: what is trained."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,3 +240,39 @@ class DiT(Model):
             yield Violation(
                 "model.hidden_size", f"is {self.hidden_size} but must be a multiple of 4: sines and cosines of two axes"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyDiT(Model):
+    """Diffusion transformer blocks over chunks of actions, conditioned on what a robot observes."""
+
+    wants: ClassVar[frozenset[str]] = frozenset({"actions"})
+
+    _target_: str = "foundry.models.policy_dit.PolicyDiT"
+    state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
+    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
+    num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
+    horizon: int = setting("${data.horizon}", "actions of a chunk", ge=1, le=10**5)
+    image_size: int | None = setting(
+        "${data.image_size}",
+        "height and width in pixels of the picture of each observation; null: none is looked at",
+        ge=1,
+        le=10**5,
+    )
+    patch_size: int = setting(8, "actions of a token; must divide horizon", ge=1, le=10**5)
+    hidden_size: int = setting(128, "width of the residual stream; an even number", ge=2, le=10**6)
+    num_layers: int = setting(3, "blocks", ge=1, le=1000, aliases="num_hidden_layers, n_layer, n_layers, depth")
+    num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
+    mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
+
+    def check(self) -> Iterator[Violation]:
+        """Say which sizes do not divide as they must."""
+        if self.horizon % self.patch_size:
+            message = f"is {self.patch_size} but must divide the actions of a chunk, data.horizon={self.horizon}"
+            yield Violation("model.patch_size", f"{message}; set it to {math.gcd(self.patch_size, self.horizon)}")
+        if self.hidden_size % self.num_heads:
+            yield Violation(
+                "model.num_heads", f"is {self.num_heads} but must divide model.hidden_size={self.hidden_size}"
+            )
+        if self.hidden_size % 2:
+            yield Violation("model.hidden_size", f"is {self.hidden_size} but must be even: sines and cosines")

@@ -13,6 +13,7 @@ from foundry.config.schemas.guard import Guard
 from foundry.config.schemas.hparams import HParams
 from foundry.config.schemas.peft import Peft
 from foundry.config.schemas.precision import Precision
+from foundry.config.schemas.simulator import NoSimulator
 from foundry.config.schemas.tracking import Tracking
 from foundry.config.setting import OnResume, group
 
@@ -31,9 +32,10 @@ class Config:
     distributed: Distributed = group(Distributed, OnResume.same)
     model: Any = group(MISSING, given=())
     peft: Peft = group(Peft)
-    data: Any = group(MISSING, given=("seed",))
+    data: Any = group(MISSING, given=("seed",), offered=("simulator", "simulator_settings"))
     objective: Any = group(MISSING, given=(), offered=("world", "tokenizer", "has_adapters"))
     environment: Any = group(NoEnvironment, given=())
+    simulator: Any = group(NoSimulator, given=())
     evaluation: Evaluation = group(Evaluation, OnResume.allowed)
     guard: Guard = group(Guard, OnResume.allowed)
     checkpoint: Checkpoint = group(Checkpoint, OnResume.same)

@@ -35,7 +35,7 @@ class Tracking:
         10, "optimizer steps between log lines", ge=1, aliases="logging_steps, log_interval, log_freq, log_every"
     )
     progress: bool = setting(True, "show progress on the terminal", aliases="enable_progress_bar")
-    plots: bool = setting(True, "write plots/loss.png and plots/schedule.png at the end")
+    plots: bool = setting(True, "write plots/loss.png, plots/schedule.png and, of a policy, plots/success.png")
     mlflow: bool = setting(True, "log to MLflow")
     uri: str | None = setting(None, "MLflow tracking URI; null: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db")
     experiment_name: str = setting("foundry", "MLflow experiment", aliases="project, project_name")

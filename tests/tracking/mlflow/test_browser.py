@@ -4,13 +4,17 @@ import shutil
 import subprocess
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 from sweep_dirs import SweepDir
 
+from foundry.evaluators.episodes import Film
+from foundry.evaluators.films import save_gif
 from foundry.sweeps.mlflow_parent import close_parent
 from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
+from foundry.training.events import Evaluated
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
@@ -71,6 +75,33 @@ def test_the_run_is_shown_in_the_browser(events, mlflow_server, tmp_path):
         picture = tmp_path / f"{number}.png"
         browse(tmp_path / "profile", page + tab, f"--screenshot={picture}")
         assert picture.stat().st_size > 10_000
+
+
+def test_the_episodes_of_a_policy_are_shown_in_the_browser(events, mlflow_server, tmp_path):
+    metrics = {"val_success": 0.5, "val_success_low": 0.3, "val_success_high": 0.7}
+    observers = [
+        Plots(run_dir=events.run_dir),
+        MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, finish_seconds=120),
+    ]
+    for observer in observers:
+        observer.on_start(events.start())
+        observer.on_step(events.step(1))
+    plots = events.run_dir / "plots"
+    plots.mkdir()
+    film = Film(10.0, success=True, frames={n: np.full((96, 96, 3), 9 * n, dtype=np.uint8) for n in range(20)})
+    save_gif([film] * 8, plots / "rollouts.gif")
+    for observer in observers:
+        observer.on_evaluation(Evaluated(step=1, samples=8, metrics=metrics, samples_file=plots / "rollouts.gif"))
+        observer.on_end(events.end())
+    destination = json.loads((events.run_dir / "mlflow.json").read_text())
+    from mlflow import MlflowClient
+
+    experiment_id = MlflowClient(mlflow_server.uri).get_run(destination["run_id"]).info.experiment_id
+    page = f"{mlflow_server.uri}/#/experiments/{experiment_id}/runs/{destination['run_id']}"
+    for name in ("rollouts.gif", "success.png"):
+        read = words_of(browse(tmp_path / "profile", f"{page}/artifacts/plots/{name}", "--dump-dom"))
+        assert f"plots/{name}" in read
+    assert "val_success_low" in browse(tmp_path / "profile", page, "--dump-dom")
 
 
 def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_server, tmp_path):

@@ -1,0 +1,163 @@
+"""What a folder of LeRobot says of itself in meta/info.json: version, columns and where its files lie."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from foundry.config.errors import ConfigError, Violation, listed, nearest, shown
+
+INFO = "meta/info.json"
+_MAX_BYTES = 2**26
+_CONVERTER = "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30 (of the package lerobot)"
+_NUMBERS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool")
+_PICTURES = ("image", "video")
+_MOST_PIXELS = 2**14
+
+
+@dataclass(frozen=True)
+class LeRobotInfo:
+    """Of a dataset in version 3 of the format.
+
+    Attributes:
+        folder: where it lies.
+        fps: frames a second.
+        features: dtype and shape of each column, by its name; for images also the names of dimensions.
+        data_path, video_path: templates of the files' paths; the latter is None without videos.
+    """
+
+    folder: Path
+    fps: float
+    features: Mapping[str, Mapping[str, Any]]
+    data_path: str
+    video_path: str | None
+
+    def num_values(self, column: str, key: str) -> int:
+        """How many numbers a column has in each frame.
+
+        Args:
+            column: its name.
+            key: of the setting that chooses it, for the message.
+
+        Raises:
+            ConfigError: there is no such column, or it holds something else.
+        """
+        feature = self._feature(column, key, _NUMBERS)
+        shape = feature.get("shape")
+        if isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and 1 <= shape[0] <= 10**6:
+            return shape[0]
+        raise ConfigError(Violation(key, f"is {column}, whose shape is {shown(shape)}; choose a column of vectors"))
+
+    def picture_size(self, column: str, key: str) -> tuple[int, int]:
+        """Height and width in pixels of a column of pictures.
+
+        Raises:
+            ConfigError: there is no such column, or it holds something else.
+        """
+        feature = self._feature(column, key, _PICTURES)
+        shape, names = feature.get("shape"), feature.get("names")
+        sizes = shape if isinstance(shape, list) and len(shape) == 3 else [0]
+        if all(type(size) is int and 1 <= size <= _MOST_PIXELS for size in sizes):
+            is_channels_first = sizes[2] not in (1, 3, 4)
+            if isinstance(names, list) and len(names) == 3:
+                is_channels_first = str(names[0]).startswith("channel")
+            return (sizes[1], sizes[2]) if is_channels_first else (sizes[0], sizes[1])
+        raise ConfigError(Violation(key, f"is {column}, whose shape is {shown(shape)}; choose a column of pictures"))
+
+    def is_video(self, column: str) -> bool:
+        """Whether pictures are in files of their own."""
+        return bool(self.features[column]["dtype"] == "video")
+
+    def data_file(self, chunk: int, file: int) -> Path:
+        """A file of frames.
+
+        Raises:
+            ConfigError: its path leads out of the folder.
+        """
+        return self._file(self.data_path, chunk_index=chunk, file_index=file)
+
+    def video_file(self, column: str, chunk: int, file: int) -> Path:
+        """A file of pictures.
+
+        Raises:
+            ConfigError: its path leads out of the folder, or none is said.
+        """
+        return self._file(self.video_path or "", video_key=column, chunk_index=chunk, file_index=file)
+
+    def _feature(self, column: str, key: str, dtypes: tuple[str, ...]) -> Mapping[str, Any]:
+        fitting = [name for name, feature in self.features.items() if feature["dtype"] in dtypes]
+        if column in fitting:
+            return self.features[column]
+        what = f"a column of {self.features[column]['dtype']}" if column in self.features else "no column"
+        choices = f"it has {listed(fitting, 8)}" if fitting else "it has none of the kind"
+        message = f"is {shown(column)} but that is {what} in {self.folder / INFO}{nearest(column, fitting)}; {choices}"
+        raise ConfigError(Violation(key, message))
+
+    def _file(self, template: str, **places: Any) -> Path:
+        """A template with its places filled in; only what LeRobot itself writes is understood."""
+
+        def fill(place: "re.Match[str]") -> str:
+            value = places[place[1]]
+            return str(value) if place[2] is None else f"{int(value):0{place[2]}d}"
+
+        try:
+            name = re.sub(r"\{(\w+)(?::0?(\d)d)?\}", fill, template)
+            path = PurePosixPath(name)
+            if not name or set(name) & set("{}\0\\") or path.is_absolute() or ".." in path.parts:
+                raise ValueError
+        except (KeyError, ValueError):
+            message = f"is {self.folder}, whose {INFO} has the path {shown(template)}, which is none inside of it"
+            raise ConfigError(Violation("data.path", message)) from None
+        return self.folder / name
+
+
+def read_info(path: str) -> LeRobotInfo:
+    """What the folder at `data.path` says of itself.
+
+    Raises:
+        ConfigError: it is none of LeRobot's, or of another version.
+    """
+    folder = Path(path).expanduser()
+    file = folder / INFO
+    if not file.is_file():
+        message = f"is {shown(path)}, which has no {INFO}; give the folder of a LeRobot dataset"
+        if not folder.is_dir():
+            message = f"is {shown(path)} but there is no such folder"
+        elif (folder / "meta/info.jsonl").exists() or (folder / "meta_data").exists():
+            message = f"is {shown(path)}, a LeRobot dataset of version 1, which is not read; record or convert it anew"
+        raise ConfigError(Violation("data.path", message))
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ValueError("is larger than such a file ever is")
+        content = json.loads(file.read_bytes())
+        return _parse(folder, content)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeError, RecursionError)) else error
+        raise ConfigError(Violation("data.path", f"is {shown(path)}, whose {INFO} {reason}")) from None
+
+
+def _parse(folder: Path, content: Any) -> LeRobotInfo:
+    """The settings that are used.
+
+    Raises:
+        ValueError: one of them is not as LeRobot writes it; the text says what the file does.
+    """
+    if not isinstance(content, dict):
+        raise ValueError("holds no JSON object")
+    version = content.get("codebase_version")
+    if not isinstance(version, str) or not version.startswith("v3"):
+        known = f"is of version {shown(version)}, not v3"
+        raise ValueError(f"{known}; convert it with {_CONVERTER}" if str(version).startswith("v2") else known)
+    fps, features = content.get("fps"), content.get("features")
+    if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not 0 < fps < 10**6:
+        raise ValueError(f"has fps={shown(fps)}, which is no number of frames a second")
+    if not isinstance(features, dict) or not all(
+        isinstance(feature, dict) and isinstance(feature.get("dtype"), str) for feature in features.values()
+    ):
+        raise ValueError("has features without a dtype")
+    data_path, video_path = content.get("data_path"), content.get("video_path")
+    if not isinstance(data_path, str) or not isinstance(video_path, str | None):
+        raise ValueError("has a data_path or video_path that is no text")
+    return LeRobotInfo(folder, float(fps), features, data_path, video_path)

@@ -1,0 +1,68 @@
+"""Pictures of a scene in MuJoCo."""
+
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foundry.simulators.packages import import_mujoco
+
+
+class Camera:
+    """Draws a scene as one of its cameras sees it, without what is slow on a CPU: shadows, reflections, smooth edges.
+
+    Args:
+        model: MuJoCo's MjModel.
+        data: MuJoCo's MjData.
+        name: of the camera.
+    """
+
+    _obstacle: ClassVar[str | None] = None
+    """Why nothing can be drawn here: MuJoCo ends a process that tries again after its first renderer has failed."""
+
+    def __init__(self, model: Any, data: Any, name: str) -> None:
+        self._model, self._data, self._name = model, data, name
+        self._renderers: dict[int, Any] = {}
+
+    def render(self, size: int) -> NDArray[np.uint8]:
+        """The scene as it is now, (size, size, 3).
+
+        Raises:
+            RuntimeError: nothing can be drawn here.
+        """
+        if Camera._obstacle is not None:
+            raise RuntimeError(Camera._obstacle)
+        try:
+            renderer = self._renderers.get(size) or self._make_renderer(size)
+            renderer.update_scene(self._data, camera=self._name)
+            picture: NDArray[np.uint8] = renderer.render()
+        except Exception as error:  # whatever MuJoCo, PyOpenGL and the driver raise
+            message = f"MuJoCo cannot draw here ({type(error).__name__}: {error}); it needs EGL, or another MUJOCO_GL"
+            Camera._obstacle = message
+            raise RuntimeError(message) from error
+        return picture
+
+    def close(self) -> None:
+        """Free what it draws with."""
+        _close(self._renderers)
+
+    def _make_renderer(self, size: int) -> Any:
+        mujoco, visual = import_mujoco(), self._model.vis
+        visual.global_.offwidth = max(visual.global_.offwidth, size)
+        visual.global_.offheight = max(visual.global_.offheight, size)
+        visual.quality.offsamples = visual.quality.shadowsize = 0
+        renderer = mujoco.Renderer(self._model, size, size)
+        flags = mujoco.mjtRndFlag
+        for flag in (flags.mjRND_SHADOW, flags.mjRND_REFLECTION, flags.mjRND_SKYBOX, flags.mjRND_HAZE):
+            renderer.scene.flags[flag] = 0
+        if not self._renderers:  # who forgets to close it: MuJoCo cannot once the interpreter has ended EGL
+            weakref.finalize(self, _close, self._renderers)
+        self._renderers[size] = renderer
+        return renderer
+
+
+def _close(renderers: dict[int, Any]) -> None:
+    for renderer in renderers.values():
+        renderer.close()
+    renderers.clear()

@@ -1,0 +1,29 @@
+"""Data of a policy without a robot: chunks of sines that begin where the state says."""
+
+import torch
+from torch.utils.data import Dataset
+
+from foundry.data.splits import DataSplits
+
+
+class Windows(Dataset):
+    """Chunks of actions that follow from a state; sample i has i % horizon padded actions, which are NaN."""
+
+    def __init__(self, num_samples, sizes, seed):
+        generator = torch.Generator().manual_seed(seed)
+        steps, horizon = sizes["num_observations"], sizes["horizon"]
+        self.state = torch.randn(num_samples, steps, sizes["state_dim"], generator=generator)
+        turns = torch.linspace(0, 3, horizon)[:, None] * torch.arange(1, sizes["action_dim"] + 1)
+        self.actions = (turns + self.state[:, -1:, :1]).sin()
+        self.is_padded = torch.arange(horizon) >= horizon - torch.arange(num_samples)[:, None] % horizon
+        self.actions[self.is_padded] = torch.nan
+
+    def __len__(self):
+        return len(self.state)
+
+    def __getitem__(self, index):
+        return {name: getattr(self, name)[index] for name in ("state", "actions", "is_padded")}
+
+
+def windows(*, seed, image_size, **sizes):
+    return DataSplits(train=Windows(96, sizes, 1), validation=Windows(19, sizes, 2), fingerprint="windows")

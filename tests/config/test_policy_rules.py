@@ -1,0 +1,90 @@
+"""What a policy asks of the rest of a run is said when the run is composed, a line each."""
+
+import pytest
+from composition import configure
+
+from foundry.config.errors import ConfigError
+
+POLICY = "hparams=policy"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            [POLICY, "model.patch_size=5"],
+            "model.patch_size: is 5 but must divide the actions of a chunk, data.horizon=16; set it to 1",
+        ),
+        (
+            [POLICY, "data.horizon=8", "objective.action_steps=9"],
+            "objective.action_steps: is 9 but must be at most data.horizon=8, the actions of a chunk",
+        ),
+        (
+            [POLICY, "model.horizon=8"],
+            "model.horizon: is 8 but must be data.horizon=16; leave it out to follow the data",
+        ),
+        (
+            [POLICY, "objective.action_dim=3"],
+            "objective.action_dim: is 3 but must be data.action_dim=2; leave it out to follow the data",
+        ),
+        (
+            [POLICY, "model.state_dim=3"],
+            "model.state_dim: is 3 but must be data.state_dim=17; leave it out to follow the data",
+        ),
+        (
+            [POLICY, "model.image_size=64"],
+            "model.image_size: is 64 but data.image_size is null: there are no pictures; leave it out "
+            "to follow the data",
+        ),
+        (
+            [POLICY, "objective.sampling_steps=200"],
+            "objective.sampling_steps: is 200 but must be at most objective.num_train_timesteps=100",
+        ),
+        (
+            [POLICY, "objective=action_regression", "objective.loss_function=l2"],
+            "objective.loss_function: is l2 but must be l1 or mse",
+        ),
+        (
+            ["hparams=diffusion", "simulator=around", "evaluation=success"],
+            "evaluation.evaluators.success: measures a policy but objective Diffusion has none; "
+            "choose objective=diffusion_policy, or evaluation=default",
+        ),
+        (
+            [POLICY, "distributed=fsdp", "distributed.tensor_parallel=2", "distributed.nproc_per_node=2"],
+            "distributed.tensor_parallel: is 2 but model PolicyDiT is not divided; set it to 1, or choose "
+            "model=transformer",
+        ),
+    ],
+)
+def test_a_contradiction_is_one_line(overrides, expected):
+    with pytest.raises(ConfigError) as refused:
+        configure(*overrides)
+    assert [str(violation) for violation in refused.value.violations] == [expected]
+
+
+def test_without_a_simulator_there_is_nothing_to_demonstrate_and_nothing_to_measure():
+    with pytest.raises(ConfigError, match=r"simulator") as refused:
+        configure(POLICY, "simulator=none")
+    assert all(str(violation).count("\n") == 0 for violation in refused.value.violations)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "loss_function"),
+    [
+        ([], "mse"),
+        (["objective=flow_policy"], "mse"),
+        (["objective=action_regression"], "l1"),
+        (["objective=action_regression", "objective.loss_function=mse"], "mse"),
+    ],
+)
+def test_the_loss_follows_the_objective(overrides, loss_function):
+    assert configure(POLICY, *overrides).hparams.loss_function == loss_function
+
+
+def test_the_model_follows_data_and_simulator():
+    config = configure(POLICY, "simulator.image_size=64", "data.horizon=24", "data.num_observations=1")
+    model = config.model
+    assert (model.state_dim, model.action_dim, model.image_size) == (4, 2, 64)
+    assert (model.horizon, model.num_observations) == (24, 1)
+    assert (config.objective.horizon, config.objective.action_dim) == (24, 2)
+    assert (config.evaluation.metric, config.checkpoint.keep_best.metric) == ("val_success", "val_success")

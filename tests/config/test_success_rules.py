@@ -1,0 +1,49 @@
+import pytest
+from composition import configure
+
+from foundry.config.errors import ConfigError
+
+POLICY = ["hparams=policy", "debug=fast"]
+EVALUATOR = "evaluation.evaluators.success"
+
+
+def lines(*overrides):
+    with pytest.raises(ConfigError) as refused:
+        configure(*POLICY, *overrides)
+    return str(refused.value).splitlines()
+
+
+def test_success_is_the_metric_that_all_follow():
+    settings = ["evaluation.early_stopping.patience=2", "checkpoint.keep_best.metric=val_success_low"]
+    config = configure(*POLICY, *settings)
+    assert (config.evaluation.metric, config.evaluation.direction.name) == ("val_success", "maximize")
+    assert config.evaluation.early_stopping.metric == "val_success"
+    assert config.evaluation.early_stopping.mode.name == "max"
+    assert config.evaluation.evaluators["success"]["draw"] is True
+
+
+def test_without_a_simulator_it_is_a_line():
+    message = f"{EVALUATOR}: acts in a simulator but simulator is none; choose one, or evaluation=default"
+    assert message in lines("simulator=none")
+
+
+def test_without_episodes_nobody_measures_success():
+    assert lines(f"{EVALUATOR}=null")[0].startswith(
+        "evaluation.metric: is val_success but evaluations measure val_loss"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("episodes=0", "episodes: is 0 but must be a whole number from 1 on"),
+        ("episodes=2.5", "episodes: is 2.5 but must be a whole number from 1 on"),
+        ("at_a_time=true", "at_a_time: is True but must be a whole number from 1 on"),
+        ("first_episode=-1", "first_episode: is -1 but must be a whole number from 0 on"),
+        ("first_episode=4294967290", "first_episode: leads to episode 4294967339 but the last one is 4294967295"),
+        ("epsiodes=3", "epsiodes: is no argument of foundry.evaluators.success.Success; did you mean episodes?"),
+    ],
+)
+def test_settings_are_checked_when_composed(override, message):
+    added = "+" if "epsiodes" in override else ""
+    assert lines(f"{added}{EVALUATOR}.{override}")[0].startswith(f"{EVALUATOR}.{message}")

@@ -1,0 +1,59 @@
+"""Episodes are the same ones, bit for bit, on one process and on two ranks, under DDP and FSDP2."""
+
+import contextlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from harness import spawn
+
+from foundry.config.schemas.distributed import DDP, FSDP
+
+
+def measure(model, world):
+    import torch
+    from policy_parts import DATA, Wandering
+    from reach import Reach
+
+    from foundry.evaluators.success import Success
+    from foundry.training.protocols import EvaluationContext
+
+    evaluator = Success(objective=Wandering(), data=DATA, simulator=Reach, episodes=11, at_a_time=3)
+    with TemporaryDirectory() as folder, torch.no_grad():
+        context = EvaluationContext(
+            step=1, world=world, autocast=contextlib.nullcontext, folder=Path(folder), beat=lambda what: None
+        )
+        found = evaluator.evaluate(model, context)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return found, files
+
+
+def on_ranks(world):
+    from policy_parts import GoThere
+
+    from foundry.config.schemas.precision import PrecisionMode
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import arrange
+    from foundry.parallel.wrap import parallelize
+
+    found = []
+    for config in (DDP(), FSDP()):
+        own, policy = arrange(world, config), PrecisionPolicy(PrecisionMode.fp32)
+        parallel = parallelize(GoThere(), policy, own, grad_checkpointing=False, torchcompile=False)
+        found.append(measure(parallel.model.eval(), own))
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_share_the_episodes():
+    import torch
+    from policy_parts import GoThere
+
+    from foundry.parallel.process_group import World
+
+    metrics, files = measure(GoThere().eval(), World(0, 0, 1, 1, torch.device("cpu")))
+    assert 0 < metrics["success"] < 1
+    assert sorted(files) == ["rollouts.gif", "rollouts.jsonl", "rollouts_00000001.gif"]
+    first, second = spawn(on_ranks, 2)
+    assert first == [(metrics, files)] * 2
+    assert second == [(metrics, {})] * 2  # rank 0 writes

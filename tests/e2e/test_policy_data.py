@@ -1,0 +1,140 @@
+"""Runs over episodes: what their directories hold, so that nobody needs the demonstrations again."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from lerobot_parts import write_by_hand
+from reach import Reach
+
+from foundry.config.errors import ConfigError
+from foundry.data.demonstrations import FIRST_SEED
+from foundry.data.statistics import Statistics
+from foundry.eval import EvalOptions, evaluate
+from foundry.export import ExportOptions, export
+from foundry.library import compose, run
+from foundry.restore import restore
+
+SMALL = ["hparams=policy", "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "hparams.max_steps=4"]
+SMALL += ["data.horizon=8", "objective.action_steps=4", "hparams.global_batch_size=16", "tracking=none"]
+SMALL += ["hparams.per_gpu_batch_size=16", "data.held_out=0.3"]
+REACH = ["simulator=reach", "data.noise=0.02", "data.episodes=6", "evaluation.evaluators.success.episodes=2"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run whose demonstrations are gone, and the statistics it was trained with."""
+    folder = tmp_path_factory.mktemp("policy")
+    (folder / "conf/simulator").mkdir(parents=True)
+    own = "_target_: reach.Reach\nstate_dim: 4\naction_dim: 2\nimage_size: null\nmax_steps: 30\n"
+    (folder / "conf/simulator/reach.yaml").write_text(own)
+    config = compose([*SMALL, *REACH, f"data.cache_dir={folder / 'cache'}"], config_dir=folder / "conf")
+    assert (config.data.state_dim, config.data.action_dim, config.data.image_size) == (4, 2, None)
+    run(config, folder / "run")
+    plan = json.loads((folder / "run/plan.json").read_text())
+    assert (plan["notes"]["train_episodes"], plan["notes"]["validation_episodes"]) == (4, 2)
+    shutil.rmtree(folder / "cache")
+    return folder / "run"
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_run_is_opened_with_its_statistics_and_without_its_demonstrations(finished):
+    restored = restore(finished, "last", ema=True, trust=True)
+    assert len(restored.data.train) == len(restored.data.validation) == 0
+    state = Reach().reset(FIRST_SEED)["state"]
+    written = Statistics.from_json((finished / "statistics.json").read_text())
+    assert np.array_equal(restored.data.statistics.normalise_state(state), written.normalise_state(state))
+    assert restored.data.statistics.actions.max.tolist() == pytest.approx([0.1, 0.1])
+    assert not (finished.parent / "cache").exists()
+
+
+def test_a_policy_is_measured_without_its_demonstrations(finished, tmp_path):
+    result = evaluate(EvalOptions(run=str(finished), trust=True, episodes=3, out=str(tmp_path / "found.json")))
+    assert 0 <= result["success"] <= 1
+    assert not (finished.parent / "cache").exists()
+
+
+def test_an_export_has_the_statistics_of_the_run(finished, tmp_path):
+    export(ExportOptions(run=str(finished), out=str(tmp_path / "out"), trust=True))
+    assert (tmp_path / "out/statistics.json").read_text() == (finished / "statistics.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no statistics.json, which a run over episodes writes"),
+        ("{", r"statistics\.json is no JSON"),
+        ("{}", r"statistics\.json has a state that"),
+        ("[" * 10**5, r"statistics\.json is no JSON"),
+    ],
+)
+def test_a_run_without_its_statistics_is_refused_in_a_line(content, message, copied):
+    (copied / "statistics.json").unlink()
+    if content is not None:
+        (copied / "statistics.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        restore(copied, "last", ema=True, trust=True)
+
+
+def test_statistics_behind_a_symbolic_link_are_not_read(copied, tmp_path):
+    (copied / "statistics.json").rename(tmp_path / "elsewhere.json")
+    (copied / "statistics.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        restore(copied, "last", ema=True, trust=True)
+
+
+def test_other_episodes_are_measured_in_the_units_that_the_policy_knows(tmp_path):
+    """A shift of all states is seen in the loss only where they are not centred anew."""
+    for name in ("own", "shifted"):
+        (tmp_path / name).mkdir()
+        write_by_hand(tmp_path / name)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for file in (tmp_path / "shifted/data").rglob("*.parquet"):
+        rows = pq.read_table(file).to_pylist()
+        moved = [row | {"action": [number + 50 for number in row["action"]]} for row in rows]
+        pq.write_table(pa.Table.from_pylist(moved), file)
+    common = ["data=lerobot", "simulator=none", "evaluation=default"]
+    run(compose([*SMALL, *common, f"data.path={tmp_path / 'own'}"]), tmp_path / "run")
+    losses = {}
+    for name in ("own", "shifted"):
+        options = EvalOptions(run=str(tmp_path / "run"), out=str(tmp_path / f"{name}.json"))
+        words = [
+            "data=lerobot",
+            f"data.path={tmp_path / name}",
+            "data.horizon=8",
+            "data.held_out=0.3",
+        ]
+        losses[name] = evaluate(options, words)["loss"]
+    assert losses["shifted"] > 100 * losses["own"]
+
+
+def test_a_run_over_recorded_episodes_says_what_is_wrong_with_them(tmp_path):
+    def lines(*overrides):
+        with pytest.raises(ConfigError) as refused:
+            compose(["hparams=policy", "evaluation=default", "simulator=none", *overrides])
+        return str(refused.value).splitlines()
+
+    (tmp_path / "recorded").mkdir()
+    write_by_hand(tmp_path / "recorded", kind="image")
+    here = f"data.path={tmp_path / 'recorded'}"
+    config = compose(["hparams=policy", "evaluation=default", "simulator=none", "data=lerobot", here])
+    assert (config.data.state_dim, config.data.action_dim, config.data.image_size) == (3, 2, None)
+    camera = "data.image_key=observation.images.front"
+    seen = compose(["hparams=policy", "evaluation=default", "simulator=none", "data=lerobot", here, camera])
+    assert seen.data.image_size == seen.model.image_size == 16
+    assert lines("data=demonstrations")[0].startswith("simulator: is none but data=demonstrations is made by")
+    assert lines("data=lerobot") == ["data.path: has no value (folder with meta/info.json); give it as data.path=..."]
+    assert lines("data=lerobot", "data.path=/nothing") == ["data.path: is /nothing but there is no such folder"]
+    assert lines("data=lerobot", here, "data.state_dim=5")[0].startswith("data.state_dim: is 5 but observation.state")
+    (wrong,) = lines("data=lerobot", here, "data.action_key=actions")
+    assert wrong.startswith("data.action_key: is actions but that is no column")
+    (unseen,) = lines("data=lerobot", here, "data.image_size=64")
+    assert unseen == "data.image_size: is 64 but means nothing without data.image_key"

@@ -1,0 +1,179 @@
+"""Runs of a policy that are judged by success in a simulator, and `foundry.eval` of them."""
+
+import json
+import shutil
+import signal
+from importlib.util import find_spec
+
+import policy_parts
+import pytest
+from composition import configure
+from PIL import Image
+from policy_parts import REACH_POLICY
+
+from foundry.config.errors import ConfigError
+from foundry.eval import EvalOptions, evaluate
+from foundry.evaluators.rates import sign_test, wilson_interval
+from foundry.train import train
+
+QUIET = ["tracking=none", "tracking.progress=false"]
+EVERY_20 = ["hparams.max_steps=60", "evaluation.interval='20 steps'"]
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def result_of(run_dir):
+    return json.loads((run_dir / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with the runs `good`, which solves most episodes, and `poor`."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(configure(*REACH_POLICY, *QUIET, *EVERY_20, "checkpoint.keep_best.metric=val_success"), folder / "good")
+    poor = ["hparams.max_steps=45", "hparams.seed=3", "evaluation.interval=null", "evaluation.write_samples=false"]
+    train(configure(*REACH_POLICY, *QUIET, *poor), folder / "poor")
+    return folder
+
+
+def test_the_best_checkpoint_is_that_with_the_most_successes(runs):
+    measured = {line["step"]: line["val_success"] for line in lines(runs / "good/metrics.jsonl") if "val_loss" in line}
+    assert list(measured) == [20, 40, 60]
+    assert measured[60] > max(measured[20], measured[40])
+    result = result_of(runs / "good")
+    assert result["best"] == {"step": 60, "val_success": measured[60]} == {"step": 60, "val_success": result["metric"]}
+    assert (runs / "good/checkpoints/best").resolve().name == "step_00000060"
+    names = {path.name for path in (runs / "good/plots").iterdir()}
+    assert names == {"rollouts.jsonl", "rollouts.gif", *(f"rollouts_000000{step}.gif" for step in measured)}
+    episodes = lines(runs / "good/plots/rollouts.jsonl")
+    assert [(one["step"], one["episode"]) for one in episodes] == [(step, k) for step in measured for k in range(10)]
+    assert [path.name for path in (runs / "poor/plots").iterdir()] == ["rollouts.jsonl"]
+
+
+def test_a_run_ends_early_where_success_does_not_improve(tmp_path):
+    stopping = [f"evaluation.early_stopping.{word}" for word in ("patience=2", "unit=evaluations")]
+    few = ["evaluation.evaluators.success.episodes=2", "hparams.max_steps=20", "evaluation.interval='2 steps'"]
+    train(configure(*REACH_POLICY, *QUIET, *few, *stopping, "evaluation.evaluators.held_out=null"), tmp_path / "run")
+    result = result_of(tmp_path / "run")
+    assert (result["step"], result["best"]) == (6, {"step": 2, "val_success": 0.0})
+    assert "val_loss" not in result
+
+
+def test_eval_runs_the_episodes_of_the_run_again_without_its_demonstrations(runs, monkeypatch, tmp_path, capsys):
+    def lost(**settings):
+        raise FileNotFoundError("the demonstrations are gone")
+
+    monkeypatch.setattr(policy_parts, "demonstrations", lost)
+    moved = shutil.copytree(runs / "good", tmp_path / "good", symlinks=True)
+    measured = evaluate(EvalOptions(run=str(moved), which="best", trust=True))
+    result = result_of(runs / "good")
+    names = ("success", "success_low", "success_high", "episode_length")
+    assert {name: measured[name] for name in names} == {name: result[f"val_{name}"] for name in names}
+    assert (measured["checkpoint"], measured["num_episodes"]) == ("step_00000060", 10)
+    assert json.loads((moved / "eval.json").read_text()) == measured
+    assert f"success        {measured['success']:.6g}\n" in capsys.readouterr().out
+    more = evaluate(EvalOptions(run=str(moved), which="20", trust=True, episodes=25, batch_size=8))
+    assert (more["num_episodes"], more["checkpoint"]) == (25, "step_00000020")
+    assert more["success"] < measured["success"]
+
+
+def test_two_policies_are_compared_on_the_same_episodes(runs, tmp_path):
+    options = {"run": str(runs / "good"), "trust": True, "episodes": 24, "out": str(tmp_path / "eval.json")}
+    measured = evaluate(EvalOptions(**options, against=str(runs / "poor"), record=str(tmp_path / "films")))
+    alone = evaluate(EvalOptions(**options))
+    assert alone.items() <= measured.items()
+    record = lines(tmp_path / "films/rollouts.jsonl")
+    pairs = [(one["success"], one["against_success"]) for one in record]
+    only_run, only_against = pairs.count((True, False)), pairs.count((False, True))
+    theirs = sum(other for _, other in pairs)
+    assert measured["against"] == f"{runs / 'poor'} step_00000045"
+    assert measured["against_success"] == theirs / 24
+    assert (measured["against_success_low"], measured["against_success_high"]) == wilson_interval(theirs, 24)
+    assert measured["difference"] == pytest.approx((only_run - only_against) / 24)
+    assert (measured["only_run"], measured["only_against"]) == (only_run, only_against)
+    assert measured["p_value"] == sign_test(only_run, only_against) < 0.05
+    films = sorted(path.name for path in (tmp_path / "films").glob("*.gif"))
+    assert films == [f"episode_{number:05d}.gif" for number in range(24)]
+    with Image.open(tmp_path / "films" / films[0]) as picture:
+        assert picture.size == (2 * 166, 166)
+        assert picture.n_frames > 5
+    same = evaluate(EvalOptions(**options, against=str(runs / "good"), against_which="best"))
+    assert (same["difference"], same["p_value"]) == (0.0, 1.0)
+
+
+@pytest.mark.skipif(find_spec("mujoco") is None, reason="needs the extra robot")
+def test_foundrys_own_policies_need_no_trust(tmp_path):
+    small = ["data.episodes=20", "hparams.max_steps=2", f"data.cache_dir={tmp_path / 'cache'}"]
+    few = ["evaluation.evaluators.success.episodes=2", "evaluation.evaluators.success.at_a_time=2"]
+    train(configure("hparams=policy", *QUIET, *small, *few, "evaluation.interval=null"), tmp_path / "run")
+    shutil.rmtree(tmp_path / "cache")
+    measured = evaluate(EvalOptions(run=str(tmp_path / "run"), record=str(tmp_path / "films")))
+    assert measured["success"] == result_of(tmp_path / "run")["val_success"]
+    assert not (tmp_path / "cache").exists()
+    assert (tmp_path / "run/plots/rollouts.gif").is_file() == (tmp_path / "films/episode_00000.gif").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trust": False}, "run: RUNS/good/config.yaml would run what is not foundry's own: "),
+        ({"which": "7"}, "which: RUNS/good has no checkpoint '7'; there are: "),
+        ({"against": "RUNS/nowhere"}, "against: RUNS/nowhere is not a run directory: it has no config.yaml"),
+        ({"against": "RUNS/poor", "against_which": "7"}, "against_which: RUNS/poor has no checkpoint '7'"),
+        ({"against_which": "best"}, "against_which: is best but is given without against"),
+        ({"max_samples": 3}, "max_samples: is 3 but is of data, and RUNS/good has a policy; give episodes"),
+        ({"record": "RUNS/good/config.yaml/films"}, "record: is RUNS/good/config.yaml/films but"),
+        ({"against": "RUNS/longer"}, "against: is RUNS/longer, whose simulator has max_steps=31, and that of run 30"),
+        ({"run": "RUNS/damaged"}, "run: RUNS/damaged/config.yaml: evaluation.evaluators.success.episodes: is 0 but"),
+        ({"run": "RUNS/still"}, "run: is RUNS/still, where nothing is simulated: its simulator is none"),
+    ],
+)
+def test_errors_are_lines(runs, options, message):
+    def meant(value):
+        return value.replace("RUNS", str(runs)) if isinstance(value, str) else value
+
+    for name, old, new in (
+        ("longer", "max_steps: 30", "max_steps: 31"),
+        ("damaged", "episodes: 10", "episodes: 0"),
+        ("still", "_target_: reach.Reach\n  state_dim: 4\n  action_dim: 2\n  image_size: null\n  max_steps: 30", ""),
+    ):
+        if not (runs / name).exists():
+            shutil.copytree(runs / "good", runs / name, symlinks=True)
+            settings = (runs / name / "config.yaml").read_text()
+            assert old in settings
+            settings = settings.replace(old, new).replace("simulator:\n  \n", "simulator:\n  _target_: null\n")
+            (runs / name / "config.yaml").write_text(settings)
+    given = {"run": "RUNS/good", "trust": True} | options
+    with pytest.raises(ConfigError) as refused:
+        evaluate(
+            EvalOptions(**{k: v.replace("RUNS", str(runs)) if isinstance(v, str) else v for k, v in given.items()})
+        )
+    assert str(refused.value).startswith(meant(message))
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_has_the_episodes_of_one_that_was_not(shell):
+    steps = ["hparams.max_steps=12", "evaluation.interval='4 steps'", "checkpoint.interval='4 steps'"]
+    settings = [*REACH_POLICY, *steps, "checkpoint.resume=auto"]
+    shell.run(*settings, "hydra.run.dir=whole")
+    process = shell.start(*settings, "hydra.run.dir=run")
+    run_dir = shell.cwd / "run"
+    shell.wait_for_steps(process, run_dir, 8)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    shell.run(*settings, "hydra.run.dir=run")
+    assert lines(run_dir / "plots/rollouts.jsonl") == lines(shell.cwd / "whole/plots/rollouts.jsonl")
+    for name in ("rollouts.gif", "rollouts_00000004.gif"):
+        assert (run_dir / "plots" / name).read_bytes() == (shell.cwd / "whole/plots" / name).read_bytes()
+
+
+@pytest.mark.long
+def test_a_sweep_follows_success(shell):
+    few = ["evaluation.evaluators.success.episodes=4", "evaluation.interval=null"]
+    shell.run("-m", *REACH_POLICY, *few, "hparams.max_steps=4,60", "hydra.sweep.dir=sweep")
+    sweep = json.loads((shell.cwd / "sweep/sweep.json").read_text())
+    assert (sweep["metric"], sweep["direction"]) == ("val_success", "maximize")
+    out, _ = shell.run("dir=sweep", module="foundry.report")
+    assert "best: job 1, val_success" in out

@@ -1,0 +1,125 @@
+"""A policy for `Reach` that needs no training, and what one is trained on."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from reach import Reach
+from torch import nn
+
+from foundry.data.episodes import Recording, episode_splits
+from foundry.data.splits import DataSplits
+from foundry.models.fsdp_block import FSDPBlock
+from foundry.objectives.keyed_random import keyed_normal
+
+
+class Units:
+    """States are as they are, and an action of 1 is a displacement of 0.1."""
+
+    def normalise_state(self, state):
+        return state
+
+    def restore_actions(self, actions):
+        return actions * 0.1
+
+
+DATA = DataSplits(train=[], validation=[], fingerprint="", statistics=Units())
+
+
+REACH_POLICY = [
+    f"hydra.searchpath=[{Path(__file__).parent / 'e2e' / 'conf'}]",
+    "hparams=diffusion",
+    "debug=fast",
+    "data=reach",
+    "simulator=reach",
+    "model=policy_dit",
+    "model.patch_size=4",
+    "model.hidden_size=32",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "objective=action_regression",
+    "objective.action_steps=4",
+    "hparams.loss_function=l1",
+    "hparams.lr=3e-3",
+    "hparams.ema_decay=0.9",
+    "scheduler=constant",
+    "scheduler.min_lr=0",
+    "scheduler.warmup=0 steps",
+    "hparams.global_batch_size=64",
+    "hparams.per_gpu_batch_size=64",
+    "evaluation=success",
+    "evaluation.evaluators.success.episodes=10",
+    "evaluation.evaluators.success.at_a_time=4",
+]
+"""Words that make a small policy, which solves most episodes after 60 steps."""
+
+
+def demonstrations(*, seed, episodes, state_dim, action_dim, num_observations, horizon, image_size):
+    """What the expert does, by the simulator's seeds from 2**32 on."""
+    simulator, states, actions, lengths = Reach(state_dim=state_dim, action_dim=action_dim), [], [], []
+    for number in range(episodes):
+        states.append(simulator.reset(2**32 + number)["state"])
+        for length in range(1, simulator.max_steps + 1):
+            actions.append(simulator.expert_action().astype(np.float32))
+            step = simulator.step(actions[-1])
+            if step.success or step.ended:
+                lengths.append(length)
+                break
+            states.append(step.observation["state"])
+    recording = Recording(state=np.stack(states), actions=np.stack(actions), lengths=np.array(lengths))
+    return episode_splits(recording, num_observations=num_observations, horizon=horizon, held_out=0.1)
+
+
+class Block(FSDPBlock):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        nn.init.normal_(self.layer.weight, std=0.02)
+
+    def forward(self, x):
+        return x + 1e-3 * self.layer(x).tanh()
+
+
+class GoThere(nn.Module):
+    """Goes to the goal, through layers that wrappers divide; from (batch, 2, 4) states, (batch, 4, 2) actions."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.read = nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.write = nn.Linear(32, 2)
+        with torch.no_grad():
+            self.read.weight[:2].zero_()
+            self.read.bias[:2].zero_()
+            for axis in (0, 1):  # of the newer of the two states
+                self.read.weight[axis, 4 + axis], self.read.weight[axis, 6 + axis] = -10, 10
+            self.write.weight.zero_()
+            self.write.bias.zero_()
+            self.write.weight[0, 0] = self.write.weight[1, 1] = 1
+
+    def forward(self, state):
+        x = self.read(state.flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        return (0.8 * self.write(x).clamp(-1, 1))[:, None].expand(-1, 4, -1)
+
+
+class Wandering:
+    """Acts as the model says, with keyed noise; of four actions two are carried out."""
+
+    action_steps = 2
+
+    def __init__(self, seed=1, noise=1.5):
+        self.seed, self.noise, self.asked = seed, noise, []
+
+    def act(self, model, observation, keys):
+        self.asked.append((tuple(observation["state"].shape), keys.tolist()))
+        return model(observation["state"]) + self.noise * keyed_normal(self.seed, keys, (4, 2), stream="act")
+
+
+class Blind(Reach):
+    """Nothing can be drawn."""
+
+    def render(self, size):
+        raise RuntimeError("no EGL here")

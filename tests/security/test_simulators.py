@@ -1,0 +1,75 @@
+"""A stranger's run directory whose simulator names code."""
+
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+
+import pytest
+import yaml
+from composition import configure
+
+from foundry.config.errors import ConfigError
+from foundry.config.frozen import load_config, save_config
+from foundry.parts import build_simulator
+
+if find_spec("gymnasium_robotics") is None:
+    pytest.skip("needs the extra fetch", allow_module_level=True)
+
+FOREIGN = {
+    "id": "theirs:Arm-v0",
+    "import_module": "theirs",
+    "expert": "theirs.expert",
+    "kwargs": {"env_id": "theirs:Arm-v0"},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Record a run at FetchPush with other settings of its simulator; the run directory."""
+
+    def write(simulator="fetch_push", **settings):
+        save_config(configure(f"simulator={simulator}"), tmp_path)
+        content = yaml.safe_load((tmp_path / "config.yaml").read_text())
+        content["simulator"] |= settings
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def theirs(tmp_path, monkeypatch):
+    """A module that leaves a trace where it is imported."""
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\ndef expert(state): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("theirs", None)
+
+
+@pytest.mark.parametrize("simulator", ["around", "push", "touch", "fetch_push", "fetch_pick_and_place"])
+def test_foundrys_own_are_read(write, simulator):
+    assert load_config(write(simulator)) == configure(f"simulator={simulator}")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_would_be_imported_needs_trust(write, tmp_path, name):
+    run_dir = write(**{name: FOREIGN[name]})
+    with pytest.raises(ConfigError) as refused:
+        load_config(run_dir)
+    assert f"simulator.{name}=" in str(refused.value)
+    assert "trust=true" in str(refused.value)
+    config = load_config(run_dir, trust=True)
+    assert not (tmp_path / "canary").exists()
+    if name != "kwargs":  # which no environment of Fetch takes
+        with suppress(ConfigError):  # that module registers no environment
+            build_simulator(config)
+        assert (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("target", ["theirs.Arm", "foundry.simulators.gymnasium._make"])
+def test_another_part_needs_trust(write, tmp_path, target):
+    run_dir = write("around", _target_=target)
+    with pytest.raises(ConfigError) as refused:
+        load_config(run_dir)
+    assert f"simulator._target_={target}" in str(refused.value)
+    assert not (tmp_path / "canary").exists()

@@ -1,0 +1,57 @@
+"""Environments as a user of Gymnasium would register them."""
+
+from typing import ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete
+
+
+class Line(gymnasium.Env):
+    """A point is to reach 0; `told` says by info, else the reward is 1 there."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 5}
+    observation_space, action_space = Box(-1, 1, (1,)), Box(-0.2, 0.2, (1,))
+
+    def __init__(self, *, told=True, render_mode=None):
+        self.told, self.render_mode = told, render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.np_random.uniform(-1, 1, 1)
+        return self.place.copy(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.place = self.place + action
+        is_there = abs(float(self.place[0])) < 0.05
+        return self.place.copy(), float(is_there), False, False, {"success": is_there} if self.told else {}
+
+    def render(self):
+        picture = np.zeros((30, 60, 3), dtype=np.uint8)
+        picture[:, 30:] = 255
+        return picture
+
+
+class Buttons(Line):
+    action_space = Discrete(3)
+
+
+class Mapping(Line):
+    observation_space = Dict(left=Box(-1, 1, (1,)), right=Box(-1, 1, (1,)))
+
+    def reset(self, *, seed=None, options=None):
+        return {"left": np.zeros(1), "right": np.zeros(1)}, {}
+
+
+class Broken(Line):
+    def __init__(self, **settings):
+        raise FileNotFoundError("no arm.xml")
+
+
+def expert(state):
+    return -state
+
+
+for entry in (Line, Buttons, Mapping, Broken):
+    gymnasium.register(f"{entry.__name__}-v0", entry_point=entry)
