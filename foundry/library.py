@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from foundry.launch.local import format_trace
 from foundry.launch.start import start
 from foundry.run_dir.log import RunLog, Terminal, log_to_file
 from foundry.run_dir.names import LOG
+from foundry.stop_signals import STOP_SIGNALS
 from foundry.training.events import Observer
 
 if TYPE_CHECKING:
@@ -91,6 +93,11 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
         Stopped: a signal came, and the run is saved; a SystemExit with the shell's exit code for that signal.
         WorkerFailed: one of several processes failed.
     """
+    with _signals_as_before():
+        return _run(config, run_dir, observers)
+
+
+def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observer]) -> "RunResult":
     environment, processes = detect(), config.distributed.nproc_per_node
     if environment.rank > 0:
         return start(config, Path(os.curdir), observers=observers)  # the ranks take rank 0's directory
@@ -136,6 +143,20 @@ def _job_logging(composed: DictConfig, run_dir: Path) -> dict[str, Any]:
     OmegaConf.update(composed, "hydra.runtime.output_dir", str(run_dir), force_add=True)
     settings: Any = OmegaConf.to_container(composed.hydra.job_logging, resolve=True)
     return dict(settings)
+
+
+@contextmanager
+def _signals_as_before() -> Iterator[None]:
+    """Put the caller's signal handlers back: those of a run that a signal has stopped stay until its process ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: handler for signum in STOP_SIGNALS if (handler := signal.getsignal(signum)) is not None}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager

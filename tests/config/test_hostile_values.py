@@ -13,6 +13,7 @@ import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from examples import selection
 from hydra import compose, initialize_config_dir
@@ -34,6 +35,7 @@ from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.config.setting import check_fields
 from foundry.config.store import GROUPS
+from foundry.data.lerobot_writing import Episode, write_lerobot
 
 SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30 if selection.is_all else 150
 
@@ -130,6 +132,7 @@ NEEDED = {
     **{f"objective={name}": ["hparams=policy"] for name in ("diffusion_policy", "flow_policy", "action_regression")},
     **{f"simulator={name}": ["hparams=policy"] for name in ("around", "push", "touch")},
     **{f"simulator={name}": ["hparams=policy"] for name in ("fetch_push", "fetch_pick_and_place")},
+    "data=lerobot": ["hparams=policy", "simulator=none", "evaluation=default", "data.path=EPISODES"],
     "simulator=gymnasium": ["hparams=policy", "simulator.id=X", "simulator.state_dim=3", "simulator.action_dim=1"],
     "simulator=metaworld": ["hparams=policy"],
     "hydra/launcher=slurm": ["hydra.mode=MULTIRUN"],
@@ -162,6 +165,15 @@ def base_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     sizes = {"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 256}
     (folder / "config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def episodes_folder(tmp_path_factory):
+    """Two recorded episodes in LeRobot's format."""
+    folder = tmp_path_factory.mktemp("episodes")
+    episode = Episode(state=np.zeros((4, 3), np.float32), actions=np.zeros((4, 2), np.float32), task="wait")
+    write_lerobot(folder, [episode, episode], fps=10, robot_type="none")
     return folder
 
 
@@ -238,10 +250,14 @@ def problems(repository, base, key, text):
 
 
 @pytest.mark.parametrize("option", list(options()))
-def test_every_value_of_every_setting(option, repository, base_folder, tmp_path, monkeypatch):
+def test_every_value_of_every_setting(option, repository, base_folder, episodes_folder, tmp_path, monkeypatch):
     if option == "simulator=metaworld" and find_spec("metaworld") is None:
         pytest.skip("needs the extra metaworld, which pins an older MuJoCo")
-    overrides = [option, *(word.replace("BASE", str(base_folder)) for word in NEEDED.get(option, []))]
+    needed = [
+        word.replace("BASE", str(base_folder)).replace("EPISODES", str(episodes_folder))
+        for word in NEEDED.get(option, [])
+    ]
+    overrides = [option, *needed]
     with initialize_config_dir(config_dir(), version_base="1.3"):
         composed = compose("config", overrides, return_hydra_config=True)
     base, group = pickle.dumps(composed), option.partition("=")[0].replace("/", ".")
