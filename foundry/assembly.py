@@ -87,15 +87,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
     data = setup.data
     budget = trained.budget
     progress = Progress(samples_per_epoch=samples_per_epoch(config, data), tokens_per_sample=data.tokens_per_sample)
-    dump = partial(_dump, setup.run_dir, world)
-    watchdog = Watchdog(
-        config.distributed.timeout_seconds,
-        world.rank,
-        start_timeout_seconds=config.distributed.start_limit_seconds,
-        roll_call=roll_call(world, config.distributed.timeout_seconds, dump),
-        record=partial(_record_stall, setup.run_dir, dump),
-        when_started=partial(limit_waits, config.distributed.timeout_seconds),
-    )
+    watchdog = _build_watchdog(setup)
 
     def beat(what: str) -> None:
         watchdog.beat(progress.steps + 1, what)
@@ -142,6 +134,20 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         compiling=_build_compiling(setup, trained),
         save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
+    )
+
+
+def _build_watchdog(setup: Setup) -> Watchdog:
+    """What ends the run where a rank waits too long, and says of all ranks what they were doing."""
+    world, limits = setup.world, setup.config.distributed
+    dump = partial(_dump, setup.run_dir, world)
+    return Watchdog(
+        limits.timeout_seconds,
+        world.rank,
+        start_timeout_seconds=limits.start_limit_seconds,
+        roll_call=roll_call(world, limits.timeout_seconds, dump),
+        record=partial(_record_stall, setup.run_dir, dump),
+        when_started=partial(limit_waits, limits.timeout_seconds),
     )
 
 

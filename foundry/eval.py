@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH
 from foundry.config.setting import setting
+from foundry.config.success import MOST_EPISODES, Told
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, STATISTICS, TOKENIZER
 from foundry.run_dir.strict_json import encode
@@ -22,17 +24,17 @@ from foundry.run_dir.strict_json import encode
 if TYPE_CHECKING:
     from foundry.restore import Restored
 
-_GROUPS = ("data", "objective", "environment")
+_GROUPS = ("data", "objective", "environment", "simulator")
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
 """What an environment is for, where it is composed."""
 _ON_EPISODES = ("hparams=policy", "simulator=none", "evaluation=default")
 """What a policy is composed with that is measured on recorded episodes."""
-_FOR_POLICIES = ("episodes", "against", "against_which", "record")
+_FOR_POLICIES = ("episodes", "first_episode", "against", "against_which", "record", "instruction")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """The command's options; besides them it takes data=..., objective=... and environment=... as a run does."""
+    """The command's options; besides them it takes data=, objective=, environment= and simulator= as a run does."""
 
     run: str = setting("???", "run directory, or folder of transformers, for which data=... is needed")
     which: str = setting("last", "last, best, or the number of a step")
@@ -43,9 +45,18 @@ class EvalOptions:
     max_new_tokens: int = setting(256, "longest answer in tokens", ge=1)
     batch_size: int | None = setting(None, "samples, prompts or episodes at a time; null: as the run has it", ge=1)
     episodes: int | None = setting(None, "of a policy, in its simulator; null: those of the run's evaluations", ge=1)
+    first_episode: int | None = setting(
+        None, "number of the first; null: that of the run's evaluations", ge=0, le=MOST_EPISODES - 1
+    )
     against: str | None = setting(None, "another run directory, whose policy is compared on the same episodes")
     against_which: str | None = setting(None, "its checkpoint; null: as `which`")
     record: str | None = setting(None, "folder for a moving picture of each episode; null: none are drawn")
+    instruction: Told = setting(
+        Told.own, "what a policy is told: own; other: another than the episode's, whose success is still measured"
+    )
+    config_dir: str | None = setting(
+        None, "folder with options of your own for data=, objective=, environment= and simulator=; null: none"
+    )
 
 
 def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -53,10 +64,11 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
 
     Args:
         options: of the command.
-        overrides: of the groups data and objective, composed as those of a run that starts from this model.
+        overrides: of the groups data and objective, composed as those of a run that starts from this model; of
+            environment; of simulator, in which a policy acts instead of in its own.
 
     Raises:
-        ConfigError: there is no such run, folder or checkpoint, or the data is not for this model.
+        ConfigError: there is no such run, folder or checkpoint, or the data or simulator is not for this model.
     """
     import torch
 
@@ -70,9 +82,16 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     out = path / EVALUATION if options.out is None else folder_option("out", options.out)
     if options.out is not None or path.is_dir():
         check_writable("out", out.parent)
-    if (path / STATISTICS).is_file() and not overrides:
-        return _write(out, _measure_policy(path, options))
-    _refuse_given(options, _FOR_POLICIES, f"is of policies in a simulator, and {path} is measured on data")
+    if not overrides:
+        _refuse_given(options, ("config_dir",), "is given without a group to find there, such as simulator=...")
+    simulator = [override for override in overrides if _has([override], "simulator")]
+    if (path / STATISTICS).is_file() and len(simulator) == len(overrides):
+        return _write(out, _measure_policy(path, options, simulator))
+    without = f"is of policies in a simulator, and {path} is measured on data"
+    if simulator:
+        key, _, value = simulator[0].partition("=")
+        raise ConfigError(Violation(key.lstrip("+~"), f"is {value} but {without}"))
+    _refuse_given(options, _FOR_POLICIES, without)
     opened = _open(path, options, overrides)
     config, device = opened.config, opened.device
     judge = build_judge(config.environment)
@@ -95,8 +114,8 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     return _write(out, result)
 
 
-def _measure_policy(path: Path, options: EvalOptions) -> dict[str, Any]:
-    """What is measured of the policy of a run.
+def _measure_policy(path: Path, options: EvalOptions, simulator: Sequence[str]) -> dict[str, Any]:
+    """What is measured of the policy of a run, in its own simulator or the one that overrides choose.
 
     Raises:
         ConfigError: as `evaluate`.
@@ -119,8 +138,30 @@ def _measure_policy(path: Path, options: EvalOptions) -> dict[str, Any]:
         ema=options.ema,
         trust=options.trust,
         episodes=options.episodes,
+        first_episode=options.first_episode,
         at_a_time=options.batch_size,
+        instruction=Told(options.instruction),
+        simulator=partial(_compose_simulator, simulator, options) if simulator else None,
     )
+
+
+def _compose_simulator(overrides: Sequence[str], options: EvalOptions, image_size: int | None) -> Any:
+    """The simulator that overrides choose, with pictures of that many pixels unless they say another number.
+
+    Raises:
+        ConfigError: they are wrong.
+    """
+    from foundry.config.build import field_of
+    from foundry.library import compose
+
+    node = compose(overrides, config_dir=_config_dir(options)).simulator
+    if image_size is None or field_of(node, "_target_") is None or field_of(node, "image_size") is not None:
+        return node
+    return compose([*overrides, f"++simulator.image_size={image_size}"], config_dir=_config_dir(options)).simulator
+
+
+def _config_dir(options: EvalOptions) -> Path | None:
+    return None if options.config_dir is None else folder_option("config_dir", options.config_dir)
 
 
 def _refuse_given(options: EvalOptions, names: Sequence[str], why: str) -> None:
@@ -132,7 +173,9 @@ def _refuse_given(options: EvalOptions, names: Sequence[str], why: str) -> None:
     defaults = EvalOptions(run=options.run)
     given = [name for name in names if getattr(options, name) != getattr(defaults, name)]
     if given:
-        raise ConfigError(Violation(name, f"is {getattr(options, name)} but {why}") for name in given)
+        values = {name: getattr(options, name) for name in given}
+        shown = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+        raise ConfigError(Violation(name, f"is {value} but {why}") for name, value in shown.items())
 
 
 def _write(out: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -154,10 +197,11 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     """
     from foundry.config.frozen import load_config
     from foundry.data.episodes import normalised_by
-    from foundry.library import compose
-    from foundry.parts import build_data, build_model
+    from foundry.library import compose as compose_run
+    from foundry.parts import build_data, build_model, offered_to_data
     from foundry.restore import Restored, build_part, choose_device, restore
 
+    compose = partial(compose_run, config_dir=_config_dir(options))
     is_transformers = (path / "config.json").is_file()
     if is_transformers and not any(override.startswith("data=") for override in overrides):
         message = f"is needed: {path} is a folder of transformers, which names none; give data=... and its settings"
@@ -186,9 +230,10 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     files = {name: str(file) for name, file in own.items() if hasattr(config.data, name) and file.is_file()}
     if hasattr(config.data, "cache_dir"):
         files["cache_dir"] = os.environ.get("FOUNDRY_CACHE", ".cache/foundry")
+    offered = offered_to_data(config)
     if files:  # nothing is read from the base's folder, or written where the settings say
         config = replace(config, data=replace(config.data, **files))
-    return replace(restored, config=config, data=build_part(config, "data", seed=config.hparams.seed))
+    return replace(restored, config=config, data=build_part(config, "data", seed=config.hparams.seed, offered=offered))
 
 
 def _build_evaluators(opened: "Restored", options: EvalOptions, judge: Any) -> dict[str, Any]:

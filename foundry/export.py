@@ -10,7 +10,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
-from foundry.run_dir.names import STATISTICS
+from foundry.run_dir.names import STATISTICS, TOKENIZER
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +66,7 @@ def export(options: ExportOptions) -> Path:
     from foundry.config.schemas.peft import LoRA
     from foundry.models.lora import merge_adapters
     from foundry.restore import open_without_weights, restore
+    from foundry.run_files import write_vocabulary
     from foundry.training.model_hooks import hook
 
     run_dir, dtype = folder_option("run", options.run), options.torch_dtype
@@ -91,11 +92,15 @@ def export(options: ExportOptions) -> Path:
     save_config(restored.config, out)
     if restored.data.statistics is not None:
         write_atomically(out / STATISTICS, restored.data.statistics.to_json())
+        if restored.data.tokenizer is not None:  # of what it is told
+            write_atomically(out / TOKENIZER, restored.data.tokenizer.to_str(pretty=True))
     if (hf_config := hook(restored.model, "hf_config")) is not None:
         described = hf_config()
         if dtype is not None:
             described.dtype = dtype
         _save_for_transformers(described, restored.data, out)
+    else:
+        write_vocabulary(restored.data, out)
     sys.stdout.write(f"{out}\n")
     return out
 
@@ -163,6 +168,7 @@ def _save_adapters(restored: "Restored", peft: "LoRA", out: Path, dtype: "torch.
 
     from foundry.config.frozen import save_config
     from foundry.models.lora import adapted_layers
+    from foundry.run_files import write_vocabulary
     from foundry.training.model_hooks import hook
 
     model, state, targets = restored.model, dict[str, Any](), list[str]()
@@ -192,6 +198,8 @@ def _save_adapters(restored: "Restored", peft: "LoRA", out: Path, dtype: "torch.
     save_config(restored.config, out)
     if hf_config is not None:
         _save_for_transformers(hf_config(), restored.data, out, with_model=False)
+    else:
+        write_vocabulary(restored.data, out)
 
 
 def _save_for_transformers(config: Any, data: "DataSplits", out: Path, *, with_model: bool = True) -> None:

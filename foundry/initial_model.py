@@ -18,6 +18,7 @@ from foundry.checkpoint.folder import CheckpointError, Manifest, read_manifest
 from foundry.checkpoint.init_from import find_checkpoint, init_from
 from foundry.checkpoint.tensors import compute_digest, load_weights
 from foundry.checkpoint.verification import damage_together
+from foundry.config.build import weights_of_parts
 from foundry.config.errors import ConfigError, Violation, listed
 from foundry.config.frozen import typed_group
 from foundry.config.schemas.model import HuggingFace
@@ -113,6 +114,32 @@ def read_initial(node: Any, path: Path | None, start: StartModel, world: World, 
     for folder, manifest, base in reversed(adapters):
         _merge(model, folder, manifest, base, world, key)
     return InitialModel(model)
+
+
+def read_parts(initial: InitialModel, node: Any, world: World) -> InitialModel:
+    """A model of which parts start from weights that lie elsewhere, as their nodes in its configuration say.
+
+    Args:
+        initial: the whole model as it starts otherwise.
+        node: configuration of the model.
+        world: all ranks call this together.
+
+    Raises:
+        ConfigError: the model has no such part.
+    """
+    found = weights_of_parts(node)
+    there = dict(initial.model.named_modules())
+    if missing := [name for name in found if name not in there]:
+        message = f"is given but {type(initial.model).__name__} has no part of that name"
+        raise ConfigError(Violation(f"model.{missing[0]}.init_from", message))
+
+    def fill(model: nn.Module) -> None:
+        if initial.fill is not None:
+            initial.fill(model)
+        for name, path in found.items():
+            init_from(Path(path).expanduser(), world, model.get_submodule(name), key=f"model.{name}.init_from")
+
+    return InitialModel(initial.model, fill) if found else initial
 
 
 def adapt(model: nn.Module, config: Config, path: Path | None) -> Base | None:

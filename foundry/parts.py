@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.init_from import compare_files, copy_files, weight_files
 from foundry.checkpoint.shard import local_chunks
-from foundry.config.build import build, field_of
+from foundry.config.build import build, field_of, weights_of_parts
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation, listed
 from foundry.config.lengths import check_lengths, resolve_budget
@@ -83,7 +83,7 @@ def start_model(config: Config, node: Any = None) -> InitialModel:
             if files and not compare_files(files, model):
                 return InitialModel(model, partial(copy_files, files))
         return InitialModel(_construct(config, node))
-    initial = drawn(build_empty(config, node), config.hparams.seed)
+    initial = drawn(build_empty(config, node), config.hparams.seed, without=weights_of_parts(node))
     has_values = initial.fill is not None or not any(parameter.is_meta for parameter in initial.model.parameters())
     return initial if has_values else InitialModel(_construct(config, node))
 
@@ -110,8 +110,13 @@ def unfilled(node: Any) -> AbstractContextManager[None]:
     return matrices_on_meta() if by_name and not is_fake(torch.empty(0)) else nullcontext()
 
 
-def drawn(model: nn.Module, seed: int) -> InitialModel:
+def drawn(model: nn.Module, seed: int, *, without: Iterable[str] = ()) -> InitialModel:
     """A model with the weights that are drawn from scratch; those that it has, where it does not say how.
+
+    Args:
+        model: not wrapped.
+        seed: of what is drawn.
+        without: names of parts that get their weights from elsewhere.
 
     Raises:
         ConfigError: it says how, but not of all that have no numbers.
@@ -123,6 +128,8 @@ def drawn(model: nn.Module, seed: int) -> InitialModel:
     if missing := [name for name, p in model.named_parameters() if p.is_meta and name not in draws]:
         message = f"is {type(model).__name__}, whose initial_weights() lacks {listed(missing, 3)}; name every matrix"
         raise ConfigError(Violation("model._target_", message))
+    elsewhere = tuple(f"{name}." for name in without)
+    draws = {name: draw for name, draw in draws.items() if not name.startswith(elsewhere)}
     return InitialModel(model, partial(_draw, draws, seed))
 
 
@@ -190,10 +197,14 @@ def resolve_init_from(node: Any) -> Path | None:
 
 
 def build_data(config: Config) -> DataSplits:
-    """Training and held-out samples; given what makes the simulator, and its settings, where it takes them."""
-    offered = {"simulator": simulator_factory(config), "simulator_settings": _simulator_settings(config)}
-    data: DataSplits = build(_fitting(config.data, "data"), offered=offered, seed=config.hparams.seed)
+    """Training and held-out samples."""
+    data: DataSplits = build(_fitting(config.data, "data"), offered=offered_to_data(config), seed=config.hparams.seed)
     return data
+
+
+def offered_to_data(config: Config) -> dict[str, Any]:
+    """What data is given where it takes it: what makes the simulator, and its settings."""
+    return {"simulator": simulator_factory(config), "simulator_settings": _simulator_settings(config)}
 
 
 def build_simulator(config: Config) -> Simulator | None:

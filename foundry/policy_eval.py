@@ -1,9 +1,9 @@
 """What `foundry.eval` measures of a policy: success in its simulator, alone or against another on the same episodes."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from foundry.config.build import field_of
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.metrics import SUCCESS
 from foundry.config.schemas.root import Config
-from foundry.config.success import check_success
+from foundry.config.success import MOST_EPISODES, Told, check_success
 from foundry.evaluators.episodes import Episode, Film, Rollouts
 from foundry.evaluators.films import save_gif
 from foundry.evaluators.rates import sign_test
@@ -39,7 +39,10 @@ def evaluate_policy(
     ema: bool = True,
     trust: bool = False,
     episodes: int | None = None,
+    first_episode: int | None = None,
     at_a_time: int | None = None,
+    instruction: Told = Told.own,
+    simulator: Callable[[int | None], Any] | None = None,
 ) -> dict[str, Any]:
     """Have a policy act, and another on the same episodes, with the same draws where both have the same seed.
 
@@ -51,30 +54,44 @@ def evaluate_policy(
         record: folder for a moving picture and a line for each episode; None: neither is written.
         ema: take the averaged weights where kept.
         trust: build parts that are not foundry's own.
-        episodes: None: those of the run's own evaluations, as they were.
+        episodes: None: as many as the run's own evaluations have.
+        first_episode: its number; None: likewise.
         at_a_time: likewise.
+        instruction: which the policies are told, where they are told any.
+        simulator: gives the settings of one for a policy that sees pictures of so many pixels, or None; None: each
+            acts in its own.
 
     Returns:
         What is measured, by name.
 
     Raises:
-        ConfigError: a run cannot be opened, has no policy or simulator, or the two act in different ones.
+        ConfigError: a run cannot be opened, has no policy or simulator, the two act in different ones, or the
+            simulator given is not what they have been trained for.
     """
-    opened = [_open(run, which, "run", "which", ema=ema, trust=trust)]
+    policy = _open(run, which, "run", "which", ema=ema, trust=trust)
+    opened = [_in_simulator(policy, run, "run", simulator)]
     if against is not None:
-        opened.append(_open(against, against_which, "against", "against_which", ema=ema, trust=trust))
+        other = _open(against, against_which, "against", "against_which", ema=ema, trust=trust)
+        opened.append(_in_simulator(other, against, "against", simulator))
         _check_same_task(against, opened[0].config, opened[1].config)
+    if instruction is Told.other and not field_of(opened[0].config.data, "instruction_tokens"):
+        message = f"is other but the policy of {run} is told nothing: it has no data.instruction_tokens"
+        raise ConfigError(Violation("instruction", f"{message}; leave it out"))
     settings = _own_settings(opened[0].config)
-    settings |= {} if episodes is None else {"episodes": episodes}
-    settings |= {} if at_a_time is None else {"at_a_time": at_a_time}
+    given = {"episodes": episodes, "first_episode": first_episode, "at_a_time": at_a_time}
+    settings |= {name: number for name, number in given.items() if number is not None}
+    if (end := settings["first_episode"] + settings["episodes"]) > MOST_EPISODES:
+        message = f"is {settings['episodes']} but leads to episode {end - 1}; the last one is {MOST_EPISODES - 1}"
+        raise ConfigError(Violation("episodes", message))
     numbers = range(settings["first_episode"], settings["first_episode"] + settings["episodes"])
     with ExitStack() as held, torch.no_grad():
-        policies = [_Policy(one, settings["at_a_time"], held) for one in opened]
+        policies = [_Policy(one, settings["at_a_time"], instruction, held) for one in opened]
         found = _run(policies, numbers, record)
     result: dict[str, Any] = {
         "checkpoint": opened[0].checkpoint.name,
         **summary(found[0]),
         "num_episodes": len(numbers),
+        **({} if instruction is Told.own else {"instruction": instruction.value}),
     }
     if against is None:
         return result
@@ -93,7 +110,7 @@ def evaluate_policy(
 
 
 def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any) -> Restored:
-    """A policy that acts in a simulator; errors name the options that it was given by."""
+    """A policy; errors name the options that it was given by."""
     keys = {"run": path_key, "which": which_key}
     try:
         restored = restore(path, which, **options)
@@ -101,11 +118,48 @@ def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any)
         raise ConfigError(Violation(keys.get(one.key, one.key), one.message) for one in error.violations) from None
     if restored.data.statistics is None:
         raise ConfigError(Violation(path_key, f"is {path}, whose model is no policy: it has no statistics of actions"))
-    if field_of(restored.config.simulator, "_target_") is None:
-        raise ConfigError(Violation(path_key, f"is {path}, where nothing is simulated: its simulator is none"))
-    if wrong := list(check_success(restored.config)):
-        raise ConfigError(Violation(path_key, f"{path / CONFIG}: {violation}") for violation in wrong)
     return restored
+
+
+def _in_simulator(restored: Restored, path: Path, key: str, simulator: Callable[[int | None], Any] | None) -> Restored:
+    """The policy in the simulator given, in its own where none was.
+
+    Raises:
+        ConfigError: there is none, or it is not what the policy has been trained for.
+    """
+    if simulator is not None:
+        node = simulator(field_of(restored.config.data, "image_size"))
+        restored = replace(restored, config=replace(restored.config, simulator=node))
+    if field_of(restored.config.simulator, "_target_") is None:
+        message = f"is {path}, where nothing is simulated: its simulator is none"
+        raise ConfigError(Violation(key, f"{message}; choose one, such as simulator=around"))
+    if simulator is not None:
+        _check_sizes(restored, path)
+    if wrong := list(check_success(restored.config)):
+        raise ConfigError(Violation(key, f"{path / CONFIG}: {violation}") for violation in wrong)
+    return restored
+
+
+def _check_sizes(restored: Restored, path: Path) -> None:
+    """Refuse a simulator with other states, actions or pictures than those that the policy has been trained with.
+
+    Raises:
+        ConfigError: it says that it has them; one of the user's own need not say.
+    """
+    node = restored.config.simulator
+    statistics = restored.data.statistics
+    assert statistics is not None
+    trained = {
+        "state_dim": len(statistics.state.mean),
+        "action_dim": len(statistics.actions.mean),
+        "image_size": field_of(restored.config.data, "image_size"),
+    }
+    given = {name: field_of(node, name, size) for name, size in trained.items()}
+    names = [name for name in trained if given[name] != trained[name]]
+    if names:
+        has, wants = (" and ".join(f"{name}={shown(sizes[name])}" for name in names) for sizes in (given, trained))
+        message = f"has {has} but the policy of {path} has been trained with {wants}; choose that of its task"
+        raise ConfigError(Violation("simulator", message))
 
 
 def _check_same_task(path: Path, config: Config, other: Config) -> None:
@@ -137,7 +191,7 @@ def _own_settings(config: Config) -> dict[str, int]:
 class _Policy:
     """A restored policy, ready to act."""
 
-    def __init__(self, restored: Restored, at_a_time: int, held: ExitStack) -> None:
+    def __init__(self, restored: Restored, at_a_time: int, instruction: Told, held: ExitStack) -> None:
         config, self._device = restored.config, restored.device
         self._precision = PrecisionPolicy.from_config(config.precision, self._device)
         self._model = self._precision.prepare(restored.model)
@@ -148,6 +202,8 @@ class _Policy:
             simulator=simulator_factory(config),
             num_observations=field_of(config.data, "num_observations", 2),
             at_a_time=at_a_time,
+            instruction_tokens=field_of(config.data, "instruction_tokens"),
+            is_told_another=instruction is Told.other,
         )
         held.enter_context(closing(self.rollouts))
 

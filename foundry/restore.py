@@ -228,18 +228,20 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
     """
     file = run_dir / TOKENIZER
     statistics = _statistics(run_dir / STATISTICS)
+    if isinstance(config.data, Episodes) and statistics is None:
+        raise ConfigError(Violation("run", f"{run_dir} has no {STATISTICS}, which a run over episodes writes"))
     if not os.path.lexists(file):
         if isinstance(config.data, Tokenised):
             raise ConfigError(Violation("run", f"{run_dir} has no {TOKENIZER}, which a run over text writes"))
-        if isinstance(config.data, Episodes) and statistics is None:
-            raise ConfigError(Violation("run", f"{run_dir} has no {STATISTICS}, which a run over episodes writes"))
+        if isinstance(config.data, Episodes) and config.data.instruction_tokens is not None:
+            raise ConfigError(Violation("run", f"{run_dir} has no {TOKENIZER}, which a run with instructions writes"))
         if statistics is not None:
             return DataSplits(train=[], validation=[], fingerprint="", statistics=statistics)
         data: DataSplits = build_part(config, "data", seed=config.hparams.seed)
         return data
     from tokenizers import Tokenizer
 
-    tokens = _tokens_per_sample(run_dir / PLAN)
+    tokens = _tokens_per_sample(run_dir / PLAN) if statistics is None else None
     try:
         tokenizer = Tokenizer.from_str(read_text(file))
     except OSError as error:

@@ -25,13 +25,7 @@ def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_
     try:
         save_config(config, run_dir)
         write_atomically(run_dir / PLAN, json.dumps(plan, indent=2) + "\n")
-        if data.tokenizer is not None:
-            write_atomically(run_dir / TOKENIZER, data.tokenizer.to_str(pretty=True))
-        if data.stop_ids:
-            ids = {"eos_token_id": list(data.stop_ids), "bos_token_id": data.bos_id}
-            write_atomically(run_dir / STOP_TOKENS, json.dumps(ids) + "\n")
-        if data.chat_template is not None:
-            write_atomically(run_dir / CHAT_TEMPLATE, data.chat_template)
+        write_vocabulary(data, run_dir)
         if data.statistics is not None:
             write_atomically(run_dir / STATISTICS, data.statistics.to_json())
         for name in (STATUS, RESULT):
@@ -39,6 +33,17 @@ def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_
                 raise UnsafeFileError(run_dir / name, "a folder")
     except UnsafeFileError as error:
         raise ConfigError(Violation("hydra.run.dir", str(error))) from None
+
+
+def write_vocabulary(data: DataSplits, folder: Path) -> None:
+    """Write tokenizer, stop tokens and chat template, where the data has them."""
+    if data.tokenizer is not None:
+        write_atomically(folder / TOKENIZER, data.tokenizer.to_str(pretty=True))
+    if data.stop_ids:
+        ids = {"eos_token_id": list(data.stop_ids), "bos_token_id": data.bos_id}
+        write_atomically(folder / STOP_TOKENS, json.dumps(ids) + "\n")
+    if data.chat_template is not None:
+        write_atomically(folder / CHAT_TEMPLATE, data.chat_template)
 
 
 def write_architecture(config: Config, model: Any, run_dir: Path) -> None:

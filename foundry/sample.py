@@ -58,9 +58,11 @@ def sample(options: SampleOptions) -> Path:
     objective = build_part(restored.config, "objective", offered=offered)
     names = [item.name for schema in _SAMPLING for item in fields(schema)]
     asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.image is not None:
+        asked["image"] = _read_image(options.image, getattr(restored.model, "image_size", None))
     kind = type(objective).__name__
     generate: Callable[..., Any] | None = getattr(objective, "generate", None)
-    if generate is None and restored.data.tokenizer is not None:
+    if generate is None and restored.data.tokenizer is not None and restored.data.statistics is None:
         generate = continue_text
     if generate is None:
         raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} draws nothing"))
@@ -81,6 +83,25 @@ def sample(options: SampleOptions) -> Path:
         sys.stdout.write(f"{drawn.text}\n")
     sys.stdout.write(f"{file}\n")
     return file
+
+
+def _read_image(file: str, size: int | None) -> Any:
+    """A picture as (3, size, size) uint8; size: height and width that the model looks at, None: at none.
+
+    Raises:
+        ConfigError: the model looks at none, or the file is none.
+    """
+    import torch
+
+    from foundry.data.pictures import decode_picture, fitted
+
+    if size is None:
+        raise ConfigError(Violation("image", f"is {file} but the model looks at no picture; leave it out"))
+    try:
+        return torch.from_numpy(fitted(decode_picture(Path(file).expanduser().read_bytes()), size).copy())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(Violation("image", f"is {file}, which cannot be looked at: {reason}")) from None
 
 
 if __name__ == "__main__":

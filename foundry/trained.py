@@ -13,7 +13,7 @@ from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.resume_point import ResumePoint, check_base
 from foundry.checkpoint.tensors import compute_digest, restore_into
 from foundry.columns import ColumnContext, join_columns
-from foundry.config.build import field_of
+from foundry.config.build import field_of, weights_of_parts
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.hparams import CheckpointingPolicy
@@ -22,7 +22,7 @@ from foundry.config.schemas.root import Config
 from foundry.data.splits import DataSplits
 from foundry.data.tokenizer import check_same
 from foundry.environments.judge import Judge
-from foundry.initial_model import Base, adapt, read_initial, resolve_weights
+from foundry.initial_model import Base, adapt, read_initial, read_parts, resolve_weights
 from foundry.models.documents import knows_documents
 from foundry.models.initialisation import InitialModel
 from foundry.models.lora import frozen_matrices
@@ -180,6 +180,10 @@ def _build_initial(setup: Setup, node: Any, key: str | None = None) -> InitialMo
     if path is not None and tokenizer is not None:
         check_same(tokenizer, path, None if node is setup.config.model else key)
     initial = read_initial(node, path, partial(start_model, setup.config), setup.world, "model.init_from")
+    if path is None:  # else it is the whole model that starts from elsewhere
+        for weights in weights_of_parts(node).values() if tokenizer is not None else ():
+            check_same(tokenizer, Path(weights).expanduser())
+        initial = read_parts(initial, node, setup.world)
     return _with_values(initial, setup.config, initial.whole)
 
 

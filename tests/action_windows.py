@@ -7,7 +7,10 @@ from foundry.data.splits import DataSplits
 
 
 class Windows(Dataset):
-    """Chunks of actions that follow from a state; sample i has i % horizon padded actions, which are NaN."""
+    """Chunks of actions that follow from a state; sample i has i % horizon padded actions, which are NaN.
+
+    Pictures and words are there where their sizes are, and mean nothing; words end where i says.
+    """
 
     def __init__(self, num_samples, sizes, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -17,13 +20,22 @@ class Windows(Dataset):
         self.actions = (turns + self.state[:, -1:, :1]).sin()
         self.is_padded = torch.arange(horizon) >= horizon - torch.arange(num_samples)[:, None] % horizon
         self.actions[self.is_padded] = torch.nan
+        self.names = ["state", "actions", "is_padded"]
+        if (size := sizes.get("image_size")) is not None:
+            shape = (num_samples, steps, 3, size, size)
+            self.images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+            self.names.append("images")
+        if (length := sizes.get("instruction_tokens")) is not None:
+            words = torch.randint(sizes["vocab_size"], (num_samples, length), generator=generator)
+            self.instruction = words.masked_fill(torch.arange(length) > torch.arange(num_samples)[:, None] % length, -1)
+            self.names.append("instruction")
 
     def __len__(self):
         return len(self.state)
 
     def __getitem__(self, index):
-        return {name: getattr(self, name)[index] for name in ("state", "actions", "is_padded")}
+        return {name: getattr(self, name)[index] for name in self.names}
 
 
-def windows(*, seed, image_size, **sizes):
+def windows(*, seed, **sizes):
     return DataSplits(train=Windows(96, sizes, 1), validation=Windows(19, sizes, 2), fingerprint="windows")

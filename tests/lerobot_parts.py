@@ -76,6 +76,7 @@ def write_by_hand(folder, *, kind=None, change_info=None):
             rows.append(row)
     for number, part in enumerate((rows[2:], rows[:2])):
         _write(pa.Table.from_pylist(part), folder / f"meta/episodes/chunk-000/file-{number:03d}.parquet")
+    _write(pa.table({"task_index": [1, 0], "task": ["task 1", "task 0"]}), folder / "meta/tasks.parquet")
     info = {
         "codebase_version": "v3.0",
         "robot_type": "so100",

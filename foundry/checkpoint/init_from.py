@@ -19,10 +19,8 @@ from foundry.run_dir.checkpoints import MANIFEST, find
 from foundry.run_dir.names import CHECKPOINTS
 from foundry.training.model_hooks import hook
 
-_KEY = "model.init_from"
 
-
-def init_from(path: Path, world: World, model: nn.Module) -> None:
+def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.init_from") -> None:
     """Give a model the weights that lie at a path; each rank reads what it holds of them.
 
     Nothing but weights is read: what a run's config.yaml names is not built. A checkpoint is first compared with the
@@ -32,7 +30,8 @@ def init_from(path: Path, world: World, model: nn.Module) -> None:
         path: a run directory (its newest checkpoint), a checkpoint, a .safetensors file, or a folder of them as
             transformers writes it. Averaged weights are taken where a run kept them.
         world: all ranks call this together, and share the reading that checksums need.
-        model: wrapped or not; under DDP the model inside.
+        model: wrapped or not, or a part of one; under DDP the model inside.
+        key: of the setting that says the path, for messages.
 
     Raises:
         ConfigError: there are no weights, they are damaged, or their names or shapes are not the model's.
@@ -49,12 +48,12 @@ def init_from(path: Path, world: World, model: nn.Module) -> None:
             if not path.exists() and path.parent.name == CHECKPOINTS and path.parent.is_dir():
                 message = f"is {path}, which is no longer there: its run, which still trains, has deleted it"
                 message += " (checkpoint.keep_last); start again, or wait for its end"
-            raise ConfigError(Violation(_KEY, message))
+            raise ConfigError(Violation(key, message))
         if misfit := compare_files(files, model):
-            raise ConfigError(Violation(_KEY, f"does not fit the model: {misfit}"))
+            raise ConfigError(Violation(key, f"does not fit the model: {misfit}"))
         copy_files(files, model)
     except (OSError, CheckpointError) as error:
-        raise ConfigError(Violation(_KEY, f"is {path}: {error}")) from None
+        raise ConfigError(Violation(key, f"is {path}: {error}")) from None
 
 
 def find_checkpoint(path: Path) -> Path | None:

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry.config.build import weights_of_parts
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.frozen import typed_group
 from foundry.config.recorded import foreign_parts, read_settings
@@ -141,6 +142,8 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
         raise ConfigError(Violation(keys.which, f"is {shown(which)} but {error}")) from None
     with open_dict(model):
         model.init_from = str(checkpoint)
+        for part in weights_of_parts(OmegaConf.to_container(model)):
+            OmegaConf.update(model, f"{part}.init_from", None)  # the checkpoint has them
     if OmegaConf.get_type(model) is HuggingFace and model.path is not None:
         own = run_dir.absolute() / TRANSFORMERS
         if own.is_dir():
@@ -154,7 +157,8 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
 
 def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
     """Sizes that the data was given otherwise than the base has them, and files that are none."""
-    if isinstance(data, DictConfig) and "tokenizer" in data and (kind := kind_without_tokens(model)):
+    is_text = _reads_words(data) and "instruction_tokens" not in data
+    if is_text and (kind := kind_without_tokens(model)):
         yield Violation(_PATH, f"is {folder}, whose model is {kind}, but the data is text; choose a language model")
         return
     for own, other, what in (("vocab_size", "vocab_size", "tokens"), ("max_seq_len", "seq_len", "positions")):
@@ -163,7 +167,7 @@ def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, 
         if isinstance(have, int) and isinstance(need, int) and need > have:
             message = f"is {need} but the model of model.path={folder} has {have} {what}; set data.{other}={have}"
             yield Violation(f"data.{other}", message)
-    for name, file in files.items():
+    for name, file in files.items() if _reads_words(data) else ():
         is_needed = name == "tokenizer" or os.path.lexists(file)
         if _is_left_open(data, name) and is_needed and (file.is_symlink() or not file.is_file()):
             message = f"is {folder}, which has no {file.name} that is a regular file; give data.{name}=..."
@@ -174,9 +178,16 @@ def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
     """What the data takes from the base where nobody has given it: the tokenizer, its size, the chat template."""
     size = _own_size(model, "vocab_size")
     values: dict[str, Any] = {name: str(file.absolute()) for name, file in files.items() if file.is_file()}
-    for name, value in {**values, "vocab_size": size}.items():
+    for name, value in {**values, "vocab_size": size}.items() if _reads_words(data) else ():
         if value is not None and _is_left_open(data, name):
             data[name] = value
+
+
+def _reads_words(data: Any) -> bool:
+    """Whether samples have tokens: those of text, and of a robot's episodes where instructions are given."""
+    if not isinstance(data, DictConfig) or "tokenizer" not in data:
+        return False
+    return data.get("instruction_tokens", 1) is not None
 
 
 def kind_without_tokens(model: DictConfig) -> str | None:
@@ -187,7 +198,11 @@ def kind_without_tokens(model: DictConfig) -> str | None:
 
 
 def _own_size(model: DictConfig, name: str) -> Any:
-    """A size that the model has of itself; None where it follows the data, or a model of images has no such size."""
+    """A size that the model has of itself; None where it follows the data, or a model of images has no such size.
+
+    What reads in a policy that is told what to do is its backbone.
+    """
+    model = model.get("backbone", model)
     return model[name] if name in model and not OmegaConf.is_interpolation(model, name) else None
 
 

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from foundry.config.build import HYDRA_KEYS
 from foundry.config.errors import ConfigError, Violation, shown
@@ -57,7 +57,7 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     would fetch, are not either, nor what a simulator would import, and a part is given no variable of the environment.
     """
     for group, node in content.items():
-        own = {f"{group}._target_": own_targets(group)}
+        own = {f"{group}._target_": own_targets(group), **_own_targets_inside(group)}
         for where, name, value in _keys(node, group):
             is_own = value in own.get(where, _OWN_NAMED_PARTS if _NAMED_PART.fullmatch(where) else ())
             is_none = where in own and value is None  # such as no environment
@@ -83,6 +83,17 @@ def own_targets(group: str) -> tuple[str, ...]:
     """The `_target_` of each of foundry's own parts of a group; none where the group has no parts."""
     defaults = (item.default for s in group_schemas(group).values() for item in fields(s) if item.name == "_target_")
     return tuple(dict.fromkeys(default for default in defaults if isinstance(default, str)))
+
+
+def _own_targets_inside(group: str) -> dict[str, tuple[str, ...]]:
+    """The `_target_` of parts that foundry's own parts of a group have inside of them, by its path."""
+    found = dict[str, tuple[str, ...]]()
+    for schema in group_schemas(group).values():
+        for name, kind in get_type_hints(schema).items():
+            if is_dataclass(kind) and (target := getattr(kind, "_target_", None)) is not None:
+                path = f"{group}.{name}._target_"
+                found[path] = (*found.get(path, ()), str(target))
+    return found
 
 
 def _is_strange(value: object) -> str:

@@ -7,11 +7,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
+from foundry.config.frozen import read_recorded
 from foundry.config.lerobot import read_info
 from foundry.config.schemas.launcher import resolve_num_tasks
 from foundry.config.schemas.model import HuggingFace, folder_settings
 from foundry.config.schemas.simulator import TABLETOP_STATE_DIMS, tabletop_state_dim
+from foundry.run_dir.checkpoints import run_of
+from foundry.run_dir.names import TOKENIZER
 
+_BACKBONE = "model.backbone.init_from"
+"""Weights of a part of the model, which knows the words that a policy is told."""
+_LEAST = {"image_size": 8, "instruction_tokens": 1}
 _SIZED_BY = {"state_dim": "state_key", "action_dim": "action_key", "image_size": "image_key"}
 
 
@@ -25,6 +31,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("model_folder", _model_folder, replace=True)
     OmegaConf.register_new_resolver("model_vocab_size", _model_vocab_size, replace=True)
     OmegaConf.register_new_resolver("simulator_size", _simulator_size, replace=True)
+    OmegaConf.register_new_resolver("seen_size", _seen_size, replace=True)
     OmegaConf.register_new_resolver("lerobot_size", _lerobot_size, replace=True)
     OmegaConf.register_new_resolver("tabletop_state_dim", _tabletop_state_dim, replace=True)
 
@@ -56,7 +63,13 @@ def _mode_of(metric: str | None, *, _root_: DictConfig) -> str:
 
 
 def _model_folder(*, _root_: DictConfig) -> str | None:
-    """The folder that a model of transformers is read from, and with it its tokenizer; None where there is none."""
+    """The folder that a model of transformers, or the backbone of a policy, is read from, and with it its tokenizer.
+
+    None where there is none.
+    """
+    if (weights := OmegaConf.select(_root_, _BACKBONE)) is not None:
+        folder = run_of(Path(str(weights)).expanduser())
+        return str(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
     path = OmegaConf.select(_root_, "model.path")
     if path is None or OmegaConf.select(_root_, "model._target_") != HuggingFace._target_:
         return None
@@ -65,8 +78,12 @@ def _model_folder(*, _root_: DictConfig) -> str | None:
 
 def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
     """The vocabulary of the model in that folder; `default` where there is none, or the folder does not say it."""
-    path = _model_folder(_root_=_root_)
-    known = None if path is None else folder_settings(path).get("vocab_size")
+    if (weights := OmegaConf.select(_root_, _BACKBONE)) is not None:
+        model = (read_recorded(run_of(Path(str(weights)).expanduser())) or {}).get("model")
+        known = model.get("vocab_size") if isinstance(model, dict) else None
+    else:
+        path = _model_folder(_root_=_root_)
+        known = None if path is None else folder_settings(path).get("vocab_size")
     return known if isinstance(known, int) else default
 
 
@@ -82,6 +99,12 @@ def _simulator_size(name: str, *, _root_: DictConfig) -> int | None:
     if OmegaConf.select(_root_, "simulator._target_") is None:
         return 1
     raise ValueError(f"simulator.{name} has no value; give it as +simulator.{name}=...")
+
+
+def _seen_size(name: str, *, _root_: DictConfig) -> int:
+    """What a policy that sees and is told takes from the data; where that has none, as rules say, the least."""
+    size: int | None = OmegaConf.select(_root_, f"data.{name}")
+    return _LEAST[name] if size is None else size
 
 
 def _lerobot_size(name: str, *, _root_: DictConfig) -> int | None:

@@ -15,6 +15,7 @@ from foundry.config.episodes import check_episodes
 from foundry.config.errors import ConfigError, Violation, listed, shown
 from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
 from foundry.config.metrics import check_metrics, measured_by
+from foundry.config.pictures import check_pictures
 from foundry.config.policies import check_policies
 from foundry.config.rollouts import check_environment, check_rollouts
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, resolve_distributed
@@ -313,6 +314,10 @@ def _policies(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_policies(config)
 
 
+def _pictures(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_pictures(config)
+
+
 def _success(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_success(config)
 
@@ -344,11 +349,16 @@ def _rollback(config: Config, launch: Launch) -> Iterator[Violation]:
 def _paths(config: Config, launch: Launch) -> Iterator[Violation]:
     """Files a run would read are there, so that nobody waits in a queue to learn that they are not."""
     for group in fields(config):
-        node = getattr(config, group.name)
-        for item in fields(node) if is_dataclass(node) else ():
-            value = getattr(node, item.name) if item.metadata.get("path") else None
-            if value is not None and not _exists(str(value)):
-                yield Violation(f"{group.name}.{item.name}", f"is {shown(value)} but there is no such file or folder")
+        yield from _missing_paths(getattr(config, group.name), group.name)
+
+
+def _missing_paths(node: Any, key: str) -> Iterator[Violation]:
+    for item in fields(node) if is_dataclass(node) else ():
+        value = getattr(node, item.name)
+        if is_dataclass(value):
+            yield from _missing_paths(value, f"{key}.{item.name}")
+        elif value is not None and item.metadata.get("path") and not _exists(str(value)):
+            yield Violation(f"{key}.{item.name}", f"is {shown(value)} but there is no such file or folder")
 
 
 def _exists(path: str) -> bool:
@@ -379,6 +389,7 @@ RULES: tuple[Rule, ...] = (
     _loss,
     _metrics,
     _policies,
+    _pictures,
     _success,
     _launcher,
     _restarts,

@@ -7,7 +7,8 @@ from foundry.config.errors import Violation
 from foundry.config.schemas.root import Config
 
 _CHUNK = ("horizon", "action_dim")
-_SAME = tuple((name, name) for name in ("image_size", "num_channels", "state_dim", "num_observations", *_CHUNK))
+_OBSERVED = ("state_dim", "num_observations")
+_SAME = tuple((name, name) for name in ("image_size", "num_images", "num_channels", *_OBSERVED, *_CHUNK))
 _ENOUGH = (("vocab_size", "vocab_size"), ("max_seq_len", "seq_len"), ("num_classes", "num_classes"))
 
 

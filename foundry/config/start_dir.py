@@ -36,11 +36,18 @@ def anchor_paths(composed: DictConfig) -> None:
 
 def _path_keys(composed: DictConfig) -> Iterator[str]:
     for group in composed:
-        node: Any = None if group == "hydra" else composed._get_node(group)
-        schema = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
-        for item in fields(schema) if is_dataclass(schema) else ():
-            if item.metadata.get("path") or f"{group!s}.{item.name}" in _FOLDERS:
-                yield f"{group!s}.{item.name}"
+        if group != "hydra":
+            yield from _path_keys_of(composed._get_node(group), str(group))
+
+
+def _path_keys_of(node: Any, path: str) -> Iterator[str]:
+    schema = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+    for item in fields(schema) if is_dataclass(schema) else ():
+        key = f"{path}.{item.name}"
+        if item.metadata.get("path") or key in _FOLDERS:
+            yield key
+        else:
+            yield from _path_keys_of(node._get_node(item.name), key)
 
 
 def _value(composed: DictConfig, key: str) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from foundry.config.errors import Violation
 from foundry.config.schemas.hparams import CheckpointingPolicy
-from foundry.config.schemas.model import DiT, HuggingFace, PolicyDiT, Transformer
+from foundry.config.schemas.model import DiT, HuggingFace, PolicyDiT, PrefixVLM, Transformer
 from foundry.config.schemas.objective import SFT
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
@@ -21,10 +21,10 @@ def check_tensor_parallel(config: Config) -> Iterator[Violation]:
     size = config.distributed.tensor_parallel
     if size == 1:
         return
-    if isinstance(config.model, (HuggingFace, DiT, PolicyDiT)):
+    if isinstance(config.model, (HuggingFace, DiT, PolicyDiT, PrefixVLM)):
         name = type(config.model).__name__
         yield Violation(_KEY, f"is {size} but model {name} is not divided; set it to 1, or choose model=transformer")
-    if isinstance(config.model, Transformer):
+    elif isinstance(config.model, Transformer):
         for name in _DIVIDED:
             if (value := getattr(config.model, name)) % size:
                 near = -(-value // size) * size

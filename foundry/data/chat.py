@@ -161,7 +161,7 @@ def resolve_chat_template(
         ConfigError: the file cannot be read, is no template, or the tokenizer lacks the tokens of `chatml`.
     """
     folder = None if tokenizer_path is None else tokenizer_file(tokenizer_path).parent
-    source = _template_beside(folder) if choice is None and folder is not None else None
+    source = template_beside(folder) if choice is None and folder is not None else None
     missing = [token for token in _CHATML_TOKENS if tokenizer.token_to_id(token) is None]
     if choice == "chatml" and missing:
         message = f"is chatml but the tokenizer has no {' and no '.join(missing)}; choose plain, which needs none"
@@ -202,7 +202,7 @@ def _check_syntax(template: ChatTemplate) -> None:
         raise ConfigError(Violation(_KEY, message)) from None
 
 
-def _template_beside(folder: Path) -> str | None:
+def template_beside(folder: Path) -> str | None:
     """The template that transformers, or a run of foundry's, has written beside a tokenizer."""
     file = folder / CHAT_TEMPLATE
     if file.is_file():

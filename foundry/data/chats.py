@@ -25,8 +25,9 @@ from foundry.data.examples import (
     encode_rows,
     list_skipped,
 )
+from foundry.data.picture_examples import PictureExamples, PicturePrompts, RowPictures
 from foundry.data.rows import FileRows, Row, RowSplits
-from foundry.data.splits import Dataset, DataSplits
+from foundry.data.splits import Dataset, DataSplits, Prompt
 from foundry.data.token_cache import train_with_end, trained_end
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from foundry.run_dir.names import TOKENIZER
@@ -185,8 +186,20 @@ def chat_splits(
     cache_dir: str,
     chat_template: str | None,
     on_bad_row: OnBadRow,
+    pictures: RowPictures | None = None,
 ) -> DataSplits:
-    """Rows of conversations as examples of a form; other arguments as those of `chat_files`.
+    """Rows of conversations as examples of a form, and with `pictures` about these.
+
+    Args:
+        source: the rows.
+        form: what is made of each.
+        seq_len: as of `chat_files`, as are the arguments not described here.
+        vocab_size: see there.
+        tokenizer: see there.
+        cache_dir: see there.
+        chat_template: see there.
+        on_bad_row: see there.
+        pictures: of the rows; None: they have none.
 
     Raises:
         ConfigError: as `chat_files`.
@@ -201,14 +214,21 @@ def chat_splits(
         tokenizer=found,
         max_tokens=seq_len,
         cache_dir=cache_dir,
+        keeps_rows=pictures is not None,
     )
     check_rows(source, encoded.statistics, on_bad_row, encoded.train, encoded.validation)
     train: Dataset = encoded.train
     validation: Dataset = encoded.validation
     notes = describe_lengths(encoded.train, encoded.validation, encoded.statistics)
+    prompts: Sequence[Prompt] = LastAnswers(encoded.validation, found, every=2 if form.are_pairs else 1)
     if form.are_pairs:
         train, validation = pairs = Pairs(encoded.train), Pairs(encoded.validation)
         notes |= describe_pairs(*pairs)
+    if pictures is not None:
+        places = [own[rows] for own, rows in zip(pictures.places, encoded.rows, strict=True)]
+        train = PictureExamples(encoded.train, pictures.images, places[0])
+        validation = seen = PictureExamples(encoded.validation, pictures.images, places[1])
+        prompts = PicturePrompts(prompts, seen)
     return DataSplits(
         train=train,
         validation=validation,
@@ -217,7 +237,7 @@ def chat_splits(
         tokens_per_sample=max(1, round(len(encoded.train) / len(train) * float(encoded.train.lengths.mean()))),
         tokenizer=found,
         notes=notes,
-        prompts=LastAnswers(encoded.validation, found, every=2 if form.are_pairs else 1),
+        prompts=prompts,
         stop_ids=resolve_stop_ids(template, found, end),
         bos_id=found.token_to_id(template.variables["bos_token"]),
         chat_template=template.source,

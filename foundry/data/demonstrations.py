@@ -1,16 +1,13 @@
 """Demonstrations by the expert of the run's simulator, made once and kept as a folder in LeRobot's format."""
 
 import hashlib
-import importlib.metadata
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -22,6 +19,7 @@ from foundry.data.cached_folder import cached_folder
 from foundry.data.episodes import episode_splits
 from foundry.data.lerobot import read_recording
 from foundry.data.lerobot_writing import ACTION_KEY, IMAGE_KEY, STATE_KEY, Episode, write_lerobot
+from foundry.data.simulated import simulator_identity
 from foundry.data.splits import DataSplits
 from foundry.simulators.protocol import Demonstrating, Observation, Simulator
 
@@ -32,8 +30,6 @@ _FORMAT = 1
 _STEPS_AT_THE_GOAL = 8
 """What is recorded after success, so that a policy learns to stay."""
 _SPARE_FAILURES = 20
-_PACKAGES = ("numpy", "mujoco", "gymnasium", "gymnasium-robotics", "metaworld")
-"""Whose version may change what a simulator does, or what is drawn."""
 log = logging.getLogger(__name__)
 
 
@@ -50,6 +46,9 @@ def demonstrations(
     horizon: int,
     held_out: float,
     cache_dir: str,
+    instruction_tokens: int | None = None,
+    tokenizer: str | None = None,
+    vocab_size: int = 4096,
     num_workers: int = 0,
     simulator: Callable[[], Simulator] | None = None,
     simulator_settings: Mapping[str, Any] | None = None,
@@ -71,13 +70,16 @@ def demonstrations(
         horizon: actions of a sample.
         held_out: share of episodes kept for validation.
         cache_dir: folder for the demonstrations.
+        instruction_tokens: the most tokens of an instruction; None: samples have no words.
+        tokenizer: of instructions, as for `episode_splits`.
+        vocab_size: likewise.
         num_workers: unused here: how the run's loader reads.
         simulator: makes the run's simulator; None: it has none.
         simulator_settings: what it is made of.
 
     Raises:
-        ConfigError: there is no simulator, it has no expert, shows something else than its settings say, or its expert
-            fails too often.
+        ConfigError: there is no simulator, it has no expert, shows something else than its settings say, its expert
+            fails too often, or an instruction is too long.
     """
     if simulator is None:
         message = "is none but data=demonstrations is made by the simulator's expert; choose one, or data=lerobot"
@@ -89,6 +91,7 @@ def demonstrations(
         state_key=STATE_KEY,
         action_key=ACTION_KEY,
         pictures=None if image_size is None else (IMAGE_KEY, image_size),
+        has_tasks=instruction_tokens is not None,
         cache_dir=cache_dir,
     )
     return episode_splits(
@@ -96,6 +99,9 @@ def demonstrations(
         num_observations=num_observations,
         horizon=horizon,
         held_out=held_out,
+        instruction_tokens=instruction_tokens,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
         notes={"demonstrations": str(folder)},
     )
 
@@ -115,13 +121,7 @@ class _Making:
     def name(self, settings: Mapping[str, Any]) -> str:
         """Of the folder in the cache: a hash of settings, versions and sources, on which the demonstrations depend."""
         own = {name: value for name, value in vars(self).items() if name != "simulator"}
-        depends = {
-            "format": _FORMAT,
-            "demonstrations": own,
-            "simulator": dict(settings),
-            "versions": {name: _version(name) for name in _PACKAGES},
-            "sources": _sources(str(settings.get("_target_", ""))),
-        }
+        depends = {"format": _FORMAT, "demonstrations": own, **simulator_identity(settings)}
         text = json.dumps(depends, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -203,23 +203,3 @@ class _Making:
                 raise ConfigError(Violation("data.image_size", message))
             images = np.stack([picture for picture in pictures if picture is not None]).astype(np.uint8, copy=False)
         return Episode(state=state, actions=actions, task=task, images=images)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _sources(target: str) -> str:
-    """A hash of the code of a simulator: its module, and those beside it where it is in a package."""
-    part = None
-    with suppress(ImportError, AttributeError, ValueError):  # building it says so
-        part = resolve_name(target)
-    module = sys.modules.get(getattr(part, "__module__", ""))
-    if module is None or getattr(module, "__file__", None) is None:
-        return ""
-    file = Path(str(module.__file__))
-    files = sorted(file.parent.glob("*.py")) if module.__package__ else [file]
-    return hashlib.sha256(b"\0".join(each.read_bytes() for each in files)).hexdigest()

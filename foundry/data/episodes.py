@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.data.instructions import encode_instructions, read_words
 from foundry.data.mapped_files import MapsFiles
 from foundry.data.splits import DataSplits
 from foundry.data.statistics import Statistics
@@ -25,6 +26,8 @@ class Recording:
         actions: (frames, action_dim) float32; that of a frame was chosen when its state was seen.
         lengths: frames of each episode, (episodes,) int64, none of them 0.
         images: (frames, 3, image_size, image_size) uint8, or None.
+        tasks: what was to be done, in words, each once.
+        task_index: which of these in each frame, (frames,) int64; None: the words are not read.
         source: tells these images from others, such as a digest of the files that they were read from.
     """
 
@@ -32,6 +35,8 @@ class Recording:
     actions: NDArray[np.float32]
     lengths: NDArray[np.int64]
     images: NDArray[np.uint8] | None = None
+    tasks: Sequence[str] = ()
+    task_index: NDArray[np.int64] | None = None
     source: str = ""
 
     @property
@@ -55,6 +60,7 @@ class Windows(MapsFiles):
         *,
         num_observations: int,
         horizon: int,
+        instructions: NDArray[np.int64] | None = None,
     ) -> None:
         """See the class.
 
@@ -64,8 +70,11 @@ class Windows(MapsFiles):
             statistics: that states and actions are normalised by.
             num_observations: states of a sample.
             horizon: actions of a sample.
+            instructions: tokens of each of the recording's tasks, (tasks, instruction_tokens) int64; None: a sample has
+                no words.
         """
         self.statistics = statistics
+        self._instructions, self._task_index = instructions, recording.task_index
         self._state, self._actions, self._images = recording.state, recording.actions, recording.images
         self._first = recording.starts[episodes]
         self._last = self._first + recording.lengths[episodes] - 1
@@ -86,7 +95,8 @@ class Windows(MapsFiles):
         Returns:
             `state` (batch, num_observations, state_dim) float32, normalised; `actions` (batch, horizon, action_dim)
             float32, normalised; `is_padded` (batch, horizon) bool; and where there are any `images` (batch,
-            num_observations, 3, image_size, image_size) uint8.
+            num_observations, 3, image_size, image_size) uint8 and `instruction` (batch, instruction_tokens) int64, that
+            of the present frame, -1 after its end.
         """
         at = np.asarray(indices, dtype=np.int64)
         episode = np.searchsorted(self._ends, at, side="right")
@@ -100,6 +110,8 @@ class Windows(MapsFiles):
         }
         if self._images is not None:
             arrays["images"] = np.asarray(self._images[seen])
+        if self._instructions is not None and self._task_index is not None:
+            arrays["instruction"] = self._instructions[self._task_index[frame[:, 0]]]
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def normalised_by(self, statistics: Statistics) -> Self:
@@ -110,7 +122,15 @@ class Windows(MapsFiles):
 
 
 def episode_splits(
-    recording: Recording, *, num_observations: int, horizon: int, held_out: float, notes: dict[str, Any] | None = None
+    recording: Recording,
+    *,
+    num_observations: int,
+    horizon: int,
+    held_out: float,
+    instruction_tokens: int | None = None,
+    tokenizer: str | None = None,
+    vocab_size: int = 4096,
+    notes: dict[str, Any] | None = None,
 ) -> DataSplits:
     """Training and held-out episodes as windows; no frame of a held-out episode is seen by the statistics.
 
@@ -119,10 +139,14 @@ def episode_splits(
         num_observations: states of a sample.
         horizon: actions of a sample.
         held_out: share of the episodes kept for validation.
+        instruction_tokens: the most that an instruction may have; None: samples have no words.
+        tokenizer: of instructions, a tokenizer.json or folder; None: one is trained on those of the training episodes.
+        vocab_size: entries of the tokenizer, or most of a given one.
         notes: facts for plan.json, besides the numbers of episodes and frames.
 
     Raises:
-        ConfigError: there are not enough episodes, or states or actions are no finite numbers.
+        ConfigError: there are not enough episodes, states or actions are no finite numbers, or an instruction is too
+            long.
     """
     _check_finite(recording)
     is_held_out = held_out_episodes(len(recording.lengths), held_out)
@@ -130,17 +154,23 @@ def episode_splits(
     of_train = np.repeat(~is_held_out, recording.lengths)
     statistics = Statistics.of(recording.state[of_train], recording.actions[of_train])
     windows: dict[str, Any] = {"num_observations": num_observations, "horizon": horizon}
+    fingerprint, instructions = _fingerprint(recording, is_held_out, windows), None
+    data = DataSplits(train=[], validation=[], fingerprint=fingerprint, statistics=statistics)
+    if instruction_tokens is not None and recording.task_index is not None:
+        learnt = sorted({recording.tasks[index] for index in np.unique(recording.task_index[of_train])})
+        data = replace(data, **read_words(learnt, tokenizer, vocab_size)._asdict())
+        instructions = encode_instructions(recording.tasks, data, instruction_tokens)
+        data = replace(data, fingerprint=_with_words(fingerprint, instructions, recording.task_index))
     counts = {
         "train_episodes": len(train),
         "validation_episodes": len(validation),
         "train_frames": int(of_train.sum()),
         "validation_frames": int((~of_train).sum()),
     }
-    return DataSplits(
-        train=Windows(recording, train, statistics, **windows),
-        validation=Windows(recording, validation, statistics, **windows),
-        fingerprint=_fingerprint(recording, is_held_out, windows),
-        statistics=statistics,
+    return replace(
+        data,
+        train=Windows(recording, train, statistics, **windows, instructions=instructions),
+        validation=Windows(recording, validation, statistics, **windows, instructions=instructions),
         notes={**counts, **(notes or {})},
     )
 
@@ -202,4 +232,12 @@ def _fingerprint(recording: Recording, is_held_out: NDArray[np.bool_], windows: 
     for array in (recording.state, recording.actions, recording.lengths, is_held_out):
         digest.update(f"{array.shape}{array.dtype}".encode())
         digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _with_words(fingerprint: str, instructions: NDArray[np.int64], task_index: NDArray[np.int64]) -> str:
+    """A fingerprint of the same with what each frame's episode was told."""
+    digest = hashlib.blake2b(f"{fingerprint} {instructions.shape}".encode(), digest_size=16)
+    for array in (instructions, task_index):
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
     return digest.hexdigest()

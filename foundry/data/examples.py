@@ -31,6 +31,7 @@ IGNORED_TARGET = -100
 _FORMAT = 1
 _STATISTICS = "statistics.json"
 _SPLITS = ("train", "validation")
+_ROWS = "{}_rows.npy"
 _SHOWN = 5
 log = logging.getLogger(__name__)
 
@@ -195,8 +196,10 @@ class LastAnswers(Sequence[Prompt]):
         stop = int(np.flatnonzero(trained)[-1]) + 1
         before = np.flatnonzero(~trained[:stop])
         begin = int(before[-1]) + 1 if len(before) else 0
+        said = np.flatnonzero(trained[:begin])
+        turn = int(said[-1]) + 1 if len(said) else 0
         answer: str = self._tokenizer.decode(tokens[begin:stop], skip_special_tokens=True)
-        return Prompt(tuple(tokens[:begin]), answer, index)
+        return Prompt(tuple(tokens[:begin]), answer, index, turn=turn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,12 +219,17 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """A folder of the cache, its arrays memory-mapped."""
+    """A folder of the cache, its arrays memory-mapped.
+
+    Attributes:
+        rows: of which row of its split each example is, (examples,) int64 of train and validation, where that is kept.
+    """
 
     fingerprint: str
     train: Examples
     validation: Examples
     statistics: RowStatistics
+    rows: tuple[NDArray[np.int64], ...] = ()
 
 
 class BadRowError(ValueError):
@@ -244,6 +252,7 @@ def encode_rows(
     tokenizer: Tokenizer,
     max_tokens: int,
     cache_dir: str,
+    keeps_rows: bool = False,
 ) -> EncodedRows:
     """Rows as examples, from the cache or into it; rows that cannot be used are left out and counted.
 
@@ -254,15 +263,19 @@ def encode_rows(
         tokenizer: encodes each text by itself.
         max_tokens: of a row that can be used.
         cache_dir: the cache's parent folder.
+        keeps_rows: keep which of its split's rows each example is of.
 
     Raises:
         ConfigError: a file cannot be read, or the cache cannot be written.
     """
-    settings = f"examples {_FORMAT} {max_tokens} {described} {tokenizer.to_str()}"
+    kept = " of rows" if keeps_rows else ""
+    settings = f"examples{kept} {_FORMAT} {max_tokens} {described} {tokenizer.to_str()}"
     fingerprint = hashlib.sha256(settings.encode(errors="surrogateescape")).hexdigest()[:32]
-    folder = cached_folder(cache_dir, fingerprint, partial(_fill, read, encode, tokenizer, max_tokens))
+    folder = cached_folder(cache_dir, fingerprint, partial(_fill, read, encode, tokenizer, max_tokens, keeps_rows))
     train, validation = (_open(folder, split) for split in _SPLITS)
-    return EncodedRows(fingerprint, train, validation, RowStatistics(**json.loads(read_text(folder / _STATISTICS))))
+    statistics = RowStatistics(**json.loads(read_text(folder / _STATISTICS)))
+    rows = tuple(np.load(folder / _ROWS.format(split), allow_pickle=False) for split in _SPLITS if keeps_rows)
+    return EncodedRows(fingerprint, train, validation, statistics, rows)
 
 
 def _names(split: str) -> tuple[str, str, str]:
@@ -274,20 +287,26 @@ def _open(folder: Path, split: str) -> Examples:
 
 
 def _fill(
-    read: Callable[[], RowSplits], encode: Encode, tokenizer: Tokenizer, max_tokens: int, folder: Path
+    read: Callable[[], RowSplits],
+    encode: Encode,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    keeps_rows: bool,
+    folder: Path,
 ) -> tuple[str, ...]:
     """Write the arrays of both splits and the statistics; the names of the files."""
     skipped, first, rows = Counter[str](), list[tuple[int, int, str]](), 0
+    files = [*_names("train"), *_names("validation"), _STATISTICS]
     encoder = _Encoder(encode, tokenizer, max_tokens)
     for split, of_split in zip(_SPLITS, read(), strict=True):
-        names = [folder / name for name in _names(split)]
+        names, used = [folder / name for name in _names(split)], list[int]()
         with (
             ArrayWriter(names[0], token_dtype(tokenizer)) as tokens,
             ArrayWriter(names[1], np.dtype(np.bool_)) as trained,
             ArrayWriter(names[2], np.dtype(np.int64)) as offsets,
         ):
             offsets.append([0])
-            for row, found in encoder.encoded(of_split):
+            for number, (row, found) in enumerate(encoder.encoded(of_split)):
                 if isinstance(found, BadRowError):
                     skipped[found.kind] += 1
                     if len(first) < _SHOWN:
@@ -297,10 +316,14 @@ def _fill(
                     tokens.append(ids)
                     trained.append(are_trained)
                     offsets.append([tokens.length])
+                    used += [number] if keeps_rows else []
                 rows += 1
+        if keeps_rows:
+            np.save(folder / _ROWS.format(split), np.array(used, dtype=np.int64))
+            files.append(_ROWS.format(split))
     statistics = {"rows": rows, "skipped": dict(skipped), "first": first}
     (folder / _STATISTICS).write_text(json.dumps(statistics))
-    return *_names("train"), *_names("validation"), _STATISTICS
+    return tuple(files)
 
 
 @dataclass(frozen=True)

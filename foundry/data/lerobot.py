@@ -29,6 +29,8 @@ from foundry.data.splits import DataSplits
 
 _FORMAT = 1
 _IMAGES = "images.npy"
+_TASKS, _TASK_INDEX = "meta/tasks.parquet", "task_index"
+_TASK_NAMES = ("task", "__index_level_0__")
 _ROWS_AT_A_TIME = 256
 _TOLERANCE = 0.25
 """By how much of the time between two frames a picture may come earlier or later than its row says."""
@@ -48,6 +50,9 @@ def lerobot(
     horizon: int,
     held_out: float,
     cache_dir: str,
+    instruction_tokens: int | None = None,
+    tokenizer: str | None = None,
+    vocab_size: int = 4096,
     num_workers: int = 0,
 ) -> DataSplits:
     """Episodes of a folder in LeRobot's format, as windows.
@@ -65,6 +70,9 @@ def lerobot(
         horizon: actions of a sample.
         held_out: share of episodes kept for validation.
         cache_dir: folder for decoded pictures.
+        instruction_tokens: the most tokens of an instruction, a frame's task; None: samples have no words.
+        tokenizer: of instructions, as for `episode_splits`.
+        vocab_size: likewise.
         num_workers: unused here: how the run's loader reads.
 
     Raises:
@@ -78,8 +86,23 @@ def lerobot(
         if (own := info.num_values(column, chosen)) != given:
             raise ConfigError(Violation(key, f"is {given} but {column} of {path} has {own} numbers; leave it out"))
     pictures = None if image_key is None or image_size is None else (image_key, image_size)
-    recording = read_recording(info, state_key=state_key, action_key=action_key, pictures=pictures, cache_dir=cache_dir)
-    return episode_splits(recording, num_observations=num_observations, horizon=horizon, held_out=held_out)
+    recording = read_recording(
+        info,
+        state_key=state_key,
+        action_key=action_key,
+        pictures=pictures,
+        has_tasks=instruction_tokens is not None,
+        cache_dir=cache_dir,
+    )
+    return episode_splits(
+        recording,
+        num_observations=num_observations,
+        horizon=horizon,
+        held_out=held_out,
+        instruction_tokens=instruction_tokens,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +133,13 @@ class _Episodes:
 
 
 def read_recording(
-    info: LeRobotInfo, *, state_key: str, action_key: str, pictures: tuple[str, int] | None, cache_dir: str
+    info: LeRobotInfo,
+    *,
+    state_key: str,
+    action_key: str,
+    pictures: tuple[str, int] | None,
+    cache_dir: str,
+    has_tasks: bool = False,
 ) -> Recording:
     """All episodes of a folder: numbers in memory, pictures decoded once into the cache.
 
@@ -120,6 +149,7 @@ def read_recording(
         action_key: column of the actions.
         pictures: their column, and height and width to bring them to; None: they are not read.
         cache_dir: the cache's parent folder.
+        has_tasks: read what was to be done, too.
 
     Raises:
         ConfigError: the folder is not whole, or the cache cannot be written.
@@ -131,6 +161,8 @@ def read_recording(
     numbers[action_key] = info.num_values(action_key, "data.action_key")
     if video_key is not None:
         numbers["timestamp"] = 1
+    if has_tasks:
+        numbers[_TASK_INDEX] = 1
     columns = _read_numbers(info, episodes, numbers)
     images, source = None, ""
     if image_key is not None:
@@ -151,7 +183,34 @@ def read_recording(
         lengths=episodes.lengths,
         images=images,
         source=source,
+        **(_read_tasks(info, columns[_TASK_INDEX][:, 0]) if has_tasks else {}),
     )
+
+
+def _read_tasks(info: LeRobotInfo, task_index: NDArray[Any]) -> dict[str, Any]:
+    """The texts of tasks, and which of them each frame has: of `Recording`.
+
+    Raises:
+        ConfigError: the folder does not say them, or not of every frame.
+    """
+    file = info.folder / _TASKS
+    if not file.is_file():
+        _refuse(info, f"has no {_TASKS}, which says what was to be done; leave out data.instruction_tokens")
+    with _explained(info, file):
+        table = pq.read_table(file)
+    # The text is the index of a table of pandas, to which some versions of LeRobot give no name.
+    name = next((name for name in _TASK_NAMES if name in table.column_names), None)
+    if name is None or _TASK_INDEX not in table.column_names:
+        _refuse(info, f"has no columns {_TASK_NAMES[0]} and {_TASK_INDEX} in {_TASKS}")
+    texts = dict(zip(table[_TASK_INDEX].to_pylist(), table[name].to_pylist(), strict=True))
+    if not all(type(number) is int and isinstance(text, str) for number, text in texts.items()):
+        _refuse(info, f"has tasks in {_TASKS} that are no texts with a number")
+    tasks = sorted(set(texts.values()))
+    found = np.unique(task_index)
+    if unknown := [number for number in found.tolist() if number not in texts]:
+        _refuse(info, f"has frames of task {unknown[0]:g}, which {_TASKS} does not know")
+    place = np.array([tasks.index(texts[int(number)]) for number in found], dtype=np.int64)
+    return {"tasks": tuple(tasks), "task_index": place[np.searchsorted(found, task_index)]}
 
 
 def _episode_files(info: LeRobotInfo) -> list[Path]:
@@ -194,7 +253,7 @@ def _read_episodes(info: LeRobotInfo, video_key: str | None) -> _Episodes:
 
 
 def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, int]) -> dict[str, NDArray[Any]]:
-    """Columns of numbers, (frames, width) each, in the order of episodes: float32, of timestamps float64.
+    """Columns of numbers, (frames, width) each, in the order of episodes: float32, of timestamps and tasks float64.
 
     Raises:
         ConfigError: frames are missing or there twice, or are not of this width.
@@ -205,7 +264,7 @@ def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, i
             rows += pq.read_metadata(file).num_rows
     if rows < total:
         _refuse(info, f"has {rows} frames in its data files and {total} in meta/episodes")
-    types = {name: np.float64 if name == "timestamp" else np.float32 for name in widths}
+    types = {name: np.float64 if name in ("timestamp", _TASK_INDEX) else np.float32 for name in widths}
     arrays: dict[str, NDArray[Any]] = {name: np.empty((total, width), types[name]) for name, width in widths.items()}
     times = np.zeros(total, dtype=np.int64)
     for at, batch in _rows(info, episodes, list(widths)):

@@ -57,12 +57,16 @@ class Prompt(NamedTuple):
         answer: the text that a continuation is compared with; None: it is not known.
         row: tells it from the others; what is drawn for it is keyed by this.
         columns: of its row, by name; None: the answer is all that there is.
+        turn: where in the tokens what is asked last begins.
+        images: that it is about, (pictures, 3, image_size, image_size) uint8; None: it is about none.
     """
 
     tokens: tuple[int, ...]
     answer: str | None
     row: int
     columns: Mapping[str, Any] | None = None
+    turn: int = 0
+    images: Tensor | None = None
 
     @property
     def own_columns(self) -> Mapping[str, Any]:

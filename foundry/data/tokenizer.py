@@ -8,8 +8,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.run_dir.checkpoints import run_of
 from foundry.run_dir.files import read_text
-from foundry.run_dir.names import CHECKPOINTS, TOKENIZER
+from foundry.run_dir.names import TOKENIZER
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -99,9 +100,7 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
     Raises:
         ConfigError: the tokenizer that lies there cannot be read, or is another.
     """
-    place = weights.resolve()
-    folder = place.parent.parent if place.parent.name == CHECKPOINTS else place if place.is_dir() else place.parent
-    if not (file := folder / TOKENIZER).is_file():
+    if not (file := run_of(weights) / TOKENIZER).is_file():
         return
     try:
         own = Tokenizer.from_str(read_text(file))

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, shown
+from foundry.data.instructions import encode_instructions
 from foundry.data.splits import DataSplits
-from foundry.simulators.protocol import Observation, Simulator
+from foundry.simulators.protocol import Instructing, Observation, Simulator
 from foundry.training.protocols import ActingObjective, Microbatch
 
 log = logging.getLogger(__name__)
@@ -34,17 +35,20 @@ class Episode:
         success: whether the task was done at any step; the episode ends there.
         length: actions carried out.
         instruction: what was to be done, in words.
+        told: what the policy was told instead; None: that, or nothing.
     """
 
     number: int
     success: bool
     length: int
     instruction: str
+    told: str | None = None
 
     def to_record(self) -> dict[str, Any]:
         """By name, as JSON has it."""
         own = {"success": self.success, "length": self.length, "instruction": self.instruction}
-        return {"episode": self.number, "seed": self.number, **own}
+        other = {} if self.told is None else {"told": self.told}
+        return {"episode": self.number, "seed": self.number, **own, **other}
 
 
 @dataclass
@@ -84,9 +88,13 @@ class Rollouts:
             the next.
         num_observations: the policy is shown, the first repeated where there are fewer.
         at_a_time: episodes of a chunk.
+        instruction_tokens: of what the policy is told, in the tokens of the data; None: nothing.
+        is_told_another: it is told another instruction than the episode's, chosen by the episode's number; success is
+            still that of the episode's own.
 
     Raises:
-        ConfigError: the objective has no policy, there is no simulator, or the data has no statistics.
+        ConfigError: the objective has no policy, there is no simulator, or the data has no statistics; the policy is to
+            be told another instruction, and there is none.
     """
 
     def __init__(
@@ -97,6 +105,8 @@ class Rollouts:
         simulator: Callable[[], Simulator] | None,
         num_observations: int,
         at_a_time: int,
+        instruction_tokens: int | None = None,
+        is_told_another: bool = False,
     ) -> None:
         key = "evaluation.evaluators.success"
         if not isinstance(objective, ActingObjective):
@@ -110,6 +120,8 @@ class Rollouts:
             raise ConfigError(Violation(key, message))
         self._objective, self._statistics = objective, data.statistics
         self._build, self._num_observations, self.at_a_time = simulator, num_observations, at_a_time
+        self._data = None if instruction_tokens is None else data
+        self._instruction_tokens, self._is_told_another = instruction_tokens or 0, is_told_another
         self._rows = list[_Row]()
         self._can_draw = True
 
@@ -147,13 +159,14 @@ class Rollouts:
             self._rows.append(_Row(self._build(), self._num_observations))
         rows = self._rows[: len(numbers)]
         for number, row in zip(numbers, rows, strict=True):
-            row.begin(number)
+            row.begin(number, is_told_another=self._is_told_another)
+        told = self._encode([row.simulator.instruction if row.told is None else row.told for row in rows])
         films = self._films(rows[:drawn], size)
         for replan in range(_MOST_REPLANS):
             beat("acting in episodes")
             if all(row.is_over for row in rows):
                 break
-            observation = {name: value.to(device) for name, value in self._observe(rows).items()}
+            observation = {name: value.to(device) for name, value in (self._observe(rows) | told).items()}
             keys = torch.full((self.at_a_time,), -1, dtype=torch.int64)
             keys[: len(rows)] = torch.tensor([number * _MOST_REPLANS + replan for number in numbers])
             with autocast():
@@ -192,6 +205,17 @@ class Rollouts:
             seen["images"] = np.stack([row.recent("image") for row in rows]).transpose(0, 1, 4, 2, 3)
         return {name: self._padded(torch.from_numpy(np.ascontiguousarray(value))) for name, value in seen.items()}
 
+    def _encode(self, texts: Sequence[str]) -> Microbatch:
+        """What the policy is told in every row, where it is told anything.
+
+        Raises:
+            ConfigError: an instruction is too long.
+        """
+        if self._data is None:
+            return {}
+        tokens = encode_instructions(texts, self._data, self._instruction_tokens)
+        return {"instruction": self._padded(torch.from_numpy(tokens))}
+
     def _padded(self, rows: Tensor) -> Tensor:
         padded = rows.new_zeros((self.at_a_time, *rows.shape[1:]))
         padded[: len(rows)] = rows
@@ -206,13 +230,19 @@ class _Row:
         self.seen: deque[Mapping[str, NDArray[Any]]] = deque(maxlen=num_observations)
         self.number, self.length, self.success, self.is_over = -1, 0, False, True
         self.film: Film | None = None
+        self.told: str | None = None
         self._size = 0
 
-    def begin(self, number: int) -> None:
-        """Start an episode; it is not drawn."""
+    def begin(self, number: int, *, is_told_another: bool = False) -> None:
+        """Start an episode; it is not drawn.
+
+        Raises:
+            ConfigError: another instruction is to be told, and the simulator has none.
+        """
         self.number, self.length, self.success, self.is_over, self.film = number, 0, False, False, None
         first = _copied(self.simulator.reset(number))
         self.seen.extend([first] * (self.seen.maxlen or 1))
+        self.told = _other_instruction(self.simulator, number) if is_told_another else None
 
     def start_film(self, size: int) -> None:
         """Draw the episode from here on.
@@ -246,7 +276,22 @@ class _Row:
 
     def result(self) -> Episode:
         """What came of the episode."""
-        return Episode(self.number, self.success, self.length, self.simulator.instruction)
+        return Episode(self.number, self.success, self.length, self.simulator.instruction, self.told)
+
+
+def _other_instruction(simulator: Simulator, number: int) -> str:
+    """One of the simulator's instructions that is not this episode's, by the episode's number.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    every = simulator.instructions if isinstance(simulator, Instructing) else ()
+    others = [text for text in every if text != simulator.instruction]
+    if not others:
+        message = f"is other but {type(simulator).__name__} has no instructions besides {shown(simulator.instruction)}"
+        raise ConfigError(Violation("instruction", f"{message}; set it to own"))
+    # Simulators draw by the number alone.
+    return others[int(np.random.default_rng((number, len(every))).integers(len(others)))]
 
 
 def _copied(observation: Observation) -> Mapping[str, NDArray[Any]]:

@@ -71,6 +71,7 @@ class ExactMatch:
             for start in range(world.dp_rank * size, len(self._prompts), world.dp_size * size):
                 context.beat("answering prompts")
                 prompts = self._prompts[start : start + size]
+                seen = [prompt.images for prompt in prompts if prompt.images is not None]
                 with context.autocast():
                     found = generate(
                         whole,
@@ -81,6 +82,7 @@ class ExactMatch:
                         batch_size=size,
                         is_sliding=False,
                         beat=context.beat,
+                        images=seen or None,
                     )
                 if world.leads_share:
                     measured += self._measured(prompts, found, context)

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from foundry.config.metrics import SUCCESS_METRICS
+from foundry.config.success import Told
 from foundry.data.splits import DataSplits
 from foundry.evaluators.episodes import Episode, Film, Rollouts
 from foundry.evaluators.films import save_gif
@@ -42,6 +43,9 @@ class Success:
         at_a_time: episodes that share a forward pass, each in a simulator of its own.
         first_episode: number of the first.
         draw: whether the first are drawn.
+        instruction_tokens: of what the policy is told; None: nothing.
+        instruction: own, or other: the policy is told another than the episode's, whose success is still measured. A
+            low figure says that words are heeded.
 
     Raises:
         ConfigError: see `Rollouts`.
@@ -60,6 +64,8 @@ class Success:
         at_a_time: int = 25,
         first_episode: int = 0,
         draw: bool = True,
+        instruction_tokens: int | None = None,
+        instruction: str = Told.own.value,
     ) -> None:
         self._rollouts = Rollouts(
             objective=objective,
@@ -67,6 +73,8 @@ class Success:
             simulator=simulator,
             num_observations=num_observations,
             at_a_time=at_a_time,
+            instruction_tokens=instruction_tokens,
+            is_told_another=Told(instruction) is Told.other,
         )
         self._numbers = range(first_episode, first_episode + episodes)
         self._draw = draw

@@ -104,7 +104,15 @@ class PolicyDiT(nn.Module):
         self.final_layer = FinalLayer(hidden_size, patch_size * action_dim)
         self.init_weights()
 
-    def forward(self, actions: Tensor, timesteps: Tensor, state: Tensor, images: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        actions: Tensor,
+        timesteps: Tensor,
+        state: Tensor,
+        images: Tensor | None = None,
+        *,
+        observed: Tensor | None = None,
+    ) -> Tensor:
         """What the objective asks of noisy actions: themselves without noise, their noise or their velocity.
 
         Args:
@@ -112,11 +120,12 @@ class PolicyDiT(nn.Module):
             timesteps: (batch,) float32.
             state: (batch, num_observations, state_dim) float32.
             images: (batch, num_observations, 3, image_size, image_size) uint8, where the model looks at any.
+            observed: what `observe` has made of these; None: nothing yet.
 
         Returns:
             (batch, horizon, action_dim) float32.
         """
-        condition = self.timestep_embedder(timesteps) + self._embed_observations(state, images)
+        condition = self.timestep_embedder(timesteps) + (self._embed(state, images) if observed is None else observed)
         # The residual stream has the tokens' dtype: bf16 under autocast over fp32 weights, as with FSDP2's bf16 ones.
         tokens = actions.reshape(len(actions), self.num_tokens, -1)
         x = self.action_embedder(tokens.to(self.action_embedder.weight.dtype))
@@ -125,8 +134,11 @@ class PolicyDiT(nn.Module):
             x = block(x, condition)
         return cast(Tensor, self.final_layer(x, condition).reshape(actions.shape).float())
 
-    def _embed_observations(self, state: Tensor, images: Tensor | None) -> Tensor:
-        """(batch, hidden_size)."""
+    def observe(self, state: Tensor, images: Tensor | None = None) -> Tensor:
+        """What `forward` makes of state and images whatever the actions, (batch, hidden_size); arguments as there."""
+        return self._embed(state, images)
+
+    def _embed(self, state: Tensor, images: Tensor | None) -> Tensor:
         seen = state
         if self.picture_encoder is not None:
             assert images is not None, "the objective hands over what the data has"

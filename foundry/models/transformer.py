@@ -1,7 +1,7 @@
 """A Llama-style decoder in plain PyTorch, under the parameter names of transformers' Llama."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -67,17 +67,43 @@ class Attention(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """Attend within x: (batch, seq, hidden_size), and to what a cache holds; cos, sin: (..., seq, head_dim)."""
+        query, key, value = self.project(x, cos, sin)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        return self.attend(query, key, value, mask, draws, documents)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x, (batch, heads or kv heads, seq, head_dim) each, after rotation."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if cache is not None:
-            key, value = cache.append(key, value)
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        draws: KeyedDropout | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """What queries find, (batch, queries, hidden_size); all as `project` gives them.
+
+        Args:
+            query: (batch, heads, queries, head_dim).
+            key: (batch, kv heads, keys, head_dim), as is `value`.
+            value: see there.
+            mask: (batch or 1, 1, queries, keys) bool, which attends to which; None: each to those up to its own, or all
+                where they are fewer than keys.
+            draws: of the dropout of attention weights; None: none are dropped.
+            documents: of packed rows.
+        """
         is_causal = mask is None and query.shape[2] == key.shape[2]  # else the one query attends to all keys
         if draws is not None and self.dropout > 0:
             attended = attend_with_dropout(
-                query, key, value, None if documents is None else documents.mask, self.dropout, draws
+                query, key, value, mask if documents is None else documents.mask, self.dropout, draws
             )
         elif documents is not None:
             attended = documents.attend(query, key, value, grouped=self.grouped)
@@ -135,7 +161,11 @@ class TransformerBlock(FSDPBlock):
         documents: Documents | None = None,
     ) -> Tensor:
         """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (..., seq, head_dim)."""
-        x = x + self._drop(self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, draws, documents), draws, 0)
+        return self.add(x, self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, draws, documents), draws)
+
+    def add(self, x: Tensor, attended: Tensor, draws: KeyedDropout | None = None) -> Tensor:
+        """Add what attention found to the residual stream x, and then the feed-forward of it."""
+        x = x + self._drop(attended, draws, 0)
         output: Tensor = x + self._drop(self.mlp(self.post_attention_layernorm(x)), draws, 1)
         return output
 
@@ -201,6 +231,7 @@ class Transformer(nn.Module):
     """
 
     isolates_documents = True
+    block_type: ClassVar[type[TransformerBlock]] = TransformerBlock
 
     def __init__(
         self,
@@ -231,7 +262,7 @@ class Transformer(nn.Module):
             self.init_std if embedding_init_std is None else embedding_init_std, hidden_size
         )
         blocks = (
-            TransformerBlock(
+            self.block_type(
                 hidden_size, intermediate_size, num_heads, num_kv_heads, norm_eps, hidden_dropout, attention_dropout
             )
             for _ in range(num_layers)
@@ -290,6 +321,21 @@ class Transformer(nn.Module):
             positions = cache.positions(tokens.shape[0], tokens.shape[1], tokens.device)
             hidden = self.model(tokens, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1), cache)[:, -1:]
             cache.advance(tokens.shape[1])
+        return self._answer(
+            hidden, targets, token_loss=token_loss, return_logits=return_logits, read=read, per_token=per_token
+        )
+
+    def _answer(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None,
+        *,
+        token_loss: TokenLoss | None,
+        return_logits: bool,
+        read: Read | None,
+        per_token: Sequence[Tensor],
+    ) -> TokenLogProbs:
+        """What `forward` returns of hidden states (batch, seq, hidden_size), by the head."""
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if token_loss is not None and targets is not None:
             return project_loss(hidden, head, targets, token_loss, tile_tokens=self.logprob_tile_tokens)

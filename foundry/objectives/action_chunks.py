@@ -1,6 +1,7 @@
 """Policies that answer what was observed with a chunk of actions: by diffusion, flow matching or regression."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from foundry.config.schemas.objective import BetaSchedule, Prediction
 from foundry.objectives.diffusion import make_noise_schedule, prediction_target
 from foundry.objectives.keyed_random import keyed_integers, keyed_normal, keyed_uniform
+from foundry.training.model_hooks import hook
 from foundry.training.protocols import LossSum, Microbatch
 
 _FLOW_TIMES = 100.0
@@ -19,9 +21,10 @@ class ActionChunks(ABC):
     """Errors of actions, summed over those that are no padding; what the three objectives share.
 
     A microbatch holds `actions`: (batch, horizon, action_dim) float32 in [-1, 1], `is_padded`: (batch, horizon) bool,
-    true after the end of an episode, `state`: (batch, num_observations, state_dim) float32, perhaps `images`: (batch,
-    num_observations, 3, height, width) uint8, and `position`. The model maps (actions, times, state, images where there
-    are any) to a prediction of the actions' shape.
+    true after the end of an episode, `state`: (batch, num_observations, state_dim) float32, and `position`; perhaps
+    `images`: (batch, num_observations, 3, height, width) uint8, and `instruction`: (batch, instruction_tokens) int64,
+    -1 after its end. The model maps (actions, times, state, images where there are any), and `instruction` by that name
+    where there is one, to a prediction of the actions' shape. One that can `observe` does so once for an answer.
 
     Args:
         horizon: actions of a chunk.
@@ -58,7 +61,7 @@ class ActionChunks(ABC):
 
         Args:
             model: in evaluation mode; every row is answered by itself.
-            observation: `state`, and `images` where the data has some, as in a microbatch.
+            observation: `state`, and `images` and `instruction` where the data has some, as in a microbatch.
             keys: (batch,) int64 in host memory; what is drawn for a row is keyed by seed and key.
         """
         return self._draw(model, observation, keys).clamp(-1, 1)
@@ -68,7 +71,7 @@ class ActionChunks(ABC):
         """Errors (batch, horizon, action_dim) float32 of what the model makes of a microbatch."""
 
     @abstractmethod
-    def _draw(self, model: nn.Module, observation: Microbatch, keys: Tensor) -> Tensor:
+    def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
         """Actions (batch, horizon, action_dim) float32."""
 
 
@@ -116,8 +119,9 @@ class DiffusionPolicy(ActionChunks):
         target = prediction_target(self.noise_schedule, actions, noise, timesteps)
         return (_ask(model, noisy, timesteps.float(), microbatch) - target).square()
 
-    def _draw(self, model: nn.Module, observation: Microbatch, keys: Tensor) -> Tensor:
+    def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
         actions = keyed_normal(self.seed, keys, self.chunk, stream="act", device=observation["state"].device)
+        observation = _observed(model, observation)
         for timestep in self.noise_schedule.timesteps.tolist():
             times = torch.full((len(keys),), float(timestep), device=actions.device)
             answer = _ask(model, actions, times, observation)
@@ -153,8 +157,9 @@ class FlowPolicy(ActionChunks):
         velocity = _ask(model, (1 - at) * noise + at * actions, times * _FLOW_TIMES, microbatch)
         return (velocity - (actions - noise)).square()
 
-    def _draw(self, model: nn.Module, observation: Microbatch, keys: Tensor) -> Tensor:
+    def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
         actions = keyed_normal(self.seed, keys, self.chunk, stream="act", device=observation["state"].device)
+        observation = _observed(model, observation)
         for step in range(self.sampling_steps):
             times = torch.full((len(keys),), step / self.sampling_steps * _FLOW_TIMES, device=actions.device)
             actions = actions + _ask(model, actions, times, observation) / self.sampling_steps
@@ -181,13 +186,23 @@ class ActionRegression(ActionChunks):
         differences = self._draw(model, microbatch, microbatch["position"]) - actions
         return differences.square() if self.is_squared else differences.abs()
 
-    def _draw(self, model: nn.Module, observation: Microbatch, keys: Tensor) -> Tensor:
+    def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
         state = observation["state"]
         zeros = torch.zeros((len(state), *self.chunk), device=state.device)
         return _ask(model, zeros, zeros[:, 0, 0], observation)
 
 
-def _ask(model: nn.Module, actions: Tensor, times: Tensor, observation: Microbatch) -> Tensor:
+def _ask(model: nn.Module, actions: Tensor, times: Tensor, observation: Mapping[str, Any]) -> Tensor:
     """The model's answer, (batch, horizon, action_dim) float32."""
     images = (observation["images"],) if "images" in observation else ()
-    return cast(Tensor, model(actions, times, observation["state"], *images)).float()
+    named = {name: observation[name] for name in ("instruction", "observed") if name in observation}
+    return cast(Tensor, model(actions, times, observation["state"], *images, **named)).float()
+
+
+def _observed(model: nn.Module, observation: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The observation with what the model makes of it once, where it can."""
+    observe = hook(model, "observe")
+    if observe is None:
+        return observation
+    seen = {name: observation[name] for name in ("state", "images", "instruction") if name in observation}
+    return {**observation, "observed": observe(**seen)}

@@ -81,6 +81,7 @@ def generate(
     is_sliding: bool = True,
     in_lockstep: bool = False,
     beat: Callable[[str], None] | None = None,
+    images: Sequence[Tensor] | None = None,
 ) -> list[Continuation]:
     """Continue prompts; what is drawn depends on seed, key and place in the continuation, and not on the batches.
 
@@ -97,6 +98,8 @@ def generate(
         is_sliding: continue beyond the context.
         in_lockstep: call the model as often on every rank, whatever is drawn: each call gathers a sharded model.
         beat: says what is being done, to a watchdog.
+        images: that each prompt is about, (pictures, 3, size, size) uint8, for a model that looks at such, and has no
+            `new_cache`; None: they are about none.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model  # which has nothing to reduce here
     keys = range(len(prompts)) if keys is None else keys
@@ -107,7 +110,8 @@ def generate(
         with uncompiled():  # each length would be compiled for itself
             for start in range(0, len(prompts), size):
                 own = slice(start, start + size)
-                batch = _Batch(model, prompts[own], keys[own], decoding, context=context, device=device)
+                seen = None if images is None else torch.stack(list(images[own])).to(device)
+                batch = _Batch(model, prompts[own], keys[own], decoding, context=context, device=device, images=seen)
                 batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep, beat=beat)
                 found += batch.continuations()
     finally:
@@ -132,8 +136,10 @@ class _Batch:
         *,
         context: int,
         device: torch.device,
+        images: Tensor | None = None,
     ) -> None:
         self._model, self._decoding, self._context, self._device = model, decoding, context, device
+        self._beside = {} if images is None else {"images": images}
         self._prompts = [len(prompt) for prompt in prompts]
         self._sequences = [list(prompt) for prompt in prompts]
         self._log_probs: list[list[float]] = [[] for _ in prompts]
@@ -184,7 +190,7 @@ class _Batch:
             padded = [[0] * lack + list(window) for lack, window in zip(lacking, windows, strict=True)]
             tokens = torch.tensor(padded, device=self._device)
         cache = {} if self._cache is None else {"cache": self._cache}
-        logits: Tensor = self._model(tokens, return_logits=True, **cache).logits[:, -1]
+        logits: Tensor = self._model(tokens, return_logits=True, **cache, **self._beside).logits[:, -1]
         if expanded is not None:
             logits = logits[expanded]
             self._cache.keep(expanded)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.models.token_loss import TokenLoss, ask_for_loss
+from foundry.objectives.picture_answers import PictureAnswers
 from foundry.objectives.text_samples import TextSamples, continue_text
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
@@ -55,7 +56,7 @@ class NextToken:
             output.loss, {"cross_entropy": Mean(cross_entropy), "z_loss": Mean(output.loss.detach() - cross_entropy)}
         )
 
-    def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples:
+    def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
         """Continue prompts; options are those of `continue_text`, where the lengths and the temperature are open."""
         own = {"max_new_tokens": self.sample_tokens, "temperature": self.temperature}
         return continue_text(model, data, device, **{**own, **options})

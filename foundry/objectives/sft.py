@@ -9,6 +9,7 @@ from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.models.token_loss import TokenLoss, ask_for_loss
 from foundry.objectives.keyed_random import keyed_integers
 from foundry.objectives.next_token import valid_targets
+from foundry.objectives.picture_answers import PictureAnswers
 from foundry.objectives.text_samples import TextSamples, continue_text
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
@@ -18,7 +19,8 @@ class SFT:
 
     A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 for prompts and padding, and `position`.
     Where rows hold several samples, also `documents`: (batch, seq) int64, the sample of each token, -1 for padding;
-    `position` is then that of each sample.
+    `position` is then that of each sample. Of data with pictures also `images`: (batch, pictures, 3, size, size) uint8,
+    which the model is given.
 
     Args:
         z_loss_coefficient: weight of the squared log-sum-exp of the logits, averaged as the cross-entropy is.
@@ -70,8 +72,7 @@ class SFT:
         """
         targets = valid_targets(microbatch)
         asked = self._dropout_keys(microbatch, targets)
-        if "documents" in microbatch:
-            asked["documents"] = microbatch["documents"]
+        asked |= {name: microbatch[name] for name in ("documents", "images") if name in microbatch}
         is_valid = targets != IGNORED_TARGET
         weights = is_valid.float()
         if self.averages_samples:
@@ -86,7 +87,7 @@ class SFT:
             metrics |= {"cross_entropy": Mean(cross_entropy), "z_loss": Mean(output.loss.detach() - cross_entropy)}
         return LossSum(output.loss, metrics)
 
-    def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples:
+    def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
         """Answer prompts; options are those of `continue_text`, where the lengths and the temperature are open."""
         own = {"max_new_tokens": self.sample_tokens, "temperature": self.temperature}
         return continue_text(model, data, device, **{**own, **options})

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.objectives.generation import Decoding, generate
+from foundry.objectives.generation import Continuation, Decoding, generate
+from foundry.objectives.picture_answers import PictureAnswers
 from foundry.run_dir.files import write_atomically
 
 DEFAULT_PROMPT = "def "
 log = logging.getLogger(__name__)
-_SHOWN = 4
+_SHOWN, _PICTURES_SHOWN = 4, 8
 """Held-out prompts that are continued where none is given."""
 
 
@@ -42,6 +43,16 @@ class TextSamples:
         return file
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A prompt, where in it what is asked last begins, the right answer where it is known, and what it is about."""
+
+    tokens: list[int]
+    turn: int = 0
+    answer: str | None = None
+    images: Tensor | None = None
+
+
 def continue_text(
     model: nn.Module,
     data: Any,
@@ -55,9 +66,10 @@ def continue_text(
     top_p: float = 1.0,
     stop: Sequence[str] | None = None,
     chat: bool = True,
+    image: Tensor | None = None,
     seed: int = 0,
-) -> TextSamples:
-    """Continue prompts as text, or answer them in a chat.
+) -> TextSamples | PictureAnswers:
+    """Continue prompts as text, or answer them in a chat; of a model that looks at pictures, about one.
 
     Every rank calls this together, and runs the model's forward pass as often as the others; all get the same text.
 
@@ -73,18 +85,28 @@ def continue_text(
         top_p: draw from the fewest tokens whose probabilities sum up to it.
         stop: tokens that end a text; None: those of the data.
         chat: put prompts into the data's chat template, where it has one.
+        image: the picture that the prompts are about, (3, image_size, image_size) uint8; None: there is none, or the
+            prompts are held-out ones.
         seed: of the drawing.
 
     Raises:
-        ConfigError: a prompt has no tokens, the template refuses it, or `stop` names no token.
+        ConfigError: a prompt has no tokens, the template refuses it, `stop` names no token, or there is no picture
+            and the model looks at one.
     """
     special = [token for token, added in data.tokenizer.get_added_tokens_decoder().items() if added.special]
     stop_ids = list(data.stop_ids) or special
-    # Without a prompt a text starts where documents do: after the end of another.
-    if prompt is None and prompts is None and chat and data.prompts:
-        encoded = [list(prompt.tokens) for prompt in data.prompts[:_SHOWN]]
+    size = getattr(getattr(model, "module", model), "image_size", None)
+    if prompt is None and prompts is None and image is None and chat and data.prompts:
+        shown = data.prompts[: _SHOWN if size is None else _PICTURES_SHOWN]
+        asked = [_Asked(list(each.tokens), each.turn, each.answer, each.images) for each in shown]
     else:
-        encoded = [_encode(data, text, chat=chat) or stop_ids[:1] for text in _given(prompt, prompts, data, chat=chat)]
+        if image is None and size is not None:
+            raise ConfigError(Violation("image", "has no value, and the model answers about pictures; give image=FILE"))
+        seen = None if image is None else image.unsqueeze(0)
+        # Without a prompt a text starts where documents do: after the end of another.
+        texts = _given(prompt, prompts, data, chat=chat)
+        asked = [_Asked(_encode(data, text, chat=chat) or stop_ids[:1], images=seen) for text in texts]
+    encoded = [each.tokens for each in asked]
     if not all(encoded):
         message = "has a text of which the tokenizer makes no token; give one that it knows"
         raise ConfigError(Violation("prompt" if prompts is None else "prompts", message))
@@ -106,9 +128,22 @@ def continue_text(
         context=context,
         device=torch.device(device),
         in_lockstep=dist.is_initialized() and dist.get_world_size() > 1,
+        images=None if size is None else [each.images for each in asked if each.images is not None],
     )
+    if size is not None:
+        return _about_pictures(asked, found, data.tokenizer)
     pairs = zip(encoded, found, strict=True)
     return TextSamples(tuple(data.tokenizer.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs))
+
+
+def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], tokenizer: Any) -> PictureAnswers:
+    """The answers beside the first picture of each prompt."""
+    return PictureAnswers(
+        images=torch.stack([each.images[0] for each in asked if each.images is not None]),
+        questions=tuple(" ".join(tokenizer.decode(each.tokens[each.turn :]).split()) for each in asked),
+        answers=tuple(tokenizer.decode(each.answer) for each in found),
+        truths=tuple(each.answer for each in asked),
+    )
 
 
 def context_of(model: nn.Module, data: Any) -> int:

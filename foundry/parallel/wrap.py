@@ -25,6 +25,7 @@ from foundry.parallel.gradient_sync import DDPSync, DeferredDDPSync, FSDPSync, L
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.parallel.tensor_parallel import divide, is_divisible
+from foundry.training.model_hooks import hook
 from foundry.training.protocols import Synchroniser
 from foundry.training.sharded import sharded_modules
 
@@ -214,7 +215,7 @@ def _shard(
     fill: Fill | None,
 ) -> list[nn.Parameter]:
     """`fully_shard` the blocks bottom-up and then the root, and fill them; return the parameters left whole."""
-    from torch.distributed.fsdp import OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import OffloadPolicy, fully_shard, register_fsdp_forward_method
 
     mesh, device = world.dp_mesh, world.device
     units = list(find_blocks(model)) if blocks else []
@@ -228,6 +229,8 @@ def _shard(
         shard(unit, mp_policy=policy.fsdp_policy(), reshard_after_forward=reshard_after_forward)
     allocate(model.parameters(), device)
     shard(model, mp_policy=policy.fsdp_policy(root=True), reshard_after_forward=reshard_after_forward)
+    if hook(model, "observe") is not None:
+        register_fsdp_forward_method(model, "observe")  # whose blocks may run before the first forward pass
     if fill is not None:
         fill(model)
     _set_prefetch(sharded_modules(model), overlap)

@@ -12,7 +12,7 @@ from foundry.data.splits import Prompt
 from foundry.environments.judge import Judgement
 from foundry.environments.protocol import Answer
 from foundry.models.token_log_probs import IGNORED_TARGET
-from foundry.objectives.generation import Decoding, generate, uncompiled
+from foundry.objectives.generation import Continuation, Decoding, generate, uncompiled
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 
@@ -114,6 +114,22 @@ def complete(
             is_sliding=False,
             beat=beat,
         )
+    answers, tokens, targets, sampler = _rows(prompts, found, tokenizer)
+    was_training = model.training
+    model.eval()
+    try:
+        with autocast(), uncompiled():
+            recorded = record(model, tokens.to(world.device), targets.to(world.device))
+    finally:
+        model.train(was_training)
+    columns = {name: column.float().cpu() for name, column in recorded.items()}
+    return Made(answers, tokens, targets, {"sampler": sampler, **columns})
+
+
+def _rows(
+    prompts: Sequence[Prompt], found: Sequence[Continuation], tokenizer: Any
+) -> tuple[list[Completion], Tensor, Tensor, Tensor]:
+    """The answers, and (rows, seq) each: tokens, targets, and with which log-probability the targets were drawn."""
     rows = [[*prompt.tokens, *one.tokens] for prompt, one in zip(prompts, found, strict=True)]
     longest = max(map(len, rows)) - 1
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -129,15 +145,7 @@ def complete(
         text = tokenizer.decode(one.answer, skip_special_tokens=True)
         answer = Answer(text, tokenizer.decode(prompt.tokens), prompt.own_columns, not one.is_ended)
         answers.append(Completion(answer, end))
-    was_training = model.training
-    model.eval()
-    try:
-        with autocast(), uncompiled():
-            recorded = record(model, tokens.to(world.device), targets.to(world.device))
-    finally:
-        model.train(was_training)
-    columns = {name: column.float().cpu() for name, column in recorded.items()}
-    return Made(answers, tokens, targets, {"sampler": sampler, **columns})
+    return answers, tokens, targets, sampler
 
 
 def place(completions: Completions, made: Made, start: int) -> None:

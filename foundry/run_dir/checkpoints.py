@@ -55,6 +55,12 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
+def run_of(weights: Path) -> Path:
+    """The folder that has what lies beside weights: of a checkpoint its run, of a file its folder, or itself."""
+    place = weights.resolve()
+    return place.parent.parent if place.parent.name == CHECKPOINTS else place if place.is_dir() else place.parent
+
+
 def find(run_dir: Path, which: str = "last") -> Path:
     """The folder of a run's checkpoint.
 

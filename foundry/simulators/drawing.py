@@ -10,23 +10,25 @@ from foundry.simulators.packages import import_mujoco
 
 
 class Camera:
-    """Draws a scene as one of its cameras sees it, without what is slow on a CPU: shadows, reflections, smooth edges.
+    """Draws scenes as one camera sees them, without what is slow on a CPU: shadows, reflections, smooth edges.
+
+    What it draws with is made for a model and a size when first needed, in some 60 ms; so simulators of one model share
+    a camera.
 
     Args:
-        model: MuJoCo's MjModel.
-        data: MuJoCo's MjData.
+        model: MuJoCo's MjModel, of every scene.
         name: of the camera.
     """
 
     _obstacle: ClassVar[str | None] = None
     """Why nothing can be drawn here: MuJoCo ends a process that tries again after its first renderer has failed."""
 
-    def __init__(self, model: Any, data: Any, name: str) -> None:
-        self._model, self._data, self._name = model, data, name
+    def __init__(self, model: Any, name: str) -> None:
+        self._model, self._name = model, name
         self._renderers: dict[int, Any] = {}
 
-    def render(self, size: int) -> NDArray[np.uint8]:
-        """The scene as it is now, (size, size, 3).
+    def render(self, data: Any, size: int) -> NDArray[np.uint8]:
+        """The scene as it is now in `data`, MuJoCo's MjData, (size, size, 3).
 
         Raises:
             RuntimeError: nothing can be drawn here.
@@ -35,7 +37,7 @@ class Camera:
             raise RuntimeError(Camera._obstacle)
         try:
             renderer = self._renderers.get(size) or self._make_renderer(size)
-            renderer.update_scene(self._data, camera=self._name)
+            renderer.update_scene(data, camera=self._name)
             picture: NDArray[np.uint8] = renderer.render()
         except Exception as error:  # whatever MuJoCo, PyOpenGL and the driver raise
             message = f"MuJoCo cannot draw here ({type(error).__name__}: {error}); it needs EGL, or another MUJOCO_GL"
@@ -44,7 +46,7 @@ class Camera:
         return picture
 
     def close(self) -> None:
-        """Free what it draws with."""
+        """Free what it draws with; the next picture makes it anew."""
         _close(self._renderers)
 
     def _make_renderer(self, size: int) -> Any:

@@ -46,7 +46,7 @@ class MetaWorld:
         self._env = ENVIRONMENTS[f"{task}-goal-observable"](seed=0)
         self._env._freeze_rand_vec, self._env.seeded_rand_vec = False, True  # start and goal by the generator of reset
         self.fps = 1 / float(self._env.dt)
-        self._camera = Camera(self._env.model, self._env.data, "corner2")
+        self._camera = Camera(self._env.model, "corner2")
         self._state: Vector = np.zeros(self.state_dim)
 
     def reset(self, seed: int) -> Observation:
@@ -76,7 +76,7 @@ class MetaWorld:
         Raises:
             RuntimeError: nothing can be drawn here.
         """
-        return self._camera.render(size)[::-1, ::-1].copy()  # that camera hangs upside down
+        return self._camera.render(self._env.data, size)[::-1, ::-1].copy()  # that camera hangs upside down
 
     def close(self) -> None:
         """Free what it draws with."""

@@ -1,6 +1,6 @@
 """What a simulator is asked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -61,9 +61,26 @@ class Simulator(Protocol):
 
 
 @runtime_checkable
+class Instructing(Protocol):
+    """A simulator whose episodes differ in what is to be done."""
+
+    instructions: Sequence[str]
+    """All that `instruction` may be."""
+
+
+@runtime_checkable
 class Demonstrating(Protocol):
     """A simulator with an expert, which may look at what a policy is not shown."""
 
     def expert_action(self) -> NDArray[np.float64]:
         """What the expert would do now, (action_dim,)."""
+        ...
+
+
+@runtime_checkable
+class Describing(Protocol):
+    """A simulator that says what is to be seen, for models that learn to look."""
+
+    def describe(self, draw: np.random.Generator) -> list[tuple[str, str]]:
+        """Questions about how the episode stands now, with their answers; which, and in what order, is drawn."""
         ...

@@ -1,6 +1,7 @@
 """A table with three coloured blocks and a pusher, in MuJoCo: small enough to train a policy for in a minute."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ Vector = NDArray[np.float64]
 _COLOURS = {"red": "0.85 0.15 0.15 1", "green": "0.15 0.65 0.2 1", "blue": "0.15 0.3 0.9 1"}
 _RED, _GREEN, _BLUE = range(3)
 _SIDES = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "far": (0.0, 1.0), "near": (0.0, -1.0)}
+_COLUMNS, _ROWS, _BORDERS = ("left", "middle", "right"), ("near", "centre", "far"), (-0.08, 0.08)
+"""What parts of the table are called, in `describe`, and where one ends, in metres from the middle."""
 _FASTEST = 0.5
 """Metres a second, of an action of 1."""
 _STEPS_PER_ACTION, _TIMESTEP = 10, 0.01
@@ -80,10 +83,13 @@ class Tabletop:
     def __init__(self, *, task: str = "around", image_size: int | None = None, max_steps: int = 100) -> None:
         self._mujoco = import_mujoco()
         self.task, self.image_size, self.max_steps = task, image_size, max_steps
-        blocks = "".join(_BLOCK.format(name=name, colour=colour) for name, colour in _COLOURS.items())
-        self._model = self._mujoco.MjModel.from_xml_string(_SCENE.format(timestep=_TIMESTEP, blocks=blocks))
+        self._model, self._camera = _scene()
         self._data = self._mujoco.MjData(self._model)
-        self._camera = Camera(self._model, self._data, "front")
+        self.instructions = tuple(
+            _instruction(task, colour, side)
+            for colour in (_COLOURS if task != "around" else list(_COLOURS)[:1])
+            for side in (_SIDES if task == "push" else [""])
+        )
         self._begin(0)
         self.state_dim = len(self._state())
 
@@ -110,16 +116,29 @@ class Tabletop:
         """What the expert would do now, which knows all places, and the side that was drawn for it."""
         return {"around": self._go_around, "push": self._push, "touch": self._touch}[self.task]()
 
+    def describe(self, draw: np.random.Generator) -> list[tuple[str, str]]:
+        """Where each block is, in a random order: left, middle or right, and near, centre or far.
+
+        Told what is to be done, the answer is where the block is that is meant: so the words of instructions are known.
+        """
+        asked = [(f"where is {colour} ?", index) for index, colour in enumerate(_COLOURS)]
+        asked.append((self.instruction, self._meant))
+        found = list[tuple[str, str]]()
+        for question, index in (asked[number] for number in draw.permutation(len(asked)).tolist()):
+            column, row = np.digitize(self._block(index), _BORDERS).tolist()
+            found.append((question, f"{_COLUMNS[column]} {_ROWS[row]}"))
+        return found
+
     def render(self, size: int) -> NDArray[np.uint8]:
         """The table from the front, (size, size, 3).
 
         Raises:
             RuntimeError: nothing can be drawn here.
         """
-        return self._camera.render(size)
+        return self._camera.render(self._data, size)
 
     def close(self) -> None:
-        """Free what it draws with."""
+        """Free what all tables draw with; one that goes on makes it anew."""
         self._camera.close()
 
     def _begin(self, seed: int) -> None:
@@ -133,9 +152,7 @@ class Tabletop:
         side = list(_SIDES)[draw.integers(len(_SIDES))]
         self._side = np.array(_SIDES[side])
         self._turn = float(draw.choice([-1, 1]))
-        colour = list(_COLOURS)[self._meant]
-        is_pushed = self.task == "push"
-        self.instruction = f"push the {colour} block to the {side}" if is_pushed else f"touch the {colour} block"
+        self.instruction = _instruction(self.task, list(_COLOURS)[self._meant], side)
         self._steps, self._touched = 0, set[int]()
         self._mujoco.mj_forward(self._model, self._data)
 
@@ -205,6 +222,18 @@ class Tabletop:
                 heading = turn * edge + 0.4 * off
         speed = min(1.0, 12 * float(np.linalg.norm(way)))
         return speed * _direction(heading)
+
+
+@cache
+def _scene() -> tuple[Any, Camera]:
+    """The model and its camera, which all tables share: none changes them."""
+    blocks = "".join(_BLOCK.format(name=name, colour=colour) for name, colour in _COLOURS.items())
+    model = import_mujoco().MjModel.from_xml_string(_SCENE.format(timestep=_TIMESTEP, blocks=blocks))
+    return model, Camera(model, "front")
+
+
+def _instruction(task: str, colour: str, side: str) -> str:
+    return f"push the {colour} block to the {side}" if task == "push" else f"touch the {colour} block"
 
 
 def _draw_line(draw: np.random.Generator) -> list[Vector]:

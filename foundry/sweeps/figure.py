@@ -47,7 +47,7 @@ def _parameter_panels(sweep: SweepReport) -> Iterator[Panel]:
     if not measured:
         return
     whole = [job for job in measured if job.is_complete] or measured
-    frame = Frame.around(job.metric for job in whole if job.metric is not None)
+    frame = Frame.around(value for job in whole for value in (job.metric, *(job.interval or ())) if value is not None)
     for parameter in Parameter.read_all(sweep)[:_MOST_PARAMETERS]:
         yield partial(draw_parameter, sweep=sweep, parameter=parameter, frame=frame)
 

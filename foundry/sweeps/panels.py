@@ -148,11 +148,16 @@ def draw_parameter(axes: "Axes", sweep: SweepReport, parameter: Parameter, frame
 
 
 def _draw_job(axes: "Axes", x: float, sweep: SweepReport, job: JobReport, frame: Frame) -> None:
-    """A star for the best, a dot for another, a triangle where the frame ends; hollow until the job is complete."""
+    """A star for the best, a dot for another, a triangle where the frame ends; hollow until the job is complete.
+
+    The line behind it is the interval of the metric, where there is one.
+    """
     assert job.metric is not None
     y = min(max(job.metric, frame.low), frame.high)
     is_best = job is sweep.best
     colour = resolve_colour(sweep, job)
+    if job.interval is not None:
+        axes.plot([x, x], job.interval, color=colour, linewidth=1.4, alpha=0.45, zorder=1)
     axes.plot(
         x,
         y,

@@ -125,7 +125,8 @@ class _Reader:
             slurm_id=slurm_id,
         )
         note = problem or damaged or self._note(report, status.get("reason", ""), updated)
-        return replace(report, note=note, metric=self._metric(report) if status else None)
+        metric = self._metric(report) if status else None
+        return replace(report, note=note, metric=metric, interval=self._interval(report))
 
     def _state(self, run_dir: Path) -> tuple[str, dict[str, Any], str]:
         """The job's state, its status.json, and what is wrong with that file."""
@@ -168,6 +169,15 @@ class _Reader:
             values = [value for value in values if math.isfinite(value)]
             return (min if self.minimize else max)(values, default=None)
         return values[-1] if values else None
+
+    def _interval(self, job: JobReport) -> tuple[float, float] | None:
+        names = [f"{self.metric}_low", f"{self.metric}_high"]
+        ends = [_float(job.result.get(name)) for name in names]
+        best = job.result.get("best")
+        if self.which is Which.best and None not in ends and isinstance(best, dict):
+            ends = [dict(evaluations(job, name)).get(best.get("step", -1)) for name in names]
+        low, high = ends
+        return None if low is None or high is None or not math.isfinite(low + high) else (low, high)
 
 
 def _facts(folder: Path) -> dict[str, Any]:

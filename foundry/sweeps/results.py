@@ -33,6 +33,8 @@ class JobReport:
         note: why it failed, stopped, was pruned or will not start, or that there is no sign of life.
         step: optimizer steps done.
         metric: what the sweep compares; of the latest evaluation where the job has not finished.
+        interval: of a finished job, the least and the largest value that the metric may really have, where its
+            evaluations measured them as `<metric>_low` and `<metric>_high`.
         seconds: since it was started last, until its last sign of life, or now.
         result: result.json of a finished job.
         slurm_id: what Slurm calls a job that it has and that has not ended, else empty.
@@ -49,6 +51,7 @@ class JobReport:
     seconds: float | None
     result: dict[str, Any]
     slurm_id: str = ""
+    interval: tuple[float, float] | None = None
 
     @property
     def index(self) -> int:
@@ -127,6 +130,11 @@ class SweepReport:
     def metric_name(self) -> str:
         """The metric, and of which evaluation where it is not the last."""
         return f"best {self.metric}" if self.which is Which.best else self.metric
+
+    @property
+    def has_intervals(self) -> bool:
+        """Whether a job's metric has an interval."""
+        return any(job.interval is not None for job in self.jobs)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -155,6 +155,7 @@ def _columns(sweep: SweepReport) -> list[_Column]:
         _Column("state"),
         _Column("step", True),
         _Column(sweep.metric_name, True),
+        *([_Column("interval", True)] if sweep.has_intervals else []),
         _Column("time", True),
         _Column("log"),
     ]
@@ -171,9 +172,14 @@ def _cells(sweep: SweepReport, job: JobReport) -> list[str]:
         job.state,
         done if job.total_steps is None else f"{done}/{job.total_steps}",
         measured,
+        *([_interval_text(job)] if sweep.has_intervals else []),
         "-" if job.seconds is None else duration(job.seconds),
         one_line(str(job.log)) if job.log.is_file() else "-",
     ]
+
+
+def _interval_text(job: JobReport) -> str:
+    return "-" if job.interval is None else " to ".join(map(metric_text, job.interval))
 
 
 def _plain(sweep: SweepReport) -> Iterator[str]:

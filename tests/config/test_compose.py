@@ -38,6 +38,9 @@ COMPANIONS = {
     "prompts": [*ROLLOUT, "objective=grpo"],
     "reward": ["environment=arithmetic"],
     **{name: ["hparams=policy"] for name in POLICY},
+    **{name: ["experiment=vlm_scenes"] for name in ("scenes", "vlm")},
+    "vla": ["experiment=vla_touch"],
+    "image_chats": ["objective=sft", "model=vlm"],
 }
 """What an option does not compose without."""
 OF_A_RUN = [
@@ -76,7 +79,7 @@ def test_every_option_composes(compose, group, option):
         return
     if group == "simulator" and option != "none":
         overrides.append("hparams=policy")
-    if option in ("text", "chats", "preferences", "prompts"):
+    if option in ("text", "chats", "image_chats", "preferences", "prompts"):
         overrides.append("data.path=setup.cfg")
     overrides += COMPANIONS.get(option, []) if (group, option) != ("data", "arithmetic") else []
     if option == "hsdp":

@@ -135,6 +135,9 @@ NEEDED = {
     "data=lerobot": ["hparams=policy", "simulator=none", "evaluation=default", "data.path=EPISODES"],
     "simulator=gymnasium": ["hparams=policy", "simulator.id=X", "simulator.state_dim=3", "simulator.action_dim=1"],
     "simulator=metaworld": ["hparams=policy"],
+    **{word: ["experiment=vlm_scenes"] for word in ("data=scenes", "model=vlm")},
+    "model=vla": ["experiment=vla_touch"],
+    "data=image_chats": ["objective=sft", "model=vlm", "data.path=setup.cfg"],
     "hydra/launcher=slurm": ["hydra.mode=MULTIRUN"],
     "hydra/launcher=local": ["hydra.mode=MULTIRUN"],
 }

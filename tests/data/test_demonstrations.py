@@ -148,11 +148,11 @@ def test_other_settings_are_other_demonstrations(changed, tmp_path):
 def test_another_version_of_a_package_or_of_the_simulator_is_another_folder(tmp_path, monkeypatch):
     first = make(tmp_path).notes["demonstrations"]
     with monkeypatch.context() as patch:
-        patch.setattr("foundry.data.demonstrations._version", lambda name: "0")
+        patch.setattr("foundry.data.simulated._version", lambda name: "0")
         assert make(tmp_path).notes["demonstrations"] != first
     (tmp_path / "own_reach.py").write_text("from reach import Reach as Own\n\n\nclass Mine(Own):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    from foundry.data.demonstrations import _sources
+    from foundry.data.simulated import _sources
 
     before = _sources("own_reach.Mine")
     (tmp_path / "own_reach.py").write_text("from reach import Reach as Own\n\n\nclass Mine(Own):\n    fps = 5\n")

@@ -15,6 +15,7 @@ from foundry.data.loader import Loader, held_out_batches
 from foundry.data.order import GlobalOrder
 from foundry.data.statistics import Statistics
 
+TASKS = ("push the red block", "touch it", "")
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=8)
 
 
@@ -25,10 +26,12 @@ def record(lengths, *, seed=0, with_images=False, state_dim=3, action_dim=2):
         actions=draw.uniform(-1, 1, (frames, action_dim)).astype(np.float32),
         lengths=np.array(lengths, dtype=np.int64),
         images=draw.integers(0, 256, (frames, 3, 8, 8)).astype(np.uint8) if with_images else None,
+        tasks=TASKS,
+        task_index=np.repeat(np.arange(len(lengths)) % len(TASKS), lengths),
     )
 
 
-def naive(recording, episodes, statistics, num_observations, horizon):
+def naive(recording, episodes, statistics, num_observations, horizon, instructions):
     """Each sample by loops over the frames of its episode."""
     samples = []
     for episode in episodes:
@@ -43,6 +46,7 @@ def naive(recording, episodes, statistics, num_observations, horizon):
                     "actions": np.stack([statistics.normalise_actions(recording.actions[i]) for i in ahead]),
                     "is_padded": np.array([now + step >= len(frames) for step in range(horizon)]),
                     "images": np.stack([recording.images[i] for i in seen]),
+                    "instruction": instructions[episode % len(TASKS)],
                 }
             )
     return samples
@@ -54,12 +58,14 @@ def test_every_window_is_that_of_a_naive_reference(lengths, num_observations, ho
     recording = record(lengths, with_images=True)
     statistics = Statistics.of(recording.state, recording.actions)
     episodes = data.draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, unique=True).map(sorted))
-    windows = Windows(recording, np.array(episodes), statistics, num_observations=num_observations, horizon=horizon)
-    expected = naive(recording, episodes, statistics, num_observations, horizon)
+    instructions = np.array([[4, 2, 3], [7, -1, -1], [-1, -1, -1]])
+    sizes = {"num_observations": num_observations, "horizon": horizon, "instructions": instructions}
+    windows = Windows(recording, np.array(episodes), statistics, **sizes)
+    expected = naive(recording, episodes, statistics, num_observations, horizon, instructions)
     assert len(windows) == len(expected)
     order = data.draw(st.permutations(range(len(expected))))
     batch = windows.batch(order)
-    for name in ("state", "actions", "is_padded", "images"):
+    for name in ("state", "actions", "is_padded", "images", "instruction"):
         stacked = torch.from_numpy(np.stack([expected[i][name] for i in order]))
         assert batch[name].dtype == stacked.dtype
         assert torch.equal(batch[name], stacked)

@@ -27,6 +27,7 @@ POLICY = [
     "model=policy_dit",
     "objective=diffusion_policy",
 ]
+VLM = [*TINY, POLICY[len(DIT)], "data=pictures", "model=vlm", "objective=sft", "optimizer=adamw"]
 MODELS = {
     "decoder": LM,
     "tied": [*LM, "model.tie_embeddings=true"],
@@ -34,6 +35,7 @@ MODELS = {
     "amp": [*LM, "precision=amp_bfloat16"],
     "dit": DIT,
     "policy": POLICY,
+    "vlm": VLM,
     "huggingface": [*HF, "model.init_std=0.02"],
     "own init": HF,
 }

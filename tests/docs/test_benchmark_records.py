@@ -43,6 +43,19 @@ def test_the_pages_say_what_the_records_say(load_benchmark):
         assert not record.chart or (page.IMAGES / page.image_name(record)).is_file()
 
 
+def test_the_page_about_robots_says_how_often_policies_have_succeeded(load_benchmark):
+    record = load_benchmark("page").read_records()["policies"]
+    lines = (ROOT / "docs" / "robots.md").read_text().splitlines()
+    for row in record.rows:
+        success = f"{row.values['success'][0]:.3f}"
+        if row.side == "after one step":
+            assert f"After one step FetchPush is {success}" in "\n".join(lines)
+            continue
+        (line,) = [line for line in lines if line.startswith(f"| {row.case} | {row.values['episodes'][0]} |")]
+        assert success in line
+        assert f"{row.values['cpu'][0]:.0f}" in line or "seed" in row.side
+
+
 def test_a_table_has_medians_and_spreads(load_benchmark):
     records = load_benchmark("records")
     record = records.Record(

@@ -123,3 +123,14 @@ def test_packing_changes_no_loss_and_no_gradient(smoke):
 )
 def test_both_sides_are_measured(smoke, name, words, sides):
     assert {side for _, side in smoke(name, *words)} == sides
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("mujoco") is None, reason="needs the extra robot")
+def test_policies_are_trained_and_act_in_episodes_that_no_evaluation_has_had(smoke):
+    rows = smoke("policies", "--only", "around", "around_regression")
+    assert {side for _, side in rows} == {"`diffusion_policy`", "`action_regression`"}
+    for values in rows.values():
+        assert values["episodes"] == [2]
+        assert 0 <= values["low"][0] <= values["success"][0] <= values["high"][0] <= 1
+        assert values["cpu"][0] > 1

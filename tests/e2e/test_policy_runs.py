@@ -4,12 +4,15 @@ import json
 import shutil
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import policy_parts
 import pytest
 from composition import configure
 from PIL import Image
 from policy_parts import REACH_POLICY
+from reach import Reach
 
 from foundry.config.errors import ConfigError
 from foundry.eval import EvalOptions, evaluate
@@ -17,7 +20,10 @@ from foundry.evaluators.rates import sign_test, wilson_interval
 from foundry.train import train
 
 QUIET = ["tracking=none", "tracking.progress=false"]
+OWN_OPTIONS = str(Path(__file__).parent / "conf")
 EVERY_20 = ["hparams.max_steps=60", "evaluation.interval='20 steps'"]
+
+needs_parquet = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs the extra robot")
 
 
 def lines(file):
@@ -77,6 +83,13 @@ def test_eval_runs_the_episodes_of_the_run_again_without_its_demonstrations(runs
     more = evaluate(EvalOptions(run=str(moved), which="20", trust=True, episodes=25, batch_size=8))
     assert (more["num_episodes"], more["checkpoint"]) == (25, "step_00000020")
     assert more["success"] < measured["success"]
+    for first, folder in ((0, "whole"), (6, "later")):
+        evaluate(
+            EvalOptions(
+                run=str(moved), trust=True, episodes=10 - first, first_episode=first, record=str(tmp_path / folder)
+            )
+        )
+    assert lines(tmp_path / "later/rollouts.jsonl")[:4] == lines(tmp_path / "whole/rollouts.jsonl")[6:10]
 
 
 def test_two_policies_are_compared_on_the_same_episodes(runs, tmp_path):
@@ -103,6 +116,88 @@ def test_two_policies_are_compared_on_the_same_episodes(runs, tmp_path):
     assert (same["difference"], same["p_value"]) == (0.0, 1.0)
 
 
+def recorded(folder):
+    """What the expert of `Reach` does, as recordings of somebody's own with a picture of 16 pixels."""
+    from foundry.data.lerobot_writing import Episode, write_lerobot
+
+    simulator = Reach(image_size=16)
+
+    def episode(seed):
+        observation, frames = simulator.reset(seed), []
+        while True:
+            action = simulator.expert_action().astype(np.float32)
+            frames.append((observation["state"], action, observation["image"]))
+            observation, success, ended = simulator.step(action)
+            if success or ended:
+                state, actions, images = map(np.stack, zip(*frames, strict=True))
+                return Episode(state=state, actions=actions, images=images, task="reach the goal")
+
+    write_lerobot(folder, (episode(2**32 + number) for number in range(60)), fps=10, robot_type="point")
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A folder with the runs `blind` and `seeing`, of recordings alone."""
+    folder = tmp_path_factory.mktemp("taught")
+    recorded(folder / "recorded")
+    reading = ["data=lerobot", f"data.path={folder / 'recorded'}", "data.horizon=8", f"data.cache_dir={folder}"]
+    alone = ["simulator=none", "evaluation=default", "evaluation.interval=null", "evaluation.write_samples=false"]
+    words = [word for word in REACH_POLICY if not word.startswith(("data=", "simulator=", "evaluation"))]
+    camera = ["data.image_key=observation.images.front", "hparams.max_steps=2"]
+    for name, more in (("blind", ["hparams.max_steps=60"]), ("seeing", camera)):
+        train(configure(*words, *reading, *alone, *QUIET, *more), folder / name)
+    return folder
+
+
+@needs_parquet
+def test_a_policy_of_recordings_acts_in_a_simulator_that_is_named(taught, tmp_path):
+    options = {"episodes": 10, "out": str(tmp_path / "eval.json"), "config_dir": OWN_OPTIONS}
+    blind, seeing = (str(taught / name) for name in ("blind", "seeing"))
+    measured = evaluate(EvalOptions(run=blind, **options, against=seeing), ["simulator=reach"])
+    assert measured["success"] > measured["against_success"]
+    assert (measured["num_episodes"], measured["checkpoint"]) == (10, "step_00000060")
+    short = evaluate(EvalOptions(run=blind, **options), ["simulator=reach", "simulator.max_steps=2"])
+    assert (short["success"], short["episode_length"]) == (0.0, 2.0)
+    with pytest.raises(ConfigError, match="where nothing is simulated: its simulator is none; choose one"):
+        evaluate(EvalOptions(run=blind))
+
+
+@needs_parquet
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["simulator=reach", "simulator.state_dim=7"],
+            "simulator: has state_dim=7 but the policy of RUN has been trained with state_dim=4; choose that of its ta",
+        ),
+        (
+            ["simulator=reach", "simulator.image_size=32"],
+            "simulator: has image_size=32 but the policy of RUN has been trained with image_size=null; choose that of",
+        ),
+        (["simulator=none"], "run: is RUN, where nothing is simulated: its simulator is none; choose one, such as"),
+        (["simulator=raech"], "simulator: has no option 'raech'; did you mean reach?"),
+        (["simulator.image_size=32"], "simulator.image_size: is not a setting of the chosen simulator"),
+        (["simulator=reach", "data=digits"], "simulator: is reach but is of policies in a simulator, and RUN is measu"),
+        ([], "config_dir: is CONF but is given without a group to find there, such as simulator=..."),
+    ],
+)
+def test_a_simulator_that_does_not_fit_is_a_line(taught, overrides, message):
+    run = str(taught / "blind")
+    with pytest.raises(ConfigError) as refused:
+        evaluate(EvalOptions(run=run, config_dir=OWN_OPTIONS), overrides)
+    assert str(refused.value).startswith(message.replace("RUN", run).replace("CONF", OWN_OPTIONS))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_run_acts_in_another_simulator_than_its_own(runs, tmp_path):
+    options = {"run": str(runs / "good"), "trust": True, "out": str(tmp_path / "eval.json"), "config_dir": OWN_OPTIONS}
+    assert evaluate(EvalOptions(**options), ["simulator=reach"]) == evaluate(
+        EvalOptions(**options | {"config_dir": None})
+    )
+    longer = evaluate(EvalOptions(**options, against=str(runs / "poor")), ["simulator=reach", "simulator.max_steps=60"])
+    assert longer["episode_length"] <= longer["against_episode_length"] <= 60
+
+
 @pytest.mark.skipif(find_spec("mujoco") is None, reason="needs the extra robot")
 def test_foundrys_own_policies_need_no_trust(tmp_path):
     small = ["data.episodes=20", "hparams.max_steps=2", f"data.cache_dir={tmp_path / 'cache'}"]
@@ -124,6 +219,10 @@ def test_foundrys_own_policies_need_no_trust(tmp_path):
         ({"against": "RUNS/poor", "against_which": "7"}, "against_which: RUNS/poor has no checkpoint '7'"),
         ({"against_which": "best"}, "against_which: is best but is given without against"),
         ({"max_samples": 3}, "max_samples: is 3 but is of data, and RUNS/good has a policy; give episodes"),
+        (
+            {"first_episode": 2**32 - 5, "episodes": 6},
+            "episodes: is 6 but leads to episode 4294967296; the last one is 4294967295",
+        ),
         ({"record": "RUNS/good/config.yaml/films"}, "record: is RUNS/good/config.yaml/films but"),
         ({"against": "RUNS/longer"}, "against: is RUNS/longer, whose simulator has max_steps=31, and that of run 30"),
         ({"run": "RUNS/damaged"}, "run: RUNS/damaged/config.yaml: evaluation.evaluators.success.episodes: is 0 but"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from reach import Reach
 
 from foundry.config.errors import ConfigError
 from foundry.data.splits import DataSplits
+from foundry.data.tokenizer import train_tokenizer
 from foundry.evaluators.episodes import Film
 from foundry.evaluators.films import save_gif
 from foundry.evaluators.rates import wilson_interval
@@ -213,3 +215,61 @@ def test_what_it_needs_is_a_line(wrong, message):
     with pytest.raises(ConfigError) as refused:
         Success(**({"objective": Wandering(), "data": DATA, "simulator": Reach} | wrong))
     assert str(refused.value).startswith(f"evaluation.evaluators.success: {message}")
+
+
+class Commanded(Reach):
+    """The point or its mirror image is to be reached, as the words say."""
+
+    instructions = ("reach the goal", "reach its mirror image", "stay")
+
+    def reset(self, seed):
+        self.instruction = self.instructions[seed % 2]
+        return super().reset(seed)
+
+
+class Obeying(Wandering):
+    """Notes which words it was told."""
+
+    def __init__(self, tokenizer):
+        super().__init__(noise=0.0)
+        self.tokenizer, self.told = tokenizer, []
+
+    def act(self, model, observation, keys):
+        rows = observation["instruction"]
+        assert rows.shape == (len(keys), 24)
+        self.told.append([self.tokenizer.decode([i for i in row if i >= 0]) for row in rows[keys >= 0].tolist()])
+        return super().act(model, observation, keys)
+
+
+def told(folder, instruction):
+    tokenizer = train_tokenizer(Commanded.instructions, 300)
+    objective, data = Obeying(tokenizer), replace(DATA, tokenizer=tokenizer)
+    words = {"instruction": instruction, "instruction_tokens": 24}
+    evaluator = Success(objective=objective, data=data, simulator=Commanded, episodes=6, at_a_time=4, **words)
+    context = EvaluationContext(
+        step=0, world=ALONE, autocast=contextlib.nullcontext, folder=folder, beat=lambda what: None
+    )
+    with torch.no_grad(), contextlib.closing(evaluator):
+        evaluator.evaluate(GoThere().eval(), context)
+    starts = [texts for index, texts in enumerate(objective.told) if index == 0 or texts != objective.told[index - 1]]
+    return [text for texts in starts for text in texts], lines(folder)
+
+
+def test_a_policy_is_told_what_is_to_be_done_in_the_tokens_of_its_data(tmp_path):
+    heard, episodes = told(tmp_path, "own")
+    assert heard == [Commanded.instructions[k % 2] for k in range(6)] == [one["instruction"] for one in episodes]
+    assert not any("told" in one for one in episodes)
+
+
+def test_a_policy_may_be_told_another_instruction_while_success_stays_that_of_the_episode(tmp_path):
+    heard, episodes = told(tmp_path / "other", "other")
+    _, own = told(tmp_path / "own", "own")
+    assert heard == [one["told"] for one in episodes]
+    assert all(one["told"] != one["instruction"] for one in episodes)
+    assert len({one["told"] for one in episodes}) > 1
+    assert [{**one, "told": None} for one in episodes] == [{**one, "told": None} for one in own]
+
+
+def test_a_simulator_that_knows_one_instruction_has_no_other(tmp_path):
+    with pytest.raises(ConfigError, match="instruction: is other but Reach has no instructions besides reach the goal"):
+        measure(tmp_path, episodes=2, instruction="other")

@@ -203,6 +203,29 @@ def test_what_a_row_is_answered_depends_on_itself_and_its_key_alone(objective):
     assert torch.equal(other, answers) == isinstance(objective, ActionRegression)
 
 
+@each_objective
+def test_an_answer_observes_once_and_is_the_same(objective):
+    policy, batch, keys = model(image_size=16).eval(), microbatch(4, image_size=16), torch.arange(4)
+    seen, looked = {name: batch[name] for name in ("state", "images")}, []
+    policy.picture_encoder.register_forward_hook(lambda *_: looked.append(1))
+    once = objective.act(policy, seen, keys)
+    assert looked == [1]
+    again = objective.act(ObservesAnew(policy), seen, keys)
+    assert torch.equal(again, once)
+    assert len(looked) == 1 + (1 if isinstance(objective, ActionRegression) else 10)
+
+
+class ObservesAnew(nn.Module):
+    """A policy that looks in every forward pass."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, *given):
+        return self.policy(*given)
+
+
 def test_regression_answers_what_it_was_trained_to():
     policy, seen = model().eval(), observation(4)
     expected = policy(torch.zeros(4, HORIZON, ACTION_DIM), torch.zeros(4), seen["state"]).clamp(-1, 1)

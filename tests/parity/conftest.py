@@ -28,14 +28,26 @@ POLICY = [
     "model.num_layers=2",
     "model.num_heads=2",
 ]
-TASKS = {"lm": LM, "diffusion": DIFFUSION, "policy": POLICY}
+VLM = [
+    *LM[:1],
+    "data=pictures",
+    "model=vlm",
+    "objective=sft",
+    "model.hidden_size=16",
+    "model.intermediate_size=24",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "hparams.lr=3e-3",
+]
+TASKS = {"lm": LM, "diffusion": DIFFUSION, "policy": POLICY, "vlm": VLM}
 QUIET = ["tracking=none", "tracking.progress=false", "tracking.log_every_n_steps=1", "evaluation.write_samples=false"]
 BATCH = ["hparams.global_batch_size=16", "hparams.per_gpu_batch_size=16", "hparams.grad_clip_norm=1.0"]
 
 
 @pytest.fixture(scope="session")
 def configure():
-    """A configuration of a small task: `configure("lm" | "diffusion" | "policy", *overrides)`."""
+    """A configuration of a small task: `configure("lm" | "diffusion" | "policy" | "vlm", *overrides)`."""
 
     def run(task, *overrides):
         words = [*TASKS[task], *QUIET, *BATCH, "optimizer=adamw", "precision=fp32", *overrides]

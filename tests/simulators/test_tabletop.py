@@ -1,3 +1,4 @@
+import contextlib
 import os
 import subprocess
 import sys
@@ -129,6 +130,26 @@ def test_with_a_picture_the_state_is_that_of_the_pusher():
     simulator.close()
 
 
+def test_tables_that_take_turns_and_are_closed_draw_what_each_would_alone():
+    """They share what they draw with."""
+    tables = {seed: Tabletop(task="push", image_size=32) for seed in (1, 2)}
+    alone = {}
+    for seed, table in tables.items():
+        alone[seed] = [table.reset(seed)["image"], *(table.step(np.ones(2)).observation["image"] for _ in range(5))]
+        alone[seed].append(table.render(96))
+        table.close()
+    together = {seed: [table.reset(seed)["image"]] for seed, table in tables.items()}
+    for _ in range(5):
+        for seed, table in tables.items():
+            together[seed].append(table.step(np.ones(2)).observation["image"])
+    for seed, table in tables.items():
+        together[seed].append(table.render(96))
+        table.close()
+    assert not np.array_equal(alone[1][0], alone[2][0])
+    for seed, pictures in alone.items():
+        assert all(map(np.array_equal, pictures, together[seed]))
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -186,3 +207,12 @@ def test_without_egl_it_simulates_and_says_that_it_cannot_draw(tmp_path):
     succeeded, said = ended.stdout.splitlines()
     assert succeeded == "True"
     assert said.startswith("MuJoCo cannot draw here")
+
+
+@pytest.mark.parametrize(("task", "count"), [("around", 1), ("touch", 3), ("push", 12)])
+def test_it_says_all_that_it_may_ask_for(task, count):
+    with contextlib.closing(Tabletop(task=task)) as tabletop:
+        assert len(set(tabletop.instructions)) == count
+        for seed in range(20):
+            tabletop.reset(seed)
+            assert tabletop.instruction in tabletop.instructions

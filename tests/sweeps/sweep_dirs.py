@@ -39,6 +39,17 @@ class SweepDir:
         path = run_dir / "result.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pruned": "pruned: val_loss 9 at 25% of the run"}))
 
+    def add_interval(self, run_dir, *ends):
+        """Have the evaluations of a finished job measure the interval of its loss too, and the last one its result."""
+        for end, values in zip(("low", "high"), zip(*ends, strict=True), strict=True):
+            records = (run_dir / "metrics.jsonl").read_text().splitlines()
+            left = iter(values)
+            made = [json.loads(record) for record in records]
+            made = [one | ({f"val_loss_{end}": next(left)} if "val_loss" in one else {}) for one in made]
+            (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+            path = run_dir / "result.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {f"val_loss_{end}": values[-1]}))
+
     def _run(self, run_dir, state, losses, reason, step):
         events = self.events(run_dir)
         observers = [MetricsFile(run_dir=run_dir), StatusFile(run_dir=run_dir, seconds_between_updates=0.0)]

@@ -50,6 +50,17 @@ def test_one_number_over_a_wide_span_is_drawn_on_a_logarithmic_axis(sweep_dir):
     assert message(curves) == ["job 1"]
 
 
+def test_a_line_shows_the_interval_of_a_metric(sweep_dir):
+    for lr, loss in (("1e-3", 1.5), ("2e-3", 2.0)):
+        sweep_dir.add_interval(sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, loss)), (2.5, 3.5), (loss - 1, loss + 1))
+    panel, _ = drawn(sweep_dir)
+    lines = [list(line.get_ydata()) for line in panel.lines if len(line.get_xdata()) == 2]
+    assert sorted(lines) == [[0.5, 2.5], [1.0, 3.0]]
+    low, high = panel.get_ylim()
+    assert low < 0.5
+    assert high > 3.0
+
+
 def test_a_narrow_span_is_drawn_on_a_linear_axis(sweep_dir):
     for lr in ("1e-3", "2e-3", "3e-3"):
         sweep_dir.job(f"hparams.lr={lr}")

@@ -60,6 +60,19 @@ def test_the_best_evaluation_may_be_compared_instead_of_the_last(sweep_dir):
     assert [(job.index, job.metric) for job in best.jobs] == [(0, 1.0), (1, 1.5), (2, 1.2)]
 
 
+def test_an_interval_is_that_of_the_evaluation_that_counts(sweep_dir):
+    run_dir = sweep_dir.job("a=1", losses=(1.0, 2.0))
+    sweep_dir.job("a=2", losses=(1.8, 1.5))
+    sweep_dir.add_interval(run_dir, (0.75, 1.25), (1.5, 2.5))
+    result = json.loads((run_dir / "result.json").read_text())
+    (run_dir / "result.json").write_text(json.dumps(result | {"best": {"step": 100, "val_loss": 1.0}}))
+    last, best = read_sweep(sweep_dir.folder), read_sweep(sweep_dir.folder, Which.best)
+    assert {job.index: job.interval for job in last.jobs} == {0: (1.5, 2.5), 1: None}
+    assert {job.index: job.interval for job in best.jobs} == {0: (0.75, 1.25), 1: None}
+    (run_dir / "result.json").write_text(json.dumps(result | {"val_loss_low": math.nan}))
+    assert not read_sweep(sweep_dir.folder).has_intervals
+
+
 def test_another_metric_is_read_from_the_evaluations(tmp_path, events):
     sweep_dir = SweepDir(tmp_path / "sweep", type(events), metric="val_accuracy", direction="maximize")
     run_dir = sweep_dir.job("a=1")

@@ -63,6 +63,17 @@ def test_plain_lines_for_files_and_pipes(mixed):
     ]
 
 
+def test_intervals_have_a_column(sweep_dir):
+    sweep_dir.add_interval(sweep_dir.job("a=1", losses=(0.9, 0.95)), (0.85, 0.95), (0.9, 0.975))
+    sweep_dir.job("a=2", losses=(0.9, 0.99))
+    head, first, second, *_ = shown(read_sweep(sweep_dir.folder))
+    assert head.split()[:6] == ["job", "a", "state", "step", "val_loss", "interval"]
+    assert "  0.9500  0.9000 to 0.9750  " in first
+    assert second.split()[4:6] == ["0.9900", "-"]
+    on_screen = "\n".join(shown(read_sweep(sweep_dir.folder), force_terminal=True, width=200, no_color=True))
+    assert "0.9000 to 0.9750" in on_screen
+
+
 def test_a_narrow_terminal_still_shows_values_states_and_errors(mixed):
     lines = shown(read_sweep(mixed), force_terminal=True, width=80, color_system=None)
     assert max(map(len, lines)) <= 80

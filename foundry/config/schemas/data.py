@@ -76,11 +76,14 @@ class Tokenised(Data):
 
     def check(self) -> Iterator[Violation]:
         """A byte-level tokenizer has an entry for each byte and one for the end of a document."""
-        if self.tokenizer is None and self.vocab_size < _BYTES_AND_END:
-            message = (
-                f"is {self.vocab_size} but must be at least {_BYTES_AND_END}: a byte each and the end of a document"
-            )
-            yield Violation("data.vocab_size", message)
+        if self.tokenizer is None:
+            yield from _check_entries(self.vocab_size)
+
+
+def _check_entries(vocab_size: int) -> Iterator[Violation]:
+    if vocab_size < _BYTES_AND_END:
+        message = f"is {vocab_size} but must be at least {_BYTES_AND_END}: a byte each and the end of a document"
+        yield Violation("data.vocab_size", message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +249,74 @@ class PromptFiles(RowFiles):
         yield from _check_room(self.seq_len, self.max_new_tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AboutPictures(Tokenised):
+    """Conversations about a picture each."""
+
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "images", "completions"})
+    is_ragged: ClassVar[bool] = True
+    num_images: ClassVar[int] = 1
+
+    chat_template: str | None = setting(
+        None,
+        "how conversations become text: plain, chatml, or a file with a Jinja template; null: what lies beside the "
+        "tokenizer, else plain",
+        on_resume=OnResume.data,
+    )
+    train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
+
+    def check(self) -> Iterator[Violation]:
+        """The template is a known one, or a file."""
+        yield from super().check()
+        yield from _check_template(self.chat_template)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageChatFiles(AboutPictures):
+    """Conversations of the user's in JSONL or Parquet, each with `image`, the path of a picture."""
+
+    _target_: str = "foundry.data.image_chats.image_chat_files"
+
+    path: str = setting(
+        "???",
+        "file, folder or glob of .jsonl or .parquet files",
+        path=True,
+        aliases="data_path, dataset_path, data_dir, train_file, dataset",
+        on_resume=OnResume.data,
+    )
+    validation_path: str | None = setting(
+        None,
+        "files for validation; null: hold out a share of `path`",
+        path=True,
+        aliases="valid_data_path, validation_file",
+        on_resume=OnResume.data,
+    )
+    on_bad_row: OnBadRow = setting(
+        OnBadRow.refuse,
+        "what becomes of rows that are no JSON, hold something else, have no answer, no picture that can be read, or "
+        "too many tokens: refuse or skip",
+    )
+    image_size: int = setting(
+        96, "height and width in pixels that pictures are brought to, whatever their own are", ge=8, le=4096
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenes(AboutPictures):
+    """Pictures of the starts of the simulator's episodes, with what it says about them; made once, and kept."""
+
+    _target_: str = "foundry.data.scenes.scenes"
+
+    num_scenes: int = setting(4200, "pictures, those held out among them", ge=2, le=2**30, aliases="num_rows")
+    seq_len: int = setting(64, "most tokens of a conversation", ge=1, le=10**8)
+    vocab_size: int = setting(
+        320, "entries of the byte-level BPE trained on the conversations, or most of `tokenizer`", ge=1, le=10**8
+    )
+    image_size: int | None = setting(
+        "${simulator_size:image_size}", "height and width in pixels of the picture: the simulator's", ge=8, le=4096
+    )
+
+
 class ArithmeticForm(Enum):
     """What a sample of `data=arithmetic` is."""
 
@@ -322,8 +393,6 @@ class Digits(Data):
 class Episodes(Data):
     """Episodes of a robot, as windows: what it has seen of late, and what it does next."""
 
-    offers: ClassVar[frozenset[str]] = frozenset({"actions"})
-
     num_observations: int = setting(
         2, "states that a policy sees: the present one and those before it", ge=1, le=1024, aliases="n_obs_steps"
     )
@@ -340,6 +409,40 @@ class Episodes(Data):
         runtime=True,
     )
     held_out: float = setting(0.05, "share of episodes kept for validation, at least one", gt=0, lt=1)
+    instruction_tokens: int | None = setting(
+        None,
+        "most tokens of an instruction, the words that say what is to be done; longer ones are refused; null: a policy "
+        "is not told any",
+        ge=1,
+        le=10**5,
+        runtime=True,
+    )
+    vocab_size: int = setting(
+        MODEL_VOCAB_SIZE,
+        "entries of the byte-level BPE trained on the instructions, or most of `tokenizer`; default: those of the "
+        "weights in model.backbone.init_from",
+        ge=1,
+        le=10**8,
+        runtime=True,
+    )
+    tokenizer: str | None = setting(
+        MODEL_TOKENIZER,
+        "of instructions: tokenizer.json or folder; null: train one on those of the training episodes; the weights in "
+        "model.backbone.init_from bring their own",
+        path=True,
+        on_resume=OnResume.data,
+        runtime=True,
+    )
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """What a sample has."""
+        return frozenset({"actions"} if self.instruction_tokens is None else {"actions", "instructions"})
+
+    def check(self) -> Iterator[Violation]:
+        """A byte-level tokenizer has an entry for each byte and one for the end of a document."""
+        if self.instruction_tokens is not None and self.tokenizer is None:
+            yield from _check_entries(self.vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,5 +504,6 @@ class LeRobot(Episodes):
 
     def check(self) -> Iterator[Violation]:
         """Pictures have a column."""
+        yield from super().check()
         if self.image_key is None and self.image_size is not None:
             yield Violation("data.image_size", f"is {self.image_size} but means nothing without data.image_key")

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -112,6 +112,46 @@ class Transformer(Model):
             yield Violation(
                 "model.num_kv_heads", f"is {self.num_kv_heads} but must divide model.num_heads={self.num_heads}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixVLM(Transformer):
+    """The decoder of model=transformer behind a convolutional stem: it looks at pictures, and answers about them."""
+
+    wants: ClassVar[frozenset[str]] = frozenset({"tokens", "images"})
+
+    _target_: str = "foundry.models.vlm.PrefixVLM"
+    image_size: int | None = setting(
+        "${data.image_size}", "height and width of a picture in pixels; a multiple of 8", ge=8, le=4096
+    )
+    num_images: int = setting(1, "pictures of a sample", ge=1, le=1024)
+    hidden_size: int = setting(
+        128, "width of the residual stream", ge=1, le=10**6, aliases="n_embd, d_model, dim, embed_dim"
+    )
+    intermediate_size: int = setting(
+        384, "width of the SwiGLU feed-forward", ge=1, le=10**7, aliases="ffn_hidden_size, d_ff, n_inner"
+    )
+    init_std: int | float | str = setting(
+        "wang",
+        f"standard deviation of initial weights, but for convolutions, which follow their fan-in: {_STD_RULES}",
+        parse=parse_std,
+        source="STD init, init_method_std",
+    )
+    embedding_init_std: int | float | str | None = setting(
+        0.1,
+        "that of the token embedding, and of the head where tied to it: near that of pictures' tokens; null: init_std",
+        parse=parse_std,
+        source="embedding_init_method_std",
+    )
+    tie_embeddings: bool = setting(True, "the head shares the embedding's matrix", aliases="tie_word_embeddings")
+
+    def check(self) -> Iterator[Violation]:
+        """Say which sizes do not divide as they must."""
+        yield from super().check()
+        if self.image_size is not None and self.image_size % 8:
+            near = max(8, round(self.image_size / 8) * 8)
+            message = f"is {self.image_size} but must be a multiple of 8, the pixels of a patch; set data.image_size"
+            yield Violation("model.image_size", f"{message}={near}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,3 +316,33 @@ class PolicyDiT(Model):
             )
         if self.hidden_size % 2:
             yield Violation("model.hidden_size", f"is {self.hidden_size} but must be even: sines and cosines")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLA(Model):
+    """An action expert on a vision-language model: a policy that is told in words what to do."""
+
+    wants: ClassVar[frozenset[str]] = frozenset({"actions"})
+
+    _target_: str = "foundry.models.vla.VLA"
+    backbone: PrefixVLM = setting(PrefixVLM, "the vision-language model, whose keys and values the expert attends to")
+    state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
+    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
+    num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
+    horizon: int = setting("${data.horizon}", "actions of a chunk, a token each", ge=1, le=10**5)
+    intermediate_size: int = setting(384, "width of the expert's SwiGLU feed-forward", ge=1, le=10**7)
+    state_scale: float = setting(
+        0.3,
+        "the state is multiplied by it: below 1, a policy learns from pictures and words before it learns to go on as "
+        "it moves",
+        ge=0,
+        le=1000,
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Say which sizes do not divide, and whether there are as many pictures as observations."""
+        for violation in self.backbone.check():
+            yield replace(violation, key=violation.key.replace("model.", "model.backbone.", 1))
+        if self.backbone.num_images != self.num_observations:
+            message = f"is {self.backbone.num_images} but must be data.num_observations={self.num_observations}"
+            yield Violation("model.backbone.num_images", f"{message}; leave it out to follow the data")

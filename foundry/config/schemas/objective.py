@@ -27,6 +27,7 @@ class TextSampling:
     )
     stop: list[str] | None = setting(None, "tokens that end a text, such as '<|im_end|>'; null: the run's own")
     chat: bool | None = setting(None, "put prompts into the run's chat template, where it has one; null: true")
+    image: str | None = setting(None, "file of the picture that the prompts are about, for a model that looks at one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,204 @@
+"""How often trained policies do their tasks, and what their training costs: the commands of docs/robots.md.
+
+    OMP_NUM_THREADS=1 python benchmarks/policies.py [TABLE] [--only TRAINING ...]
+
+Every policy is trained by `python -m foundry` in a process of its own, one after the other, and measured with its last
+weights by `foundry.eval` in episodes from 5,000 on, by which no setting and no checkpoint was chosen. Processor time is
+the training process's own, with its evaluations and without the making of demonstrations, which a first run of one step
+has done. What needs a simulator that is not installed is left out.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from records import Column, Headline, Row, finish, parser
+
+FIRST_EPISODE = 5000
+SMALL = (
+    "debug=fast",
+    "data.episodes=8",
+    "hparams.max_steps=1",
+    "model.num_layers=1",
+    "evaluation.interval=null",
+    "evaluation.evaluators.success.episodes=2",
+)
+COLUMNS = (
+    Column(key="episodes", heading="episodes"),
+    Column(key="success", heading="success", format=".3f"),
+    Column(key="low", heading="95 % from", format=".3f"),
+    Column(key="high", heading="to", format=".3f"),
+    Column(key="cpu", heading="CPU-seconds of training"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run.
+
+    Attributes:
+        words: of `python -m foundry`; `RUNS` is the folder of the runs, where those of the trainings before it lie by
+            name.
+        needs: the module without which there is no such simulator.
+        small: words that make it a run of seconds, with `--smoke`.
+    """
+
+    words: tuple[str, ...]
+    needs: str = "mujoco"
+    small: tuple[str, ...] = SMALL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A row: the policy of a training in its simulator.
+
+    Attributes:
+        of: the training's name.
+        case: what begins its words, as the page says it.
+        side: what differs from other rows of the case.
+        episodes: that it acts in.
+        words: of `foundry.eval` besides.
+    """
+
+    of: str
+    case: str
+    side: str
+    episodes: int
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Trainings by name, in their order, and what is measured of them."""
+
+    trainings: Mapping[str, Training]
+    rows: Sequence[Measured]
+
+
+AROUND, FETCH, IMAGES = "hparams=policy", "experiment=fetch_push", "experiment=around_images"
+DIFFUSION, REGRESSION = "`diffusion_policy`", "`action_regression`"
+FETCHES = "gymnasium_robotics"
+
+TABLES = {
+    "policies": Table(
+        trainings={
+            "around": Training(words=(AROUND,)),
+            "around_1": Training(words=(AROUND, "hparams.seed=1")),
+            "around_2": Training(words=(AROUND, "hparams.seed=2")),
+            "around_regression": Training(words=(AROUND, "objective=action_regression")),
+            "fetch": Training(words=(FETCH,), needs=FETCHES),
+            "fetch_regression": Training(words=(FETCH, "objective=action_regression"), needs=FETCHES),
+            "fetch_untrained": Training(words=(FETCH, "hparams.max_steps=1"), needs=FETCHES),
+            "images": Training(words=(IMAGES,)),
+        },
+        rows=(
+            Measured(of="around", case=AROUND, side=DIFFUSION, episodes=400),
+            Measured(of="around_1", case=AROUND, side=f"{DIFFUSION}, seed 1", episodes=400),
+            Measured(of="around_2", case=AROUND, side=f"{DIFFUSION}, seed 2", episodes=400),
+            Measured(of="around_regression", case=AROUND, side=REGRESSION, episodes=400),
+            Measured(of="fetch", case=FETCH, side=DIFFUSION, episodes=200),
+            Measured(of="fetch_regression", case=FETCH, side=REGRESSION, episodes=200),
+            Measured(of="fetch_untrained", case=FETCH, side="after one step", episodes=200),
+            Measured(of="images", case=IMAGES, side=DIFFUSION, episodes=200),
+        ),
+    ),
+}
+"""Each is a record of its name, and a section of docs/benchmarks.md."""
+
+
+def call(module: str, words: Sequence[str], cache: Path) -> float:
+    """Run a command of foundry on one thread, which may not fail; the processor seconds that it took."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FOUNDRY_CACHE": str(cache)}
+    before = processor_seconds()
+    done = subprocess.run([sys.executable, "-m", module, *words], env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    return processor_seconds() - before
+
+
+def processor_seconds() -> float:
+    """Of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def train(training: Training, runs: Path, name: str, *, is_small: bool) -> float:
+    """Train, with the demonstrations made before; the processor seconds."""
+    words = [word.replace("RUNS", str(runs)) for word in training.words]
+    words += ["tracking=none", *(training.small if is_small else ())]
+    once = ["hparams.max_steps=1", "evaluation.interval=null", f"hydra.run.dir={runs / f'{name}_once'}"]
+    call("foundry", [*words, *once], runs / "cache")
+    return call("foundry", [*words, f"hydra.run.dir={runs / name}"], runs / "cache")
+
+
+def measure(row: Measured, runs: Path, episodes: int) -> dict[str, Any]:
+    """What `foundry.eval` finds."""
+    out = runs / "eval.json"
+    words = [f"run={runs / row.of}", f"episodes={episodes}", f"first_episode={FIRST_EPISODE}", f"out={out}", *row.words]
+    call("foundry.eval", words, runs / "cache")
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("table", nargs="?", choices=TABLES, default="policies", help="which; default: policies")
+    made.add_argument("--only", nargs="+", metavar="TRAINING", help="those by name, with what they begin from")
+    options = made.parse_args()
+    table, rows = TABLES[options.table], list[Row]()
+    processor, measured = dict[str, float](), dict[tuple[str, str], dict[str, float]]()
+    if unknown := set(options.only or ()) - set(table.trainings):
+        made.error(f"no training is called {', '.join(sorted(unknown))}; there are {', '.join(table.trainings)}")
+    chosen = {name: one for name, one in table.trainings.items() if name in (options.only or table.trainings)}
+    there = {name: one for name, one in chosen.items() if find_spec(one.needs) is not None}
+    left_out = sorted({one.needs for name, one in chosen.items() if name not in there})
+    with tempfile.TemporaryDirectory(prefix="policies-") as folder:
+        runs = Path(folder)
+        for name, training in there.items():
+            processor[name] = train(training, runs, name, is_small=options.smoke)
+            print(f"{name}: {processor[name]:.0f} CPU-seconds", flush=True)
+        for row in table.rows:
+            if row.of not in there:
+                continue
+            found = measure(row, runs, 2 if options.smoke else row.episodes)
+            shown = {"success": found["success"], "low": found["success_low"], "high": found["success_high"]}
+            values = {"episodes": found["num_episodes"], **shown, "cpu": processor[row.of]}
+            measured[row.case, row.side] = values
+            rows.append(Row(case=f"`{row.case}`", side=row.side, values={key: [one] for key, one in values.items()}))
+            print(f"{row.of} {' '.join(row.words)}: {found['success']:.3f}", flush=True)
+    finish(
+        options,
+        name=options.table,
+        case="command",
+        side="policy",
+        columns=COLUMNS,
+        rows=rows,
+        notes=[f"Left out, since they are not installed: what needs {', '.join(left_out)}."] if left_out else [],
+        headlines=headlines(measured),
+    )
+
+
+def headlines(measured: Mapping[tuple[str, str], Mapping[str, float]]) -> list[Headline]:
+    """Of the table `policies`: how often, and for how much."""
+    own, beside = (measured.get((AROUND, side)) for side in (DIFFUSION, REGRESSION))
+    if own is None or beside is None:
+        return []
+    return [
+        Headline(
+            what="A diffusion policy from nothing, share of episodes in which it does its task",
+            foundry=f"{own['success']:.2f} after {own['cpu']:.0f} CPU-seconds",
+            beside=f"{beside['success']:.2f} regression",
+        )
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What is made by a simulator and kept: what it depends on besides its own settings."""
+
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+_PACKAGES = ("numpy", "mujoco", "gymnasium", "gymnasium-robotics", "metaworld")
+"""Whose version may change what a simulator does, or what is drawn."""
+
+
+def simulator_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a simulator, with the versions and the source code on which it depends what it does."""
+    return {
+        "simulator": dict(settings),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "sources": _sources(str(settings.get("_target_", ""))),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _sources(target: str) -> str:
+    """A hash of the code of a simulator: its module, and those beside it where it is in a package."""
+    part = None
+    with suppress(ImportError, AttributeError, ValueError):  # building it says so
+        part = resolve_name(target)
+    module = sys.modules.get(getattr(part, "__module__", ""))
+    if module is None or getattr(module, "__file__", None) is None:
+        return ""
+    file = Path(str(module.__file__))
+    files = sorted(file.parent.glob("*.py")) if module.__package__ else [file]
+    return hashlib.sha256(b"\0".join(each.read_bytes() for each in files)).hexdigest()

@@ -1,0 +1,202 @@
+"""A policy that is told in words: an action expert beside a vision-language model."""
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from foundry.models.dit import TimestepEmbedder
+from foundry.models.flops import matmul_flops
+from foundry.models.initialisation import draw_weights
+from foundry.models.keyed_draws import Constant, Draw, Normal, Uniform
+from foundry.models.transformer import RMSNorm, TransformerBlock, rotary_table, to_compute_dtype
+from foundry.models.vlm import KeysAndValues, PrefixVLM
+
+_BACKBONE = "backbone."
+
+
+class Observed(NamedTuple):
+    """What the expert attends to.
+
+    Attributes:
+        keys_and_values: of each layer of the backbone.
+        is_visible: (batch, pictures and words) bool, false for padding.
+    """
+
+    keys_and_values: list[KeysAndValues]
+    is_visible: Tensor
+
+
+class ExpertBlock(TransformerBlock):
+    """A block that attends to keys and values of the backbone besides its own."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Map x: (batch, seq, hidden_size) to the same shape.
+
+        Args:
+            x: the residual stream of state and actions.
+            cos: (batch, 1, seq, head_dim), as is `sin`, of `rotary_table`.
+            sin: see there.
+            key: (batch, kv heads, pictures and words, head_dim), as is `value`, of the backbone's layer.
+            value: see there.
+            mask: (batch, 1, 1, pictures, words and seq) bool, what may be attended to.
+        """
+        query, own_key, own_value = self.self_attn.project(self.input_layernorm(x), cos, sin)
+        keys, values = torch.cat((key, own_key), dim=2), torch.cat((value, own_value), dim=2)
+        return self.add(x, self.self_attn.attend(query, keys, values, mask))
+
+
+class VLA(nn.Module):
+    """A flow expert on a vision-language model, as pi0 (Black et al., 2024, arXiv:2410.24164).
+
+    The state and each action of a chunk are a token of the expert. In each of its blocks, as many as the backbone has
+    and as wide, they attend to each other and to the keys and values of pictures and words in the backbone's layer.
+    Rotary positions run on after the words that there are. The backbone never sees an action, so an answer of several
+    steps runs it once.
+
+    Args:
+        backbone: reads pictures and words; its weights are trained too, but for those that lead to words alone.
+        state_dim: numbers of the state.
+        action_dim: numbers of an action.
+        num_observations: observations that the model is shown, whose pictures are the backbone's.
+        horizon: actions of a chunk.
+        intermediate_size: width of the expert's feed-forward.
+        state_scale: the state is multiplied by it. The velocity tells the next action of a demonstration so well that a
+            policy which learns from it first looks at nothing else, and goes on as it moves (copycats: Wen et al.,
+            2020, arXiv:2010.14876).
+    """
+
+    def __init__(
+        self,
+        *,
+        backbone: PrefixVLM,
+        state_dim: int,
+        action_dim: int,
+        num_observations: int,
+        horizon: int,
+        intermediate_size: int = 384,
+        state_scale: float = 0.3,
+    ) -> None:
+        super().__init__()
+        self.backbone, self.state_scale = backbone, state_scale
+        self._backbone_draws = backbone.initial_weights()  # while nothing of it is frozen: that it knows no rule for
+        hidden_size, self.num_tokens = backbone.model.embed_tokens.embedding_dim, horizon + 1
+        self.state_embedder = nn.Linear(num_observations * state_dim, hidden_size)
+        self.action_embedder = nn.Linear(action_dim, hidden_size)
+        self.positions = nn.Parameter(torch.zeros(self.num_tokens, hidden_size))
+        self.timestep_embedder = TimestepEmbedder(hidden_size)
+        heads = backbone.num_heads, backbone.num_kv_heads
+        self.blocks = nn.ModuleList(
+            ExpertBlock(hidden_size, intermediate_size, *heads, backbone.norm_eps) for _ in backbone.model.layers
+        )
+        self.norm = RMSNorm(hidden_size, backbone.norm_eps)
+        self.action_head = nn.Linear(hidden_size, action_dim)
+        self._freeze_unread()
+        self.init_weights()
+
+    def _freeze_unread(self) -> None:
+        """Freeze what comes after the last layer's keys and values: no action depends on it.
+
+        A trained parameter without a gradient would be an error under DDP, and decay under AdamW.
+        """
+        last = cast(TransformerBlock, self.backbone.model.layers[-1])
+        unread = (last.self_attn.q_proj, last.self_attn.o_proj, last.post_attention_layernorm, last.mlp)
+        for module in (*unread, self.backbone.model.norm, self.backbone.lm_head):
+            if module is not None:
+                module.requires_grad_(False)
+
+    def forward(
+        self,
+        actions: Tensor,
+        timesteps: Tensor,
+        state: Tensor,
+        images: Tensor,
+        instruction: Tensor,
+        *,
+        observed: Observed | None = None,
+    ) -> Tensor:
+        """What the objective asks of noisy actions: their velocity, themselves without noise, or their noise.
+
+        Args:
+            actions: (batch, horizon, action_dim) float32.
+            timesteps: (batch,) float32.
+            state: (batch, num_observations, state_dim) float32.
+            images: (batch, num_observations, 3, image_size, image_size) uint8.
+            instruction: (batch, words) int64, -1 after its end.
+            observed: what `observe` has made of these; None: nothing yet.
+
+        Returns:
+            (batch, horizon, action_dim) float32.
+        """
+        kept, is_visible = self._read(images, instruction) if observed is None else observed
+        dtype = self.action_embedder.weight.dtype
+        seen = self.state_embedder((self.state_scale * state).flatten(1).to(dtype))
+        tokens = torch.cat((seen[:, None], self.action_embedder(actions.to(dtype))), dim=1)
+        tokens = tokens + self.positions.to(tokens.dtype)
+        x = to_compute_dtype(tokens + self.timestep_embedder(timesteps)[:, None])
+        cos, sin = self._rotation(is_visible, kept[0][0].shape[-1])
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        mask = torch.cat((is_visible, is_visible.new_ones(x.shape[:2])), dim=1)[:, None, None]
+        for block, (key, value) in zip(self.blocks, kept, strict=True):
+            x = block(x, cos, sin, key, value, mask)
+        return cast(Tensor, self.action_head(self.norm(x)[:, 1:]).float())
+
+    def observe(self, state: Tensor, images: Tensor, instruction: Tensor) -> Observed:
+        """What the backbone lets the expert attend to, whatever the actions; arguments as for `forward`."""
+        return self._read(images, instruction)
+
+    def _read(self, images: Tensor, instruction: Tensor) -> Observed:
+        _, kept, is_visible = self.backbone.trunk(instruction, images)
+        return Observed(kept, is_visible)
+
+    def _rotation(self, is_visible: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of state and actions, (batch, 1, horizon + 1, head_dim), after the words of each row."""
+        length = is_visible.shape[1] + self.num_tokens
+        cos, sin = rotary_table(length, head_dim, self.backbone.rope_theta, is_visible.device)
+        places = is_visible.sum(1, keepdim=True) + torch.arange(self.num_tokens, device=is_visible.device)
+        return cos[places][:, None], sin[places][:, None]
+
+    def initial_weights(self) -> dict[str, Draw]:
+        """How weights are drawn: the backbone's as its own, the expert's Xavier-uniform.
+
+        Embeddings of state and actions, a few numbers, are N(0, 1 / fan in), so that they are not lost beside that of
+        the timestep. The answer starts at zero.
+        """
+        draws: dict[str, Draw] = {f"{_BACKBONE}{name}": draw for name, draw in self._backbone_draws.items()}
+        draws["positions"] = Normal(0.02)
+        for name, module in self.named_modules():
+            if name.startswith(_BACKBONE):
+                continue
+            if isinstance(module, RMSNorm):
+                draws[f"{name}.weight"] = Constant(1.0)
+            elif isinstance(module, nn.Linear):
+                draws[f"{name}.weight"] = Uniform.xavier(module.in_features, module.out_features)
+                if module.bias is not None:
+                    draws[f"{name}.bias"] = Constant(0.0)
+        for name, embedder in (("state_embedder", self.state_embedder), ("action_embedder", self.action_embedder)):
+            draws[f"{name}.weight"] = Normal(embedder.in_features**-0.5)
+        return draws | {"action_head.weight": Constant(0.0)}
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw all weights from scratch, as `initial_weights` says; `seed` as for `draw_weights`."""
+        draw_weights(self, self.initial_weights(), seed)
+
+    def flops_per_sample(self) -> float:
+        """FLOPs of a forward and backward pass over one sample with the longest instruction.
+
+        Those of the backbone without its head; of the expert 6 N a token and 12 L H a pair of tokens of which the
+        first is the expert's, with N the parameters of its matrix products, L layers, H their width.
+        """
+        words = self.backbone.max_seq_len
+        head = self.backbone.model.embed_tokens if self.backbone.lm_head is None else self.backbone.lm_head
+        backbone = self.backbone.flops_per_sample(words) - words * matmul_flops([head.weight])
+        own = [m.weight for name, m in self.named_modules() if isinstance(m, nn.Linear) and _BACKBONE not in name]
+        seen = len(self.backbone.stem.positions) + words + self.num_tokens
+        attention = 12 * len(self.blocks) * self.positions.shape[1] * seen
+        return float(backbone + self.num_tokens * (matmul_flops(own) + attention))
+
+    def output_head(self) -> nn.Module:
+        """The layer that makes actions of hidden states."""
+        return self.action_head

@@ -1,0 +1,74 @@
+"""What pictures with words ask of the rest of a run is said when the run is composed, a line each."""
+
+import pytest
+from composition import configure
+
+from foundry.config.errors import ConfigError
+
+VLM = "experiment=vlm_scenes"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["data=scenes", "model=vlm", "objective=sft"],
+            "simulator: is none but data=scenes is of what a simulator shows; choose one, such as simulator=touch, or "
+            "data=image_chats",
+        ),
+        (
+            [VLM, "simulator.image_size=null"],
+            "simulator.image_size: is null but data=scenes is of what a simulator shows; set it, such as to 48",
+        ),
+        (
+            [VLM, "model.image_size=null"],
+            "model.image_size: is null but the model looks at pictures; leave it out to follow the data",
+        ),
+        (
+            [VLM, "simulator.image_size=50"],
+            "model.image_size: is 50 but must be a multiple of 8, the pixels of a patch; set data.image_size=48",
+        ),
+        (
+            [VLM, "model.image_size=64"],
+            "model.image_size: is 64 but must be data.image_size=48; leave it out to follow the data",
+        ),
+        (
+            [VLM, "model.num_images=2"],
+            "model.num_images: is 2 but must be data.num_images=1; leave it out to follow the data",
+        ),
+        (
+            [VLM, "model=transformer"],
+            "model: is Transformer, which does not look at the pictures of data Scenes; choose model=vlm",
+        ),
+        (
+            [VLM, "objective=next_token"],
+            "objective: is NextToken, made for sequences and tokens, but data is Scenes, which has completions and "
+            "images and tokens",
+        ),
+        (
+            ["data=arithmetic", "model=vlm", "model.image_size=48", "objective=sft"],
+            "model: is PrefixVLM, made for images and tokens, but data is Arithmetic, which has completions and "
+            "sequences and tokens",
+        ),
+        (
+            [VLM, "distributed.tensor_parallel=2", "distributed.nproc_per_node=2"],
+            "distributed.tensor_parallel: is 2 but model PrefixVLM is not divided; set it to 1, or choose "
+            "model=transformer",
+        ),
+        (
+            [VLM, "model.num_heads=3"],
+            "model.num_heads: is 3 but must divide model.hidden_size=128 into even head sizes",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_a_line(overrides, expected):
+    with pytest.raises(ConfigError) as caught:
+        configure(*overrides)
+    assert expected in map(str, caught.value.violations)
+
+
+def test_sizes_follow_the_simulator_and_the_data():
+    config = configure(VLM, "simulator.image_size=64", "data.vocab_size=400", "data.seq_len=80")
+    assert (config.data.image_size, config.model.image_size) == (64, 64)
+    assert (config.model.vocab_size, config.model.max_seq_len) == (400, 80)
+    assert config.model.tie_embeddings

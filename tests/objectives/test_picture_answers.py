@@ -1,0 +1,77 @@
+"""Answers about pictures as a picture: one cell each, whatever the model says."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from foundry.objectives.generation import Decoding, generate
+from foundry.objectives.picture_answers import PictureAnswers
+
+
+def answers(count, **changes):
+    images = torch.arange(count * 3 * 8 * 8).reshape(count, 3, 8, 8).to(torch.uint8)
+    texts = {"questions": ("where ?",) * count, "answers": ("here",) * count, "truths": ("here",) * count}
+    return PictureAnswers(images=images, **{**texts, **changes})
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8])
+def test_there_is_a_cell_for_each(count, tmp_path):
+    file = answers(count).save(tmp_path / "found")
+    assert file == tmp_path / "found.png"
+    with Image.open(file) as drawn:
+        columns, rows = min(4, count), -(-count // 4)
+        assert drawn.size[0] == pytest.approx(columns * 2.2 * 120, abs=2)
+        assert drawn.size[1] == pytest.approx(rows * 2.2 * 1.45 * 120, abs=2)
+
+
+def test_a_right_answer_is_green_and_a_wrong_one_red(tmp_path):
+    def colours(**changes):
+        grey = answers(1, **changes)
+        with Image.open(
+            PictureAnswers(torch.full((1, 3, 8, 8), 128, dtype=torch.uint8), *texts(grey)).save(tmp_path / "one")
+        ) as drawn:
+            red, green, _ = np.asarray(drawn.convert("RGB")).astype(int).transpose(2, 0, 1)
+        return int((green - red > 60).sum()), int((red - green > 60).sum())
+
+    def texts(found):
+        return found.questions, found.answers, found.truths
+
+    right, wrong, unknown = colours(), colours(truths=("there",)), colours(truths=(None,))
+    assert right[0] > 50 > right[1]
+    assert wrong[1] > 50 > wrong[0]
+    assert max(unknown) < 50
+
+
+@pytest.mark.parametrize("answer", ["", "$x_1$ $", "a\nb\0c", "\\frac{", "x" * 500, "\ud800", "日本 \u202e"])
+def test_whatever_is_said_can_be_drawn(answer, tmp_path):
+    found = answers(2, answers=(answer, "here"))
+    assert found.save(tmp_path / "found").stat().st_size > 1000
+    assert found.text.startswith("where ?\nanswer: ")
+
+
+def test_text_says_what_is_right_where_it_is_known():
+    found = answers(2, truths=("there", None))
+    assert found.text == "where ?\nanswer: here\nright: there\n\nwhere ?\nanswer: here"
+
+
+def test_each_prompt_is_continued_about_its_own_picture():
+    from foundry.models.vlm import PrefixVLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    model = PrefixVLM(vocab_size=61, max_seq_len=12, image_size=16, init_std=0.3, **sizes)
+    images = [torch.randint(256, (1, 3, 16, 16), dtype=torch.uint8) for _ in range(3)]
+    decoding, given = Decoding(max_new_tokens=4), {"context": 12, "device": torch.device("cpu")}
+    together = generate(model, [[1, 2], [1, 2], [5]], decoding, images=images, **given)
+    alone = [
+        generate(model, [prompt], decoding, images=[image], **given)[0]
+        for prompt, image in zip([[1, 2], [1, 2], [5]], images, strict=True)
+    ]
+    assert together == alone
+    assert together[0] != together[1]
+    model.eval()
+    tokens = torch.tensor([[1, 2]])
+    for token in together[0].tokens:
+        assert model(tokens, images=images[0][None], return_logits=True).logits[0, -1].argmax() == token
+        tokens = torch.cat((tokens, torch.tensor([[token]])), dim=1)
