@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_writable, command, folder_option
+from foundry.config.command import check_writable, command, folder_option, quoted
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH
 from foundry.config.setting import setting
@@ -209,7 +209,7 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     if not is_transformers and (scoring := [override for override in overrides if _has([override], "environment")]):
         opened = _open(path, options, [override for override in overrides if override not in scoring])
         return replace(opened, config=replace(opened.config, environment=compose([*scoring, _ANSWERED]).environment))
-    given = ["model=base", f"model.path={_quoted(str(path))}", _ANSWERED, *overrides]
+    given = ["model=base", f"model.path={quoted(str(path))}", _ANSWERED, *overrides]
     if is_transformers:
         config, device = compose(given), choose_device()
         return Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)
@@ -275,12 +275,6 @@ def _with_perplexity(found: dict[str, float], config: Any) -> dict[str, float]:
 
 def _has(overrides: Sequence[str], group: str) -> bool:
     return any(override.lstrip("+~").partition("=")[0].partition(".")[0] == group for override in overrides)
-
-
-def _quoted(text: str) -> str:
-    """A text as a value of Hydra's grammar."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ MODULES = (
     "foundry.cli",
     "foundry.data.digits",
     "foundry.data.text",
+    "foundry.diff",
     "foundry.evaluators.drawn_samples",
     "foundry.evaluators.held_out",
     "foundry.export",

@@ -140,6 +140,12 @@ def _check_override(override: Override, names: Sequence[str]) -> Violation | Non
     return None
 
 
+def quoted(text: str) -> str:
+    """A text as a value of Hydra's grammar."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 def folder_option(key: str, text: str) -> Path:
     """The path that an option names, `~` expanded.
 

@@ -13,6 +13,8 @@ from rich.console import Console
 
 from foundry import sync
 from foundry.config.errors import ConfigError
+from foundry.diff import DiffOptions
+from foundry.diff import main as diff_main
 from foundry.launch import slurm_unwatched
 from foundry.report import ReportOptions
 from foundry.report import main as report_main
@@ -44,10 +46,11 @@ KEYS = {
     "0/result.json": ("val_loss", "best", "step", "pruned", "loss"),
     "0/plan.json": ("total_steps",),
     "0/slurm.json": ("job_id", "error_output", "cluster"),
-    "0/metrics.jsonl": ("step", "val_loss", "loss"),
+    "0/metrics.jsonl": ("step", "val_loss", "loss", ESCAPE),
     "0/mlflow.json": ("uri", "experiment_name", "run_name", "run_id", "key", "started_ms"),
     "0/mlflow_pending.jsonl": ("op", "values", "file", "to", "time_ms", "step", "status", "text"),
     "0/mlflow_parent.json": ("sweep", "job", "swept"),
+    "0/config.yaml": ("hparams", "model", ESCAPE),
     "0/.hydra/overrides.yaml": (),
     "0/foundry.log": (),
     "0/.lock": (),
@@ -94,6 +97,7 @@ def whole(folder):
         (run_dir / ".hydra").mkdir(parents=True)
         write_status(run_dir, state=state, reason="x", started="2026-01-01T00:00:00+00:00")
         (run_dir / "result.json").write_text('{"val_loss": 1.5, "best": {"val_loss": 1.0, "step": 1}}')
+        (run_dir / "config.yaml").write_text(f'{{"hparams": {{"lr": {job}}}}}')
         (run_dir / "plan.json").write_text('{"total_steps": 5}')
         (run_dir / "slurm.json").write_text('{"job_id": "1", "error_output": "x", "cluster": "none"}')
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "val_loss": 1.5}\n{"step": 1, "loss": 2}\n')
@@ -137,7 +141,7 @@ def damage(folder, name, how):
                 file.truncate(2**40)
         case bytes():
             path.write_bytes(how)
-        case (key, value) if name.endswith((".json", ".jsonl")):
+        case (key, value) if name.endswith((".json", ".jsonl", "config.yaml")):
             first, _, rest = content.decode().partition("\n" if name.endswith("l") else "\0")
             path.write_text(json.dumps(json.loads(first) | {key: value}) + ("\n" + rest if name.endswith("l") else ""))
         case (_, value):
@@ -197,6 +201,7 @@ def test_any_damage_is_a_line_or_a_row(folder, damaged):
         lambda: report(sweep_dir, Console(), picture=False),
         lambda: report_main(ReportOptions(dir=str(sweep_dir), picture=False, which=Which.best)),
         lambda: report(sweep_dir / "0", Console(), picture=False),
+        lambda: diff_main(DiffOptions(run=str(sweep_dir / "0"), against=str(sweep_dir / "1"))),
         lambda: sync.main([f"dir={sweep_dir / '0'}"]),
     ):
         out, err = io.StringIO(), io.StringIO()
