@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import read_recorded
+from foundry.config.image_folder import class_folders
 from foundry.config.lerobot import read_info
 from foundry.config.schemas.launcher import resolve_num_tasks
 from foundry.config.schemas.model import HuggingFace, folder_settings
@@ -33,6 +34,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("simulator_size", _simulator_size, replace=True)
     OmegaConf.register_new_resolver("seen_size", _seen_size, replace=True)
     OmegaConf.register_new_resolver("lerobot_size", _lerobot_size, replace=True)
+    OmegaConf.register_new_resolver("image_classes", _image_classes, replace=True)
     OmegaConf.register_new_resolver("tabletop_state_dim", _tabletop_state_dim, replace=True)
 
 
@@ -120,6 +122,14 @@ def _lerobot_size(name: str, *, _root_: DictConfig) -> int | None:
     except ConfigError:
         return _simulator_size(name, _root_=_root_)
     return height if height == width else None
+
+
+def _image_classes(*, _root_: DictConfig) -> int:
+    """Classes of the folder in `data.path`; of none that can be read, as its check says, 1."""
+    try:
+        return len(class_folders(str(OmegaConf.select(_root_, "data.path"))))
+    except ConfigError:
+        return 1
 
 
 def _tabletop_state_dim(*, _root_: DictConfig) -> int:

@@ -25,6 +25,7 @@ from foundry.data.examples import (
     encode_rows,
     list_skipped,
 )
+from foundry.data.files import ROWS
 from foundry.data.picture_examples import PictureExamples, PicturePrompts, RowPictures
 from foundry.data.rows import FileRows, Row, RowSplits
 from foundry.data.splits import Dataset, DataSplits, Prompt
@@ -32,7 +33,6 @@ from foundry.data.token_cache import train_with_end, trained_end
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from foundry.run_dir.names import TOKENIZER
 
-_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _COLUMNS = ("messages", "prompt", "completion")
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def chat_files(
     num_workers: int = 0,
     packing: bool = False,
 ) -> DataSplits:
-    """The user's own conversations: rows of JSONL or Parquet with `messages`, or with `prompt` and `completion`.
+    """The user's own conversations: rows of files with `messages`, or with `prompt` and `completion`.
 
     Args:
         seed: unused: the split depends on the rows' order only.
@@ -142,7 +142,7 @@ def find_rows(
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; or there are too few rows.
     """
-    found = find_corpus_files(path, validation_path, settings=f"rows {held_out}", cache_dir=cache_dir, kinds=_KINDS)
+    found = find_corpus_files(path, validation_path, settings=f"rows {held_out}", cache_dir=cache_dir, kinds=ROWS)
     rows = FileRows(found.train, columns, PATH, reads_all=reads_all)
     if found.validation:
         held = FileRows(found.validation, columns, VALIDATION_PATH, first_file=len(found.train), reads_all=reads_all)

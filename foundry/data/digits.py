@@ -74,12 +74,15 @@ def digits(
     )
 
 
-def stratified_split(classes: "np.ndarray[tuple[int], np.dtype[np.int64]]", held_out: float) -> "np.ndarray":
-    """Which samples are held out: in every class, the share `held_out` whose indices have the smallest hashes.
+def stratified_split(
+    classes: "np.ndarray[tuple[int], np.dtype[np.int64]]", held_out: float, keys: Sequence[bytes] | None = None
+) -> "np.ndarray":
+    """Which samples are held out: in every class, the share `held_out` whose keys have the smallest hashes.
 
     Args:
         classes: (n,) int64.
         held_out: share of every class.
+        keys: of each sample; None: its index.
 
     Returns:
         (n,) bool.
@@ -87,7 +90,8 @@ def stratified_split(classes: "np.ndarray[tuple[int], np.dtype[np.int64]]", held
     Raises:
         ConfigError: a class would be missing from one of the two sides.
     """
-    hashes = np.array([hashlib.blake2b(b"%d" % index, digest_size=8).hexdigest() for index in range(len(classes))])
+    keys = [b"%d" % index for index in range(len(classes))] if keys is None else keys
+    hashes = np.array([hashlib.blake2b(key, digest_size=8).hexdigest() for key in keys])
     chosen = np.zeros(len(classes), dtype=bool)
     for label in np.unique(classes):
         members = np.flatnonzero(classes == label)

@@ -10,8 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.data import PictureFit
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+"""Of the names of such files, in lower case."""
+_MOST_PIXELS = 2**28
 
 Pixels = NDArray[np.uint8]
 """(height, width, 3) uint8, red, green and blue."""
@@ -32,6 +36,46 @@ def decode_picture(content: bytes, size: tuple[int, int] | None = None) -> Pixel
             return np.asarray(picture.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"is no picture: {error}") from None
+
+
+def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pixels:
+    """A file of a picture, turned as its camera says, as (channels, size, size); what is transparent becomes white.
+
+    Args:
+        file: PNG, JPEG or WebP.
+        size: height and width in pixels.
+        channels: 3: red, green and blue; 1: grey.
+        fit: what becomes of a picture that is not square.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no picture, or larger than 2**28 pixels.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with file.open("rb") as stream, Image.open(stream, formats=_FORMATS) as opened:
+            if opened.width * opened.height > _MOST_PIXELS:
+                raise ValueError(f"has {opened.width} by {opened.height} pixels, which are too many")
+            opened.draft("RGB", (size, size))  # a JPEG is decoded at half its size and so on, where that suffices
+            picture = ImageOps.exif_transpose(opened)
+            if picture.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+                picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+            if picture.has_transparency_data:
+                drawn = picture.convert("RGBA")
+                picture = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn)
+            picture = picture.convert("RGB" if channels == 3 else "L")
+    except FileNotFoundError:
+        raise
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"is no picture: {error}") from None
+    box = None
+    if fit is PictureFit.crop:
+        side = min(picture.size)
+        left, top = (picture.width - side) / 2, (picture.height - side) / 2
+        box = (left, top, left + side, top + side)
+    pixels = np.asarray(picture.resize((size, size), Image.Resampling.BILINEAR, box=box, reducing_gap=3.0))
+    return pixels.transpose(2, 0, 1) if channels == 3 else pixels[None]
 
 
 def encode_png(picture: Pixels) -> bytes:

@@ -89,6 +89,7 @@ class DataSplits:
         stop_ids: tokens that end an answer or a document, first the document's; none without tokens.
         bos_id: the token with which a chat template may begin; None: it has none.
         statistics: by which states and actions of a robot are normalised; None: the data is of none.
+        class_names: of the classes, in the order of their numbers; none: they have only numbers.
         chat_template: in Jinja, as transformers has it, for data that are chats; None: the model continues plain text.
         content: as the fingerprint, but the same for the same samples from files of other names; None: the fingerprint.
     """
@@ -106,6 +107,7 @@ class DataSplits:
     bos_id: int | None = None
     chat_template: str | None = None
     statistics: Statistics | None = None
+    class_names: Sequence[str] = ()
 
     def encode_prompt(self, text: str, *, as_chat: bool = True) -> list[int]:
         """Tokens of a text that the model is to continue; none of the tokenizer's own are added.

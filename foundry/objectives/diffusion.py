@@ -14,6 +14,9 @@ from foundry.objectives.image_samples import ImageSamples
 from foundry.objectives.keyed_random import keyed_integers, keyed_normal, keyed_uniform
 from foundry.training.protocols import LossSum, Microbatch
 
+_MOST_CLASSES = 16
+"""Of which images are drawn unless some are named."""
+
 
 class Diffusion:
     """Mean squared error of the predicted noise (Ho et al., 2020) or velocity (Salimans and Ho, 2022).
@@ -31,7 +34,7 @@ class Diffusion:
         condition_dropout: share of training samples that lose their class, so that guidance has what to compare with.
         guidance_scale: classifier-free guidance when drawing; 1: none.
         sampling_steps: denoising steps when drawing.
-        samples_per_class: images of each class that `generate` makes.
+        samples_per_class: images of each class that `generate` makes; of more than 16 classes it chooses 16.
     """
 
     metrics: tuple[str, ...] = ()
@@ -94,7 +97,7 @@ class Diffusion:
 
         Args:
             model: called as in training, in evaluation mode.
-            data: the splits; the first training image tells the shape.
+            data: the splits; the first training image tells the shape, and classes may have names.
             device: where the model is.
             samples_per_class: images of each class, instead of the objective's own number.
             labels: the class of each image, instead of the same number of every class.
@@ -107,7 +110,8 @@ class Diffusion:
         """
         count = self.samples_per_class if samples_per_class is None else samples_per_class
         steps = self.sampling_steps if steps is None else steps
-        classes = [label for label in range(self.num_classes) for _ in range(count)] if labels is None else list(labels)
+        shown = range(0, self.num_classes, -(-self.num_classes // _MOST_CLASSES))
+        classes = [label for label in shown for _ in range(count)] if labels is None else list(labels)
         self._check_drawing(classes, steps)
         wanted = torch.tensor(classes, dtype=torch.int64)
         shape = tuple(data.train[0]["images"].shape)
@@ -120,7 +124,7 @@ class Diffusion:
             images = self._denoise(model, images, wanted.to(device), scale, steps)
         finally:
             model.train(was_training)
-        return ImageSamples(images=images.clamp(-1, 1).cpu(), labels=wanted)
+        return ImageSamples(images=images.clamp(-1, 1).cpu(), labels=wanted, names=tuple(data.class_names))
 
     def _check_drawing(self, classes: list[int], steps: int) -> None:
         num_timesteps = len(self.noise_schedule.alphas_cumprod)

@@ -11,6 +11,7 @@ from foundry.run_dir.files import replaced_atomically
 
 CELL_PIXELS = 64
 """Smallest height of an image in the picture."""
+_LONGEST_NAME = 14
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class ImageSamples:
     Attributes:
         images: (n, channels, height, width) float32 in [-1, 1], in host memory; one channel is ink on paper.
         labels: (n,) int64.
+        names: of all classes; none: they are called by their numbers.
     """
 
     images: Tensor
     labels: Tensor
+    names: tuple[str, ...] = ()
 
     def save(self, stem: Path) -> Path:
         """Write `stem`.png: a grid with a row for each class, labelled with it; return the file."""
@@ -41,12 +44,18 @@ class ImageSamples:
         figure.figimage(grid.numpy(), xo=margin, yo=0, origin="upper")
         for row, label in enumerate(classes):
             middle = 1 - (gap + row * (cell + gap) + cell / 2) / height
-            text = figure.text(0.5 * margin / (width + margin), middle, str(label), fontsize=0.26 * cell, color="0.25")
-            text.set(ha="center", va="center")
+            name = self._name(label)
+            size = cell * min(0.26, 1.1 / len(name))
+            text = figure.text(0.5 * margin / (width + margin), middle, name, fontsize=size, color="0.25")
+            text.set(ha="center", va="center", parse_math=False)
         file = Path(f"{stem}.png")
         with replaced_atomically(file) as stream:
             figure.savefig(stream, dpi=dpi, format="png")
         return file
+
+    def _name(self, label: int) -> str:
+        name = self.names[label] if self.names else str(label)
+        return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
     def _cells(self) -> Tensor:
         """The images as (n, height, width, 3) float32 in [0, 1], each pixel repeated until it can be seen."""

@@ -73,13 +73,13 @@ def test_every_option_composes(compose, group, option):
         with pytest.raises(ConfigError, match="has no value"):  # a run or a folder of the user's
             compose(*overrides)
         return
-    if option in ("gymnasium", "lerobot"):
+    if option in ("gymnasium", "lerobot", "images"):
         with pytest.raises(ConfigError, match="has no value"):  # an environment or a folder of the user's
-            compose("hparams=policy", *overrides)
+            compose("hparams=diffusion" if option == "images" else "hparams=policy", *overrides)
         return
     if group == "simulator" and option != "none":
         overrides.append("hparams=policy")
-    if option in ("text", "chats", "image_chats", "preferences", "prompts"):
+    if option in ("text", "tokens", "chats", "image_chats", "preferences", "prompts"):
         overrides.append("data.path=setup.cfg")
     overrides += COMPANIONS.get(option, []) if (group, option) != ("data", "arithmetic") else []
     if option == "hsdp":

@@ -6,7 +6,8 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
-from foundry.config.errors import Violation, shown
+from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.image_folder import class_folders
 from foundry.config.setting import OnResume, setting
 
 _BYTES_AND_END = 257
@@ -387,6 +388,50 @@ class Digits(Data):
     num_channels: int = setting(1, "colour channels: the images' own", ge=1, le=1)
     num_classes: int = setting(10, "classes: the images' own", ge=10, le=10)
     held_out: float = setting(0.1, "share of images kept for validation", gt=0, lt=1)
+
+
+class PictureFit(Enum):
+    """What becomes of a picture that is not square."""
+
+    crop = "crop"
+    stretch = "stretch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFolder(Data):
+    """Pictures of your own: a folder with a folder for each class, of PNG, JPEG or WebP files."""
+
+    offers: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
+
+    _target_: str = "foundry.data.image_folder.image_folder"
+    path: str = setting(
+        "???", "folder with a folder for each class", aliases="data_dir, train_data_dir, root", on_resume=OnResume.data
+    )
+    image_size: int = setting(
+        32, "height and width in pixels that pictures are brought to", ge=4, le=4096, aliases="resolution, img_size"
+    )
+    num_channels: int = setting(3, "3: red, green and blue; 1: grey", ge=1, le=3, aliases="in_channels")
+    num_classes: int = setting("${image_classes:}", "classes: the folders in `path`", ge=1, le=10**6, runtime=True)
+    fit: PictureFit = setting(
+        PictureFit.crop, "of a picture that is not square: crop takes the middle, stretch all of it"
+    )
+    mirror: bool = setting(
+        False, "also train on each picture the other way round, left to right", aliases="random_flip, horizontal_flip"
+    )
+    held_out: float = setting(0.05, "share of the pictures of each class kept for validation", gt=0, lt=1)
+
+    def check(self) -> Iterator[Violation]:
+        """The folder is there, and colours are three or one."""
+        if self.num_channels == 2:
+            yield Violation("data.num_channels", "is 2 but pictures have 3 colours, or are grey with 1")
+        try:
+            folders = class_folders(self.path)
+        except ConfigError as error:
+            yield from error.violations
+            return
+        if self.num_classes != len(folders):
+            message = f"is {self.num_classes} but {shown(self.path)} has {len(folders)} folders; leave it out"
+            yield Violation("data.num_classes", message)
 
 
 @dataclass(frozen=True, kw_only=True)

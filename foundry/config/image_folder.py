@@ -1,0 +1,24 @@
+"""A folder of pictures with a folder for each class."""
+
+from pathlib import Path
+
+from foundry.config.errors import ConfigError, Violation, shown
+
+
+def class_folders(path: str) -> list[Path]:
+    """The folders of the classes, by name; the folder itself where there are none, and all pictures are of one class.
+
+    Hidden ones are no classes.
+
+    Raises:
+        ConfigError: there is no such folder, or it cannot be read.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        what = ", which is a file" if folder.is_file() else " but there is no such folder"
+        raise ConfigError(Violation("data.path", f"is {shown(path)}{what}; give a folder with a folder for each class"))
+    try:
+        inside = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(Violation("data.path", f"is {shown(path)}, which cannot be read: {error.strerror}")) from None
+    return inside or [folder]

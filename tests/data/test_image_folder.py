@@ -1,0 +1,228 @@
+"""A folder of pictures with a folder for each class."""
+
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.data import PictureFit
+from foundry.data.image_folder import Pictures, image_folder
+
+SIZE, PER_CLASS = 12, 6
+
+
+def pixels(key):
+    return np.random.default_rng(key).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "pictures"
+    for label, name in enumerate(["zebra", "an owl", "Élan"]):
+        (made / name).mkdir(parents=True)
+        for number in range(PER_CLASS):
+            Image.fromarray(pixels((label, number))).save(made / name / f"{number}.png")
+    return made
+
+
+@pytest.fixture
+def read(folder, tmp_path):
+    def call(**changed):
+        own = {"image_size": SIZE, "num_channels": 3, "num_classes": 3, "fit": PictureFit.crop, "mirror": False}
+        own |= {"seed": 1, "path": str(folder), "held_out": 0.34, "cache_dir": str(tmp_path / "cache")}
+        return image_folder(**own | changed)
+
+    return call
+
+
+def all_of(dataset):
+    batch = dataset.batch(range(len(dataset)))
+    return batch["images"], batch["labels"]
+
+
+def in_folder(images):
+    """Pictures as they were written, by content."""
+    return {((image + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy().tobytes() for image in images}
+
+
+def test_pictures_are_read_exactly_and_classes_are_folders_in_the_order_of_names(read):
+    data = read()
+    assert data.class_names == ("an owl", "zebra", "Élan")
+    assert (len(data.train), len(data.validation)) == (12, 6)
+    found = {}
+    for split in (data.train, data.validation):
+        images, labels = all_of(split)
+        assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+        assert images.shape[1:] == (3, SIZE, SIZE)
+        assert sorted(set(labels.tolist())) == [0, 1, 2]
+        for label in range(3):
+            found.setdefault(label, set()).update(in_folder(images[labels == label]))
+    for label, key in ((0, 1), (1, 0), (2, 2)):
+        assert found[label] == {pixels((key, number)).tobytes() for number in range(PER_CLASS)}
+
+
+def test_a_mirrored_picture_is_a_further_sample_of_training_alone(read):
+    plain, both = read(), read(mirror=True)
+    images, labels = all_of(both.train)
+    original, classes = all_of(plain.train)
+    assert torch.equal(images, torch.cat([original, original.flip(-1)]))
+    assert torch.equal(labels, classes.repeat(2))
+    assert torch.equal(all_of(both.validation)[0], all_of(plain.validation)[0])
+    assert both.fingerprint != plain.fingerprint
+    one = both.train[len(plain.train) + 3]
+    assert torch.equal(one["images"], images[len(plain.train) + 3])
+    assert one["labels"].shape == ()
+
+
+def test_pictures_that_are_added_move_none_to_the_other_side(folder, read):
+    before = read()
+    held_out = in_folder(all_of(before.validation)[0])
+    for number in range(PER_CLASS, 2 * PER_CLASS):
+        for label, name in enumerate(["zebra", "an owl", "Élan"]):
+            Image.fromarray(pixels((label, number))).save(folder / name / f"{number}.png")
+    after = read()
+    assert after.fingerprint != before.fingerprint
+    # Of twice as many twice as many are held out: those with the smallest hashes of their names.
+    old = {pixels((label, number)).tobytes() for label in range(3) for number in range(PER_CLASS)}
+    moved = held_out - in_folder(all_of(after.validation)[0])
+    assert len(in_folder(all_of(after.validation)[0]) & old) + len(moved) >= len(held_out)
+    assert len(after.validation) == 12
+
+
+def test_pictures_are_decoded_once(folder, read, tmp_path):
+    first = read()
+    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.npy")}
+    assert len(kept) == 1
+    assert read(seed=2).fingerprint == first.fingerprint
+    assert kept == {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.npy")}
+    Image.fromarray(pixels(99)).save(folder / "zebra" / "0.png")
+    assert read().fingerprint != first.fingerprint
+    assert len(list((tmp_path / "cache").rglob("*.npy"))) == 2
+
+
+def test_worker_processes_are_not_sent_pictures(read):
+    train = read().train
+    assert len(pickle.dumps(train)) < 2000
+    assert torch.equal(all_of(pickle.loads(pickle.dumps(train)))[0], all_of(train)[0])
+
+
+def only(read, folder, picture, name="a.png", **changed):
+    """What becomes of one picture: two copies of it are a class."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for copy in "ab":
+        picture.save(folder / f"{copy}{name[1:]}", **({"exif": picture.getexif()} if picture.getexif() else {}))
+    data = read(num_classes=1, held_out=0.5, **changed)
+    assert data.class_names == (folder.name,)
+    return ((data.train[0]["images"] + 1) * 127.5).round().to(torch.uint8)
+
+
+def test_kinds_of_pictures(folder, read):
+    grey = Image.fromarray(pixels(0)[..., 0])
+    assert torch.equal(only(read, folder, grey), torch.from_numpy(pixels(0)[..., 0]).expand(3, SIZE, SIZE))
+    assert torch.equal(only(read, folder, grey, num_channels=1)[0], torch.from_numpy(pixels(0)[..., 0]))
+    deep = Image.fromarray(pixels(0)[..., 0].astype(np.uint16) * 257)
+    assert torch.equal(only(read, folder, deep, num_channels=1)[0], torch.from_numpy(pixels(0)[..., 0]))
+    see_through = np.dstack([pixels(0), np.zeros((SIZE, SIZE), np.uint8)])
+    assert (only(read, folder, Image.fromarray(see_through)) == 255).all()
+    palette = Image.fromarray(pixels(0)).quantize(8)
+    expected = np.array(palette.convert("RGB")).transpose(2, 0, 1)
+    assert torch.equal(only(read, folder, palette), torch.from_numpy(expected))
+    exact = only(read, folder, Image.fromarray(pixels(0)), "a.webp")
+    assert exact.shape == (3, SIZE, SIZE)
+
+
+def test_a_photograph_is_turned_as_its_camera_says(folder, read):
+    upright = np.zeros((SIZE, SIZE, 3), np.uint8)
+    upright[: SIZE // 2] = 255
+    photograph = Image.fromarray(np.rot90(upright, 1))
+    photograph.getexif()[0x0112] = 6  # turn it clockwise
+    found = only(read, folder, photograph, "a.jpg").float().mean(0)
+    assert found[: SIZE // 2 - 1].mean() > 250
+    assert found[SIZE // 2 + 1 :].mean() < 5
+
+
+def test_a_picture_that_is_not_square(folder, read):
+    wide = np.zeros((SIZE, 3 * SIZE, 3), np.uint8)
+    wide[:, SIZE : 2 * SIZE] = 255
+    assert (only(read, folder, Image.fromarray(wide)) == 255).all()
+    stretched = only(read, folder, Image.fromarray(wide), fit=PictureFit.stretch)
+    assert (stretched[:, :, 0] == 0).all()
+    assert (stretched[:, :, SIZE // 2] == 255).all()
+    assert stretched.shape == (3, SIZE, SIZE)
+
+
+def test_a_large_picture_is_averaged(folder, read):
+    """Where pixels were picked instead, what is grey from afar would be noise."""
+    noise = np.random.default_rng(1).integers(0, 256, (16 * SIZE, 16 * SIZE, 3), dtype=np.uint8)
+    for suffix in ("png", "jpg", "jpeg", "JPG"):
+        found = only(read, folder, Image.fromarray(noise), f"a.{suffix}").float()
+        assert found.shape == (3, SIZE, SIZE)
+        assert (found - 127.5).abs().max() < 40
+
+
+def test_other_files_are_left_out_with_a_warning(folder, read, caplog):
+    (folder / "zebra" / "deeper").mkdir()
+    (folder / "zebra" / "0.png").rename(folder / "zebra" / "deeper" / "0.png")
+    (folder / "zebra" / "notes.txt").touch()
+    (folder / "zebra" / ".DS_Store").touch()
+    (folder / ".cache").mkdir()
+    data = read()
+    assert len(data.train) + len(data.validation) == 3 * PER_CLASS
+    assert "1 file in" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: (folder / "zebra" / "0.png").write_bytes(b"no"), r"data.path: has .*zebra/0.png, which is no "),
+        (
+            lambda folder: (folder / "zebra" / "0.png").write_bytes(b""),
+            r"data.path: has .*zebra/0.png, which is no pic",
+        ),
+        (lambda folder: cut(folder / "zebra" / "0.png"), r"data.path: has .*zebra/0.png, which is no picture: image f"),
+        (lambda folder: (folder / "new").mkdir(), r"data.num_classes: is 3 but .* has 4 folders; leave it out"),
+        (lambda folder: empty(folder / "zebra"), r"data.path: has no picture in .*zebra \(.png, .jpg, .jpeg, .webp\)"),
+        (lambda folder: empty(folder / "zebra", but="1.png"), r"data.held_out: is 0.34, which keeps 0 of the 1 images"),
+        (lambda folder: shutil.rmtree(folder), r"data.path: is .*pictures but there is no such folder"),
+        (lambda folder: broken_link(folder / "zebra" / "0.png"), r"data.path: has .*zebra/0.png, which cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_named(harm, message, folder, read):
+    harm(folder)
+    with pytest.raises(ConfigError, match=message):
+        read()
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:200])
+
+
+def empty(folder, but=None):
+    for file in folder.iterdir():
+        if file.name != but:
+            file.unlink()
+
+
+def broken_link(file):
+    file.unlink()
+    file.symlink_to("nowhere")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 9), st.booleans(), st.lists(st.integers(0, 10**6), max_size=12))
+def test_a_batch_is_its_items(count, mirror, indices):
+    images = np.arange(10 * 2 * 4, dtype=np.uint8).reshape(10, 1, 2, 4)
+    dataset = Pictures(images, np.arange(10), np.arange(10)[-count:], mirror=mirror)
+    indices = [index % len(dataset) for index in indices]
+    batch = dataset.batch(indices)
+    assert batch["images"].shape == (len(indices), 1, 2, 4)
+    for row, index in enumerate(indices):
+        assert torch.equal(batch["images"][row], dataset[index]["images"])
+        assert batch["labels"][row] == 10 - count + index % count
