@@ -13,10 +13,10 @@ from typing import NamedTuple, Self
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.documents import Documents, documents, source_files
 from foundry.data.file_digests import file_digests
+from foundry.data.files import OF_SAVE_TO_DISK, TEXTS, listed_suffixes, suffix_of
 
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = {"encodings", "pydoc_data"}
-_KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 PATH, VALIDATION_PATH = "data.path", "data.validation_path"
 
 
@@ -124,7 +124,7 @@ def _prefix(digest: bytes) -> int:
 
 
 def files_corpus(*, path: str, text_field: str, validation_path: str | None, held_out: float, cache_dir: str) -> Corpus:
-    """The user's own files. A text file is one document; a line of JSONL or a row of Parquet is one.
+    """The user's own files. A text file is one document; a row of any other is one.
 
     Args:
         path: file, folder or glob.
@@ -151,7 +151,7 @@ class CorpusFiles(NamedTuple):
 
 
 def find_corpus_files(
-    path: str, validation_path: str | None, *, settings: str, cache_dir: str, kinds: Mapping[str, str] = _KINDS
+    path: str, validation_path: str | None, *, settings: str, cache_dir: str, kinds: Mapping[str, str] = TEXTS
 ) -> CorpusFiles:
     """Find the files, and hash what they hold.
 
@@ -174,7 +174,7 @@ def find_corpus_files(
         message = f"{error.filename} cannot be read: {error.strerror}; make it readable or leave it out"
         raise ConfigError(Violation(PATH, message)) from error
     fingerprint = _digest(described, hashes)
-    content = _digest([described[0], kinds[files[0].suffix], str(len(files))], hashes)
+    content = _digest([described[0], kinds[suffix_of(files[0])], str(len(files))], hashes)
     return CorpusFiles(files, validation_files, fingerprint, content)
 
 
@@ -215,10 +215,12 @@ def _count(found: Documents, key: str) -> int:
 def _find_files(pattern: str, key: str, kinds: Mapping[str, str]) -> list[Path]:
     path = Path(pattern).expanduser()
     if not pattern.strip():
-        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {', '.join(kinds)} files"))
+        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {listed_suffixes(kinds)} files"))
     try:
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in kinds)
+            found = sorted(file for file in path.rglob("*") if suffix_of(file) in kinds)
+            if any(file.suffix == ".arrow" for file in found):
+                found = [file for file in found if file.name not in OF_SAVE_TO_DISK]
         elif has_magic(pattern):
             found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         else:
@@ -227,13 +229,15 @@ def _find_files(pattern: str, key: str, kinds: Mapping[str, str]) -> list[Path]:
     except (OSError, ValueError) as error:
         raise ConfigError(Violation(key, f"{pattern!r} cannot be searched: {error}")) from error
     if not found:
-        message = f"{pattern!r} has no files; give a file, folder or glob of {', '.join(kinds)} files"
+        message = f"{pattern!r} has no files; give a file, folder or glob of {listed_suffixes(kinds)} files"
         raise ConfigError(Violation(key, message))
     if strange := [file for file in found if not file.is_file()]:
         raise ConfigError(Violation(key, f"{strange[0]} is no file, or a link to none; remove it or leave it out"))
-    kinds_found = {file.suffix for file in found}
+    kinds_found = {suffix_of(file) for file in found}
     if len({kinds.get(suffix) for suffix in kinds_found}) > 1 or not kinds_found <= kinds.keys():
-        message = f"{pattern!r} has files of {', '.join(sorted(kinds_found))}; choose one kind of {', '.join(kinds)}"
+        message = (
+            f"{pattern!r} has files of {', '.join(sorted(kinds_found))}; choose one kind of {listed_suffixes(kinds)}"
+        )
         raise ConfigError(Violation(key, message))
     return found
 

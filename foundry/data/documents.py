@@ -1,16 +1,17 @@
-"""Documents in text, JSONL and Parquet files, read one after another; what cannot be read is named with its place."""
+"""Documents in files of text and of rows, read one after another; what cannot be read is named with its place."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.data.files import TABLES, TEXTS, open_bytes, opened_table, suffix_of
 from foundry.data.rows import json_rows, readable
 
 _FIELD = "data.text_field"
-_ROWS_PER_BATCH = 1024
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Documents:
 
 
 def documents(files: Sequence[Path], *, text_field: str, key: str) -> Documents:
-    """The documents of a user's files: a text file is one, a line of JSONL or a row of Parquet is one.
+    """The documents of a user's files: a text file is one, a row of any other is one.
 
     Args:
         files: of one kind.
@@ -58,8 +59,8 @@ def documents(files: Sequence[Path], *, text_field: str, key: str) -> Documents:
         ConfigError: when iterated: a file cannot be read, or a row holds no text; names file and row.
     """
     read: Callable[[Path], Iterator[str]] = _text_file
-    if files[0].suffix != ".txt":
-        read = partial(_parquet_rows if files[0].suffix == ".parquet" else _json_rows, text_field=text_field)
+    if (kind := TEXTS[suffix_of(files[0])]) != "text":
+        read = partial(_table_rows if kind in TABLES else _json_rows, text_field=text_field)
     return Documents(tuple(files), partial(readable, read, key))
 
 
@@ -69,7 +70,8 @@ def source_files(files: Sequence[Path]) -> Documents:
 
 
 def _text_file(file: Path) -> Iterator[str]:
-    yield file.read_text(encoding="utf-8")
+    with open_bytes(file) as stream, TextIOWrapper(stream, encoding="utf-8") as text:
+        yield text.read()
 
 
 def _json_rows(file: Path, *, text_field: str) -> Iterator[str]:
@@ -100,12 +102,11 @@ def _read_text(row: object, text_field: str, where: str) -> str:
     return text or ""
 
 
-def _parquet_rows(file: Path, *, text_field: str) -> Iterator[str]:
+def _table_rows(file: Path, *, text_field: str) -> Iterator[str]:
     import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-    with pq.ParquetFile(file) as table:
-        schema = table.schema_arrow
+    with opened_table(file) as table:
+        schema = table.schema
         if text_field not in schema.names:
             found = ", ".join(sorted(schema.names)) or "none"
             raise _wrong(_FIELD, f"{text_field!r} is not among the columns of {file}, which are: {found}")
@@ -114,7 +115,7 @@ def _parquet_rows(file: Path, *, text_field: str) -> Iterator[str]:
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             raise _wrong(_FIELD, f"{text_field!r} of {file} holds {kind}, not text; choose a column of strings")
         first = 0
-        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=[text_field]):
+        for batch in table.batches([text_field]):
             try:
                 texts = batch.column(0).to_pylist()
             except UnicodeDecodeError:

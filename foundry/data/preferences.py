@@ -32,7 +32,7 @@ def preference_files(
     num_workers: int = 0,
     packing: bool = False,
 ) -> DataSplits:
-    """The user's own preferences: rows of JSONL or Parquet with `prompt`, `chosen` and `rejected`.
+    """The user's own preferences: rows of files with `prompt`, `chosen` and `rejected`.
 
     Each is a text or a list of messages. Without a prompt, the messages with which both answers begin are it.
 

@@ -49,7 +49,7 @@ def prompt_files(
     num_workers: int = 0,
     packing: bool = False,
 ) -> DataSplits:
-    """The user's own prompts: rows of JSONL or Parquet with `prompt`, or with `messages`, and any other columns.
+    """The user's own prompts: rows of files with `prompt`, or with `messages`, and any other columns.
 
     Args:
         seed: unused: the split depends on the rows' order only.

@@ -1,6 +1,7 @@
-"""Rows of JSON, JSONL and Parquet files, read one after another, each with its place."""
+"""Rows of JSON, JSONL, Parquet, Arrow and CSV files, read one after another, each with its place."""
 
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.data.files import ROWS, TABLES, open_bytes, opened_table, suffix_of
 
-_ROWS_PER_BATCH = 1024
 _Read = TypeVar("_Read")
 
 
@@ -46,7 +47,7 @@ class FileRows:
         columns: those of which one must be there.
         key: the setting that names the files, for what is wrong with them.
         first_file: the number of the first of them.
-        reads_all: read all columns; else, of Parquet, no others than `columns`.
+        reads_all: read all columns; else, of a table, no others than `columns`.
     """
 
     files: Sequence[Path]
@@ -62,7 +63,7 @@ class FileRows:
             ConfigError: a file cannot be read, or has none of the columns.
         """
         for number, file in enumerate(self.files, self.first_file):
-            read = _parquet_rows if file.suffix == ".parquet" else _object_rows
+            read = _table_rows if ROWS[suffix_of(file)] in TABLES else _object_rows
             yield from readable(partial(read, number, self), self.key, file)
 
     @cached_property
@@ -87,7 +88,7 @@ def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> I
         where = f"byte {error.start} is {error.object[error.start : error.start + 1]!r}"
         message = f"{file} is not text in UTF-8 ({where}); convert it, as with iconv -t UTF-8"
         raise ConfigError(Violation(key, message)) from error
-    except (OSError, ValueError, RecursionError, MemoryError, ArrowException) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, MemoryError, ArrowException) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(Violation(key, f"{file} cannot be read: {reason}; repair it or leave it out")) from error
 
@@ -98,9 +99,8 @@ def json_rows(file: Path) -> Iterator[tuple[str, int, Any, str | None]]:
     Yields:
         What a row is called ("line" or "item"), its number from one, its value, and why it cannot be read or None.
     """
-    with file.open("rb") as stream:
-        is_list = file.suffix == ".json" and stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        stream.seek(0)
+    with open_bytes(file) as stream:
+        is_list = suffix_of(file) == ".json" and stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         if is_list:
             for number, row in enumerate(json.loads(stream.read().decode("utf-8-sig")), 1):
                 yield "item", number, row, None
@@ -123,16 +123,14 @@ def _object_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
         yield Row(index, number, row if wrong is None else {}, wrong)
 
 
-def _parquet_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-    with pq.ParquetFile(file) as table:
-        names = table.schema_arrow.names
+def _table_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
+    with opened_table(file) as table:
+        names = table.schema.names
         if not (found := [name for name in rows.columns if name in names]):
             listed, wanted = ", ".join(sorted(names)) or "none", ", ".join(rows.columns)
             raise ConfigError(Violation(rows.key, f"{file} has the columns {listed}; none of {wanted} is there"))
         number = 0
-        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=names if rows.reads_all else found):
+        for batch in table.batches(names if rows.reads_all else found):
             try:
                 values = batch.to_pylist()
             except UnicodeDecodeError:

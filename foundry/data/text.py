@@ -51,17 +51,17 @@ def text_files(
     validation_path: str | None = None,
     num_workers: int = 0,
 ) -> DataSplits:
-    """The user's own text, JSONL or Parquet files.
+    """The user's own files of text and of rows.
 
     Args:
         seed: unused: the split depends on the documents' order only.
-        path: file, folder or glob; a text file is one document, a line of JSONL or row of Parquet is one.
+        path: file, folder or glob; a text file is one document, a row of any other is one.
         seq_len: tokens per sample.
         vocab_size: entries of the tokenizer.
         tokenizer: tokenizer.json or folder to use; None: train one on the training split.
         held_out: share of documents for validation, or of its end where there is one document only.
         cache_dir: folder for tokenizers and token arrays.
-        text_field: column or key of the text in JSONL and Parquet.
+        text_field: column or key of the text where files have rows.
         validation_path: files for validation; None: hold out a share of `path`.
         num_workers: unused: the loader's.
 

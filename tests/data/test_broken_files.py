@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import csv
 
 from foundry.config.errors import ConfigError
+from foundry.data.files import suffix_of
 from foundry.data.text import text_files
 
 ROWS = [f"Document {number}: the dog runs over the hill.\n" for number in range(30)]
@@ -37,10 +39,21 @@ def lines(rows):
 
 
 def write(path, content):
+    inner = Path(path.stem if path.suffix in (".gz", ".zst") else path.name).suffix
     if isinstance(content, pa.Table):
-        pq.write_table(content, path)
-    else:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        stream = pa.BufferOutputStream()
+        if inner == ".parquet":
+            pq.write_table(content, stream)
+        elif inner == ".csv":
+            csv.write_csv(content, stream)
+        else:
+            with pa.ipc.new_stream(stream, content.schema) as writer:
+                writer.write_table(content, max_chunksize=7)
+        content = stream.getvalue().to_pybytes()
+    content = content if isinstance(content, bytes) else content.encode()
+    if path.suffix in (".gz", ".zst"):
+        content = pa.compress(content, codec="gzip" if path.suffix == ".gz" else "zstd", asbytes=True)
+    path.write_bytes(content)
     return path
 
 
@@ -70,11 +83,28 @@ BROKEN = {
     "numbers.parquet": (pa.table({"text": [1, 2]}), "data.text_field", "int64, not text"),
     "lists.parquet": (pa.table({"text": [["a"], ["b"]]}), "data.text_field", "not text"),
     "bytes.parquet": (pa.table({"text": [b"a", b"b"]}), "data.text_field", "not text"),
+    "rows.arrow": (pa.table({"text": pa.array([], pa.string())}), "data.path", "no rows"),
+    "column.arrow": (pa.table({"body": ROWS}), "data.text_field", "body"),
+    "lists.arrow": (pa.table({"text": [["a"], ["b"]]}), "data.text_field", "not text"),
+    "no.arrow": (b"", "data.path", "cannot be read"),
+    "text.arrow": (b"not arrow" * 9, "data.path", "cannot be read"),
+    "no.csv": (b"", "data.path", "cannot be read"),
+    "head.csv": (b"text\n", "data.path", "no rows"),
+    "column.csv": (pa.table({"body": ROWS}), "data.text_field", "body"),
+    "ragged.csv": (b"text,other\na,b\nc\n", "data.path", "cannot be read"),
+    "latin.csv": (b"text\n" + b"gr\xfc\xdfe\n" * 9, "data.path", "invalid UTF8"),
+    "half.jsonl.gz": (lines(GOOD) + '{"text": "ab', "data.path", "line 31 is not JSON"),
+    "latin.txt.zst": ("grüße".encode("latin-1") * 50, "data.path", "UTF-8"),
     "latin.parquet": (
         pa.table({"text": pa.array([b"gr\xfc\xdfe"] * 9, pa.binary()).view(pa.string())}),
         "data.path",
         "rows 0 to 8 hold text that is not UTF-8",
     ),
+}
+BROKEN |= {
+    f"{what}.{name}": (content, "data.path", "cannot be read")
+    for name in ("txt.gz", "txt.zst", "jsonl.gz", "csv.zst")
+    for what, content in (("plain", "".join(ROWS).encode()), ("cut", None))
 }
 BROKEN["wide.txt"] = (("text " * 50).encode("utf-16"), "data.path", "UTF-8")
 
@@ -83,7 +113,12 @@ BROKEN["wide.txt"] = (("text " * 50).encode("utf-16"), "data.path", "UTF-8")
 @pytest.mark.parametrize("validation", [False, True], ids=["training", "validation"])
 def test_what_is_broken_is_named_with_its_place(tmp_path, name, validation):
     content, key, named = BROKEN[name]
-    broken = write(tmp_path / name, content)
+    broken = tmp_path / name
+    if name.startswith(("plain", "cut")):
+        whole = write(tmp_path / f"whole{name[3:]}", lines(GOOD)).read_bytes()
+        broken.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    else:
+        write(broken, content)
     if validation:
         good = write(tmp_path / "good.txt", "".join(ROWS))
         violation = refusal(good, validation_path=str(broken))
@@ -128,14 +163,17 @@ def test_a_folder_named_as_a_file_is_no_document(tmp_path):
     assert len(load(tmp_path / "texts").train) > 0
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.json", "rows.txt"])
+@pytest.mark.parametrize(
+    "name",
+    ["rows.jsonl", "rows.parquet", "rows.json", "rows.txt", "rows.arrow", "rows.csv", "rows.jsonl.gz", "rows.txt.zst"],
+)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_corruption_is_refused_in_a_line_or_harmless(name, data):
     with TemporaryDirectory() as folder:
         table = pa.table({"text": ROWS})
-        contents = {"rows.jsonl": lines(GOOD), "rows.json": json.dumps(GOOD), "rows.txt": "".join(ROWS)}
-        path = write(Path(folder, name), contents.get(name, table))
+        contents = {".jsonl": lines(GOOD), ".json": json.dumps(GOOD), ".txt": "".join(ROWS)}
+        path = write(Path(folder, name), contents.get(suffix_of(Path(name)), table))
         content = bytearray(path.read_bytes())
         for _ in range(data.draw(st.integers(1, 3))):
             start = data.draw(st.integers(0, len(content)))

@@ -101,19 +101,19 @@ class StdlibText(Text):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles(Text):
-    """Text, JSONL or Parquet files of the user's."""
+    """Text, JSONL, Parquet, Arrow or CSV files of the user's."""
 
     _target_: str = "foundry.data.text.text_files"
 
     path: str = setting(
         "???",
-        "file, folder or glob of .txt, .jsonl or .parquet files",
+        "file, folder or glob of text, JSONL, Parquet, Arrow or CSV files",
         path=True,
         aliases="data_path, dataset_path, data_dir, train_file, dataset",
         on_resume=OnResume.data,
     )
     text_field: str = setting(
-        "text", "column or key that holds the text in JSONL and Parquet", aliases="text_column, text_key"
+        "text", "column or key that holds the text where files have rows", aliases="text_column, text_key"
     )
     validation_path: str | None = setting(
         None,
@@ -195,11 +195,11 @@ class Conversations(Templated):
 
 @dataclass(frozen=True, kw_only=True)
 class RowFiles(Templated):
-    """Rows of the user's in JSONL or Parquet."""
+    """Rows of the user's in JSONL, Parquet, Arrow or CSV."""
 
     path: str = setting(
         "???",
-        "file, folder or glob of .jsonl or .parquet files",
+        "file, folder or glob of JSONL, Parquet, Arrow or CSV files",
         path=True,
         aliases="data_path, dataset_path, data_dir, train_file, dataset",
         on_resume=OnResume.data,
@@ -219,14 +219,14 @@ class RowFiles(Templated):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFiles(RowFiles, Conversations):
-    """Conversations of the user's in JSONL or Parquet: `messages`, or `prompt` and `completion`."""
+    """Conversations of the user's in JSONL, Parquet, Arrow or CSV: `messages`, or `prompt` and `completion`."""
 
     _target_: str = "foundry.data.chats.chat_files"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceFiles(RowFiles):
-    """Preferences of the user's in JSONL or Parquet: `prompt`, `chosen` and `rejected`, texts or lists of messages."""
+    """Preferences of the user's in files of rows: `prompt`, `chosen` and `rejected`, texts or lists of messages."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "pairs"})
 
@@ -235,7 +235,7 @@ class PreferenceFiles(RowFiles):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFiles(RowFiles):
-    """Prompts of the user's in JSONL or Parquet, texts or messages, with other columns for the environment."""
+    """Prompts of the user's in files of rows, texts or messages, with other columns for the environment."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "prompts"})
 
