@@ -316,6 +316,9 @@ def build_evaluators(
     if are_known and (wrong := list(check_metrics(config, dict.fromkeys(measured)))):
         raise ConfigError(wrong)
     if config.evaluation.write_samples and isinstance(objective, GenerativeObjective):
+        if data.tokens_per_sample is not None and data.tokenizer is None:
+            log.warning("no samples are drawn: the data has tokens and no tokenizer (data.tokenizer)")
+            return evaluators
         evaluators["drawn_samples"] = DrawnSamples(objective=objective, data=data)
     return evaluators
 

@@ -127,6 +127,7 @@ NEEDED = {
     "distributed=hsdp": ["distributed.num_replicas=1"],
     "scheduler=constant": ["scheduler.min_lr=0"],
     **{f"{group}={name}": ["hparams=diffusion"] for group, name in (("model", "dit"), ("data", "digits"))},
+    "data=tokens": ["data.path=setup.cfg"],
     "data=images": ["hparams=diffusion", "data.path=BASE"],
     "objective=diffusion": ["hparams=diffusion"],
     **{word: ["hparams=policy"] for word in ("data=demonstrations", "model=policy_dit", "evaluation=success")},

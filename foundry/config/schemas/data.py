@@ -124,6 +124,51 @@ class TextFiles(Text):
     )
 
 
+class TokenDtype(Enum):
+    """Of numbers in a file that does not say it."""
+
+    uint16 = "uint16"
+    uint32 = "uint32"
+    int32 = "int32"
+    int64 = "int64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFiles(Text):
+    """Tokens that another program has made: .bin of nanoGPT or llm.c, or NumPy's .npy."""
+
+    _target_: str = "foundry.data.token_files.token_files"
+
+    path: str = setting(
+        "???",
+        "file, folder or glob of .bin or .npy files",
+        path=True,
+        aliases="data_path, dataset_path, data_dir, train_file, dataset",
+        on_resume=OnResume.data,
+    )
+    validation_path: str | None = setting(
+        None,
+        "files for validation; null: hold out the end of each file",
+        path=True,
+        aliases="valid_data_path, validation_file",
+        on_resume=OnResume.data,
+    )
+    dtype: TokenDtype = setting(TokenDtype.uint16, "of the numbers in .bin files, which do not say it")
+    vocab_size: int = setting("${model_vocab_size:50304}", "entries of the model; all tokens are below", ge=1, le=10**8)
+    tokenizer: str | None = setting(
+        MODEL_TOKENIZER,
+        "tokenizer.json or folder that the tokens are of, for samples; null: there are none",
+        path=True,
+        aliases="tokenizer_name, tokenizer_path",
+        on_resume=OnResume.data,
+    )
+    held_out: float = setting(0.05, "share of the end of each file kept for validation", gt=0, lt=1)
+
+    def check(self) -> Iterator[Violation]:
+        """Any number of entries will do: nothing is tokenised."""
+        return iter(())
+
+
 class TrainOn(Enum):
     """Which answers of a conversation are learnt."""
 

@@ -1,0 +1,146 @@
+"""Tokens that another program has made."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.data import TokenDtype
+from foundry.data.token_files import SequencesOfFiles, token_files
+from foundry.data.token_sequences import TokenSequences
+
+TOKENS = np.arange(2000) * 7 % 300
+SEQ_LEN = 16
+
+
+@pytest.fixture
+def load(tmp_path):
+    def call(path, **changes):
+        own = {"seed": 1, "seq_len": SEQ_LEN, "vocab_size": 300, "held_out": 0.1}
+        own |= {"cache_dir": str(tmp_path / "cache"), "path": str(tmp_path / path)}
+        if "validation_path" in changes:
+            changes["validation_path"] = str(tmp_path / changes["validation_path"])
+        return token_files(**own | changes)
+
+    return call
+
+
+def with_header(tokens):
+    head = np.zeros(256, np.int32)
+    head[:3] = 20240520, 1, len(tokens)
+    return head.tobytes() + tokens.astype(np.uint16).tobytes()
+
+
+def samples(dataset):
+    return dataset.batch(range(len(dataset)))["tokens"].flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32", "int32", "int64", "llm.c", "npy", "npy of int32"])
+def test_the_same_tokens_from_every_kind_of_file(kind, tmp_path, load):
+    changes = {}
+    if kind == "llm.c":
+        (tmp_path / "a.bin").write_bytes(with_header(TOKENS))
+    elif kind.startswith("npy"):
+        np.save(tmp_path / "a.npy", TOKENS.astype(np.int32 if "32" in kind else np.uint16))
+    else:
+        TOKENS.astype(kind).tofile(tmp_path / "a.bin")
+        changes["dtype"] = TokenDtype[kind]
+    data = load("a.npy" if kind.startswith("npy") else "a.bin", **changes)
+    train, validation = TokenSequences(TOKENS[:1800], SEQ_LEN), TokenSequences(TOKENS[1800:], SEQ_LEN)
+    for found, expected in ((data.train, train), (data.validation, validation)):
+        assert len(found) == len(expected)
+        for name, value in expected.batch(range(len(expected))).items():
+            assert torch.equal(found.batch(range(len(expected)))[name], value)
+    assert data.tokens_per_sample == SEQ_LEN
+    assert data.notes["train_tokens"] == 1800
+    assert data.notes["dropped_train_tokens"] == train.dropped_tokens
+
+
+def test_validation_has_files_of_its_own_and_samples_keep_to_a_file(tmp_path, load):
+    (tmp_path / "parts").mkdir()
+    for part, (start, stop) in enumerate([(0, 500), (500, 507), (507, 1500)]):
+        TOKENS[start:stop].astype(np.uint16).tofile(tmp_path / "parts" / f"{part}.bin")
+    np.save(tmp_path / "val.npy", TOKENS[1500:])
+    data = load("parts", validation_path="val.npy")
+    expected = [TOKENS[:496], TOKENS[507:1499]]  # of 499 tokens with a successor 496, of 6 none, of 992 all
+    assert samples(data.train) == np.concatenate(expected).tolist()
+    assert len(data.train) == 31 + 0 + 62
+    assert len(data.validation) == 31
+    assert load("parts", validation_path="val.npy").fingerprint == data.fingerprint
+    assert len(pickle.dumps(data.train)) < 3000
+    assert samples(pickle.loads(pickle.dumps(data.train))) == samples(data.train)
+
+
+def test_files_are_looked_through_once(tmp_path, load):
+    TOKENS.astype(np.uint16).tofile(tmp_path / "a.bin")
+    load("a.bin")
+    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("facts.json")}
+    assert len(kept) == 1
+    load("a.bin", seq_len=8)
+    assert kept == {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("facts.json")}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "changes", "message"),
+    [
+        ("a.bin", TOKENS.astype(np.uint16).tobytes(), {"vocab_size": 299}, "token 299; set it to 300"),
+        (
+            "a.bin",
+            TOKENS.astype(np.uint16).tobytes(),
+            {"dtype": TokenDtype.uint32},
+            "other numbers than data.dtype says",
+        ),
+        (
+            "a.bin",
+            (TOKENS - 1).astype(np.int32).tobytes(),
+            {"dtype": TokenDtype.int32},
+            "has the token -1; other numbers",
+        ),
+        ("a.bin", b"", {}, "data.path: .*a.bin has 0 bytes, which are no tokens of uint16"),
+        ("a.bin", b"abc", {}, "data.path: .*a.bin has 3 bytes, which are no tokens of uint16"),
+        (
+            "a.bin",
+            with_header(TOKENS)[:-4],
+            {},
+            "data.path: .*a.bin has a header that says 2000 tokens, but not as many",
+        ),
+        ("a.npy", b"no", {}, "data.path: .*a.npy is no array of NumPy"),
+        ("a.npy", b"", {}, "data.path: .*a.npy is no array of NumPy"),
+        ("a.bin", TOKENS[:16].astype(np.uint16).tobytes(), {}, "data.seq_len: is 16 but no file has so many and one"),
+        ("a.bin", TOKENS[:100].astype(np.uint16).tobytes(), {}, "one more validation tokens, the longest 10; lower it"),
+        ("a.txt", b"x", {}, "data.path: .*has files of .txt; choose one kind of .bin, .npy"),
+    ],
+)
+def test_what_is_wrong_is_named(name, content, changes, message, tmp_path, load):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load(name, **changes)
+
+
+@pytest.mark.parametrize("array", [np.zeros((4, 4), np.uint16), np.zeros(99), np.array([{}], dtype=object)])
+def test_an_array_of_anything_else_is_refused_unread(array, tmp_path, load):
+    np.save(tmp_path / "a.npy", array, allow_pickle=True)
+    with pytest.raises(ConfigError, match=r"data.path: .*a.npy is (no array of NumPy|an array of)"):
+        load("a.npy")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 6), st.data())
+def test_a_batch_is_its_samples_wherever_they_lie(lengths, seq_len, data):
+    parts = [TokenSequences(100 * place + np.arange(length), seq_len) for place, length in enumerate(lengths)]
+    joined = SequencesOfFiles(parts)
+    every = [part[index] for part in parts for index in range(len(part))]
+    assert len(joined) == len(every)
+    indices = data.draw(st.lists(st.integers(0, len(every) - 1), max_size=9)) if every else []
+    batch = joined.batch(indices)
+    assert batch["tokens"].shape == (len(indices), seq_len)
+    for row, index in enumerate(indices):
+        for name, value in every[index].items():
+            assert torch.equal(batch[name][row], value)
+            assert torch.equal(joined[index][name], value)
+    with pytest.raises(IndexError):
+        joined.batch([len(every)])
