@@ -1,9 +1,11 @@
 """The parts of a run put together: a trainer at the point where the run starts or resumes."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from foundry.config.duration import Budget
 from foundry.config.frozen import plain, strict
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
+from foundry.data.splits import DataSplits
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
@@ -289,7 +292,16 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
         phases=resolve_phases(schedule, budget),
         step=step,
         metric=config.evaluation.metric,
+        data=_data_facts(config.data, setup.data),
     )
+
+
+def _data_facts(node: Any, data: DataSplits) -> dict[str, str]:
+    """What tells data from other data, for people and trackers."""
+    source = str(field_of(node, "path", ""))
+    name = Path(source).name or str(field_of(node, "_target_")).rpartition(".")[2]
+    digest = hashlib.sha256(str(data.identity()["content"]).encode(errors="surrogateescape")).hexdigest()[:32]
+    return {"name": name, "digest": digest, "source": source}
 
 
 def _dump(run_dir: Path, world: World) -> None:

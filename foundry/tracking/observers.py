@@ -24,7 +24,12 @@ def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:
     if config.mlflow and "mlflow" not in config.trackers:
         observers.append(
             MLflowTracker(
-                run_dir=run_dir, uri=config.uri, experiment_name=config.experiment_name, run_name=config.run_name
+                run_dir=run_dir,
+                uri=config.uri,
+                experiment_name=config.experiment_name,
+                run_name=config.run_name,
+                tags=config.tags,
+                note=config.note,
             )
         )
     return observers

@@ -44,6 +44,7 @@ class RunStarted:
         phases: of the learning rate.
         step: optimizer steps taken before, by an earlier start of the same run.
         metric: of an evaluation, by which the run is judged; None: by none.
+        data: what is learnt from: None, or `name`, `digest` and `source`, where it lies.
     """
 
     run_dir: Path
@@ -54,6 +55,7 @@ class RunStarted:
     phases: Sequence[Phase] = ()
     step: int = 0
     metric: str | None = "val_loss"
+    data: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,12 @@ class Tracking:
     uri: str | None = setting(None, "MLflow tracking URI; null: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db")
     experiment_name: str = setting("foundry", "MLflow experiment", aliases="project, project_name")
     run_name: str | None = setting(None, "MLflow run; null: the run directory's name, of a job what is swept")
+    tags: dict[str, Any] = setting(
+        dict, "further tags of the run in MLflow, by name, as a mapping", on_resume=OnResume.allowed
+    )
+    note: str | None = setting(
+        None, "about the run in words, on its page in MLflow", aliases="notes, description", on_resume=OnResume.allowed
+    )
     profile: Profile = field(default_factory=Profile)
     trackers: dict[str, Any] = setting(
         dict,
@@ -48,7 +54,11 @@ class Tracking:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Refuse trackers that are none, or whose package is missing."""
+        """Refuse trackers that are none, or whose package is missing, and tags that are no single values."""
+        for name, value in self.tags.items():
+            if isinstance(value, (dict, list)) or value is None:
+                message = f"is {shown(value)} but must be a text or a number"
+                yield Violation(f"tracking.tags.{name}", message)
         for name, node in self.trackers.items():
             key = f"tracking.trackers.{name}"
             if node is None:

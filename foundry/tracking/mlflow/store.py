@@ -3,6 +3,7 @@
 import fcntl
 import glob
 import itertools
+import json
 import logging
 import os
 import re
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Operation = dict[str, Any]
-"""`op` says what: start, params, tags, metrics, text, artifact or end; plain JSON values."""
+"""`op` says what: start, params, tags, metrics, data, text, artifact or end; plain JSON values."""
 
 OPERATIONS: dict[str, dict[str, type]] = {
     "start": {},
     "params": {"values": dict},
     "tags": {"values": dict},
     "metrics": {"values": dict, "time_ms": int, "step": int},
+    "data": {"name": str, "digest": str, "source": str, "profile": dict},
     "text": {"file": str, "text": str},
     "artifact": {"file": str, "to": str},
     "end": {"status": str, "time_ms": int},
@@ -104,6 +106,8 @@ class MlflowStore:
                 _log_params(client, run_id, first["values"])
             case "tags":
                 _set_tags(client, run_id, first["values"])
+            case "data":
+                _log_data(client, run_id, first)
             case "text":
                 client.log_text(run_id, first["text"], first["file"])
             case "artifact":
@@ -318,6 +322,19 @@ def _log_params(client: "MlflowClient", run_id: str, values: dict[str, str]) -> 
     for batch in _batches(params, _PARAMS_PER_REQUEST):
         client.log_batch(run_id, params=batch)
     _set_tags(client, run_id, {f"changed.{n}": v for n, v in wanted.items() if n in known and known[n] != v})
+
+
+def _log_data(client: "MlflowClient", run_id: str, operation: Operation) -> None:
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    dataset = Dataset(
+        name=operation["name"],
+        digest=operation["digest"],
+        source_type="local" if operation["source"] else "code",
+        source=json.dumps({"uri": operation["source"]}),
+        profile=json.dumps(operation["profile"]),
+    )
+    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
 
 def _set_tags(client: "MlflowClient", run_id: str, values: dict[str, str]) -> None:

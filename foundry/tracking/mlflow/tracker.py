@@ -19,6 +19,7 @@ from foundry.tracking.safe_observer import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "requeued": "KILLED"}
+_NOTE_TAG = "mlflow.note.content"
 _NO_METRICS = ("step", "samples")
 _COMPARED = ("loss", "val_loss")  # come first: MLflow's comparison of runs opens with the metric it was given first
 
@@ -37,6 +38,7 @@ class MLflowTracker:
         experiment_name: MLFLOW_EXPERIMENT_NAME stands in for the default.
         run_name: None: the run directory's name, or of a sweep's job what tells it from the others.
         tags: further tags; they win over foundry's own.
+        note: about the run in words, which MLflow shows on its page; None: none.
         finish_seconds: at the end of the run, how long to wait at most until everything is delivered; a new
             database alone takes seconds to create, on a busy machine tens.
     """
@@ -48,14 +50,15 @@ class MLflowTracker:
         uri: str | None = None,
         experiment_name: str = "foundry",
         run_name: str | None = None,
-        tags: Mapping[str, str] | None = None,
+        tags: Mapping[str, Any] | None = None,
+        note: str | None = None,
         finish_seconds: float = 60.0,
     ) -> None:
         self._run_dir = Path(run_dir)
         self._uri = tracking_uri(uri)
         self._experiment_name = experiment_name
         self._run_name = run_name
-        self._tags = dict(tags or {})
+        self._tags = dict(tags or {}) | ({} if note is None else {_NOTE_TAG: note})
         self._finish_seconds = finish_seconds
         self._delivery: Delivery | None = None
 
@@ -119,6 +122,10 @@ class MLflowTracker:
         yield {"op": "start"}
         yield {"op": "tags", "values": tags | {str(key): str(value) for key, value in masked(self._tags).items()}}
         yield {"op": "params", "values": {**swept, **flattened(config), **flattened(plan, "plan.")}}
+        if event.data is not None:
+            counts = event.plan.get("notes") or {}
+            profile = {name: value for name, value in masked(counts).items() if isinstance(value, (str, int, float))}
+            yield {"op": "data", **masked(event.data), "profile": profile}
         yield {"op": "text", "file": CONFIG, "text": yaml.safe_dump(_plain(config), sort_keys=False)}
 
     def _put_metrics(self, record: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@ import math
 import os
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -91,6 +92,23 @@ def test_a_run_is_in_the_database_of_the_current_directory(events, with_database
     kept = [path for path in with_database.rglob("*") if path.is_file()]
     assert not [path for path in kept if SECRET.encode() in path.read_bytes()]
     assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
+
+
+def test_data_tags_and_note_of_a_run(events, with_database):
+    data = {"name": "corpus", "digest": "d1ce" * 8, "source": "data/corpus"}
+    start = replace(events.start(), data=data)
+    start.plan["notes"] = {"train_tokens": 7, "skipped_rows": {}}
+    tracker = MLflowTracker(run_dir=events.run_dir, tags={"team": "arms", "try": 3}, note="*why*", finish_seconds=120)
+    for _ in range(2):  # a resumed run tells it again
+        tracker.on_start(start)
+        tracker.on_end(events.end())
+    run = run_of(events.run_dir, f"sqlite:///{with_database}/mlflow.db")
+    assert {"team": "arms", "try": "3", "mlflow.note.content": "*why*"}.items() <= run.data.tags.items()
+    (found,) = run.inputs.dataset_inputs
+    assert (found.dataset.name, found.dataset.digest) == ("corpus", "d1ce" * 8)
+    assert json.loads(found.dataset.source) == {"uri": "data/corpus"}
+    assert json.loads(found.dataset.profile) == {"train_tokens": 7}
+    assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
 def test_a_resumed_run_is_continued(events, with_database):
