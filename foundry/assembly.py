@@ -111,6 +111,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         constant_weight_decay=constant_weight_decay(config),
         progress=progress,
         budget=budget,
+        max_seconds=None if config.hparams.max_minutes is None else 60 * config.hparams.max_minutes,
         world=world,
         throughput=_build_throughput(setup, trained.unwrapped),
         watchdog=watchdog,

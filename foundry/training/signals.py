@@ -40,6 +40,7 @@ class Boundary(IntFlag):
     STOP_USR2 = 32
     COMPILE = 64
     EAGER = 128
+    TIME = 256
 
     @property
     def signum(self) -> signal.Signals | None:

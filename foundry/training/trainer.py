@@ -2,9 +2,10 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
@@ -32,6 +33,8 @@ from foundry.training.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
+_TIME_IS_UP = "hparams.max_minutes are over"
+
 
 @dataclass(frozen=True)
 class _Measured:
@@ -53,6 +56,7 @@ class Trainer:
         constant_weight_decay: what to log where the schedule has no weight decay: the optimizer's own.
         progress: the clock.
         budget: when the run ends.
+        max_seconds: of training, earlier starts included, after which it ends before that; None: it does not.
         world: this rank and the others.
         throughput: measures speed between logged steps.
         watchdog: ends a process that waits too long for the others.
@@ -80,6 +84,7 @@ class Trainer:
     constant_weight_decay: float
     progress: Progress
     budget: Budget
+    max_seconds: float | None
     world: World
     throughput: Throughput
     watchdog: Watchdog
@@ -104,6 +109,8 @@ class Trainer:
     _rollbacks: int = 0
     _rolled_back_to: int = -1
     _now: str = "starting"
+    _seconds_before: float = 0.0
+    _began: float = field(default_factory=time.monotonic)
 
     def fit(self, started: RunStarted) -> dict[str, Any]:
         """Run to the end of the budget, from wherever the clock stands.
@@ -119,6 +126,7 @@ class Trainer:
             Stopped: a signal came; the run is saved.
         """
         self._tell("on_start", started)
+        self._began = time.monotonic()
         self.throughput.start(self.progress.steps, self.progress.samples, self.progress.tokens)
         last = _Measured(stop_reason=self._stop_reason)
         with self._errors_explained(), CollectedBetweenSteps() as garbage:
@@ -164,6 +172,7 @@ class Trainer:
             "best": self.best.state_dict(),
             "compiling": self.compiling.state_dict(),
             "stop_reason": self._stop_reason,
+            **({} if self.max_seconds is None else {"seconds": self._seconds()}),
             "loss": self._loss if self._loss is not None and math.isfinite(self._loss) else None,
         }
 
@@ -183,6 +192,7 @@ class Trainer:
         if "compiling" in state:
             self.compiling.load_state_dict(state["compiling"])
         self._loss, self._stop_reason = state["loss"], state["stop_reason"]
+        self._seconds_before = state.get("seconds", 0.0)
 
     def _advance(self) -> "_Measured":
         """One optimizer step and what is due at its boundary."""
@@ -211,7 +221,7 @@ class Trainer:
         if done or (interval is not None and interval.due(progress.steps, before, after, tokens)):
             measured = self._measure(before)
         if not done and measured.stop_reason is None:
-            self._keep(self.checkpoints.is_due(progress.steps, before, after, tokens), measured)
+            return self._keep(self.checkpoints.is_due(progress.steps, before, after, tokens), measured, before)
         return measured
 
     def _measure(self, samples_before: int) -> "_Measured":
@@ -224,17 +234,28 @@ class Trainer:
         self._stop_reason = next((reason for reason in reasons if reason is not None), None)
         return _Measured(metrics, is_best, self._stop_reason)
 
-    def _keep(self, is_due: bool, measured: "_Measured") -> None:
-        """Save what is due, and stop if a signal came; ranks agree on both."""
+    def _keep(self, is_due: bool, measured: "_Measured", samples_before: int) -> "_Measured":
+        """Save what is due, stop if a signal came, and end where the time is up; ranks agree on all of it."""
         own = int(self.signals.flags) | self.compiling.flags
         if self.checkpoints.is_time():
             own |= Boundary.SAVE
+        if self.max_seconds is not None and self.world.is_main and self._seconds() >= self.max_seconds:
+            own |= Boundary.TIME
         agreed = self.rank_flags.exchange(own)  # a number: operators of flags take microseconds
         if agreed and (signum := Boundary(agreed).signum) is not None:
             self._stop(signum, measured)
+        if agreed & Boundary.TIME:
+            measured = measured if measured.metrics is not None else self._measure(samples_before)
+            self._stop_reason = measured.stop_reason or _TIME_IS_UP
+            return replace(measured, stop_reason=self._stop_reason)
         self.compiling.obey(agreed)
         if is_due or measured.is_best or agreed & Boundary.SAVE:
             self._save(measured, wait=False)
+        return measured
+
+    def _seconds(self) -> float:
+        """Of training, those of earlier starts included."""
+        return self._seconds_before + time.monotonic() - self._began
 
     def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
         self._doing("saving a checkpoint")
@@ -274,8 +295,9 @@ class Trainer:
         if state is None:
             log.error("%s; there is no checkpoint to go back to", spike)
             raise spike
-        position, tensors = self.source.state_dict(), self.source.tensors()
+        position, tensors, seconds = self.source.state_dict(), self.source.tensors(), self._seconds()
         self.load_state_dict(state)
+        self._seconds_before, self._began = seconds, time.monotonic()
         self.source.load_state_dict(position)
         self.source.load_tensors(tensors)
         self.source.rewind(self.progress.samples)

@@ -130,6 +130,15 @@ class HParams:
         source="total_train_samples",
         on_resume=OnResume.budget,
     )
+    max_minutes: float | None = setting(
+        None,
+        "minutes of training, those before a resume included, after which the run ends where it is; null: there is no "
+        "such limit",
+        gt=0,
+        le=10**9,
+        aliases="max_time, max_duration",
+        on_resume=OnResume.budget,
+    )
     loss_function: str = setting(
         "cross_entropy",
         "cross_entropy (language models), mse (diffusion) or l1 (regression of actions)",

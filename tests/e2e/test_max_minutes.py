@@ -1,0 +1,53 @@
+"""`hparams.max_minutes`: a run that ends where it is when its time is up."""
+
+import json
+
+import pytest
+from tiny import TINY_LM
+
+RUN = [*TINY_LM, "precision=fp32", "tracking=none", "evaluation.write_samples=false", "evaluation.interval=null"]
+RUN += ["hparams.max_steps=400", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=4", "checkpoint=default"]
+
+
+def read(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("layout", [[], ["distributed=ddp", "distributed.nproc_per_node=2"]], ids=["one", "two"])
+def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(shell, layout):
+    words = [*RUN, *layout, "hydra.run.dir=run"]
+    shell.run(*words, "hparams.max_minutes=0.0001")
+    folder = shell.cwd / "run"
+    result, status = read(folder, "result.json"), read(folder, "status.json")
+    ended = result["step"]
+    assert 1 <= ended < 400
+    assert (status["state"], status["reason"]) == ("finished", "hparams.max_minutes are over")
+    assert (folder / "checkpoints" / f"step_{ended:08d}").is_dir()
+    last = [record for record in records(folder) if "val_loss" in record][-1]
+    assert (last["step"], last["val_loss"]) == (ended, result["val_loss"])
+
+    kept = {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
+    shell.run(*words, "hparams.max_minutes=0.0001")  # it has its result
+    assert read(folder, "result.json") == result
+    assert kept == {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
+
+    # The time before counts: this is over after one more step, or two where ranks agree one step late.
+    shell.run(*words, "hparams.max_minutes=0.00010001")
+    assert ended < read(folder, "result.json")["step"] <= ended + 2
+
+    shell.run(*words, "hparams.max_minutes=null")
+    shell.run(*RUN, *layout, "hydra.run.dir=whole")
+    assert read(folder, "result.json")["step"] == 400
+    whole = {record["step"]: record["loss"] for record in records(shell.cwd / "whole") if "loss" in record}
+    found = {record["step"]: record["loss"] for record in records(folder) if "loss" in record}
+    assert found == whole
+
+
+def test_one_that_takes_longer_than_its_budget_does_not_notice(shell):
+    shell.run(*RUN, "hparams.max_steps=4", "hparams.max_minutes=60", "hydra.run.dir=run")
+    assert read(shell.cwd / "run", "status.json")["reason"] == ""
+    assert read(shell.cwd / "run", "result.json")["step"] == 4
