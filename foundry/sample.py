@@ -93,12 +93,15 @@ def _read_image(file: str, size: int | None) -> Any:
     """
     import torch
 
-    from foundry.data.pictures import decode_picture, fitted
+    from foundry.config.schemas.data import PictureFit
+    from foundry.data.pictures import read_picture
 
     if size is None:
         raise ConfigError(Violation("image", f"is {file} but the model looks at no picture; leave it out"))
     try:
-        return torch.from_numpy(fitted(decode_picture(Path(file).expanduser().read_bytes()), size).copy())
+        return torch.from_numpy(
+            read_picture(Path(file).expanduser(), size=size, channels=3, fit=PictureFit.stretch).copy()
+        )
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(Violation("image", f"is {file}, which cannot be looked at: {reason}")) from None

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foundry.config.schemas.data import OnBadRow, TrainOn
+from foundry.config.schemas.data import OnBadRow, PictureFit, TrainOn
 from foundry.data.cached_folder import cached_folder
 from foundry.data.chat import ChatTemplate, Segment
 from foundry.data.chats import RowForm, RowSource, chat_splits, find_rows, read_messages, trained_segments
 from foundry.data.examples import BadRowError
 from foundry.data.file_digests import file_digests
 from foundry.data.picture_examples import RowPictures
-from foundry.data.pictures import decode_picture, fitted
+from foundry.data.pictures import read_picture
 from foundry.data.rows import Row
 from foundry.data.splits import DataSplits
 from foundry.run_dir.files import read_text
@@ -139,7 +139,7 @@ def _fill(files: Sequence[Path], missing: Mapping[str, str], size: int, folder: 
         try:
             if str(file) in missing:
                 raise ValueError(missing[str(file)])
-            images[number] = fitted(decode_picture(file.read_bytes()), size)
+            images[number] = read_picture(file, size=size, channels=3, fit=PictureFit.stretch)
         except (OSError, ValueError) as error:
             wrong[number] = getattr(error, "strerror", None) or str(error)
     images.flush()

@@ -21,8 +21,8 @@ Pixels = NDArray[np.uint8]
 """(height, width, 3) uint8, red, green and blue."""
 
 
-def decode_picture(content: bytes, size: tuple[int, int] | None = None) -> Pixels:
-    """A file of a picture, of the height and width that are known before it is decoded; None: of any.
+def decode_picture(content: bytes, size: tuple[int, int]) -> Pixels:
+    """A file of a picture, of which the height and width are known before it is decoded.
 
     Raises:
         ValueError: it is none, or of another size.
@@ -31,7 +31,7 @@ def decode_picture(content: bytes, size: tuple[int, int] | None = None) -> Pixel
 
     try:
         with Image.open(BytesIO(content), formats=_FORMATS) as picture:
-            if size is not None and picture.size != size[::-1]:
+            if picture.size != size[::-1]:
                 raise ValueError(f"is {picture.size[1]} by {picture.size[0]} pixels, not {size[0]} by {size[1]}")
             return np.asarray(picture.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:

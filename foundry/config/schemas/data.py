@@ -319,13 +319,13 @@ class AboutPictures(Tokenised):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageChatFiles(AboutPictures):
-    """Conversations of the user's in JSONL or Parquet, each with `image`, the path of a picture."""
+    """Conversations of the user's in files of rows, each with `image`, the path of a picture."""
 
     _target_: str = "foundry.data.image_chats.image_chat_files"
 
     path: str = setting(
         "???",
-        "file, folder or glob of .jsonl or .parquet files",
+        "file, folder or glob of JSONL, Parquet, Arrow or CSV files",
         path=True,
         aliases="data_path, dataset_path, data_dir, train_file, dataset",
         on_resume=OnResume.data,
