@@ -12,7 +12,7 @@ from hydra import main as hydra_main
 from omegaconf import DictConfig
 
 from foundry.cli import enter, in_run_dir
-from foundry.config.command import parse_options
+from foundry.config.command import asks_for_help, help_text, output_may_close, parse_options
 from foundry.config.compose import CONFIG_NAME, config_dir
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.resolvers import world_size
@@ -149,6 +149,11 @@ def _measured(run_dir: Path) -> float:
 
 def main() -> None:
     """The entry point; arguments that start with `plan.` are this command's, all others the run's."""
+    if asks_for_help(sys.argv[1:]):
+        doc = __doc__.split(": ", 1)[1] + "\n\nAll options of a run, which `python -m foundry --help` lists, and:"
+        with output_may_close():
+            sys.stdout.write(help_text(PlanOptions, "foundry.plan", doc, prefix=_PREFIX))
+        return
     own = [word.removeprefix(_PREFIX) for word in sys.argv[1:] if word.startswith(_PREFIX)]
     sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(_PREFIX)]
 

@@ -21,6 +21,14 @@ from foundry.tracking.mlflow.destination import (
 from foundry.tracking.mlflow.queue import read_pending, send_file
 from foundry.tracking.mlflow.store import MlflowStore, resolve_file
 
+_HELP = """python -m foundry.sync key=value ...
+
+send to MLflow what it missed.
+
+  dir              run directory (required)
+  uri              tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default (default None)
+"""
+
 
 def send_pending(run_dir: Path, uri: str | None = None) -> int:
     """Send what a run could not deliver, and remove the file it was kept in.
@@ -99,6 +107,9 @@ def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; 0 when nothing is pending any more, 1 when MLflow did not take it, 2 for an error."""
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(_HELP)
+        return 0
     given = dict(argument.partition("=")[::2] for argument in arguments)
     run_dir = Path(given.get("dir", "").replace("\0", ""))
     if not given.get("dir") or not given.keys() <= {"dir", "uri"} or not run_dir.is_dir():

@@ -55,8 +55,8 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
     overrides = sys.argv[1:]
     try:
         with output_may_close():
-            if {"-h", "--help"} & set(overrides):
-                sys.stdout.write(_help(schema, name, doc))
+            if asks_for_help(overrides):
+                sys.stdout.write(help_text(schema, name, doc))
             else:
                 run(parse_options(schema, overrides))
     except ConfigError as error:
@@ -178,10 +178,24 @@ def check_writable(key: str, folder: Path) -> None:
         raise ConfigError(Violation(key, f"is {folder} but {there} cannot be written into; choose another"))
 
 
-def _help(schema: type[Options], name: str, doc: str) -> str:
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether a command is to say what it does, and do nothing."""
+    return bool({"-h", "--help"} & set(arguments))
+
+
+def help_text(schema: type[Options], name: str, doc: str, *, prefix: str = "") -> str:
+    """What a command does, and its options.
+
+    Args:
+        schema: of the options.
+        name: as typed.
+        doc: what it does.
+        prefix: of the options' names.
+    """
     lines = [f"python -m {name} key=value ...", "", doc, ""]
+    width = max(16, *(len(prefix + item.name) for item in fields(schema)))  # type: ignore[arg-type]
     for item in fields(schema):  # type: ignore[arg-type]
         value = item.default.name if isinstance(item.default, Enum) else item.default
         default = "required" if value in ("???", NO_DEFAULT) else f"default {value}"
-        lines.append(f"  {item.name:<16} {item.metadata.get('doc', '')} ({default})")
+        lines.append(f"  {prefix + item.name:<{width}} {item.metadata.get('doc', '')} ({default})")
     return "\n".join(lines) + "\n"

@@ -105,3 +105,23 @@ def test_a_plan_never_overwrites_a_run(lm, shell):
     _, stderr = shell.run(*TINY_LM, f"hydra.run.dir={run_dir}", module="foundry.plan", code=2)
     assert "hydra.run.dir: is " in stderr
     assert (run_dir / "plan.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("plan", ["plan.every", "plan.device_gib"]),
+        ("eval", ["run", "max_samples"]),
+        ("export", ["out", "dtype"]),
+        ("sample", ["prompt", "labels"]),
+        ("report", ["dir", "watch"]),
+        ("diff", ["run", "against", "picture"]),
+        ("sync", ["dir", "uri"]),
+    ],
+)
+def test_every_command_says_what_it_takes(shell, command, options):
+    out, err = shell.run("--help", module=f"foundry.{command}")
+    assert err == ""
+    assert out.startswith(f"python -m foundry.{command} key=value ...\n")
+    assert set(options) <= {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
+    assert list(shell.cwd.iterdir()) == []
