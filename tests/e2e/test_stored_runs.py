@@ -1,0 +1,59 @@
+"""Run directories of earlier versions are opened, continued and exported by this one.
+
+`tests/stored/run-0.1` is what `python -m foundry` with `WORDS` and `hparams.max_steps=4` left on a CPU, without what
+Hydra and people read. A later version adds a directory of its own beside it, and changes none.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+STORED = Path(__file__).parents[1] / "stored"
+WORDS = [
+    *("data=arithmetic", "data.form=text", "data.vocab_size=257", "data.num_rows=2000", "data.seq_len=32"),
+    *("model.hidden_size=16", "model.intermediate_size=32", "model.num_layers=1", "model.num_heads=2"),
+    *("model.num_kv_heads=2", "optimizer=adamw", "precision=fp32", "hparams.global_batch_size=4"),
+    *("hparams.per_gpu_batch_size=4", "hparams.ema_decay=0.9", "scheduler.horizon=6", "scheduler.warmup=1"),
+    *("tracking=none", "tracking.plots=false", "tracking.log_every_n_steps=1", "evaluation.max_samples=16"),
+    *("objective.sample_tokens=8", "checkpoint.interval=2", "checkpoint.keep_last=1", "hydra.run.dir=run"),
+]
+LOSSES = [5.340625286102295, 5.330583095550537]
+"""Of steps 5 and 6, as the version that made the directory went on to."""
+VAL_LOSS = 5.333653211593628
+
+
+@pytest.fixture
+def stored(shell):
+    shutil.copytree(STORED / "run-0.1", shell.cwd / "run", symlinks=True)
+    return shell.cwd / "run"
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_finished_run_has_its_result(shell, stored):
+    before = (stored / "metrics.jsonl").read_text()
+    shell.run(*WORDS, "hparams.max_steps=4")
+    assert (stored / "metrics.jsonl").read_text() == before
+
+
+def test_it_is_continued_as_the_version_that_made_it_would_have(shell, stored):
+    shell.run(*WORDS, "hparams.max_steps=6")
+    found = [record["loss"] for record in records(stored) if "loss" in record]
+    assert found[4:] == pytest.approx(LOSSES, rel=2e-6)
+    assert json.loads((stored / "result.json").read_text())["val_loss"] == pytest.approx(VAL_LOSS, rel=2e-6)
+
+
+def test_it_is_measured_drawn_from_exported_and_started_from(shell, stored):
+    own = json.loads((stored / "result.json").read_text())["val_loss"]
+    shell.run("run=run", "max_samples=16", "out=measured.json", module="foundry.eval")
+    assert json.loads((shell.cwd / "measured.json").read_text())["loss"] == pytest.approx(own, rel=2e-6)
+    shell.run("run=run", "prompt='1+1'", "max_new_tokens=4", "out=drawn", module="foundry.sample")
+    shell.run("run=run", "out=exported", module="foundry.export")
+    assert (shell.cwd / "exported" / "model.safetensors").is_file()
+    words = [*WORDS[1:5], "data=arithmetic", "model=base", "model.path=run", "debug=fast", "precision=fp32"]
+    shell.run(*words, "tracking=none", "hydra.run.dir=started")
+    assert records(shell.cwd / "started")[0]["loss"] < 5.5  # drawn weights begin at 5.56
