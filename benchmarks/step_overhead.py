@@ -157,6 +157,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         constant_weight_decay=ADAMW["weight_decay"],
         progress=Progress(samples_per_epoch=SAMPLES, tokens_per_sample=None),
         budget=budget,
+        max_seconds=None,
         world=world,
         throughput=Throughput(world_size=1, device=world.device, precision=PrecisionMode.fp32),
         watchdog=Watchdog(600.0, 0),
