@@ -82,7 +82,7 @@ def measure(size: str, how: str, ranks: int) -> dict[str, float]:
         )
     seconds = time.perf_counter() - began
     held = sum(local_part(p).nbytes for p in parallel.model.parameters() if not p.is_meta)
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    peak_mib = _peak_resident_mib() - before
     return {"seconds": seconds, "held_mib": held / _MIB, "peak_mib": peak_mib}
 
 
@@ -90,6 +90,12 @@ def _resident_mib() -> float:
     """Of what is resident; the peak until then was no higher by much, since nothing large has been freed."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / _MIB
+
+
+def _peak_resident_mib() -> float:
+    """Of this program: `ru_maxrss` would begin with what the process had that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 def main() -> None:

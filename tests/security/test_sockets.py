@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
-LISTENING = "0A"  # include/net/tcp_states.h
+LISTENING, UNCONNECTED = "0A", "07"  # include/net/tcp_states.h
 
 
 def family(pid):
@@ -51,12 +51,15 @@ def address(text):
 
 
 def listening(pids):
-    """(protocol, address) of every socket of these processes that anybody may connect, or send, to."""
+    """(protocol, address) of every socket of these processes that anybody may connect, or send, to.
+
+    One of UDP that is connected, as the C library's for a moment when it looks up a name, hears its peer alone.
+    """
     own = set().union(*map(sockets, pids))
     for protocol in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[9] in own and (fields[3] == LISTENING or protocol.startswith("udp")):
+            if fields[9] in own and fields[3] == (UNCONNECTED if protocol.startswith("udp") else LISTENING):
                 yield protocol, address(fields[1].split(":")[0])
 
 
