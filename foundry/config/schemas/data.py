@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.image_folder import class_folders
@@ -17,6 +17,17 @@ LONGEST_ANSWER = "${oc.select:objective.max_new_tokens,0}"
 """What a prompt leaves room for, where the objective generates answers."""
 CHAT_TEMPLATES = ("plain", "chatml")
 """Those that foundry has."""
+
+
+def _files(doc: str) -> Any:
+    """Where samples lie; whether a resumed run may have them elsewhere, their content tells."""
+    aliases = "data_path, dataset_path, data_dir, train_file, dataset"
+    return setting("???", doc, path=True, aliases=aliases, on_resume=OnResume.data)
+
+
+def _validation_files(doc: str) -> Any:
+    """Likewise of those that are held out; null: there are none."""
+    return setting(None, doc, path=True, aliases="valid_data_path, validation_file", on_resume=OnResume.data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,23 +116,11 @@ class TextFiles(Text):
 
     _target_: str = "foundry.data.text.text_files"
 
-    path: str = setting(
-        "???",
-        "file, folder or glob of text, JSONL, Parquet, Arrow or CSV files",
-        path=True,
-        aliases="data_path, dataset_path, data_dir, train_file, dataset",
-        on_resume=OnResume.data,
-    )
+    path: str = _files("file, folder or glob of text, JSONL, Parquet, Arrow or CSV files")
     text_field: str = setting(
         "text", "column or key that holds the text where files have rows", aliases="text_column, text_key"
     )
-    validation_path: str | None = setting(
-        None,
-        "files for validation; null: hold out a share of `path`",
-        path=True,
-        aliases="valid_data_path, validation_file",
-        on_resume=OnResume.data,
-    )
+    validation_path: str | None = _validation_files("files for validation; null: hold out a share of `path`")
 
 
 class TokenDtype(Enum):
@@ -139,20 +138,8 @@ class TokenFiles(Text):
 
     _target_: str = "foundry.data.token_files.token_files"
 
-    path: str = setting(
-        "???",
-        "file, folder or glob of .bin or .npy files",
-        path=True,
-        aliases="data_path, dataset_path, data_dir, train_file, dataset",
-        on_resume=OnResume.data,
-    )
-    validation_path: str | None = setting(
-        None,
-        "files for validation; null: hold out the end of each file",
-        path=True,
-        aliases="valid_data_path, validation_file",
-        on_resume=OnResume.data,
-    )
+    path: str = _files("file, folder or glob of .bin or .npy files")
+    validation_path: str | None = _validation_files("files for validation; null: hold out the end of each file")
     dtype: TokenDtype = setting(TokenDtype.uint16, "of the numbers in .bin files, which do not say it")
     vocab_size: int = setting("${model_vocab_size:50304}", "entries of the model; all tokens are below", ge=1, le=10**8)
     tokenizer: str | None = setting(
@@ -242,20 +229,8 @@ class Conversations(Templated):
 class RowFiles(Templated):
     """Rows of the user's in JSONL, Parquet, Arrow or CSV."""
 
-    path: str = setting(
-        "???",
-        "file, folder or glob of JSONL, Parquet, Arrow or CSV files",
-        path=True,
-        aliases="data_path, dataset_path, data_dir, train_file, dataset",
-        on_resume=OnResume.data,
-    )
-    validation_path: str | None = setting(
-        None,
-        "files for validation; null: hold out a share of `path`",
-        path=True,
-        aliases="valid_data_path, validation_file",
-        on_resume=OnResume.data,
-    )
+    path: str = _files("file, folder or glob of JSONL, Parquet, Arrow or CSV files")
+    validation_path: str | None = _validation_files("files for validation; null: hold out a share of `path`")
     on_bad_row: OnBadRow = setting(
         OnBadRow.refuse,
         "what becomes of rows that are no JSON, hold something else, have no answer or too many tokens: refuse or skip",
@@ -323,20 +298,8 @@ class ImageChatFiles(AboutPictures):
 
     _target_: str = "foundry.data.image_chats.image_chat_files"
 
-    path: str = setting(
-        "???",
-        "file, folder or glob of JSONL, Parquet, Arrow or CSV files",
-        path=True,
-        aliases="data_path, dataset_path, data_dir, train_file, dataset",
-        on_resume=OnResume.data,
-    )
-    validation_path: str | None = setting(
-        None,
-        "files for validation; null: hold out a share of `path`",
-        path=True,
-        aliases="valid_data_path, validation_file",
-        on_resume=OnResume.data,
-    )
+    path: str = _files("file, folder or glob of JSONL, Parquet, Arrow or CSV files")
+    validation_path: str | None = _validation_files("files for validation; null: hold out a share of `path`")
     on_bad_row: OnBadRow = setting(
         OnBadRow.refuse,
         "what becomes of rows that are no JSON, hold something else, have no answer, no picture that can be read, or "
