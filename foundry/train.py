@@ -121,6 +121,7 @@ def _train(setup: Setup, observers: list[Observer], held: ExitStack) -> RunResul
         folder.refill = partial(refill, setup.config, started.plan, setup.data, held)
         observers.insert(0, FolderWatch(folder, observers, trainer.evaluation.move))
     trainer.observers = observers
+    held.callback(trainer.checkpoints.close)
     with trainer.watchdog, trainer.signals:
         result = trainer.fit(started)
     return RunResult(setup.run_dir if folder is None else folder.path, result)

@@ -123,6 +123,11 @@ class ShardedCheckpointManager:
         """
         self.checkpointer.finish()
 
+    def close(self) -> None:
+        """Wait for a save that is still being written, unless it may need ranks that are gone."""
+        if self.world.world_size == 1:
+            self.checkpointer.join()
+
     def roll_back(self) -> dict[str, Any] | None:
         """Bring back the weights and optimizers of the newest checkpoint; its trainer's state, None if there is none.
 
@@ -164,6 +169,9 @@ class NoCheckpoints:
 
     def finish(self) -> None:
         """Wait for nothing."""
+
+    def close(self) -> None:
+        """Nothing is being written."""
 
     def roll_back(self) -> None:
         """There is nothing to go back to."""

@@ -370,6 +370,10 @@ class CheckpointManager(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """However the run ends, leave nothing that is being written; not called by all ranks where one is gone."""
+        ...
+
     def roll_back(self) -> dict[str, Any] | None:
         """Bring back the newest checkpoint's weights and optimizers; returns the trainer's state, None without one."""
         ...

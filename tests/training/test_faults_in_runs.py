@@ -3,11 +3,16 @@
 import itertools
 import json
 import logging
+import time
 from dataclasses import replace
 
 import composition
 import pytest
+from run_events import EndsAfter, Interrupted
 
+from foundry.checkpoint import saver
+from foundry.library import run
+from foundry.run_dir.checkpoints import list_checkpoints, parse_step
 from foundry.tracking.metrics_file import read_metrics
 from foundry.train import train
 from foundry.training.guards import LossSpike, NonFiniteError
@@ -134,3 +139,16 @@ def test_a_run_stops_early_and_stays_finished(configure, tmp_path):
     assert status["state"] == "finished"
     assert "has not improved" in status["reason"]
     assert train(config, tmp_path / "run").result == result
+
+
+def test_a_run_that_fails_leaves_no_save_unfinished(configure, tmp_path, monkeypatch):
+    def slowly(*args):
+        time.sleep(1)
+        return write_shard(*args)
+
+    write_shard = saver.write_shard
+    monkeypatch.setattr(saver, "write_shard", slowly)
+    config = configure("hparams.max_steps=12")
+    with pytest.raises(Interrupted):
+        run(config, tmp_path / "run", observers=[EndsAfter(11)])
+    assert [parse_step(folder) for folder in list_checkpoints(tmp_path / "run")] == [10]
