@@ -19,6 +19,14 @@ def smooth_picture(number):
     return np.stack([down, right, np.full_like(down, 10 * number)], axis=-1).astype(np.uint8)
 
 
+def recorded():
+    """State (frames, 3), actions (frames, 2) and pictures (frames, SIZE, SIZE, 3) of all episodes."""
+    draw, frames = np.random.default_rng(0), sum(LENGTHS)
+    state = draw.normal(size=(frames, 3)).astype(np.float32)
+    actions = draw.normal(size=(frames, 2)).astype(np.float32)
+    return state, actions, np.stack([smooth_picture(number) for number in range(frames)])
+
+
 def write_by_hand(folder, *, kind=None, change_info=None):
     """Write four episodes over two data files in two chunks, their rows not in order; returns what they hold.
 
@@ -27,10 +35,7 @@ def write_by_hand(folder, *, kind=None, change_info=None):
         kind: of the pictures: None, image or video; of videos two episodes share a file.
         change_info: called with the content of info.json before it is written.
     """
-    draw, frames = np.random.default_rng(0), sum(LENGTHS)
-    state = draw.normal(size=(frames, 3)).astype(np.float32)
-    actions = draw.normal(size=(frames, 2)).astype(np.float32)
-    pictures = np.stack([smooth_picture(number) for number in range(frames)])
+    (state, actions, pictures), frames = recorded(), sum(LENGTHS)
     episode = np.repeat(range(len(LENGTHS)), LENGTHS)
     starts = np.cumsum(LENGTHS) - LENGTHS
     frame = np.arange(frames) - starts[episode]

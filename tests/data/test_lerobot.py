@@ -3,12 +3,13 @@
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from lerobot_parts import CAMERA, FPS, LENGTHS, SIZE, smooth_picture, write_by_hand
+from lerobot_parts import CAMERA, FPS, LENGTHS, SIZE, recorded, smooth_picture, write_by_hand
 
 from foundry.config.errors import ConfigError
 from foundry.config.lerobot import read_info
@@ -41,6 +42,19 @@ def test_what_was_written_by_hand_is_read_exactly(folder, tmp_path):
     assert recording.lengths.tolist() == list(LENGTHS)
     assert recording.images is None
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(("kind", "times"), [("image", 1), pytest.param("video", 4, marks=needs_av)])
+def test_what_lerobot_has_written_is_read(kind, times, tmp_path):
+    stored = Path(__file__).parents[1] / "stored" / "lerobot-0.4.4" / kind  # by tests/stored/write_lerobot.py
+    state, actions, pictures = recorded()
+    recording = read(stored, tmp_path, pictures=(CAMERA, times * SIZE))
+    assert np.array_equal(recording.state, state)
+    assert np.array_equal(recording.actions, actions)
+    assert recording.lengths.tolist() == list(LENGTHS)
+    shown = pictures.repeat(times, axis=1).repeat(times, axis=2).astype(int)
+    error = np.abs(recording.images.transpose(0, 2, 3, 1) - shown)
+    assert error.max() == 0 if kind == "image" else error.mean(axis=(1, 2, 3)).max() < 3
 
 
 def test_pictures_in_rows_are_decoded_once_and_exactly(folder, tmp_path):
