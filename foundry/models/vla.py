@@ -101,9 +101,7 @@ class VLA(nn.Module):
 
         A trained parameter without a gradient would be an error under DDP, and decay under AdamW.
         """
-        last = cast(TransformerBlock, self.backbone.model.layers[-1])
-        unread = (last.self_attn.q_proj, last.self_attn.o_proj, last.post_attention_layernorm, last.mlp)
-        for module in (*unread, self.backbone.model.norm, self.backbone.lm_head):
+        for module in (*_after_keys(self.backbone), self.backbone.model.norm, self.backbone.lm_head):
             if module is not None:
                 module.requires_grad_(False)
 
@@ -148,8 +146,7 @@ class VLA(nn.Module):
         return self._read(images, instruction)
 
     def _read(self, images: Tensor, instruction: Tensor) -> Observed:
-        _, kept, is_visible = self.backbone.trunk(instruction, images)
-        return Observed(kept, is_visible)
+        return Observed(*self.backbone.observe(instruction, images))
 
     def _rotation(self, is_visible: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of state and actions, (batch, 1, horizon + 1, head_dim), after the words of each row."""
@@ -186,17 +183,25 @@ class VLA(nn.Module):
     def flops_per_sample(self) -> float:
         """FLOPs of a forward and backward pass over one sample with the longest instruction.
 
-        Those of the backbone without its head; of the expert 6 N a token and 12 L H a pair of tokens of which the
+        Those of the backbone without its head and what comes after its last keys and values; of the expert 6 N a token and 12 L H a pair of tokens of which the
         first is the expert's, with N the parameters of its matrix products, L layers, H their width.
         """
         words = self.backbone.max_seq_len
         head = self.backbone.model.embed_tokens if self.backbone.lm_head is None else self.backbone.lm_head
+        unread = [m.weight for part in _after_keys(self.backbone) for m in part.modules() if isinstance(m, nn.Linear)]
+        places = len(self.backbone.stem.positions) + words
         backbone = self.backbone.flops_per_sample(words) - words * matmul_flops([head.weight])
+        backbone -= places * (matmul_flops(unread) + 12 * self.positions.shape[1] * places)
         own = [m.weight for name, m in self.named_modules() if isinstance(m, nn.Linear) and _BACKBONE not in name]
-        seen = len(self.backbone.stem.positions) + words + self.num_tokens
-        attention = 12 * len(self.blocks) * self.positions.shape[1] * seen
+        attention = 12 * len(self.blocks) * self.positions.shape[1] * (places + self.num_tokens)
         return float(backbone + self.num_tokens * (matmul_flops(own) + attention))
 
     def output_head(self) -> nn.Module:
         """The layer that makes actions of hidden states."""
         return self.action_head
+
+
+def _after_keys(backbone: PrefixVLM) -> tuple[nn.Module, ...]:
+    """Of its last block, what keys and values do not depend on."""
+    last = cast(TransformerBlock, backbone.model.layers[-1])
+    return last.self_attn.q_proj, last.self_attn.o_proj, last.post_attention_layernorm, last.mlp

@@ -76,7 +76,14 @@ class PrefixBlock(TransformerBlock):
     """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, draws: KeyedDropout | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+        draws: KeyedDropout | None = None,
+        *,
+        keys_only: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Map x: (batch, seq, hidden_size) to the same shape; its keys and values, (batch, kv heads, seq, head_dim).
 
@@ -86,8 +93,12 @@ class PrefixBlock(TransformerBlock):
             sin: see there.
             mask: (batch, 1, seq, seq) bool, which attend to which.
             draws: of dropout.
+            keys_only: nothing but keys and values is asked for; x comes back as it was.
         """
         query, key, value = self.self_attn.project(self.input_layernorm(x), cos, sin)
+        value = value.clone()  # FSDP2 warns of views among the outputs of a block
+        if keys_only:
+            return x.clone(), key, value
         return self.add(x, self.self_attn.attend(query, key, value, mask, draws), draws), key, value
 
 
@@ -234,6 +245,17 @@ class PrefixVLM(Transformer):
         Raises:
             ValueError: there are more words than max_seq_len.
         """
+        x, kept, is_visible = self._layers(tokens, images, dropout_keys)
+        return self.model.norm(x), kept, is_visible
+
+    def observe(self, tokens: Tensor, images: Tensor) -> tuple[list[KeysAndValues], Tensor]:
+        """`trunk` without its hidden states: what comes after the last layer's keys and values is not computed."""
+        _, kept, is_visible = self._layers(tokens, images, None, keys_only=True)
+        return kept, is_visible
+
+    def _layers(
+        self, tokens: Tensor, images: Tensor, dropout_keys: Tensor | None, *, keys_only: bool = False
+    ) -> tuple[Tensor, list[KeysAndValues], Tensor]:
         if tokens.shape[1] > self.max_seq_len:
             raise ValueError(f"a sequence of {tokens.shape[1]} tokens exceeds model.max_seq_len={self.max_seq_len}")
         is_word = tokens >= 0
@@ -250,9 +272,10 @@ class PrefixVLM(Transformer):
             draws = KeyedDropout(dropout_keys[:, None], torch.arange(length, device=x.device)[None])
         kept = list[KeysAndValues]()
         for index, layer in enumerate(self.model.layers):
-            x, key, value = layer(x, cos, sin, mask, None if draws is None else draws.fold(index))
+            own_draws, is_last = None if draws is None else draws.fold(index), index == len(self.model.layers) - 1
+            x, key, value = layer(x, cos, sin, mask, own_draws, keys_only=keys_only and is_last)
             kept.append((key, value))
-        return self.model.norm(x), kept, is_visible
+        return x, kept, is_visible
 
     def initial_weights(self) -> dict[str, Draw]:
         """Norms are ones, convolutions as `PictureStem` says, all else as of `Transformer`."""

@@ -19,15 +19,20 @@ HF = [
 ]
 FOLDER = ["model=hf", "debug=fast", "data.seq_len=32", "objective.sample_tokens=16"]
 DIT = ["hparams=diffusion", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=4"]
-POLICY = [
-    *DIT,
-    f"hydra.searchpath=[{Path(__file__).parents[1] / 'parity' / 'conf'}]",
-    "data=windows",
-    "data.image_size=16",
-    "model=policy_dit",
-    "objective=diffusion_policy",
+OWN_DATA = f"hydra.searchpath=[{Path(__file__).parents[1] / 'parity' / 'conf'}]"
+WINDOWS = [OWN_DATA, "data=windows", "data.image_size=16"]
+POLICY = [*DIT, *WINDOWS, "model=policy_dit", "objective=diffusion_policy"]
+VLM = [*TINY, OWN_DATA, "data=pictures", "model=vlm", "objective=sft", "optimizer=adamw"]
+VLA = [
+    "hparams=diffusion",
+    *WINDOWS,
+    "model=vla",
+    "objective=flow_policy",
+    "+data.instruction_tokens=6",
+    "+data.vocab_size=307",
+    *(f"model.backbone.{size.removeprefix('model.')}" for size in TINY),
+    "model.backbone.num_kv_heads=2",
 ]
-VLM = [*TINY, POLICY[len(DIT)], "data=pictures", "model=vlm", "objective=sft", "optimizer=adamw"]
 MODELS = {
     "decoder": LM,
     "tied": [*LM, "model.tie_embeddings=true"],
@@ -36,6 +41,7 @@ MODELS = {
     "dit": DIT,
     "policy": POLICY,
     "vlm": VLM,
+    "vla": VLA,
     "huggingface": [*HF, "model.init_std=0.02"],
     "own init": HF,
 }

@@ -198,5 +198,5 @@ def test_flops_are_about_those_that_torch_counts():
     model, batch = policy(), microbatch()
     with FlopCounterMode(display=False) as counter:
         ask(model, batch, instruction=torch.zeros((BATCH, 12), dtype=torch.int64)).sum().backward()
-    # A frozen layer without a gradient is counted as one that hands a gradient on.
-    assert counter.get_total_flops() / BATCH == pytest.approx(model.flops_per_sample(), rel=0.2)
+    # Pixels have no gradient, and the counter sees little of attention on a CPU.
+    assert counter.get_total_flops() / BATCH == pytest.approx(model.flops_per_sample(), rel=0.15)

@@ -118,6 +118,17 @@ def test_keys_and_values_are_those_of_a_plain_loop():
         x = x + block.mlp(block.post_attention_layernorm(x))
 
 
+def test_an_observer_is_given_the_same_without_what_comes_after():
+    model, (tokens, images) = vlm(), inputs()
+    _, expected, is_visible = model.trunk(tokens, images)
+    model.model.layers[-1].mlp.forward = model.model.norm.forward = None
+    kept, seen = model.observe(tokens, images)
+    assert torch.equal(seen, is_visible)
+    for found, known in zip(kept, expected, strict=True):
+        assert torch.equal(found[0], known[0])
+        assert torch.equal(found[1], known[1])
+
+
 def loss_of_all(model, tokens, images):
     """Of what the head and every other reader is given."""
     _, kept, _ = model.trunk(tokens, images)

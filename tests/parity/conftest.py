@@ -40,14 +40,27 @@ VLM = [
     "model.num_kv_heads=2",
     "hparams.lr=3e-3",
 ]
-TASKS = {"lm": LM, "diffusion": DIFFUSION, "policy": POLICY, "vlm": VLM}
+VLA = [
+    *VLM[:1],
+    "hparams=diffusion",
+    "data=windows",
+    "data.image_size=16",
+    "+data.instruction_tokens=6",
+    "+data.vocab_size=11",
+    "model=vla",
+    "objective=flow_policy",
+    "model.intermediate_size=24",
+    *(f"model.backbone.{size}" for size in ("hidden_size=16", "intermediate_size=24", "num_layers=2")),
+    *(f"model.backbone.{heads}" for heads in ("num_heads=4", "num_kv_heads=2")),
+]
+TASKS = {"lm": LM, "diffusion": DIFFUSION, "policy": POLICY, "vlm": VLM, "vla": VLA}
 QUIET = ["tracking=none", "tracking.progress=false", "tracking.log_every_n_steps=1", "evaluation.write_samples=false"]
 BATCH = ["hparams.global_batch_size=16", "hparams.per_gpu_batch_size=16", "hparams.grad_clip_norm=1.0"]
 
 
 @pytest.fixture(scope="session")
 def configure():
-    """A configuration of a small task: `configure("lm" | "diffusion" | "policy" | "vlm", *overrides)`."""
+    """A configuration of a small task: `configure("lm" | "diffusion" | "policy" | "vlm" | "vla", *overrides)`."""
 
     def run(task, *overrides):
         words = [*TASKS[task], *QUIET, *BATCH, "optimizer=adamw", "precision=fp32", *overrides]

@@ -1,7 +1,7 @@
 """The same global batches give the same weights, however they are cut into ranks and microbatches.
 
-The language model with each optimizer, those of diffusion, of a policy and of one that looks at pictures with their
-default. All pairs, as a table:
+The language model with each optimizer, those of diffusion, of a policy, of one that looks at pictures and of both in
+one with their default. All pairs, as a table:
 
     FOUNDRY_ALL_LAYOUTS=1 pytest -n 0 -s -m "long or not long" tests/parity/test_layouts.py
 """
@@ -35,9 +35,9 @@ OPTIMIZERS = {
 }
 TOLERANCES = {"muon": 2e-5, "adamw": 1e-5, "sgd": 1e-5}
 CASES = [("lm", "muon")]
-LONG_CASES = [("lm", "adamw"), ("lm", "sgd"), ("diffusion", "adamw"), ("policy", "adamw"), ("vlm", "adamw")]
+LONG_CASES = [("lm", "adamw"), ("lm", "sgd"), ("diffusion", "adamw"), ("policy", "adamw"), ("vlm", "adamw"), ("vla", "adamw")]
 if os.environ.get("FOUNDRY_ALL_LAYOUTS"):
-    LONG_CASES += [(task, optimizer) for task in ("diffusion", "policy", "vlm") for optimizer in ("muon", "sgd")]
+    LONG_CASES += [(task, optimizer) for task in ("diffusion", "policy", "vlm", "vla") for optimizer in ("muon", "sgd")]
 CASES = [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)]
 
 
