@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/policies.py [TABLE] [--only TRAINING ...]
 
 Every policy is trained by `python -m foundry` in a process of its own, one after the other, and measured with its last
-weights by `foundry.eval` in episodes from 5,000 on, by which no setting and no checkpoint was chosen. Processor time is
-the training process's own, with its evaluations and without the making of demonstrations, which a first run of one step
-has done. What needs a simulator that is not installed is left out.
+weights by `foundry.eval` in episodes from 5,000 (those of `vla` from 6,000) on, by which no setting and no checkpoint
+was chosen. Processor time is the training process's own, with its evaluations and without the making of demonstrations,
+which a first run of one step has done. What needs a simulator that is not installed is left out.
 """
 
 import json
@@ -22,7 +22,6 @@ from typing import Any
 
 from records import Column, Headline, Row, finish, parser
 
-FIRST_EPISODE = 5000
 SMALL = (
     "debug=fast",
     "data.episodes=8",
@@ -30,6 +29,17 @@ SMALL = (
     "model.num_layers=1",
     "evaluation.interval=null",
     "evaluation.evaluators.success.episodes=2",
+)
+SMALL_VLM = (
+    "debug=fast",
+    "data.num_scenes=40",
+    "hparams.max_steps=1",
+    "evaluation.interval=null",
+    *(f"model.{size}" for size in ("num_layers=1", "hidden_size=32", "num_heads=2", "num_kv_heads=2")),
+)
+SMALL_VLA = (
+    *(word for word in SMALL if not word.startswith("model.")),
+    *(f"model.backbone.{word.removeprefix('model.')}" for word in SMALL_VLM if word.startswith("model.")),
 )
 COLUMNS = (
     Column(key="episodes", heading="episodes"),
@@ -77,13 +87,15 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Trainings by name, in their order, and what is measured of them."""
+    """Trainings by name, in their order, and what is measured of them, in episodes from `first_episode` on."""
 
     trainings: Mapping[str, Training]
     rows: Sequence[Measured]
+    first_episode: int = 5000
 
 
 AROUND, FETCH, IMAGES = "hparams=policy", "experiment=fetch_push", "experiment=around_images"
+TOLD, ANOTHER, ON_VLM = "experiment=vla_touch", ("instruction=other",), "from `experiment=vlm_scenes`"
 DIFFUSION, REGRESSION = "`diffusion_policy`", "`action_regression`"
 FETCHES = "gymnasium_robotics"
 
@@ -109,6 +121,26 @@ TABLES = {
             Measured(of="fetch_untrained", case=FETCH, side="after one step", episodes=200),
             Measured(of="images", case=IMAGES, side=DIFFUSION, episodes=200),
         ),
+    ),
+    "vla": Table(
+        trainings={
+            "vlm": Training(words=("experiment=vlm_scenes",), small=SMALL_VLM),
+            "vla": Training(words=(TOLD, "model.backbone.init_from=RUNS/vlm"), small=SMALL_VLA),
+            "vla_alone": Training(words=(TOLD,), small=SMALL_VLA),
+        },
+        rows=(
+            Measured(of="vla", case=TOLD, side=ON_VLM, episodes=200),
+            Measured(
+                of="vla",
+                case=TOLD,
+                side=f"{ON_VLM}, told another colour",
+                episodes=200,
+                words=ANOTHER,
+            ),
+            Measured(of="vla_alone", case=TOLD, side="from nothing", episodes=200),
+            Measured(of="vla_alone", case=TOLD, side="from nothing, told another colour", episodes=200, words=ANOTHER),
+        ),
+        first_episode=6000,
     ),
 }
 """Each is a record of its name, and a section of docs/benchmarks.md."""
@@ -139,10 +171,10 @@ def train(training: Training, runs: Path, name: str, *, is_small: bool) -> float
     return call("foundry", [*words, f"hydra.run.dir={runs / name}"], runs / "cache")
 
 
-def measure(row: Measured, runs: Path, episodes: int) -> dict[str, Any]:
+def measure(row: Measured, runs: Path, episodes: int, first: int) -> dict[str, Any]:
     """What `foundry.eval` finds."""
     out = runs / "eval.json"
-    words = [f"run={runs / row.of}", f"episodes={episodes}", f"first_episode={FIRST_EPISODE}", f"out={out}", *row.words]
+    words = [f"run={runs / row.of}", f"episodes={episodes}", f"first_episode={first}", f"out={out}", *row.words]
     call("foundry.eval", words, runs / "cache")
     found: dict[str, Any] = json.loads(out.read_text())
     return found
@@ -168,12 +200,15 @@ def main() -> None:
         for row in table.rows:
             if row.of not in there:
                 continue
-            found = measure(row, runs, 2 if options.smoke else row.episodes)
+            found = measure(row, runs, 2 if options.smoke else row.episodes, table.first_episode)
             shown = {"success": found["success"], "low": found["success_low"], "high": found["success_high"]}
             values = {"episodes": found["num_episodes"], **shown, "cpu": processor[row.of]}
             measured[row.case, row.side] = values
             rows.append(Row(case=f"`{row.case}`", side=row.side, values={key: [one] for key, one in values.items()}))
             print(f"{row.of} {' '.join(row.words)}: {found['success']:.3f}", flush=True)
+    notes = [f"Left out, since they are not installed: what needs {', '.join(left_out)}."] if left_out else []
+    for name in there.keys() - {row.of for row in table.rows}:
+        notes.append(f"`{' '.join(there[name].words)}` takes {processor[name]:.0f} CPU-seconds.")
     finish(
         options,
         name=options.table,
@@ -181,7 +216,7 @@ def main() -> None:
         side="policy",
         columns=COLUMNS,
         rows=rows,
-        notes=[f"Left out, since they are not installed: what needs {', '.join(left_out)}."] if left_out else [],
+        notes=notes,
         headlines=headlines(measured),
     )
 

@@ -127,9 +127,19 @@ def test_both_sides_are_measured(smoke, name, words, sides):
 
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("mujoco") is None, reason="needs the extra robot")
-def test_policies_are_trained_and_act_in_episodes_that_no_evaluation_has_had(smoke):
-    rows = smoke("policies", "--only", "around", "around_regression")
-    assert {side for _, side in rows} == {"`diffusion_policy`", "`action_regression`"}
+@pytest.mark.parametrize(
+    ("words", "sides"),
+    [
+        (["--only", "around", "around_regression"], {"`diffusion_policy`", "`action_regression`"}),
+        (
+            ["vla", "--only", "vlm", "vla"],
+            {"from `experiment=vlm_scenes`", "from `experiment=vlm_scenes`, told another"},
+        ),
+    ],
+)
+def test_policies_are_trained_and_act_in_episodes_that_no_evaluation_has_had(words, sides, smoke):
+    rows = smoke("policies", *words)
+    assert {side.removesuffix(" colour") for _, side in rows} == sides
     for values in rows.values():
         assert values["episodes"] == [2]
         assert 0 <= values["low"][0] <= values["success"][0] <= values["high"][0] <= 1
