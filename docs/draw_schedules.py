@@ -128,7 +128,9 @@ def plan() -> "Figure":
         max_lr=1e-3,
         decay_style=DecayStyle.minus_sqrt,
     )
-    return schedule_figure(list(planned_updates(schedule, budget, 0.1)), resolve_phases(schedule, budget))
+    return schedule_figure(
+        list(planned_updates(schedule, budget, 0.1)), resolve_phases(schedule, budget), run_name="scheduler=wsd"
+    )
 
 
 def _wsd(horizon: float, decay: float, style: DecayStyle, warmup: float = _WARMUP) -> WSD:

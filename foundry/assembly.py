@@ -18,6 +18,7 @@ from foundry.checkpoint.tensors import read_source_tensors
 from foundry.config.build import field_of
 from foundry.config.duration import Budget
 from foundry.config.frozen import plain, strict
+from foundry.config.schemas.root import Config
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.splits import DataSplits
@@ -41,6 +42,7 @@ from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.run_files import write_architecture
 from foundry.trained import Setup, Trained, build_trained, join_samples
 from foundry.training.best import Best
+from foundry.training.block_norms import BlockNorms, group_by_block
 from foundry.training.compiling import Compiling
 from foundry.training.evaluation import Evaluation
 from foundry.training.events import RunStarted
@@ -105,6 +107,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
             world=world,
             max_grad_norm=config.hparams.grad_clip_norm,
             guard=config.guard,
+            norms=_build_norms(config, trained, world),
         ),
         source=_build_source(setup, trained, beat),
         schedule=trained.schedule,
@@ -139,6 +142,14 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
     )
+
+
+def _build_norms(config: Config, trained: Trained, world: World) -> BlockNorms | None:
+    """What measures gradients, weights and updates by block, where that is wanted."""
+    every, inner = config.tracking.norms_every_n_steps, trained.parallel.inner
+    if every is None:
+        return None
+    return BlockNorms(group_by_block(inner, find_blocks(inner)), every_n_steps=every, device=world.device)
 
 
 def _build_watchdog(setup: Setup) -> Watchdog:

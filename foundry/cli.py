@@ -1,7 +1,6 @@
 """`python -m foundry`: compose, check, run."""
 
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -17,12 +16,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry import __version__
-from foundry.config.command import output_may_close
+from foundry.config.command import output_may_close, versions
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, format_reason
-from foundry.config.help import list_groups, write_page
+from foundry.config.help import list_groups, write_page, write_sweep_page
 from foundry.config.hydra_internals import compose_once, take_over, write_help
 from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
@@ -79,7 +77,7 @@ def main() -> None:
         enter(task)
         return
     with output_may_close():
-        sys.stdout.write(f"{_versions()}\n")
+        sys.stdout.write(f"{versions()}\n")
 
 
 @contextmanager
@@ -88,19 +86,6 @@ def _masked_output() -> Iterator[None]:
     with redirect_stdout(StringIO()) as printed:
         yield
     sys.stdout.write(printable(printed.getvalue()))
-
-
-def _versions() -> str:
-    """Of foundry and what it stands on; nothing of them is imported for it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = []
-    for name in ("torch", "hydra-core"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            found.append(f"no {name}")
-    return f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
 
 
 def enter(task: Callable[[], object]) -> None:
@@ -112,7 +97,7 @@ def enter(task: Callable[[], object]) -> None:
         register()
         take_over(run_job, list_groups)
         compose_once()
-        write_help(CONFIG_NAME, write_page)
+        write_help(CONFIG_NAME, write_page, write_sweep_page)
         if detect().rank > 0:
             sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
         with output_may_close(), _masked_output() if "--resolve" in sys.argv else nullcontext():

@@ -19,7 +19,7 @@ from foundry.run_dir.names import CONFIG, METRICS, PLAN, RESULT, STATUS
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import read_object
 from foundry.tracking.metrics_file import is_evaluation, read_metrics
-from foundry.tracking.plot_style import BLUE, ORANGE, blank, dress, save_figure
+from foundry.tracking.plot_style import BLUE, ORANGE, count_steps, head, panels, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,6 @@ _CHOSEN = ("lr", "weight_decay", "epoch", "global_batch_size", "samples", "token
 """Of a logged step: they follow from the settings, and say nothing of what came of them."""
 _SAID = ("config_hash",)
 """Of result.json: the settings say it already."""
-_PANEL_INCHES = (6.4, 4.0)
 _MOST_PANELS, _FEW_POINTS = 6, 30
 
 
@@ -175,26 +174,23 @@ def compare(run: Path, against: Path) -> Comparison:
 def curves_figure(compared: Comparison) -> "Figure":
     """A panel for the training loss and for each metric of evaluations that both runs have."""
     runs = (compared.run, compared.against)
-    panels = [("loss", [run.steps for run in runs])]
+    curves = [("loss", [run.steps for run in runs])]
     both = [{name for record in run.evaluations.values() for name in record} for run in runs]
     names = sorted((both[0] & both[1]) - {"step", "samples"}, key=lambda name: (name != "val_loss", name))
-    panels += [(name, [run.evaluations for run in runs]) for name in names]
-    panels = panels[:_MOST_PANELS]
-    width, height = _PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1]
-    figure = blank((width, height), bottom=0.14, top=0.86)
-    figure.subplots_adjust(left=0.6 / width, right=1 - 0.2 / width, wspace=0.18)
-    for number, (name, recorded) in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), number)
-        axes.set_title(name, loc="left", fontweight="bold")
-        axes.set_xlabel("optimizer step")
-        dress(axes)
-        for run, records, colour, style in zip(runs, recorded, (BLUE, ORANGE), ("-", "--"), strict=True):
-            found = {step: _number(record.get(name)) for step, record in sorted(records.items())}
-            points = {step: value for step, value in found.items() if value is not None}
+    curves += [(name, [run.evaluations for run in runs]) for name in names]
+    shown = curves[:_MOST_PANELS]
+    figure, found = panels(len(shown))
+    for axes, (metric, recorded) in zip(found, shown, strict=True):
+        axes.set_title(metric, loc="left", fontsize="medium", parse_math=False)
+        count_steps(axes)
+        for name, records, colour, style in zip(("run", "against"), recorded, (BLUE, ORANGE), ("-", "--"), strict=True):
+            values = {step: _number(record.get(metric)) for step, record in sorted(records.items())}
+            points = {step: value for step, value in values.items() if value is not None}
             marker = "o" if len(points) <= _FEW_POINTS else ""
-            curve = axes.plot(list(points), list(points.values()), style, color=colour, label=one_line(str(run.folder)))
+            curve = axes.plot(list(points), list(points.values()), style, color=colour, label=name)
             curve[0].set(linewidth=1.6, marker=marker, markersize=4)
-        axes.legend(frameon=False, loc="best")
+    folders = one_line(f"run {compared.run.folder}, against {compared.against.folder}")
+    head(figure, "Two runs", folders, handles=found[0].get_legend_handles_labels()[0])
     return figure
 
 

@@ -2,27 +2,23 @@
 
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hydra import main as hydra_main
-from omegaconf import DictConfig
+from hydra.utils import to_absolute_path
 
-from foundry.cli import enter, in_run_dir
-from foundry.config.command import asks_for_help, help_text, output_may_close, parse_options
-from foundry.config.compose import CONFIG_NAME, config_dir
+from foundry.composed_command import run_composed
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.resolvers import world_size
 from foundry.config.schemas.distributed import resolve_distributed
-from foundry.config.schemas.root import Config, to_config
+from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import PLAN, STATUS
 
-_PREFIX = "plan."
 _ROWS, _MOST_ROWS = 100_000, 10_000_000
 """Of schedule.csv: where nobody says how many, and at most."""
 
@@ -59,7 +55,7 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
 
     if (run_dir / STATUS).exists():
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
-    step_seconds = options.step_seconds or (_measured(Path(options.measured)) if options.measured else None)
+    step_seconds = options.step_seconds or (_measured(options.measured) if options.measured else None)
     data, ranks = build_data(config), world_size(config.distributed.nproc_per_node)
     budget = build_budget(config, data, config.distributed.dp_size(ranks))
     steps = _written(options.every, budget.total_steps)
@@ -130,14 +126,18 @@ def _content(
     }
 
 
-def _measured(run_dir: Path) -> float:
+def _measured(given: str) -> float:
     """The median duration of a run's logged steps; the first, which warms up, does not count.
+
+    Args:
+        given: the run directory, meant from where the command was started.
 
     Raises:
         ConfigError: it has logged no more than one step.
     """
     from foundry.tracking.metrics_file import read_metrics
 
+    run_dir = Path(to_absolute_path(str(Path(given).expanduser())))
     try:
         steps = [line["step_seconds"] for line in read_metrics(run_dir) if "step_seconds" in line][1:]
     except FileNotFoundError:
@@ -147,32 +147,5 @@ def _measured(run_dir: Path) -> float:
     return float(median(steps))
 
 
-def main() -> None:
-    """The entry point; arguments that start with `plan.` are this command's, all others the run's."""
-    if asks_for_help(sys.argv[1:]):
-        doc = __doc__.split(": ", 1)[1] + "\n\nAll options of a run, which `python -m foundry --help` lists, and:"
-        with output_may_close():
-            sys.stdout.write(help_text(PlanOptions, "foundry.plan", doc, prefix=_PREFIX))
-        return
-    own = [word.removeprefix(_PREFIX) for word in sys.argv[1:] if word.startswith(_PREFIX)]
-    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(_PREFIX)]
-
-    def task() -> None:
-        try:
-            options = parse_options(PlanOptions, own)
-            if options.measured is not None:  # it is meant from here, wherever the plan is made
-                options = replace(options, measured=str(Path(options.measured).expanduser().absolute()))
-        except ConfigError as error:
-            raise ConfigError(replace(wrong, key=_PREFIX + wrong.key) for wrong in error.violations) from None
-
-        @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
-        def compose_and_plan(composed: DictConfig) -> None:
-            in_run_dir(partial(plan, to_config(composed), options))
-
-        compose_and_plan()
-
-    enter(task)
-
-
 if __name__ == "__main__":
-    main()
+    run_composed(PlanOptions, plan, name="foundry.plan", doc=__doc__.split(": ", 1)[1])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+from foundry.config.command import answer_alone
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.names import MLFLOW, MLFLOW_PENDING
 from foundry.run_dir.redact import masked_text, one_line
@@ -26,7 +27,7 @@ _HELP = """python -m foundry.sync key=value ...
 send to MLflow what it missed.
 
   dir              run directory (required)
-  uri              tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default (default None)
+  uri              tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default (default null)
 """
 
 
@@ -107,8 +108,7 @@ def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; 0 when nothing is pending any more, 1 when MLflow did not take it, 2 for an error."""
-    if {"-h", "--help"} & set(arguments):
-        sys.stdout.write(_HELP)
+    if answer_alone(arguments, lambda: _HELP):
         return 0
     given = dict(argument.partition("=")[::2] for argument in arguments)
     run_dir = Path(given.get("dir", "").replace("\0", ""))

@@ -2,15 +2,17 @@
 
 import errno
 import os
+import platform
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -18,12 +20,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry import __version__
 from foundry.config.errors import ConfigError, Violation, nearest
 from foundry.config.setting import check_fields
 from foundry.run_dir.redact import one_line
 
 Options = TypeVar("Options")
 
+_WIDTH = 118
 _INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
 _OF_THE_PATH = (
     errno.ENOENT,
@@ -55,9 +59,7 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
     overrides = sys.argv[1:]
     try:
         with output_may_close():
-            if asks_for_help(overrides):
-                sys.stdout.write(help_text(schema, name, doc))
-            else:
+            if not answer_alone(overrides, lambda: help_text(schema, name, doc)):
                 run(parse_options(schema, overrides))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
@@ -178,12 +180,36 @@ def check_writable(key: str, folder: Path) -> None:
         raise ConfigError(Violation(key, f"is {folder} but {there} cannot be written into; choose another"))
 
 
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether a command is to say what it does, and do nothing."""
-    return bool({"-h", "--help"} & set(arguments))
+def answer_alone(arguments: Sequence[str], write_help: Callable[[], str]) -> bool:
+    """Answer `--help` and `--version`, where one of them is asked for; whether one was, so that nothing is to be done.
+
+    Args:
+        arguments: after the command's name.
+        write_help: makes the page.
+    """
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(write_help())
+        return True
+    if "--version" in arguments:
+        sys.stdout.write(f"{versions()}\n")
+        return True
+    return False
 
 
-def help_text(schema: type[Options], name: str, doc: str, *, prefix: str = "") -> str:
+def versions() -> str:
+    """Of foundry and what it stands on; nothing of them is imported for it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in ("torch", "hydra-core"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
+
+
+def help_text(schema: type[Any], name: str, doc: str, *, prefix: str = "") -> str:
     """What a command does, and its options.
 
     Args:
@@ -192,10 +218,31 @@ def help_text(schema: type[Options], name: str, doc: str, *, prefix: str = "") -
         doc: what it does.
         prefix: of the options' names.
     """
-    lines = [f"python -m {name} key=value ...", "", doc, ""]
-    width = max(16, *(len(prefix + item.name) for item in fields(schema)))  # type: ignore[arg-type]
-    for item in fields(schema):  # type: ignore[arg-type]
-        value = item.default.name if isinstance(item.default, Enum) else item.default
-        default = "required" if value in ("???", NO_DEFAULT) else f"default {value}"
-        lines.append(f"  {prefix + item.name:<{width}} {item.metadata.get('doc', '')} ({default})")
-    return "\n".join(lines) + "\n"
+    return "\n".join([f"python -m {name} key=value ...", "", doc, "", *option_lines(schema, prefix)]) + "\n"
+
+
+def option_lines(schema: type[Any], prefix: str = "") -> list[str]:
+    """A line or more for each option: what it means, and its default as it would be typed.
+
+    Args:
+        schema: of the options.
+        prefix: of their names.
+    """
+    shown = [item for item in fields(schema) if "doc" in item.metadata]
+    width = max(16, *(len(prefix + item.name) for item in shown)) + 3
+    lines = list[str]()
+    for item in shown:
+        default = item.default if item.default_factory is NO_DEFAULT else item.default_factory()
+        text = f"{item.metadata['doc']} ({_default_text(default)})"
+        head = f"  {prefix + item.name}".ljust(width)
+        lines += textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=" " * width)
+    return lines
+
+
+def _default_text(value: object) -> str:
+    if value in ("???", NO_DEFAULT):
+        return "required"
+    if isinstance(value, Enum):
+        return f"default {value.name}"
+    spelt = {None: "null", True: "true", False: "false"}
+    return f"default {spelt[value] if value is None or isinstance(value, bool) else value}"

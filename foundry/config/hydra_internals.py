@@ -259,7 +259,9 @@ def error_of(result: JobReturn) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def write_help(own: str, write_page: Callable[[ConfigLoader], str]) -> None:
+def write_help(
+    own: str, write_page: Callable[[ConfigLoader], str], write_sweep_page: Callable[[ConfigLoader], str]
+) -> None:
     """Have `--help` alone print a page that is made without composing anything, which Hydra's takes half its time for.
 
     With overrides, or another configuration, the page is Hydra's: what is chosen may change it.
@@ -267,6 +269,7 @@ def write_help(own: str, write_page: Callable[[ConfigLoader], str]) -> None:
     Args:
         own: the name of the primary configuration whose page it is.
         write_page: makes the page.
+        write_sweep_page: makes that of `-m`.
 
     Raises:
         UnsupportedHydraError: this Hydra writes its page in another way.
@@ -277,7 +280,10 @@ def write_help(own: str, write_page: Callable[[ConfigLoader], str]) -> None:
 
     @functools.wraps(original)
     def app_help(self: Any, config_name: str | None, args_parser: Any, args: Any) -> None:
-        if config_name != own or args.overrides or args.config_dir or args.config_path:
+        if config_name == own and args.multirun:
+            sys.stdout.write(f"{write_sweep_page(self.config_loader)}\n")
+        elif config_name != own or args.overrides or args.config_dir or args.config_path:
+            self.overrides_of_help = list(args.overrides)  # they may name further folders of options
             original(self, config_name, args_parser, args)
         else:
             sys.stdout.write(f"{write_page(self.config_loader)}\n")
@@ -285,14 +291,15 @@ def write_help(own: str, write_page: Callable[[ConfigLoader], str]) -> None:
     hydra.Hydra.app_help = app_help  # type: ignore[method-assign]
 
 
-def take_over(run_job: Callable[..., JobReturn], list_groups: Callable[[ConfigLoader], str]) -> None:
+def take_over(run_job: Callable[..., JobReturn], list_groups: Callable[[ConfigLoader, Sequence[str]], str]) -> None:
     """Run jobs with `run_job`, and have errors come out of `hydra.main` as they are.
 
     Hydra would print a config error with its own remarks and leave with 1, and shorten the traceback of real failures.
 
     Args:
         run_job: in place of Hydra's own, which makes the directory and writes there before the task begins.
-        list_groups: what the page of `--help` says of the groups; Hydra's own list takes two seconds.
+        list_groups: what the page of `--help` says of the groups, given its overrides; Hydra's own list takes two
+            seconds, and knows no folders that overrides name.
 
     Raises:
         UnsupportedHydraError: this Hydra runs jobs in another way.
@@ -307,5 +314,7 @@ def take_over(run_job: Callable[..., JobReturn], list_groups: Callable[[ConfigLo
         module.run_job = run_job  # type: ignore[attr-defined]
     require(hydra.Hydra, "format_config_groups", "self", "predicate", "compact")
     hydra.Hydra.format_config_groups = (  # type: ignore[method-assign]
-        lambda self, predicate, compact=True: list_groups(self.config_loader) if predicate("data") else ""
+        lambda self, predicate, compact=True: (
+            list_groups(self.config_loader, getattr(self, "overrides_of_help", ())) if predicate("data") else ""
+        )
     )

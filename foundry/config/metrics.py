@@ -10,6 +10,8 @@ from foundry.config.schemas.environment import Environment, NoEnvironment
 from foundry.config.schemas.root import Config
 
 LOSS = "val_loss"
+NORMS = ("grad_norm", "weight_norm", "update_norm")
+"""Of blocks, as in `grad_norm/model.layers.0`: of the gradient before clipping, the weights, what an update changed."""
 HELD_OUT = "foundry.evaluators.held_out.HeldOut"
 EXACT_MATCH = "foundry.evaluators.exact_match.ExactMatch"
 EXACT_MATCH_METRICS = ("exact_match", "ended")

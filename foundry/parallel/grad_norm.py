@@ -29,7 +29,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     grads_by = dict[tuple[torch.device, tuple[ProcessGroup, ...]], list[Tensor]]()
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
-            groups, local = _local(grad) if is_sharded(grad) else ((), grad)
+            groups, local = local_shard(grad)
             grads_by.setdefault((local.device, groups), []).append(local)
     total: Tensor | None = None
     for (_, groups), grads in grads_by.items():
@@ -48,10 +48,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return norm
 
 
-def _local(grad: Tensor) -> tuple[tuple[ProcessGroup, ...], Tensor]:
-    """The process groups over which a sharded gradient is divided, and this rank's part of it."""
-    assert is_sharded(grad)
-    assert not any(placement.is_partial() for placement in grad.placements), "a gradient is read before it is reduced"
+def local_shard(tensor: Tensor) -> tuple[tuple[ProcessGroup, ...], Tensor]:
+    """The process groups over which a tensor is divided, and this rank's part of it; a plain one is whole."""
+    if not is_sharded(tensor):
+        return (), tensor
+    assert not any(placement.is_partial() for placement in tensor.placements), "a gradient is read before it is reduced"
     # Not `is_shard()`, which is false of what FSDP2 has cut once more, after tensor parallelism.
-    dims = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]
-    return tuple(grad.device_mesh.get_group(dim) for dim in dims), grad.to_local()
+    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tuple(tensor.device_mesh.get_group(dim) for dim in dims), tensor.to_local()

@@ -49,7 +49,7 @@ def write_csv(updates: Iterable[PlannedUpdate], folder: Path) -> Path:
 def write_picture(updates: Sequence[PlannedUpdate], phases: Sequence[Phase], folder: Path) -> Path:
     """Draw learning rate, weight decay and batch size."""
     path = folder / PICTURE
-    save_figure(schedule_figure(updates, phases), path)
+    save_figure(schedule_figure(updates, phases, run_name=folder.absolute().name), path)
     return path
 
 

@@ -9,7 +9,8 @@ from foundry.sweeps.panels import PRUNED, Frame, Parameter, draw_parameter, reso
 from foundry.sweeps.reading import evaluations
 from foundry.sweeps.results import JobReport, SweepReport
 from foundry.sweeps.table import metric_text, why_no_best
-from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, blank, dress
+from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, count_steps, head
+from foundry.tracking.plot_style import panels as grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
 _MOST_PARAMETERS = 8
 _MOST_POINTS = 300  # of a curve
-_INCHES = (5.2, 3.9)  # of a panel with its labels
-_HEADER_INCHES = 0.85
-_LEFT_INCHES = 0.85
 
 Panel = Callable[["Axes"], None]
 Curve = tuple[JobReport, list[tuple[int, float]]]
@@ -29,16 +27,10 @@ Curve = tuple[JobReport, list[tuple[int, float]]]
 def sweep_figure(sweep: SweepReport) -> "Figure":
     """A panel for each parameter, and one for the learning curves."""
     panels: list[Panel] = [*_parameter_panels(sweep), partial(_draw_curves, sweep=sweep)]
-    across = len(panels) if len(panels) <= 3 else (2 if len(panels) == 4 else 3)
-    down = math.ceil(len(panels) / across)
-    scale = 1.5 if len(panels) == 1 else (1.22 if across == 2 else 1.0)
-    width = across * _INCHES[0] * scale
-    height = down * _INCHES[1] * min(scale, 1.15) + _HEADER_INCHES
-    figure = blank((width, height), bottom=0.7 / height, top=1 - _HEADER_INCHES / height)
-    figure.subplots_adjust(left=_LEFT_INCHES / width, right=1 - 0.3 / width, wspace=0.22, hspace=0.28)
-    for number, draw in enumerate(panels, start=1):
-        draw(figure.add_subplot(down, across, number))
-    _head(figure, sweep, width, height)
+    figure, found = grid(len(panels))
+    for axes, draw in zip(found, panels, strict=True):
+        draw(axes)
+    _head(figure, sweep)
     return figure
 
 
@@ -54,10 +46,9 @@ def _parameter_panels(sweep: SweepReport) -> Iterator[Panel]:
 
 def _draw_curves(axes: "Axes", sweep: SweepReport) -> None:
     """The metric of every job over its steps; the training loss while nothing has been evaluated twice."""
-    dress(axes)
     name, curves = _curves(sweep)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(name)
+    count_steps(axes)
+    axes.set_ylabel(name, parse_math=False)
     if not curves:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no learning curves", transform=axes.transAxes, ha="center", color=GREY)
@@ -111,31 +102,16 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [*points[:-1:stride], points[-1]]
 
 
-def _head(figure: "Figure", sweep: SweepReport, width: float, height: float) -> None:
+def _head(figure: "Figure", sweep: SweepReport) -> None:
     """Title and best job at the left, what the marks mean at the right."""
     best, number = sweep.best, len(sweep.jobs)
-    left, line = 0.3 / width, 0.3 / height
-    title = f"{sweep.metric_name} of {number} job{'s' * (number != 1)}"
-    figure.text(left, 1 - line, title, fontsize=14, fontweight="bold", va="center")
+    title, handles = f"{sweep.metric_name} of {number} job{'s' * (number != 1)}", list(_handles(sweep))
     if best is None:
-        figure.text(left, 1 - 1.85 * line, why_no_best(sweep), color=GREY, va="center")
-    else:
-        settled = "best" if best.is_complete else "best so far"
-        message = [f"{settled}: job {best.index}", metric_text(best.metric), sweep.settings(best)]
-        text = "   ".join(part for part in message if part)
-        longest = int(11.5 * width)
-        text = text if len(text) <= longest else f"{text[: longest - 1]}…"
-        figure.text(left, 1 - 1.85 * line, text, color=ORANGE, va="center")
-    handles = list(_handles(sweep))
-    figure.legend(
-        handles=handles,
-        loc="center right",
-        bbox_to_anchor=(1 - 0.2 / width, 1 - line),
-        ncols=len(handles),
-        frameon=False,
-        handletextpad=0.2,
-        columnspacing=1.2,
-    )
+        head(figure, title, why_no_best(sweep), handles=handles)
+        return
+    settled = "best" if best.is_complete else "best so far"
+    message = [f"{settled}: job {best.index}", metric_text(best.metric), sweep.settings(best)]
+    head(figure, title, "   ".join(part for part in message if part), colour=ORANGE, handles=handles)
 
 
 def _handles(sweep: SweepReport) -> Iterator["Line2D"]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from foundry.config.job_overrides import parse_number
 from foundry.sweeps.results import JobReport, SweepReport
-from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, dress
+from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, scale_logarithmically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,12 +110,7 @@ class Frame:
     def apply(self, axes: "Axes") -> None:
         """Give a panel this extent."""
         if self.is_log:
-            from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+            scale_logarithmically(axes)
         axes.set_ylim(self.low, self.high)
 
 
@@ -132,9 +127,8 @@ def resolve_colour(sweep: SweepReport, job: JobReport) -> str:
 
 def draw_parameter(axes: "Axes", sweep: SweepReport, parameter: Parameter, frame: Frame) -> None:
     """The metric of each job against a parameter; what failed or diverged is a cross at the bad end."""
-    dress(axes)
-    axes.set_xlabel(parameter.name)
-    axes.set_ylabel(sweep.metric_name)
+    axes.set_xlabel(parameter.name, parse_math=False)
+    axes.set_ylabel(sweep.metric_name, parse_math=False)
     frame.apply(axes)
     place = _scale_categories(axes, parameter) if parameter.labels else _scale_numbers(axes, parameter)
     edge = 0.965 if sweep.minimize else 0.035

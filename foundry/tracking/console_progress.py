@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from foundry.run_dir.names import PLOTS
+from foundry.run_dir.names import LOG, PLOTS
 from foundry.run_dir.redact import masked_text, one_line, printable
 from foundry.tracking.humanize import count, duration, number
 from foundry.tracking.mlflow.destination import sqlite_file, tracking_uri
@@ -110,6 +110,8 @@ class Progress:
                 rows["unigram entropy"] = f"{entropy:.4f}  what guessing by frequency alone would reach"
             rows["run directory"] = str(self._started.run_dir)
             rows |= where_to_look(self._started)
+            if event.state == "failed":
+                rows["traceback"] = str(self._started.run_dir / LOG)
         return rows
 
     @property
@@ -200,7 +202,7 @@ def where_to_look(event: RunStarted) -> dict[str, str]:
     """The pictures and samples there are, and the command that shows the run in MLflow."""
     rows: dict[str, str] = {}
     plots = event.run_dir / PLOTS
-    pictures = ("loss.png", "schedule.png", "success.png", "rollouts.gif", "samples.*")
+    pictures = ("loss.png", "metrics.png", "norms.png", "schedule.png", "success.png", "rollouts.gif", "samples.*")
     for name in pictures:
         label = name.partition(".")[0]
         for path in sorted(plots.glob(name)):

@@ -17,7 +17,7 @@ def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:
     """Those that the configuration asks for; later ones find the earlier ones' files written."""
     observers: list[Observer] = [MetricsFile(run_dir=run_dir), StatusFile(run_dir=run_dir)]
     if config.plots:
-        observers.append(Plots(run_dir=run_dir))
+        observers.append(Plots(run_dir=run_dir, run_name=config.run_name))
     if config.progress:
         observers.append(Progress())
     observers += build_trackers(config, run_dir)

@@ -1,45 +1,61 @@
-"""plots/loss.png, plots/schedule.png and, of a policy, plots/success.png."""
+"""The pictures in plots/: loss.png, metrics.png, schedule.png, norms.png and, of a policy, success.png."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.metrics import LOSS
 from foundry.run_dir.files import make_folder
 from foundry.run_dir.names import METRICS, PLOTS
+from foundry.run_dir.redact import one_line
 from foundry.tracking.console_progress import unigram_entropy
-from foundry.tracking.metrics_file import is_evaluation, read_metrics
-from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, frame, save_figure
+from foundry.tracking.metrics_figure import metrics_figure
+from foundry.tracking.metrics_file import evaluation_record, is_evaluation, read_metrics, step_record
+from foundry.tracking.mlflow.parent_link import ParentLink
+from foundry.tracking.norms_figure import norms_figure
+from foundry.tracking.plot_style import (
+    GREEN,
+    GREY,
+    ORANGE,
+    RAW,
+    SMOOTHED,
+    draw_series,
+    fit,
+    frame,
+    legend_above,
+    save_figure,
+)
 from foundry.tracking.safe_observer import tolerant
 from foundry.tracking.schedule_figure import schedule_figure
-from foundry.tracking.success_figure import HIGH, LOW, RATE, success_figure
+from foundry.tracking.success_figure import RATE, success_figure
 from foundry.training.events import Evaluated, Phase, PlannedUpdate, RunEnded, RunStarted, StepLogged
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _LARGEST_SHARE_OF_TIME = 0.02
-_MOST_POINTS = 4000  # more cannot be told apart and take seconds to draw
+
+Series = dict[str, dict[int, float]]
+"""Values by step, by the name of what they are of."""
 
 
 class Plots:
-    """Draws the loss, the learning rate and success in episodes at evaluations and at the end.
+    """Draws what is logged, at evaluations and at the end.
 
     Drawing takes tenths of a second, so an evaluation that follows too soon upon the last drawing is passed over; at
     the end everything is drawn.
 
     Args:
         run_dir: the run directory; pictures go to `plots/` in it.
+        run_name: under each title; None: the run directory's name, or of a sweep's job what tells it from the others.
     """
 
-    def __init__(self, *, run_dir: Path) -> None:
+    def __init__(self, *, run_dir: Path, run_name: str | None = None) -> None:
         self._run_dir = Path(run_dir)
-        self._loss: dict[int, float] = {}
-        self._measured: dict[str, dict[int, float]] = {}
+        self._run_name = run_name
+        self._logged: Series = {}
+        self._measured: Series = {}
         self._metric: str | None = None
         self._entropy: float | None = None
         self._updates: Sequence[PlannedUpdate] = ()
@@ -53,20 +69,17 @@ class Plots:
         self._updates, self._phases, self._metric = event.updates, event.phases, event.metric
         if (self._run_dir / METRICS).exists():
             for record in read_metrics(self._run_dir):
-                if is_evaluation(record):
-                    self._remember(record["step"], record)
-                else:
-                    self._loss[record["step"]] = record["loss"]
+                _remember(self._measured if is_evaluation(record) else self._logged, record)
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """Remember the loss."""
-        self._loss[event.step] = event.loss
+        """Remember the step."""
+        _remember(self._logged, step_record(event))
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """Remember the held-out loss and the run's metric, and draw."""
-        self._remember(event.step, event.metrics)
+        """Remember what was measured, and draw."""
+        _remember(self._measured, evaluation_record(event))
         begin = time.monotonic()
         if begin >= self._next_drawing:
             self._draw(event.step)
@@ -76,26 +89,39 @@ class Plots:
     @tolerant
     def on_end(self, event: RunEnded) -> None:
         """Draw."""
-        self._draw(max(self._loss, default=0))
+        self._draw(max(self._logged.get("loss", ()), default=0))
 
     def _draw(self, step: int) -> None:
-        folder = make_folder(self._run_dir / PLOTS)
-        points = sorted(self._loss.items())
+        folder, name = make_folder(self._run_dir / PLOTS), self._name()
+        points = sorted(self._logged.get("loss", {}).items())
         held_out = sorted(self._measured.get(LOSS, {}).items())
         judged = None if self._metric in (None, LOSS) else sorted(self._measured.get(self._metric or "", {}).items())
+        pictures: dict[str, Figure | None] = {
+            "metrics": metrics_figure(self._logged, self._measured, name),
+            "norms": norms_figure(self._logged, name),
+        }
         if points or held_out or judged:
-            figure = loss_figure(points, held_out, self._entropy)
+            pictures["loss"] = losses = loss_figure(points, held_out, self._entropy, name)
             if judged and self._metric is not None:
-                add_metric(figure, self._metric, judged)
-            save_figure(figure, folder / "loss.png")
+                add_metric(losses, self._metric, judged)
         if self._measured.get(RATE):
-            save_figure(success_figure(self._measured), folder / "success.png")
+            pictures["success"] = success_figure(self._measured, name)
         if self._updates:
-            save_figure(schedule_figure(self._updates, self._phases, step), folder / "schedule.png")
+            pictures["schedule"] = schedule_figure(self._updates, self._phases, step, name)
+        for stem, figure in pictures.items():
+            if figure is not None:
+                save_figure(figure, folder / f"{stem}.png")
 
-    def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name in {LOSS, self._metric, RATE, LOW, HIGH} & metrics.keys():
-            self._measured.setdefault(str(name), {})[step] = metrics[str(name)]
+    def _name(self) -> str:
+        """What trackers call the run."""
+        link = None if self._run_name is not None else ParentLink.load(self._run_dir)
+        return one_line(self._run_name or (self._run_dir.absolute().name if link is None else link.run_name))
+
+
+def _remember(series: Series, record: Mapping[str, Any]) -> None:
+    for name, value in record.items():
+        if isinstance(value, (int, float)):
+            series.setdefault(name, {})[record["step"]] = value
 
 
 def add_metric(figure: "Figure", name: str, points: Sequence[tuple[int, float]]) -> None:
@@ -110,26 +136,16 @@ def add_metric(figure: "Figure", name: str, points: Sequence[tuple[int, float]])
     axes = figure.axes[0].twinx()
     steps, values = zip(*points, strict=True)
     axes.plot(steps, values, color=GREEN, linewidth=1.2, marker="s", markersize=4, label=f"{name} {_final(values)}")
-    axes.set_ylabel(name, color=GREEN)
-    axes.legend(frameon=False, loc="upper left")
-
-
-def smoothed(values: Sequence[float], indices: Sequence[int]) -> list[float]:
-    """The median of the neighbourhood of some of the values: 5 % of them all, and at least 5 and at most 201.
-
-    A spike does not move it and NaN does not enter; where there is nothing else it is NaN.
-    """
-    half = min(max(len(values) // 40, 2), 100)
-    result = []
-    for index in indices:
-        reach = min(half, index, len(values) - 1 - index)  # the same on both sides, or the ends would lag
-        around = [value for value in values[index - reach : index + reach + 1] if math.isfinite(value)]
-        result.append(median(around) if around else math.nan)
-    return result
+    axes.spines["top"].set_visible(False)
+    axes.set_ylabel(name, color=GREEN, parse_math=False)
+    legend_above(figure.axes[0])
 
 
 def loss_figure(
-    points: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]], entropy: float | None
+    points: Sequence[tuple[int, float]],
+    held_out: Sequence[tuple[int, float]],
+    entropy: float | None,
+    run_name: str = "",
 ) -> "Figure":
     """The training loss, its running median, the held-out loss and a reference.
 
@@ -137,48 +153,28 @@ def loss_figure(
         points: (step, training loss), ascending.
         held_out: (step, held-out loss), ascending.
         entropy: of the unigram distribution of the text, in nats; None for other data.
+        run_name: under the title.
     """
-    figure, axes = frame("Loss", "optimizer step", "loss (mean over the global batch)")
+    figure, axes = frame("Loss", None, "loss (mean over the global batch)", below=run_name)
+    losses, held_out_losses = [loss for _, loss in points], [loss for _, loss in held_out]
     if points:
-        steps, losses = zip(*points, strict=True)
-        shown = range(0, len(points), max(1, math.ceil(len(points) / _MOST_POINTS)))
-        at, median_losses = [steps[index] for index in shown], smoothed(losses, shown)
-        marker = "o" if len(points) == 1 else None
-        axes.plot(at, [losses[index] for index in shown], color=BLUE, alpha=0.3, linewidth=0.8, marker=marker)
-        axes.plot(at, median_losses, color=BLUE, linewidth=1.8, label=f"training {_final(losses)}")
-        broken = [step for step, loss in points if not math.isfinite(loss)]
-        if broken:
-            transform = axes.get_xaxis_transform()
-            label = f"not finite: {len(broken)}"
-            axes.plot(broken, [0.02] * len(broken), "x", color=RED, transform=transform, label=label, clip_on=False)
+        draw_series(axes, points, raw=f"training, {RAW} {_final(losses)}", smooth=f"its {SMOOTHED}")
     if held_out:
-        steps, losses = zip(*held_out, strict=True)
-        label = f"held out {_final(losses)}"
-        axes.plot(steps, losses, color=ORANGE, linewidth=1.2, marker="o", markersize=5, label=label)
+        label = f"held out {_final(held_out_losses)}"
+        axes.plot(
+            [step for step, _ in held_out],
+            held_out_losses,
+            color=ORANGE,
+            linewidth=1.2,
+            marker="o",
+            markersize=5,
+            label=label,
+        )
     if entropy is not None:
         axes.axhline(entropy, color=GREY, linestyle=":", linewidth=1.4, label=f"unigram entropy {entropy:.3f}")
-    _fit(axes, [loss for _, loss in points], [loss for _, loss in held_out] + ([] if entropy is None else [entropy]))
-    axes.legend(frameon=False, loc="upper right")
+    fit(axes, losses, held_out_losses + ([] if entropy is None else [entropy]))
+    legend_above(axes)
     return figure
-
-
-def _fit(axes: "Axes", losses: Sequence[float], others: Sequence[float]) -> None:
-    """Choose a frame that a few spikes cannot flatten, and say how many points lie above it."""
-    finite = sorted(loss for loss in losses if math.isfinite(loss))
-    if not finite:
-        return
-    first = next(loss for loss in losses if math.isfinite(loss))
-    shown = [first, *(value for value in others if math.isfinite(value))]
-    typical = finite[int(0.98 * (len(finite) - 1))]
-    low, high = min([finite[0], *shown]), max([typical, *shown])
-    if finite[-1] - low > 4 * (high - low) > 0:
-        high += 0.5 * (high - low)
-        above = sum(loss > high for loss in finite)
-        axes.text(0.01, 0.97, f"{above} above, up to {finite[-1]:.3g}", transform=axes.transAxes, va="top", color=RED)
-    else:
-        high = max(high, finite[-1])
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-    axes.set_ylim(low - margin, high + margin)
 
 
 def _final(values: Sequence[float]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, blank, dress
+from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, blank, count_steps, dress, head
 from foundry.training.events import Phase, PlannedUpdate
 
 if TYPE_CHECKING:
@@ -13,37 +13,49 @@ if TYPE_CHECKING:
 _SHADES = {"warmup": ORANGE, "stable": GREEN, "constant": GREEN, "decay": BLUE, "floor": GREY}
 
 
-def schedule_figure(updates: Sequence[PlannedUpdate], phases: Sequence[Phase], step: int = 0) -> "Figure":
-    """Three panels over the optimizer steps, with the learning rate's phases shaded.
+def schedule_figure(
+    updates: Sequence[PlannedUpdate], phases: Sequence[Phase], step: int = 0, run_name: str = ""
+) -> "Figure":
+    """Panels over the optimizer steps, with the learning rate's phases shaded; what never changes is said in words.
 
     Args:
         updates: every update, or a selection that shows every corner.
         phases: of the learning rate.
         step: the last step taken, marked while the run is under way.
+        run_name: under the title.
     """
-    figure = blank((8, 6.6), bottom=0.08, top=0.93)
-    top, middle, bottom = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (3, 1, 1), "hspace": 0.16})
     steps = [update.step for update in updates]
-    panels: list[tuple[Axes, str, list[float], str]] = [
-        (top, "learning rate", [update.lr for update in updates], "default"),
-        (middle, "weight decay", [update.weight_decay for update in updates], "default"),
-        (bottom, "global batch", [float(update.global_batch_size) for update in updates], "steps-mid"),
+    rows: list[tuple[str, list[float], str]] = [
+        ("learning rate", [update.lr for update in updates], "default"),
+        ("weight decay", [update.weight_decay for update in updates], "default"),
+        ("global batch", [float(update.global_batch_size) for update in updates], "steps-mid"),
     ]
-    for axes, label, values, drawstyle in panels:
+    drawn = [row for row in rows if row is rows[0] or len(set(row[1])) > 1]
+    constant = [f"{label} {values[0]:g}" for label, values, _ in rows if (label, values, _) not in drawn]
+    height = 4.2 + 1.3 * (len(drawn) - 1)
+    figure = blank((8, height), bottom=0.55 / height, top=1 - 1.05 / height)
+    head(figure, "Schedule", ", ".join([*([run_name] if run_name else []), *constant]))
+    heights = (3, 1, 1)[: len(drawn)]
+    grid = figure.subplots(len(drawn), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+    figure.subplots_adjust(hspace=0.2)
+    panels: list[Axes] = list(grid[:, 0])
+    for axes, (label, values, drawstyle) in zip(panels, drawn, strict=True):
         dress(axes)
         _shade(axes, phases)
         marker = "o" if len(steps) == 1 else None
         axes.plot(steps, values, color=BLUE, linewidth=1.8, marker=marker, drawstyle=drawstyle)
         axes.set_ylabel(label)
         axes.set_ylim(0, max(values) * 1.12 or 1.0)
+        if label != "global batch":
+            axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
         if 0 < step < steps[-1]:
             axes.axvline(step, color=GREY, linestyle=":", linewidth=1.4)
-    for axes in (top, middle):
+    _name(panels[0], phases)
+    count_steps(panels[-1])
+    for axes in panels[:-1]:
         axes.tick_params(labelbottom=False)
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    top.set_title("Schedule", loc="left", fontweight="bold")
-    _name(top, phases)
-    bottom.set_xlabel("optimizer step" + (f" (dotted: step {step})" if 0 < step < steps[-1] else ""))
+    if 0 < step < steps[-1]:
+        panels[-1].set_xlabel(f"optimizer step (dotted: step {step})")
     return figure
 
 

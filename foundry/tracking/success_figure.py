@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from foundry.config.metrics import SUCCESS_METRICS, val_metric_names
-from foundry.tracking.plot_style import GREEN, frame
+from foundry.tracking.plot_style import GREEN, frame, legend_above
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 RATE, LOW, HIGH, _ = val_metric_names(SUCCESS_METRICS)
 
 
-def success_figure(measured: Mapping[str, Mapping[int, float]]) -> "Figure":
+def success_figure(measured: Mapping[str, Mapping[int, float]], run_name: str = "") -> "Figure":
     """The share of episodes over optimizer steps, and the band of its 95 % interval.
 
     Args:
         measured: by the names of an evaluation, values by step.
+        run_name: under the title.
     """
-    figure, axes = frame("Success", "optimizer step", "share of episodes (band: 95 % interval)")
+    figure, axes = frame("Success", None, "share of episodes (band: 95 % interval)", below=run_name)
     steps = sorted(measured[RATE])
     rates = [measured[RATE][step] for step in steps]
     low, high = (
@@ -30,5 +31,5 @@ def success_figure(measured: Mapping[str, Mapping[int, float]]) -> "Figure":
     axes.plot(steps, rates, color=GREEN, linewidth=1.8, marker="o", markersize=5, label=f"success {rates[-1]:.3f}")
     axes.set_xlim(left=0)
     axes.set_ylim(-0.02, 1.02)
-    axes.legend(frameon=False, loc="best")
+    legend_above(axes)
     return figure

@@ -14,6 +14,7 @@ from foundry.config.schemas.guard import Guard
 from foundry.parallel.grad_norm import clip_grad_norm_
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
+from foundry.training.block_norms import BlockNorms, NormsByBlock
 from foundry.training.guards import Attempt, UpdateGuard
 from foundry.training.metric_sums import add_metrics, reduce_sums
 from foundry.training.protocols import LossSum, Mean, Microbatch, Objective, Synchroniser, Window
@@ -28,12 +29,14 @@ class StepResult:
         grad_norm: () float32, before clipping.
         metrics: sums and counts by name.
         skipped: whether the update was left out, and the run continues; a () bool tensor where only the device knows.
+        norms: by block, in the steps in which they are measured.
     """
 
     loss: Tensor
     grad_norm: Tensor
     metrics: dict[str, Mean]
     skipped: Tensor | bool = False
+    norms: NormsByBlock | None = None
 
 
 ForwardBackward = Callable[[Sequence[Microbatch], Sequence[int], Tensor | float], LossSum]
@@ -59,6 +62,7 @@ class TrainStep:
         max_grad_norm: float | None,
         guard: Guard | None = None,
         forward_backward: ForwardBackward | None = None,
+        norms: BlockNorms | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -72,6 +76,7 @@ class TrainStep:
             max_grad_norm: largest global norm of the gradient; None: no clipping.
             guard: what to do at a fault; None: what is not finite ends the run.
             forward_backward: another way through a window, such as a pipeline; None: one microbatch after the other.
+            norms: measures blocks in some of the steps; None: in none.
         """
         self._model, self._objective, self._optimizers = model, objective, optimizers
         self._sync, self._precision, self._world = sync, precision, world
@@ -80,6 +85,7 @@ class TrainStep:
         self._scaler = precision.scaler(world.device)
         self._metrics = declared_metrics(objective)
         self._forward_backward = forward_backward or self._accumulate
+        self._norms = norms
         self.guard = UpdateGuard(guard or Guard(), optimizers, world, scaler=self._scaler)
 
     def __call__(self, window: Window, lr: float, step: int, *, weight_decay: float | None = None) -> StepResult:
@@ -108,12 +114,15 @@ class TrainStep:
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
+        norms = self._norms if self._norms is not None and self._norms.is_due(step) else None
+        before = None if norms is None else norms.before_update()
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm)
         total = reduce_sums(sums, self._metrics, self._world)
         result = StepResult(total.loss / count, grad_norm, total.metrics)
         positions = [microbatch["position"] for microbatch in window.microbatches if "position" in microbatch]
         skipped = self._update(Attempt(step, result.loss, grad_norm, sums.loss, positions))
-        return replace(result, skipped=skipped)
+        by_block = None if norms is None or before is None else norms.after_update(before)
+        return replace(result, skipped=skipped, norms=by_block)
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard and the loss scaler remember; plain JSON."""

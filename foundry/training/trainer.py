@@ -317,6 +317,7 @@ class Trainer:
         rates = self.throughput.log(self.progress.steps, self.progress.samples, self.progress.tokens)
         self.compiling.after_log(rates.step_seconds, self.budget.total_steps - self.progress.steps)
         means = {name: mean.item() for name, mean in result.metrics.items()}
+        norms = {} if result.norms is None else result.norms.read()
         self._tell(
             "on_step",
             StepLogged(
@@ -329,7 +330,9 @@ class Trainer:
                 weight_decay=weight_decay,
                 grad_norm=result.grad_norm.item(),
                 global_batch_size=window.num_samples,
-                metrics={name: value for name, value in means.items() if value is not None} | dict(window.metrics),
+                metrics={name: value for name, value in means.items() if value is not None}
+                | dict(window.metrics)
+                | norms,
                 **asdict(rates),
             ),
         )

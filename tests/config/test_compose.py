@@ -220,6 +220,16 @@ def test_help_lists_every_option_of_every_group_and_those_of_the_user(shell):
         )
     assert "the learning rate as a function of the" in " ".join(listed["scheduler"].split())
     assert stdout.count("python -m foundry") >= 5
+    assert "\n  Yours, in own: scheduler=mine\n" in stdout
+    by_search_path = shell.run("hydra.searchpath=[file://own]", "--help")[0]
+    assert by_search_path == stdout
+
+
+def test_help_of_a_sweep_is_about_sweeps(shell):
+    stdout = shell.run("-m", "--help")[0]
+    named = {line.split()[0] for line in stdout.splitlines() if line.startswith("  ")}
+    assert {"hydra.sweeper.zip", "hydra.sweeper.n_trials", "hydra.launcher.n_jobs", "hydra.launcher.nodes"} <= named
+    assert "hparams_search=lr_range,optuna_tpe" in stdout
 
 
 def test_help_alone_is_the_page_that_a_composition_gives(shell):

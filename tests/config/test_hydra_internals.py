@@ -111,7 +111,7 @@ def test_jobs_and_errors_are_taken_over(monkeypatch):
     for owner, name in ((utils, "run_and_report"), (hydra, "run_job"), (basic_launcher, "run_job")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(hydra.Hydra, "format_config_groups", hydra.Hydra.format_config_groups)
-    internals.take_over(sorted, lambda loader: "listed")
+    internals.take_over(sorted, lambda loader, overrides: "listed")
     assert hydra.run_job is basic_launcher.run_job is sorted
     page = hydra.Hydra.format_config_groups
     assert page(SimpleNamespace(config_loader=None), lambda group: not group.startswith("hydra/")) == "listed"
@@ -124,13 +124,16 @@ def test_jobs_and_errors_are_taken_over(monkeypatch):
 def test_a_page_is_written_without_composing_unless_something_else_is_asked_for(name, loader, monkeypatch, capsys):
     composed = []
     monkeypatch.setattr(hydra.Hydra, "app_help", lambda self, config_name, args_parser, args: composed.append(args))
-    internals.write_help(CONFIG_NAME, lambda loader: "the page")
-    application, args = GlobalHydra.instance().hydra, {"overrides": [], "config_dir": None, "config_path": None}
+    internals.write_help(CONFIG_NAME, lambda loader: "the page", lambda loader: "of sweeps")
+    args = {"overrides": [], "config_dir": None, "config_path": None, "multirun": False}
+    application = GlobalHydra.instance().hydra
     application.app_help(CONFIG_NAME, None, SimpleNamespace(**args))
     assert (capsys.readouterr().out, composed) == ("the page\n", [])
     application.app_help("another", None, SimpleNamespace(**args))
     application.app_help(CONFIG_NAME, None, SimpleNamespace(**{**args, name: ["a=1"]}))
     assert (capsys.readouterr().out, len(composed)) == ("", 2)
+    application.app_help(CONFIG_NAME, None, SimpleNamespace(**{**args, name: ["a=1"], "multirun": True}))
+    assert (capsys.readouterr().out, len(composed)) == ("of sweeps\n", 2)
 
 
 def test_a_run_is_composed_once_and_a_sweep_as_hydra_does_it(loader, monkeypatch):

@@ -111,6 +111,7 @@ def test_a_plan_never_overwrites_a_run(lm, shell):
     ("command", "options"),
     [
         ("plan", ["plan.every", "plan.device_gib"]),
+        ("lr_find", ["lr_find.min", "lr_find.steps"]),
         ("eval", ["run", "max_samples"]),
         ("export", ["out", "dtype"]),
         ("sample", ["prompt", "labels"]),
@@ -124,4 +125,6 @@ def test_every_command_says_what_it_takes(shell, command, options):
     assert err == ""
     assert out.startswith(f"python -m foundry.{command} key=value ...\n")
     assert set(options) <= {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
+    assert max(map(len, out.splitlines())) <= 120
+    assert shell.run("--version", module=f"foundry.{command}") == shell.run("--version")
     assert list(shell.cwd.iterdir()) == []

@@ -56,6 +56,7 @@ def trained(configure, tmp_path_factory):
                 *OPTIMIZERS[optimizer],
                 "hparams.max_steps=20",
                 f"hparams.per_gpu_batch_size={microbatch}",
+                "tracking.norms_every_n_steps=10",
                 f"distributed.nproc_per_node={processes}",
             )
             runs[layout] = run = config, root / f"{task} {optimizer} {layout}"
@@ -75,6 +76,23 @@ def test_final_weights_agree(trained, task, optimizer, layout, record_property):
     record_property("largest relative difference", found)
     print(f"\n| {task:9} | {optimizer:5} | {layout:12} | {found:.1e} | {largest:.1e} |", end="")  # noqa: T201
     assert found < TOLERANCES[optimizer]
+
+
+def norms(run_dir):
+    """Of gradient, weights and update by step and block."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {(line["step"], key): value for line in lines for key, value in line.items() if "_norm/" in key}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+def test_norms_by_block_agree(trained, layout):
+    expected = norms(trained("lm", "muon", "1 x 4")[1])
+    assert {step for step, _ in expected} == {1, 10, 20}
+    assert {"grad_norm/lm_head", "update_norm/model.layers.0", "weight_norm/model.layers.1"} <= {
+        key for _, key in expected
+    }
+    assert all(value > 0 for (step, _), value in expected.items() if step < 20)
+    assert norms(trained("lm", "muon", layout)[1]) == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
 @pytest.mark.long

@@ -46,6 +46,7 @@ def trained(configure, tmp_path_factory):
             f"hparams.per_gpu_batch_size={microbatch}",
             *overrides,
             *([] if layout is None else ["distributed.tensor_parallel=2"]),
+            "tracking.norms_every_n_steps=6",
             f"distributed.nproc_per_node={processes}",
             *others,
         )
@@ -58,10 +59,13 @@ def trained(configure, tmp_path_factory):
 
 
 def logged(run_dir):
-    """Loss and gradient norm of each step, and held-out losses."""
+    """Loss and gradient norm of each step, norms by block of some, and held-out losses."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
-        (line["step"], key): line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line
+        (line["step"], key): value
+        for line in lines
+        for key, value in line.items()
+        if key in ("loss", "grad_norm", "val_loss") or "_norm/" in key
     }
 
 
@@ -69,6 +73,7 @@ def check(one, other, tolerance):
     assert differences(weights(*one), weights(*other))[0] < tolerance
     expected = logged(one[1])
     assert sum(key == "loss" for _, key in expected) == STEPS
+    assert {step for step, key in expected if key == "update_norm/model.layers.1"} == {1, 6, 12}
     assert logged(other[1]) == pytest.approx(expected, rel=tolerance)
 
 

@@ -72,6 +72,7 @@ def test_a_failed_run_says_why(events):
     observer.on_start(events.start(plan={}))
     observer.on_end(events.end(state="failed", reason="out of memory [on rank 3]", result={}))
     assert re.search(r"failed +out of memory \[on rank 3\]\n", stream.getvalue())
+    assert re.search(rf"traceback +{re.escape(str(events.run_dir))}/foundry.log\n", stream.getvalue())
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,11 @@ from subprocess import run
 
 import pytest
 
+from foundry.tracking.metrics_figure import metrics_figure
 from foundry.tracking.metrics_file import MetricsFile
-from foundry.tracking.plots import Plots, loss_figure, smoothed
+from foundry.tracking.norms_figure import norms_figure
+from foundry.tracking.plot_style import smoothed
+from foundry.tracking.plots import Plots, loss_figure
 from foundry.tracking.schedule_figure import schedule_figure
 from foundry.tracking.success_figure import success_figure
 from foundry.training.events import Evaluated, Phase, PlannedUpdate
@@ -55,8 +58,8 @@ def test_a_resumed_run_shows_its_whole_history(events):
     file.on_evaluation(events.evaluation(3))
     observer = Plots(run_dir=events.run_dir)
     observer.on_start(events.start())
-    assert list(observer._loss) == [1, 2, 3]
-    assert observer._measured == {"val_loss": {3: 3.5}}
+    assert list(observer._logged["loss"]) == [1, 2, 3]
+    assert (observer._measured["val_loss"], observer._measured["val_accuracy"]) == ({3: 3.5}, {3: 0.2})
 
 
 def test_success_is_drawn_with_its_interval(events):
@@ -110,6 +113,112 @@ def test_few_points_are_no_error(points, tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def texts(holder):
+    return [text.get_text() for text in holder]
+
+
+def test_both_lines_and_the_run_are_named():
+    figure = loss_figure([(step, 2.0 + step % 3) for step in range(1, 101)], [(100, 2.5)], None, "3: lr=0.1")
+    assert texts(figure.axes[0].get_legend().get_texts()) == [
+        "training, each logged step 3.0000",
+        "its running median",
+        "held out 2.5000",
+    ]
+    assert texts(figure.texts) == ["Loss", "3: lr=0.1"]
+
+
+@pytest.mark.parametrize(
+    ("last", "labels"),
+    [
+        (1, ["1"]),
+        (5, ["1", "2", "3", "4", "5"]),
+        (200, ["0", "50", "100", "150", "200"]),
+        (10**6, ["0", "200k", "400k", "600k", "800k", "1M"]),
+    ],
+)
+def test_steps_are_whole_and_round(last, labels):
+    points = [(step, 1.0 / step) for step in range(1, last + 1, max(1, last // 999))]
+    figure = loss_figure([*points, (last, 0.0)], [], None)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    low, high = axes.get_xlim()
+    ticks = axes.xaxis.get_major_ticks()
+    assert [tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high] == labels
+
+
+def test_a_run_is_called_what_trackers_call_it(events):
+    for observer, name in (
+        (Plots(run_dir=events.run_dir), events.run_dir.name),
+        (Plots(run_dir=events.run_dir, run_name="mine $x"), "mine $x"),
+    ):
+        observer.on_start(events.start())
+        assert observer._name() == name
+        observer.on_end(events.end())
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def test_a_panel_for_each_number_that_changes():
+    steps = range(1, 51)
+    logged = {
+        "loss": {step: 1.0 / step for step in steps},
+        "grad_norm": {step: 100.0 if step == 7 else 1.0 + step % 2 for step in steps},
+        "lr": dict.fromkeys(steps, 1e-3),
+        "tokens_per_second": {step: 1e5 + step for step in steps},
+        "tokens": {step: 100 * step for step in steps},
+        "reward": {step: step / 50 for step in steps},
+        "fixed": dict.fromkeys(steps, 3.0),
+        "broken": dict.fromkeys(steps, math.nan),
+        "grad_norm/head": {step: float(step) for step in steps},
+    }
+    measured = {"val_loss": {25: 1.0, 50: 2.0}, "val_reward": {25: 0.4, 50: 0.9}, "val_bleu": {25: 1.0, 50: 2.0}}
+    measured["val_success"] = {25: 0.0, 50: 1.0}
+    figure = metrics_figure(logged, measured, "a run")
+    assert titles(figure) == ["gradient norm", "tokens/s", "reward", "broken", "val_bleu"]
+    norm, _, reward, broken, alone = figure.axes
+    assert norm.get_yscale() == "log"
+    assert [list(line.get_ydata()) for line in reward.lines][-1] == [0.4, 0.9]
+    assert broken.get_title(loc="right") == "50 not finite"
+    assert [list(line.get_ydata()) for line in alone.lines] == [[1.0, 2.0]]
+    assert texts(figure.legends[0].get_texts()) == ["each logged step", "running median", "held out"]
+    assert "a run" in texts(figure.texts)
+
+
+def test_nothing_that_changes_is_no_picture_and_many_panels_are_cut():
+    assert metrics_figure({"lr": {1: 0.1, 2: 0.1}, "loss": {1: 3.0, 2: 2.0}}, {}) is None
+    many = metrics_figure({f"metric {n}": {1: 0.0, 2: 1.0} for n in range(20)}, {}, "a run")
+    assert len(many.axes) == 12
+    assert "a run (8 more in metrics.jsonl)" in texts(many.texts)
+
+
+def test_norms_by_block_are_drawn_as_gradient_and_as_relative_update(events):
+    observer = Plots(run_dir=events.run_dir)
+    observer.on_start(events.start())
+    blocks = [f"layers.{n}" for n in range(30)]
+    for step in (1, 10, 20):
+        norms = {"grad_norm": 2.0 * step, "weight_norm": 4.0, "update_norm": 0.1 * step}
+        observer.on_step(
+            events.step(step, metrics={f"{name}/{block}": v for name, v in norms.items() for block in blocks})
+        )
+    observer.on_end(events.end())
+    assert is_png(events.run_dir / "plots/norms.png")
+    left, right = norms_figure(observer._logged).axes
+    assert [len(axes.lines) for axes in (left, right)] == [30, 30]
+    assert list(left.lines[0].get_ydata()) == [2, 20, 40]
+    assert list(right.lines[29].get_ydata()) == pytest.approx([0.025, 0.25, 0.5])
+    named = texts(left.figure.legends[0].get_texts())
+    assert (named[0], named[-1], len(named)) == ("layers.0", "layers.29", 12)
+    assert norms_figure({"grad_norm": {1: 1.0}}) is None
+
+
+def test_norms_of_weights_that_are_zero_have_no_relative_update():
+    logged = {"grad_norm/head": {1: 0.5}, "weight_norm/head": {1: 0.0}, "update_norm/head": {1: 0.1}}
+    left, right = norms_figure(logged).axes
+    assert (list(left.lines[0].get_ydata()), list(right.lines[0].get_ydata())) == ([0.5], [])
+
+
 def updates(count, last_batch=8):
     return [
         PlannedUpdate(
@@ -129,6 +238,13 @@ def test_the_schedule_shows_rate_decay_and_batch_size_and_how_far_the_run_has_co
     assert batch.get_xlabel() == "optimizer step (dotted: step 4)"
     assert [axes.lines[-1].get_xdata()[0] for axes in (rate, decay, batch)] == [4] * 3
     assert len(schedule_figure(updates(10), phases, 10).axes[0].lines) == 1
+
+
+def test_what_never_changes_is_said_and_not_drawn():
+    fixed = [PlannedUpdate(step=s, samples=8 * s, global_batch_size=8, lr=1.0 / s, weight_decay=0.1) for s in (1, 2, 3)]
+    figure = schedule_figure(fixed, [], 0, "a run")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["learning rate"]
+    assert texts(figure.texts) == ["Schedule", "a run, weight decay 0.1, global batch 8"]
 
 
 def test_phases_too_short_for_their_names_are_beside_the_title():

@@ -6,9 +6,11 @@ from composition import configure
 from devices import DEVICES, Operations, alone_on, waiting_is_an_error
 from tiny import SMALL_LM, TINY_DIT
 
+from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.wrap import parallelize
 from foundry.parts import build_model, build_objective, build_optimizers
+from foundry.training.block_norms import BlockNorms, group_by_block
 from foundry.training.ema import WeightAverage
 from foundry.training.protocols import Window
 from foundry.training.step import TrainStep
@@ -52,6 +54,9 @@ def build_step(overrides, device):
         world=world,
         max_grad_norm=config.hparams.grad_clip_norm,
         guard=config.guard,
+        norms=BlockNorms(
+            group_by_block(parallel.inner, find_blocks(parallel.inner)), every_n_steps=2, device=world.device
+        ),
     )
     return config, step, WeightAverage(parallel.inner, config.hparams.ema_decay)
 

@@ -34,8 +34,16 @@ class Tracking:
     log_every_n_steps: int = setting(
         10, "optimizer steps between log lines", ge=1, aliases="logging_steps, log_interval, log_freq, log_every"
     )
+    norms_every_n_steps: int | None = setting(
+        None,
+        "optimizer steps between those in which the norms of gradient, weights and update are measured by block; a "
+        "multiple of log_every_n_steps; null: none are",
+        ge=1,
+    )
     progress: bool = setting(True, "show progress on the terminal", aliases="enable_progress_bar")
-    plots: bool = setting(True, "write plots/loss.png, plots/schedule.png and, of a policy, plots/success.png")
+    plots: bool = setting(
+        True, "draw plots/: loss, metrics, schedule, norms by block where measured, and success of a policy"
+    )
     mlflow: bool = setting(True, "log to MLflow")
     uri: str | None = setting(None, "MLflow tracking URI; null: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db")
     experiment_name: str = setting("foundry", "MLflow experiment", aliases="project, project_name")
@@ -54,7 +62,11 @@ class Tracking:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Refuse trackers that are none, or whose package is missing, and tags that are no single values."""
+        """Refuse trackers that are none, or whose package is missing, tags that are no single values, unread norms."""
+        every, logged = self.norms_every_n_steps, self.log_every_n_steps
+        if every is not None and every % logged:
+            message = f"is {every} but norms are read when a step is logged; give a multiple of {logged}"
+            yield Violation("tracking.norms_every_n_steps", f"{message}, which is tracking.log_every_n_steps")
         for name, value in self.tags.items():
             if isinstance(value, (dict, list)) or value is None:
                 message = f"is {shown(value)} but must be a text or a number"

@@ -1,0 +1,59 @@
+"""Commands that take all options of a run, and some of their own under a prefix."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from hydra import main as hydra_main
+from omegaconf import DictConfig
+
+from foundry.cli import enter, in_run_dir
+from foundry.config.command import answer_alone, help_text, output_may_close, parse_options
+from foundry.config.compose import CONFIG_NAME, config_dir
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.root import Config, to_config
+
+Options = TypeVar("Options")
+
+
+def run_composed(
+    schema: type[Options], work: Callable[[Config, Options, Path], object], *, name: str, doc: str
+) -> None:
+    """Run such a command with the arguments after its name; errors and exit codes are those of a run.
+
+    Args:
+        schema: its own options as a frozen dataclass of `setting`s, which are typed as `plan.every` for `foundry.plan`.
+        work: takes the composed configuration, these options, and the run directory that was made for it.
+        name: as typed, for the help.
+        doc: what it does, for the help.
+    """
+    prefix = name.rpartition(".")[2] + "."
+    page = f"{doc}\n\nAll options of a run, which `python -m foundry --help` lists, and:"
+    with output_may_close():
+        if answer_alone(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):
+            return
+    own = [word.removeprefix(prefix) for word in sys.argv[1:] if word.startswith(prefix)]
+    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(prefix)]
+
+    def task() -> None:
+        try:
+            options = parse_options(schema, own)
+        except ConfigError as error:
+            raise ConfigError(replace(wrong, key=prefix + wrong.key) for wrong in error.violations) from None
+
+        @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
+        def compose_and_work(composed: DictConfig) -> None:
+            in_run_dir(partial(_typed, composed, work, options))
+
+        compose_and_work()
+
+    enter(task)
+
+
+def _typed(
+    composed: DictConfig, work: Callable[[Config, Options, Path], object], options: Options, run_dir: Path
+) -> None:
+    work(to_config(composed), options, run_dir)

@@ -1,0 +1,92 @@
+"""plots/metrics.png: gradient norm, learning rate, throughput and the metrics of objective and evaluators."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from foundry.config.metrics import LOSS, SUCCESS_METRICS, val_metric_name, val_metric_names
+from foundry.tracking.plot_style import ORANGE, RED, count_steps, draw_series, fit, head, panels, scale_logarithmically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_OF_EVERY_RUN = {
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tokens_per_second": "tokens/s",
+    "samples_per_second": "samples/s",
+}
+_ELSEWHERE = {"step", "samples", "tokens", "epoch", "loss", "weight_decay", "global_batch_size", "step_seconds"}
+_ELSEWHERE |= {"tflops", "mfu", "peak_memory_bytes", LOSS, *val_metric_names(SUCCESS_METRICS[:3])}
+"""In other pictures, or the same curve in another unit."""
+_MOST_PANELS = 12
+_WIDE = 30.0  # a gradient norm over a wider span has a logarithmic axis
+_HELD_OUT = "held out"
+
+Points = Sequence[tuple[int, float]]
+
+
+def metrics_figure(
+    logged: Mapping[str, Mapping[int, float]], measured: Mapping[str, Mapping[int, float]], run_name: str = ""
+) -> "Figure | None":
+    """A panel for each number that changes along the run; None where none does.
+
+    Args:
+        logged: of training, values by step, by name in metrics.jsonl.
+        measured: likewise of evaluations; `val_` and the name of one of training shares its panel.
+        run_name: under the title.
+    """
+    shown = [name for name in _choose(logged, measured) if _changes(logged.get(name), measured.get(_paired(name)))]
+    if not shown:
+        return None
+    figure, found = panels(len(shown[:_MOST_PANELS]))
+    for axes, name in zip(found, shown, strict=False):
+        own, held_out = sorted(logged.get(name, {}).items()), sorted(measured.get(_paired(name), {}).items())
+        _draw(axes, name, own, held_out)
+    more = len(shown) - _MOST_PANELS
+    text = run_name if more <= 0 else f"{run_name} ({more} more in metrics.jsonl)"
+    handles = {handle.get_label(): handle for axes in found for handle in axes.get_legend_handles_labels()[0]}
+    kinds = [handle for label, handle in handles.items() if not str(label).startswith("not finite")]
+    head(figure, "Metrics", text, handles=kinds)
+    return figure
+
+
+def _choose(logged: Mapping[str, object], measured: Mapping[str, object]) -> list[str]:
+    """The names of panels in order: what every run has, then metrics of training, then those of evaluations alone."""
+    own = [name for name in logged if name not in _OF_EVERY_RUN and name not in _ELSEWHERE and "/" not in name]
+    paired = {_paired(name) for name in own}
+    alone = [name for name in measured if name not in paired and name not in _ELSEWHERE]
+    return [*(name for name in _OF_EVERY_RUN if name in logged), *own, *alone]
+
+
+def _paired(name: str) -> str:
+    """What an evaluation calls a metric of training; a metric of evaluations alone has its name already."""
+    return name if name.startswith("val_") else val_metric_name(name)
+
+
+def _changes(*series: Mapping[int, float] | None) -> bool:
+    """Whether some curve is not one finite number throughout."""
+    return any(
+        len(set(values.values())) > 1 or not all(map(math.isfinite, values.values())) for values in series if values
+    )
+
+
+def _draw(axes: "Axes", name: str, own: Points, held_out: Points) -> None:
+    axes.set_title(_OF_EVERY_RUN.get(name, name), loc="left", fontsize="medium", parse_math=False)
+    count_steps(axes)
+    if own:
+        draw_series(axes, own)
+    if held_out:
+        steps, measured = zip(*held_out, strict=True)
+        axes.plot(steps, measured, color=ORANGE, linewidth=1.2, marker="o", markersize=4, label=_HELD_OUT)
+    values = [value for _, value in own]
+    finite = [value for value in values if math.isfinite(value)]
+    if name == "grad_norm" and finite and 0 < min(finite) < max(finite) / _WIDE:
+        scale_logarithmically(axes)
+    else:
+        fit(axes, values, [value for _, value in held_out])
+    if name == "lr":
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if broken := len(values) - len(finite):
+        axes.set_title(f"{broken} not finite", loc="right", fontsize="medium", color=RED)

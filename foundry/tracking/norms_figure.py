@@ -1,0 +1,77 @@
+"""plots/norms.png: gradient, and update against weights, block by block."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from foundry.config.metrics import NORMS
+from foundry.tracking.plot_style import count_steps, head, panels, scale_logarithmically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_GRADIENT, _WEIGHT, _UPDATE = (f"{name}/" for name in NORMS)
+_MOST_NAMES, _FEW_POINTS = 12, 20
+_WIDE = 5.0  # norms over a wider span have a logarithmic axis
+
+Curves = Mapping[str, Mapping[int, float]]
+
+
+def norms_figure(logged: Curves, run_name: str = "") -> "Figure | None":
+    """The norm of each block's gradient before clipping, and of its updates as a share of the norm of its weights.
+
+    Args:
+        logged: values by step, by name in metrics.jsonl.
+        run_name: under the title.
+
+    Returns:
+        None where no norms were measured.
+    """
+    blocks = [name.removeprefix(_GRADIENT) for name in logged if name.startswith(_GRADIENT)]
+    if not blocks:
+        return None
+    gradients = {block: logged[_GRADIENT + block] for block in blocks}
+    shares = {block: _ratio(logged.get(_UPDATE + block, {}), logged.get(_WEIGHT + block, {})) for block in blocks}
+    figure, (left, right) = panels(2)
+    figure.subplots_adjust(right=0.8)
+    _draw(left, "gradient norm, before clipping", gradients)
+    _draw(right, "norm of the update / norm of the weights", shares)
+    named = _spread(len(blocks), _MOST_NAMES)
+    lines = [left.lines[number] for number in named]
+    legend = figure.legend(handles=lines, loc="center left", bbox_to_anchor=(0.81, 0.5), frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    head(figure, "Norms by block", run_name)
+    return figure
+
+
+def _ratio(updates: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
+    """At the steps that have both; of weights that are 0 it is none."""
+    return {step: updates[step] / weights[step] for step in sorted(updates) if weights.get(step)}
+
+
+def _draw(axes: "Axes", title: str, curves: Curves) -> None:
+    """A line for each block, from dark to light in the order of the model."""
+    from matplotlib import colormaps
+
+    colours = colormaps["viridis"]
+    axes.set_title(title, loc="left", fontsize="medium")
+    count_steps(axes)
+    seen = [value for values in curves.values() for value in values.values() if value > 0 and math.isfinite(value)]
+    is_log = bool(seen) and max(seen) > _WIDE * min(seen)
+    for number, (block, values) in enumerate(curves.items()):
+        steps = sorted(values)
+        colour = colours(0.9 * number / max(1, len(curves) - 1))
+        marker = "o" if len(steps) <= _FEW_POINTS else ""
+        drawn = [values[step] if values[step] > 0 or not is_log else math.nan for step in steps]  # 0 is a gap
+        axes.plot(steps, drawn, color=colour, linewidth=1.4, marker=marker, markersize=3.5, label=block)
+    if is_log:
+        scale_logarithmically(axes)
+
+
+def _spread(count: int, most: int) -> Sequence[int]:
+    """So many of the numbers below `count`, evenly, the first and last among them."""
+    if count <= most:
+        return range(count)
+    return [round(number * (count - 1) / (most - 1)) for number in range(most)]

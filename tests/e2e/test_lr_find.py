@@ -1,0 +1,69 @@
+"""`python -m foundry.lr_find` as a person types it."""
+
+import json
+import re
+
+import pytest
+from tiny import TINY_LM
+
+FIND = ["hydra.run.dir=found", "lr_find.min=1e-4", "lr_find.max=10", "optimizer=adamw"]
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.long
+def test_a_ramp_leaves_a_picture_numbers_and_a_line_to_copy(shell):
+    stdout, stderr = shell.run(*TINY_LM, *FIND, "lr_find.steps=40", module="foundry.lr_find")
+    assert stderr == ""
+    lr = re.search(r"^steepest fall  hparams\.lr=(\S+)$", stdout, re.MULTILINE)[1]
+    run_dir = shell.cwd / "found"
+    numbers = json.loads((run_dir / "lr_find.json").read_text())
+    assert float(lr) == pytest.approx(numbers["suggestion"], rel=0.05)
+    assert 1e-3 < float(lr) < 1
+    assert numbers["rates"][:2] == pytest.approx([1e-4, 1e-4 * 1e5 ** (1 / 39)])
+    assert len(numbers["rates"]) == len(numbers["losses"]) <= 40
+    assert (run_dir / "lr_find.png").read_bytes().startswith(b"\x89PNG")
+    left = {path.name for path in run_dir.iterdir()} - {".hydra", ".foundry"}
+    assert left == {"lr_find.json", "lr_find.png", "foundry.log"}
+    assert [path.name for path in shell.cwd.iterdir()] == ["found"]
+    shell.run(
+        *TINY_LM, "optimizer=adamw", "hydra.run.dir=run", "hparams.lr=1e-4", "scheduler=constant", "hparams.max_steps=1"
+    )
+    first = json.loads((shell.cwd / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert numbers["losses"][0] == first["loss"]
+    before = content(shell.cwd / "run")
+    _, stderr = shell.run(*TINY_LM, "hydra.run.dir=run", module="foundry.lr_find", code=2)
+    assert stderr == "hydra.run.dir: is run, which holds a run; choose another\n".replace("run,", f"{shell.cwd}/run,")
+    assert before == content(shell.cwd / "run")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lr_find.min=1"], "lr_find.min: is 1 but must be below max=1\n"),
+        (["lr_find.steps=3"], "lr_find.steps: is 3 but must be at least 10\n"),
+        (["lr_find.step=3"], "lr_find.step: is no option; did you mean steps?"),
+        (
+            ["lr_find.max=1e-6", "lr_find.steps=20"],
+            "lr_find.max: is 1e-06, and up to 1e-06 the loss does not fall beyond its noise; give",
+        ),
+    ],
+)
+def test_errors_say_what_to_do(shell, overrides, message):
+    _, stderr = shell.run(*TINY_LM, *overrides, "lr_find.stop_at=100", module="foundry.lr_find", code=2)
+    assert stderr.startswith(message)
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_two_processes_find_what_one_finds(shell):
+    words = [*TINY_LM, "precision=fp32", "optimizer=adamw", "lr_find.min=1e-4", "lr_find.max=0.1", "lr_find.steps=20"]
+    shell.run(*words, "hydra.run.dir=one", module="foundry.lr_find")
+    two = ["distributed=fsdp", "distributed.nproc_per_node=2", "hydra.run.dir=two"]
+    shell.run(*words, *two, module="foundry.lr_find")
+    one, other = (json.loads((shell.cwd / name / "lr_find.json").read_text()) for name in ("one", "two"))
+    assert one["losses"] == pytest.approx(other["losses"], rel=1e-4)
+    assert one["suggestion"] == other["suggestion"]

@@ -1,0 +1,58 @@
+"""Where a range test sees the steepest fall of the loss."""
+
+import math
+import random
+
+import pytest
+
+from foundry.lr_find import FindOptions, RangeTest, range_figure
+
+RATES = [1e-6 * 10 ** (k / 20) for k in range(121)]  # to 1
+
+
+_DRAWN = random.Random(0)
+_NOISE = [_DRAWN.gauss(5, 0.1) for _ in RATES]
+
+
+def falling(at, noise=0.0):
+    """A loss that falls by 3 around a rate, as a logistic function of its logarithm, and blows up above 0.1."""
+    generator = random.Random(0)
+    return [
+        5 - 3 / (1 + (at / rate) ** 2) + (30 * (rate - 0.1) if rate > 0.1 else 0) + generator.gauss(0, noise)
+        for rate in RATES
+    ]
+
+
+@pytest.mark.parametrize(("at", "noise", "factor"), [(1e-3, 0.0, 1.01), (1e-4, 0.0, 1.01), (1e-3, 0.05, 1.6)])
+def test_the_suggestion_is_where_the_loss_falls_fastest(at, noise, factor):
+    found = RangeTest(RATES, falling(at, noise)).suggestion
+    assert at / factor < found < at * factor
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [[5.0] * 121, [5 + k / 10 for k in range(121)], _NOISE],
+    ids=["flat", "rising", "noise"],
+)
+def test_a_loss_that_does_not_fall_suggests_nothing(losses):
+    assert RangeTest(RATES, losses).suggestion is None
+
+
+def test_a_last_loss_that_is_no_number_is_no_obstacle(tmp_path):
+    losses = [*falling(1e-3)[:100], math.nan]
+    found = RangeTest(RATES[:101], losses)
+    assert found.suggestion == pytest.approx(1e-3, rel=0.01)
+    figure = range_figure(found, "a run")
+    figure.savefig(tmp_path / "picture.png")
+    assert figure.axes[0].get_xscale() == "log"
+    assert "steepest fall: 1.0e-03" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def test_straight_lines_are_their_own_smoothing():
+    losses = [5 - 0.3 * math.log(rate) for rate in RATES]
+    assert RangeTest(RATES, losses).smoothed == pytest.approx(losses)
+
+
+def test_the_default_ramp_grows_by_less_than_a_fifth_each_step():
+    options = FindOptions()
+    assert (options.max / options.min) ** (1 / (options.steps - 1)) < 1.2
