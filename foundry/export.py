@@ -10,7 +10,8 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
-from foundry.run_dir.names import STATISTICS, TOKENIZER
+from foundry.run_dir.names import STATISTICS, TOKENIZER, TRANSFORMERS
+from foundry.run_dir.strict_json import DamagedFileError
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,9 @@ class ExportOptions:
     which: str = setting("last", "last, best, or the number of a step")
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
     ema: bool = setting(True, "take the averaged weights where the run kept them")
-    dtype: WeightsDtype | None = setting(None, "of the floating-point weights; null: as they were trained")
+    dtype: WeightsDtype | None = setting(
+        None, "of the floating-point weights; null: that of the folder of transformers they came from, else as trained"
+    )
     merge: bool | None = setting(
         None, "of a run with peft=lora write the whole model and not the adapters alone; null: the run's peft.merge"
     )
@@ -45,7 +48,7 @@ class ExportOptions:
 
 
 def export(options: ExportOptions) -> Path:
-    """Write the weights and, for a language model, transformers' config and tokenizer, for a policy its statistics.
+    """Write weights and a model card; for a language model transformers' config and tokenizer, for a policy statistics.
 
     Weights are model.safetensors, or above 5 GB several files with an index, read from the checkpoint and written a
     tensor at a time. Of a run of adapters write a folder of peft's instead, or with `merge` the model that they are
@@ -64,6 +67,7 @@ def export(options: ExportOptions) -> Path:
     from foundry.checkpoint.export_files import write_weights
     from foundry.config.frozen import load_config, save_config
     from foundry.config.schemas.peft import LoRA
+    from foundry.model_card import write_model_card
     from foundry.models.lora import merge_adapters
     from foundry.restore import open_without_weights, restore
     from foundry.run_files import write_vocabulary
@@ -77,15 +81,17 @@ def export(options: ExportOptions) -> Path:
     restored, weights = None, None
     if not isinstance(peft, LoRA) and is_dataclass(config.model):  # one of the user's own may need numbers to be built
         restored = open_without_weights(run_dir, options.which, trust=options.trust)
+        dtype = dtype or _source_dtype(restored.model)
         weights = _stored_weights(restored, ema=options.ema, dtype=dtype)
     if restored is None or weights is None:
         restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust)
         if isinstance(peft, LoRA):
             if not (peft.merge if options.merge is None else options.merge):
-                _save_adapters(restored, peft, out, dtype)
+                _save_adapters(restored, peft, run_dir, out, dtype)
                 sys.stdout.write(f"{out}\n")
                 return out
             merge_adapters(restored.model)
+        dtype = dtype or _source_dtype(restored.model)
         weights = _held_weights(restored.model, dtype)
     out.mkdir(parents=True, exist_ok=True)
     write_weights(out, weights)
@@ -98,9 +104,10 @@ def export(options: ExportOptions) -> Path:
         described = hf_config()
         if dtype is not None:
             described.dtype = dtype
-        _save_for_transformers(described, restored.data, out)
+        _save_for_transformers(described, restored.data, run_dir, out)
     else:
         write_vocabulary(restored.data, out)
+    write_model_card(run_dir, restored, out, library="safetensors" if hf_config is None else "transformers")
     sys.stdout.write(f"{out}\n")
     return out
 
@@ -161,12 +168,34 @@ def _held_weights(model: "nn.Module", dtype: "torch.dtype | None") -> "dict[str,
     return {name: Weight.held(tensor, dtypes[name]) for name, tensor in state.items()}
 
 
-def _save_adapters(restored: "Restored", peft: "LoRA", out: Path, dtype: "torch.dtype | None") -> None:
+def _source_dtype(model: "nn.Module") -> "torch.dtype | None":
+    """That of the folder of transformers which a model was read from."""
+    from foundry.training.model_hooks import hook
+
+    return None if (hf_config := hook(model, "hf_config")) is None else hf_config().dtype
+
+
+def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: Path, **which: bool) -> None:
+    """As `save_for_transformers`.
+
+    Raises:
+        ConfigError: what the run directory holds for it is damaged.
+    """
+    from foundry.transformers_files import save_for_transformers
+
+    try:
+        save_for_transformers(config, data, run_dir / TRANSFORMERS, out, **which)
+    except DamagedFileError as error:
+        raise ConfigError(Violation("run", str(error))) from None
+
+
+def _save_adapters(restored: "Restored", peft: "LoRA", run_dir: Path, out: Path, dtype: "torch.dtype | None") -> None:
     """Write adapters as peft does, for the layers of what an export of the base is, and the tokenizer."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 
     from foundry.config.frozen import save_config
+    from foundry.model_card import write_model_card
     from foundry.models.lora import adapted_layers
     from foundry.run_files import write_vocabulary
     from foundry.training.model_hooks import hook
@@ -197,44 +226,10 @@ def _save_adapters(restored: "Restored", peft: "LoRA", out: Path, dtype: "torch.
     ).save_pretrained(str(out))
     save_config(restored.config, out)
     if hf_config is not None:
-        _save_for_transformers(hf_config(), restored.data, out, with_model=False)
+        _save_for_transformers(hf_config(), restored.data, run_dir, out, with_model=False)
     else:
         write_vocabulary(restored.data, out)
-
-
-def _save_for_transformers(config: Any, data: "DataSplits", out: Path, *, with_model: bool = True) -> None:
-    """Write transformers' config, and with a tokenizer what makes its `generate()` stop and its chats those of the run.
-
-    The first stop token is the end of a sequence; it pads, and starts a text without a prompt, where the folder that
-    the model came from names no other tokens for that.
-    """
-    from transformers import GenerationConfig, PreTrainedTokenizerFast
-
-    if data.tokenizer is None or not data.stop_ids:
-        if with_model:
-            config.save_pretrained(out)
-        if data.tokenizer is not None:
-            PreTrainedTokenizerFast(tokenizer_object=data.tokenizer).save_pretrained(out)  # type: ignore[no-untyped-call]
-        return
-    end = data.stop_ids[0]
-    config.bos_token_id = first = _known(data.bos_id, config.bos_token_id, end)
-    config.pad_token_id = pad = _known(config.pad_token_id, end)
-    config.eos_token_id = end if len(data.stop_ids) == 1 else list(data.stop_ids)
-    if with_model:
-        config.save_pretrained(out)
-        ids = {"bos_token_id": first, "eos_token_id": config.eos_token_id, "pad_token_id": pad}
-        GenerationConfig(**ids).save_pretrained(out)  # type: ignore[no-untyped-call]
-    named = {"bos_token": first, "eos_token": end, "pad_token": pad}
-    tokens = {name: data.tokenizer.id_to_token(token) for name, token in named.items()}
-    # Templates say what the first token is; the tokenizer adds none that the run has not seen.
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=data.tokenizer, chat_template=data.chat_template, clean_up_tokenization_spaces=False, **tokens
-    )
-    tokenizer.save_pretrained(out)
-
-
-def _known(*ids: int | None) -> int:
-    return next(id for id in ids if id is not None)
+    write_model_card(run_dir, restored, out, library="peft")
 
 
 if __name__ == "__main__":

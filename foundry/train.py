@@ -116,9 +116,9 @@ def _train(setup: Setup, observers: list[Observer], held: ExitStack) -> RunResul
     held.callback(trainer.evaluation.close)
     folder = setup.folder
     if folder is not None:
-        write_run_files(setup.config, started.plan, setup.data, setup.run_dir)
+        beside = write_run_files(setup.config, started.plan, setup.data, setup.run_dir)
         held.callback(folder.close)
-        folder.refill = partial(refill, setup.config, started.plan, setup.data, held)
+        folder.refill = partial(refill, setup.config, started.plan, setup.data, beside, held)
         observers.insert(0, FolderWatch(folder, observers, trainer.evaluation.move))
     trainer.observers = observers
     held.callback(trainer.checkpoints.close)

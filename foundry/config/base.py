@@ -20,6 +20,7 @@ from foundry.config.schemas.data import MODEL_TOKENIZER, MODEL_VOCAB_SIZE
 from foundry.config.schemas.model import Base, HuggingFace
 from foundry.config.store import writable
 from foundry.run_dir.checkpoints import find
+from foundry.run_dir.files import in_hub_cache
 from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, TOKENIZER, TRANSFORMERS
 
 
@@ -70,7 +71,9 @@ def expand_base(composed: DictConfig) -> list[Violation]:
         return list(error.violations)
     except (OmegaConfBaseException, OSError, ValueError, RuntimeError) as error:
         return [Violation(_PATH, f"is {shown(node._get_node('path'))}: {' '.join(str(error).split())}")]
-    files = {"chat_template": folder / CHAT_TEMPLATE} | ({} if is_transformers else {"tokenizer": folder / TOKENIZER})
+    files = {"chat_template": in_hub_cache(folder / CHAT_TEMPLATE)} | (
+        {} if is_transformers else {"tokenizer": folder / TOKENIZER}
+    )
     if wrong := list(_check_data(composed.data, model, folder, files)):
         return wrong
     with open_dict(composed):

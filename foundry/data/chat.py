@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.tokenizer import config_value, tokenizer_file
-from foundry.run_dir.files import read_text
+from foundry.run_dir.files import in_hub_cache, read_text
 from foundry.run_dir.names import CHAT_TEMPLATE
 
 Message = Mapping[str, Any]
@@ -206,7 +206,7 @@ def template_beside(folder: Path) -> str | None:
     """The template that transformers, or a run of foundry's, has written beside a tokenizer."""
     file = folder / CHAT_TEMPLATE
     if file.is_file():
-        return read_text(file)
+        return read_text(in_hub_cache(file))
     found = config_value(folder / "tokenizer_config.json", "chat_template")
     if isinstance(found, list):  # several, by name
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.run_dir.checkpoints import run_of
-from foundry.run_dir.files import read_text
+from foundry.run_dir.files import in_hub_cache, read_text
 from foundry.run_dir.names import TOKENIZER
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -103,7 +103,7 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
     if not (file := run_of(weights) / TOKENIZER).is_file():
         return
     try:
-        own = Tokenizer.from_str(read_text(file))
+        own = Tokenizer.from_str(read_text(in_hub_cache(file)))
     except Exception as error:  # tokenizers raises nothing more specific
         raise ConfigError(Violation(_KEY, f"{file} is no tokenizer: {' '.join(str(error).split())}")) from None
     if _content(own) == _content(tokenizer):
@@ -147,7 +147,7 @@ def config_value(file: Path, key: str) -> Any:
         ConfigError: it is not JSON.
     """
     try:
-        content = json.loads(read_text(file))
+        content = json.loads(read_text(in_hub_cache(file)))
         assert isinstance(content, dict)
     except FileNotFoundError:
         return None

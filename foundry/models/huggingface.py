@@ -82,6 +82,7 @@ class HuggingFaceCausalLM(nn.Module):
             hf_config = _folder_config(path, fields)
         _check_sizes(hf_config, vocab_size, max_seq_len)
         hf_config.use_cache = False
+        self._own_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
         self._replaced = _set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
         self.config = hf_config
         self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(hf_config)
@@ -200,11 +201,14 @@ class HuggingFaceCausalLM(nn.Module):
         """FLOPs of a forward and backward pass over one sequence of seq_len tokens.
 
         Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B), as for `Transformer`, 4 N where frozen.
-        Of a mixture of experts all are counted, also those that a token does not visit.
+        Of a mixture of experts all are counted, also those that a token does not visit. A recurrent layer has no such
+        second term, and the scan over its state, a few per cent of its products, is not counted.
         """
         config: Any = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
+        attention = 0
+        if heads := getattr(config, "num_attention_heads", 0):  # a model of recurrent layers alone names none
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            attention = 12 * _attention_layers(config) * heads * head_dim * seq_len
         return float(seq_len * (matmul_flops(_matmul_weights(self.causal_lm)) + attention))
 
     def initial_weights(self) -> dict[str, Draw] | None:
@@ -228,6 +232,8 @@ class HuggingFaceCausalLM(nn.Module):
         """The transformers config that `export_state` fits; for use, so with the key-value cache on."""
         config = copy.deepcopy(self.config)
         config.use_cache = True
+        config.architectures = [type(self.causal_lm).__name__]
+        config.dtype = self._own_dtype
         for name, value in self._replaced.items():
             setattr(config, name, value)
         return config
@@ -402,6 +408,12 @@ def _check_sizes(config: PreTrainedConfig, vocab_size: int, max_seq_len: int) ->
         violations.append(Violation("data.seq_len", message))
     if violations:
         raise ConfigError(violations)
+
+
+def _attention_layers(config: Any) -> int:
+    """How many of the layers attend; hybrids list the kind of each, recurrent ones under other names."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return sum(kind == "hybrid" or ("attention" in kind and kind != "linear_attention") for kind in kinds)
 
 
 def _matmul_weights(model: PreTrainedModel) -> list[nn.Parameter]:

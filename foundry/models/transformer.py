@@ -408,6 +408,7 @@ class Transformer(nn.Module):
             rms_norm_eps=self.norm_eps,
             tie_word_embeddings=self.lm_head is None,
             initializer_range=self.init_std,
+            dtype=torch.float32,
             bos_token_id=None,
             eos_token_id=None,
         )

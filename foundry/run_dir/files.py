@@ -112,6 +112,18 @@ def read_tail(path: Path, *, num_bytes: int = 4096) -> str:
     return content.decode(errors="replace")
 
 
+def in_hub_cache(path: Path) -> Path:
+    """The file itself where a path lies in a folder of the Hugging Face cache, whose files are links to `blobs/`.
+
+    A link that leads anywhere else stays the link that it is.
+    """
+    if path.is_symlink():
+        real, cache = path.resolve(), path.parent.resolve().parents
+        if len(cache) > 1 and cache[0].name == "snapshots" and real.parent == cache[1] / "blobs":
+            return real
+    return path
+
+
 @contextmanager
 def replaced_atomically(path: Path, *, durable: bool = False, permissions: int = 0o666) -> Iterator[IO[bytes]]:
     """A new file to write bytes into, which replaces `path` in one step when the body ends without an error.

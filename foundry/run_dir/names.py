@@ -16,7 +16,24 @@ CHAT_TEMPLATE = "chat_template.jinja"
 """How chats become text, of a run over chats; transformers' name for it."""
 
 TRANSFORMERS = "transformers"
-"""A folder with the config of a model of transformers, so that they need not read the folder it came from either."""
+"""A folder with what transformers has besides weights, so that nobody needs the folder that a model and its tokenizer
+came from: the model's config.json, and `TOKENIZER_FILES`."""
+
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""What transformers, and those who read its folders, have beside tokenizer.json."""
+
+MODEL_CARD = "README.md"
+"""Of an export: what was trained on what, and what came of it."""
 
 STATISTICS = "statistics.json"
 """By what a robot's states and actions are normalised, so that a policy acts without its demonstrations."""

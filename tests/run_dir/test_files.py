@@ -4,7 +4,15 @@ import stat
 import pytest
 
 from foundry.run_dir import files
-from foundry.run_dir.files import UnsafeFileError, inside, make_folder, open_regular, read_text, write_atomically
+from foundry.run_dir.files import (
+    UnsafeFileError,
+    in_hub_cache,
+    inside,
+    make_folder,
+    open_regular,
+    read_text,
+    write_atomically,
+)
 
 
 def make_link(path):
@@ -112,3 +120,17 @@ def test_a_link_is_no_folder(tmp_path):
     (tmp_path / "plots").symlink_to("elsewhere")
     with pytest.raises(UnsafeFileError, match="is a symbolic link, not a folder"):
         make_folder(tmp_path / "plots")
+
+
+def test_of_the_hub_s_links_only_those_to_its_own_blobs_are_followed(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "0a1b", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "f00").write_text("kept")
+    (tmp_path / "other").write_text("of somebody")
+    (snapshot / "own.json").symlink_to("../../blobs/f00")
+    (snapshot / "away.json").symlink_to(tmp_path / "other")
+    (blobs / "own.json").symlink_to("f00")
+    assert in_hub_cache(snapshot / "own.json") == blobs / "f00"
+    for path in (snapshot / "away.json", snapshot / "absent.json", blobs / "own.json"):
+        assert in_hub_cache(path) == path

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from foundry.config.errors import Violation
 from foundry.config.init_std import parse_std
 from foundry.config.setting import OnResume, setting
-from foundry.run_dir.files import read_text
+from foundry.run_dir.files import in_hub_cache, read_text
 
 _STD_RULES = (
     "a number, small: sqrt(2 / (5 hidden_size)), or wang: sqrt(1 / (3 hidden_size)); outputs of a block / "
@@ -243,7 +243,7 @@ def folder_settings(path: str) -> dict[str, Any]:
     What is wrong with the folder is said when the model is built.
     """
     try:
-        content = json.loads(read_text(Path(path).expanduser() / "config.json"))
+        content = json.loads(read_text(in_hub_cache(Path(path).expanduser() / "config.json")))
     except (OSError, ValueError, RecursionError):
         return {}
     inner = content.get("text_config") if isinstance(content, dict) else None

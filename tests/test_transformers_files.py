@@ -1,0 +1,55 @@
+"""The files beside weights, of sources as they are found: with numbers that are no tokens, and code."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
+
+from foundry.data.splits import DataSplits
+from foundry.data.tokenizer import train_tokenizer
+from foundry.run_dir.strict_json import DamagedFileError
+from foundry.transformers_files import save_for_transformers
+
+
+def splits(**other):
+    return DataSplits(train=[], validation=[], fingerprint="", tokenizer=train_tokenizer(["it's"], 300), **other)
+
+
+def write(folder, **files):
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def read(file):
+    return json.loads(file.read_text())
+
+
+def test_numbers_that_are_no_tokens_and_code_are_left_out(tmp_path):
+    generation = {"eos_token_id": [0, 999, "x"], "pad_token_id": -1, "temperature": 0.5, "top_k": None}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    settings |= {"tokenizer_file": "/home/somebody/tokenizer.json", "model_max_length": 77}
+    source = write(tmp_path / "source", generation_config=generation, tokenizer_config=settings)
+    (tmp_path / "out").mkdir()
+    save_for_transformers(LlamaConfig(pad_token_id=-1), splits(stop_ids=(0,)), source, tmp_path / "out")
+    ids = {"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
+    assert read(tmp_path / "out" / "generation_config.json") == {"temperature": 0.5, **ids}
+    written = read(tmp_path / "out" / "tokenizer_config.json")
+    named = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    assert written == {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77, **named}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 77
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    source = write(tmp_path / "source", tokenizer_config=[])
+    with pytest.raises(DamagedFileError, match=r"tokenizer_config\.json holds no JSON object"):
+        save_for_transformers(LlamaConfig(), splits(), source, tmp_path)
+
+
+def test_a_class_of_transformers_that_cuts_words_otherwise_is_told(tmp_path, caplog):
+    save_for_transformers(Qwen2Config(), splits(stop_ids=(0,)), tmp_path / "none", tmp_path)
+    assert "AutoTokenizer makes a Qwen2Tokenizer of" in caplog.text
+    caplog.clear()
+    save_for_transformers(LlamaConfig(), splits(stop_ids=(0,)), tmp_path / "none", tmp_path)
+    assert caplog.text == ""
