@@ -56,6 +56,15 @@ def test_the_page_about_robots_says_how_often_policies_have_succeeded(load_bench
         assert f"{row.values['cpu'][0]:.0f}" in line or "seed" in row.side
 
 
+def test_the_page_about_robots_says_how_often_told_policies_have_succeeded(load_benchmark):
+    record, text = load_benchmark("page").read_records()["vla"], (ROOT / "docs" / "robots.md").read_text()
+    told = {row.side: f"{row.values['success'][0]:.3f}" for row in record.rows}
+    on_vlm, alone = "from `experiment=vlm_scenes`", "from nothing"
+    for line, side in ((f"| {on_vlm}, 0.99 of", on_vlm), ("| without one (`model.backbone.init_from=null`)", alone)):
+        (found,) = [each for each in text.splitlines() if each.startswith(line)]
+        assert [cell.strip(" *") for cell in found.split("|")[2:4]] == [told[side], told[f"{side}, told another colour"]]
+
+
 def test_a_table_has_medians_and_spreads(load_benchmark):
     records = load_benchmark("records")
     record = records.Record(
