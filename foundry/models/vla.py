@@ -183,8 +183,9 @@ class VLA(nn.Module):
     def flops_per_sample(self) -> float:
         """FLOPs of a forward and backward pass over one sample with the longest instruction.
 
-        Those of the backbone without its head and what comes after its last keys and values; of the expert 6 N a token and 12 L H a pair of tokens of which the
-        first is the expert's, with N the parameters of its matrix products, L layers, H their width.
+        Those of the backbone without its head and what comes after its last keys and values; of the expert 6 N a token
+        and 12 L H a pair of tokens of which the first is the expert's, with N the parameters of its matrix products, L
+        layers, H their width.
         """
         words = self.backbone.max_seq_len
         head = self.backbone.model.embed_tokens if self.backbone.lm_head is None else self.backbone.lm_head

@@ -62,7 +62,8 @@ def test_the_page_about_robots_says_how_often_told_policies_have_succeeded(load_
     on_vlm, alone = "from `experiment=vlm_scenes`", "from nothing"
     for line, side in ((f"| {on_vlm}, 0.99 of", on_vlm), ("| without one (`model.backbone.init_from=null`)", alone)):
         (found,) = [each for each in text.splitlines() if each.startswith(line)]
-        assert [cell.strip(" *") for cell in found.split("|")[2:4]] == [told[side], told[f"{side}, told another colour"]]
+        cells = [cell.strip(" *") for cell in found.split("|")[2:4]]
+        assert cells == [told[side], told[f"{side}, told another colour"]]
 
 
 def test_a_table_has_medians_and_spreads(load_benchmark):

@@ -35,7 +35,7 @@ OPTIMIZERS = {
 }
 TOLERANCES = {"muon": 2e-5, "adamw": 1e-5, "sgd": 1e-5}
 CASES = [("lm", "muon")]
-LONG_CASES = [("lm", "adamw"), ("lm", "sgd"), ("diffusion", "adamw"), ("policy", "adamw"), ("vlm", "adamw"), ("vla", "adamw")]
+LONG_CASES = [("lm", "sgd"), *((task, "adamw") for task in ("lm", "diffusion", "policy", "vlm", "vla"))]
 if os.environ.get("FOUNDRY_ALL_LAYOUTS"):
     LONG_CASES += [(task, optimizer) for task in ("diffusion", "policy", "vlm", "vla") for optimizer in ("muon", "sgd")]
 CASES = [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)]
