@@ -14,7 +14,10 @@ format:
 
 docs:
 	python docs/generate_configuration.py
+	python docs/draw_front.py
 	python docs/run_blocks.py
+	python docs/run_notebooks.py --write
+	mkdocs build --strict
 
 benchmarks:
 	python benchmarks/all.py

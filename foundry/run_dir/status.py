@@ -8,6 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from foundry import __version__
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import STATUS
 from foundry.run_dir.redact import one_line
@@ -33,6 +34,7 @@ _TYPES: dict[str, Types] = {
     "started": _TEXT_OR_NONE,
     "updated": str,
     "restarts": list,
+    "version": str,
 }
 _FRESH = {"state": "queued", "reason": "", "step": 0, "config_hash": None, "started": None}
 _log = logging.getLogger(__name__)
@@ -72,14 +74,14 @@ def write_status(run_dir: Path, **changes: Any) -> None:
 
 
 def replace_status(run_dir: Path, status: Mapping[str, Any], *, durable: bool) -> None:
-    """Write the file, with the time of this change in it.
+    """Write the file, with the time of this change and the version of foundry in it.
 
     Args:
         run_dir: of the run.
         status: all that it says: state, reason, step, config_hash and started.
         durable: wait until it is on the disk.
     """
-    content = {**status, "reason": one_line(str(status["reason"])), "updated": now()}
+    content = {**status, "reason": one_line(str(status["reason"])), "updated": now(), "version": __version__}
     write_atomically(run_dir / STATUS, json.dumps(json.loads(encode(content)), indent=2) + "\n", durable=durable)
 
 

@@ -56,7 +56,7 @@ def test_status_and_result_agree(lm):
     run_dir = lm[0]
     status, result = read(run_dir, "status.json"), read(run_dir, "result.json")
     assert (status["state"], status["reason"], status["step"]) == ("finished", "", 5)
-    assert set(status) == {"state", "reason", "step", "config_hash", "started", "updated"}
+    assert set(status) == {"state", "reason", "step", "config_hash", "started", "updated", "version"}
     assert (result["status"], result["step"], result["samples"], result["tokens"]) == ("finished", 5, 40, 40 * 32)
     assert result["config_hash"] == status["config_hash"]
     assert result["metric"] == result["val_loss"] == lines(run_dir, "val_loss")[-1]["val_loss"]

@@ -42,7 +42,7 @@ values = st.recursive(
 )
 KEYS = {
     "sweep.json": ("command", "created", "launcher", "metric", "direction", "jobs"),
-    "0/status.json": ("state", "reason", "step", "config_hash", "started", "updated"),
+    "0/status.json": ("state", "reason", "step", "config_hash", "started", "updated", "version"),
     "0/result.json": ("val_loss", "best", "step", "pruned", "loss"),
     "0/plan.json": ("total_steps",),
     "0/slurm.json": ("job_id", "error_output", "cluster"),

@@ -18,7 +18,7 @@ from foundry.sweeps.grid import expand
 from foundry.sweeps.manifest import SweepManifest
 
 LOSS = {"metric": "val_loss", "direction": "minimize"}
-FIELDS = {"state", "reason", "step", "config_hash", "started", "updated"}
+FIELDS = {"state", "reason", "step", "config_hash", "started", "updated", "version"}
 
 
 def points(*words):

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import pytest
 
+from foundry import __version__
 from foundry.run_dir import result, status
 from foundry.run_dir.files import write_atomically
 from foundry.tracking.status_file import StatusFile
@@ -32,6 +33,7 @@ def test_the_status_follows_the_run(events):
     ended = read(events)
     assert (ended["state"], ended["reason"], ended["step"]) == ("requeued", "SIGUSR1", 2)
     assert ended["started"] == started["started"] <= ended["updated"]
+    assert ended["version"] == started["version"] == __version__
     assert not (events.run_dir / "result.json").exists()
 
 

@@ -1,0 +1,18 @@
+# docker build -t foundry .
+# docker build -t foundry:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
+FROM python:3.11-slim
+
+# Where pip finds the build of PyTorch: without CUDA, or with one.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+COPY . /source
+RUN pip install --no-cache-dir -c /source/constraints.txt --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple torch \
+    && pip install --no-cache-dir -c /source/constraints.txt /source \
+    && rm -rf /source
+
+# Runs are written to /work, by nobody in particular.
+RUN useradd --create-home --uid 1000 foundry && install -d -o foundry /work
+USER foundry
+WORKDIR /work
+
+ENTRYPOINT ["python", "-m", "foundry"]

@@ -1,0 +1,44 @@
+"""A part of the tests on each Python, and on the oldest torch, that setup.cfg allows: `pip install nox && nox`.
+
+`.ci/run` is the check of a change; these are for versions that CI's machine does not have. Arguments after `--` choose
+other tests: `nox -s tests-3.13 -- tests/data`.
+"""
+
+from pathlib import Path
+
+import nox
+
+PYTHONS = ("3.11", "3.12", "3.13")
+OLDEST_TORCH = "2.11.0"
+QUICK = (
+    "tests/config",
+    "tests/optim",
+    "tests/training",
+    "tests/objectives",
+    "tests/checkpoint",
+    "tests/parity/test_raw_loop.py",
+)
+nox.options.default_venv_backend = "venv"
+
+
+def check(session: nox.Session, *versions: str) -> None:
+    """Install with CI's versions, but for those named; train from the command line, and test."""
+    pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
+    names = {version.partition("=")[0] for version in versions}
+    kept = Path(session.create_tmp()) / "constraints.txt"
+    kept.write_text("\n".join(pin for pin in pins if pin.partition("=")[0] not in names), encoding="utf-8")
+    session.install("-c", str(kept), *versions, "-e", ".[test]")
+    session.run("python", "-m", "foundry", "debug=fast", "tracking=none", f"hydra.run.dir={session.create_tmp()}/run")
+    session.run("pytest", "-p", "no:cacheprovider", *(session.posargs or QUICK))
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """With the versions of constraints.txt."""
+    check(session)
+
+
+@nox.session(python=PYTHONS[0])
+def oldest_torch(session: nox.Session) -> None:
+    """With the oldest torch that setup.cfg allows."""
+    check(session, f"torch=={OLDEST_TORCH}")

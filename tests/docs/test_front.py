@@ -1,0 +1,42 @@
+"""What the first page shows is what foundry says."""
+
+import re
+from html import unescape
+
+import pytest
+from scripts import ROOT, load_script
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("draw_front")
+
+
+def test_the_picture_has_what_its_command_answers(script):
+    kept, narrow = script.PICTURE.read_text(), script.NARROW.read_text()
+    right = script.kept_curve()
+    drawn = (script.picture(right), script.picture(right, is_narrow=True))
+    assert drawn == (kept, narrow), "run python docs/draw_front.py"
+    shown = " ".join(unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", kept))
+    assert len(script.refusals()) == 3
+    for refusal in script.refusals():
+        assert refusal in shown
+
+
+def test_badges_say_what_setup_cfg_says(script):
+    drawn = script.badges()
+    assert all((script.IMAGES / name).read_text() == text for name, text in drawn.items()), (
+        "run python docs/draw_front.py"
+    )
+    readme = (ROOT / "README.md").read_text()
+    for name, text in drawn.items():
+        value = re.search(r"<title>\w+: (.*)</title>", text)[1]
+        assert re.search(rf"!\[\w+: {value.replace('-', '.')}\]\(docs/images/{name}\)", readme)
+
+
+def test_a_curve_is_what_the_run_recorded(script, tmp_path):
+    lines = ['{"step": 1, "loss": 8.0}', '{"step": 10, "loss": 4.0}', '{"step": 10, "val_loss": 5.0}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    loss, held_out = script.read_losses(tmp_path)
+    assert (loss, held_out) == ([(1, 8.0), (10, 4.0)], [(10, 5.0)])
+    assert script.curve(loss, held_out).count("<circle") == 1
