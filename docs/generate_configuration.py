@@ -171,8 +171,9 @@ def _member_type(item: "Field[Any]", member: Any) -> str:
         return ", ".join(value.name for value in member)
     if get_origin(member) in (dict, list):
         return "mapping" if get_origin(member) is dict else "list"
-    if member is str and item.metadata.get("path"):
-        return "path"
+    if item.metadata.get("path"):
+        paths = "path or list of paths" if member is Any else "path"
+        return f"{paths} or null" if member is Any and item.default is None else paths
     bounds = [f"{_SIGNS[name]} {bound:,}" for name, bound in item.metadata.get("bounds", {}).items()]
     return " ".join((_TYPES[member], " and ".join(bounds))).strip()
 

@@ -19,8 +19,8 @@ from foundry.config.build import field_of
 from foundry.config.duration import Budget
 from foundry.config.frozen import plain, strict
 from foundry.config.schemas.root import Config
+from foundry.config.sources import listed_paths
 from foundry.data.loader import Loader
-from foundry.data.order import GlobalOrder
 from foundry.data.splits import DataSplits
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
@@ -209,7 +209,7 @@ def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False, pack_tok
     config, data, world = setup.config, setup.data, setup.world
     return Loader(
         dataset=data.train,
-        order=GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed),
+        order=data.order(config.hparams.seed),
         batch_size_at=budget.batch_sizes.at,
         per_gpu_batch_size=config.hparams.per_gpu_batch_size,
         dp_rank=0 if is_whole else world.dp_rank,
@@ -310,8 +310,9 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
 
 def _data_facts(node: Any, data: DataSplits) -> dict[str, str]:
     """What tells data from other data, for people and trackers."""
-    source = str(field_of(node, "path", ""))
-    name = Path(source).name or str(field_of(node, "_target_")).rpartition(".")[2]
+    paths = listed_paths(field_of(node, "path"))
+    source, name = ", ".join(paths), ", ".join(Path(path).name for path in paths)
+    name = name or str(field_of(node, "_target_")).rpartition(".")[2]
     digest = hashlib.sha256(str(data.identity()["content"]).encode(errors="surrogateescape")).hexdigest()[:32]
     return {"name": name, "digest": digest, "source": source}
 

@@ -196,6 +196,7 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
         ConfigError: as `evaluate`.
     """
     from foundry.config.frozen import load_config
+    from foundry.config.sources import refuse_urls
     from foundry.data.episodes import normalised_by
     from foundry.library import compose as compose_run
     from foundry.parts import build_data, build_model, offered_to_data
@@ -226,6 +227,8 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
             data = normalised_by(data, statistics)
         return replace(restored, config=config, data=data)
     config = load_config(path, trust=options.trust)
+    if not options.trust:
+        refuse_urls(config.data, path)
     own = {"tokenizer": path / TOKENIZER, "chat_template": path / CHAT_TEMPLATE}
     files = {name: str(file) for name, file in own.items() if hasattr(config.data, name) and file.is_file()}
     if hasattr(config.data, "cache_dir"):

@@ -26,7 +26,7 @@ from foundry.config.schemas.root import Config, to_config
 from foundry.launch.claim import claimed
 from foundry.launch.local import format_trace
 from foundry.launch.start import start
-from foundry.run_dir.log import RunLog, Terminal, log_to_file
+from foundry.run_dir.log import NOTICE, RunLog, Terminal, log_to_file
 from foundry.run_dir.names import LOG
 from foundry.stop_signals import STOP_SIGNALS
 from foundry.training.events import Observer
@@ -166,7 +166,7 @@ def _logged(run_dir: Path) -> Iterator[None]:
     handlers: list[logging.Handler] = [RunLog(run_dir / LOG)]
     if not root.handlers:  # nobody set up logging; Python would no longer write warnings to the terminal
         handlers.append(Terminal())
-        handlers[-1].setLevel(logging.WARNING)
+        handlers[-1].setLevel(NOTICE)
     for handler in handlers:
         handler.setFormatter(logging.Formatter(_LOG_FORMAT))
         root.addHandler(handler)

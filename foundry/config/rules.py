@@ -27,6 +27,7 @@ from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.sizes import check_sizes
+from foundry.config.sources import hub_hint, is_url, listed_paths, why_no_url
 from foundry.config.success import check_success
 from foundry.config.targets import check_targets
 from foundry.config.tensor_parallel import check_tensor_parallel
@@ -357,8 +358,16 @@ def _missing_paths(node: Any, key: str) -> Iterator[Violation]:
         value = getattr(node, item.name)
         if is_dataclass(value):
             yield from _missing_paths(value, f"{key}.{item.name}")
-        elif value is not None and item.metadata.get("path") and not _exists(str(value)):
-            yield Violation(f"{key}.{item.name}", f"is {shown(value)} but there is no such file or folder")
+        elif item.metadata.get("path"):
+            verb, reads_urls = "has" if isinstance(value, list) else "is", item.name in getattr(node, "urls", ())
+            for path in listed_paths(value):
+                if reads_urls and is_url(path):
+                    wrong = why_no_url(path)
+                else:
+                    wrong = None if _exists(path) else "there is no such file or folder"
+                    wrong = f"{wrong}{hub_hint(path)}" if wrong and reads_urls else wrong
+                if wrong is not None:
+                    yield Violation(f"{key}.{item.name}", f"{verb} {shown(path)} but {wrong}")
 
 
 def _exists(path: str) -> bool:

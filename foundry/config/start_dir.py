@@ -6,8 +6,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.sources import is_url, listed_paths
 
 _FOLDERS = ("data.cache_dir",)
 _SQLITE = "sqlite:///"
@@ -26,10 +28,11 @@ def anchor_paths(composed: DictConfig) -> None:
     start = Path(str(composed.hydra.runtime.cwd))
     for key in _path_keys(composed):
         if (value := _value(composed, key)) is not None:
-            OmegaConf.update(composed, key, str(start / Path(value).expanduser()))
+            anchored = [path if is_url(path) else str(start / Path(path).expanduser()) for path in listed_paths(value)]
+            OmegaConf.update(composed, key, anchored if isinstance(value, list) else anchored[0])
     if (resume := _value(composed, "checkpoint.resume")) not in (None, *_NO_PATHS):
         OmegaConf.update(composed, "checkpoint.resume", str(start / Path(str(resume)).expanduser()))
-    uri = _value(composed, "tracking.uri") or os.environ.get("MLFLOW_TRACKING_URI") or _DEFAULT_URI
+    uri = str(_value(composed, "tracking.uri") or "") or os.environ.get("MLFLOW_TRACKING_URI") or _DEFAULT_URI
     if uri.startswith(_SQLITE) and len(uri) > len(_SQLITE):
         OmegaConf.update(composed, "tracking.uri", f"{_SQLITE}{start / uri.removeprefix(_SQLITE)}")
 
@@ -50,9 +53,11 @@ def _path_keys_of(node: Any, path: str) -> Iterator[str]:
             yield from _path_keys_of(node._get_node(item.name), key)
 
 
-def _value(composed: DictConfig, key: str) -> str | None:
+def _value(composed: DictConfig, key: str) -> str | list[str] | None:
     try:
         value = OmegaConf.select(composed, key)
     except OmegaConfBaseException:  # of the job's number, say, which is not known yet
         return None
+    if isinstance(value, ListConfig):
+        return [str(each) for each in value]
     return None if value is None else str(value)

@@ -33,12 +33,12 @@ GROUPS = (
 
 
 def group_schemas(group: str) -> dict[str, type[Any]]:
-    """The schemas of a group by class name: every dataclass that its module defines."""
+    """The schemas of a group by class name: every dataclass that its module, or its package, defines."""
     module = import_module(f"foundry.config.schemas.{group}")
     return {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, type) and is_dataclass(value) and value.__module__ == module.__name__
+        if isinstance(value, type) and is_dataclass(value) and f"{value.__module__}.".startswith(f"{module.__name__}.")
     }
 
 

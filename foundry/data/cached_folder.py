@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.data.sealed_folder import find_damage, publish, seal, sweep_temporaries, temporary_for
 from foundry.run_dir.lock import LOCK, lock
 
+_HEAD_START_SECONDS = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -32,6 +34,7 @@ def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, .
     folder = Path(cache_dir).expanduser().resolve() / name
     try:
         if (damage := find_damage(folder)) is not None:
+            _give_way()
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_suffix(".lock"), mode=0o666):
                 if (damage := find_damage(folder)) is not None:
@@ -43,6 +46,14 @@ def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, .
         message = f"is {cache_dir}, where {what} cannot be kept: {reason}; set another, here or in FOUNDRY_CACHE"
         raise ConfigError(Violation("data.cache_dir", message)) from error
     return folder
+
+
+def _give_way() -> None:
+    """Where ranks come together, let rank 0 make it, whose terminal and log say how far it has got."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+        time.sleep(_HEAD_START_SECONDS)
 
 
 def _publish(folder: Path, fill: Callable[[Path], tuple[str, ...]]) -> None:

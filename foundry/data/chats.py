@@ -11,7 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.schemas.data import OnBadRow, TrainOn
+from foundry.config.schemas.data import EncodingErrors, OnBadRow, TrainOn
+from foundry.config.sources import listed_paths
 from foundry.data.cached_folder import cached_folder
 from foundry.data.chat import ChatTemplate, Segment, read_template, resolve_chat_template, resolve_stop_ids
 from foundry.data.corpus import PATH, VALIDATION_PATH, HeldOutNumbers, find_corpus_files
@@ -25,7 +26,8 @@ from foundry.data.examples import (
     encode_rows,
     list_skipped,
 )
-from foundry.data.files import ROWS
+from foundry.data.files import ROWS, Utf8
+from foundry.data.mixture import Interleaved, Mixture, Sources, describe_sources, mixture_of
 from foundry.data.picture_examples import PictureExamples, PicturePrompts, RowPictures
 from foundry.data.rows import FileRows, Row, RowSplits
 from foundry.data.splits import Dataset, DataSplits, Prompt
@@ -69,12 +71,18 @@ class RowSource:
         remedy: what to do about it.
         fingerprint: of their contents, names and split.
         content: the same without the names of files.
+        paths: of the sources, where several are read.
+        weights: shares in which they are read; None: each row once an epoch.
+        num_rows: counts all rows; None: nobody has.
     """
 
     splits: RowSplits
     places: Sequence[str]
     fingerprint: str
     content: str
+    paths: Sequence[str] = ()
+    weights: Sequence[float] | None = None
+    num_rows: Callable[[], int] | None = None
     key: str = PATH
     remedy: str = "repair them, or set data.on_bad_row=skip"
 
@@ -82,15 +90,18 @@ class RowSource:
 def chat_files(
     *,
     seed: int,
-    path: str,
+    path: str | Sequence[str],
     seq_len: int,
     vocab_size: int,
     tokenizer: str | None,
     held_out: float,
     cache_dir: str,
-    validation_path: str | None = None,
+    validation_path: str | Sequence[str] | None = None,
+    weights: Sequence[float] | None = None,
     chat_template: str | None = None,
     train_on: TrainOn = TrainOn.all,
+    columns: Mapping[str, str] | None = None,
+    encoding_errors: EncodingErrors = EncodingErrors.strict,
     on_bad_row: OnBadRow = OnBadRow.refuse,
     num_workers: int = 0,
     packing: bool = False,
@@ -99,15 +110,18 @@ def chat_files(
 
     Args:
         seed: unused: the split depends on the rows' order only.
-        path: file, folder or glob.
+        path: file, folder or glob, or several.
         seq_len: most tokens of a row.
         vocab_size: entries of the tokenizer.
         tokenizer: tokenizer.json or folder to use; None: train one on the training split.
         held_out: share of rows for validation.
         cache_dir: folder for tokenizers and token arrays.
         validation_path: files for validation; None: hold out a share of `path`.
+        weights: shares in which several paths are read; None: each row once an epoch.
         chat_template: as `resolve_chat_template` takes it.
         train_on: which answers are learnt.
+        columns: what some columns are called in the files, by their names here; dots lead into others.
+        encoding_errors: what becomes of bytes that are not UTF-8.
         on_bad_row: what becomes of rows that cannot be used.
         num_workers: unused: the loader's.
         packing: likewise.
@@ -115,9 +129,17 @@ def chat_files(
     Raises:
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
     """
-    source = find_rows(path, validation_path, held_out=held_out, cache_dir=cache_dir, columns=_COLUMNS)
     return chat_splits(
-        source,
+        find_rows(
+            path,
+            validation_path,
+            held_out=held_out,
+            cache_dir=cache_dir,
+            columns=_COLUMNS,
+            weights=weights,
+            called=columns,
+            encoding_errors=encoding_errors,
+        ),
         RowForm.conversations(train_on),
         seq_len=seq_len,
         vocab_size=vocab_size,
@@ -129,31 +151,59 @@ def chat_files(
 
 
 def find_rows(
-    path: str,
-    validation_path: str | None,
+    path: str | Sequence[str],
+    validation_path: str | Sequence[str] | None,
     *,
     held_out: float,
     cache_dir: str,
     columns: tuple[str, ...],
     reads_all: bool = False,
+    weights: Sequence[float] | None = None,
+    called: Mapping[str, str] | None = None,
+    encoding_errors: EncodingErrors = EncodingErrors.strict,
 ) -> RowSource:
     """Rows of the user's files, a share of them held out where there are no files for that; see `FileRows`.
+
+    Those of several paths to learn from are `Sources`, those held out at even distances of all.
+
+    Args:
+        path: as of `chat_files`, as are the arguments not described here.
+        validation_path: see there.
+        held_out: see there.
+        cache_dir: see there.
+        columns: as of `FileRows`, as are `reads_all` and `called`.
+        reads_all: see there.
+        weights: see `chat_files`.
+        called: see `FileRows`.
+        encoding_errors: see `chat_files`.
 
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; or there are too few rows.
     """
-    found = find_corpus_files(path, validation_path, settings=f"rows {held_out}", cache_dir=cache_dir, kinds=ROWS)
-    rows = FileRows(found.train, columns, PATH, reads_all=reads_all)
-    if found.validation:
-        held = FileRows(found.validation, columns, VALIDATION_PATH, first_file=len(found.train), reads_all=reads_all)
-        splits = RowSplits(rows, held)
-    else:
-        splits = RowSplits(_Share(rows, held_out, is_held=False), _Share(rows, held_out, is_held=True))
+    utf8, called = Utf8(encoding_errors.value), dict(called or {})
+    settings = f"rows {held_out}{f' {sorted(called.items())}' if called else ''}"
+    settings += "" if utf8.is_strict else f" {utf8.errors}"
+    found = find_corpus_files(path, validation_path, settings=settings, cache_dir=cache_dir, kinds=ROWS)
+    places = list[str]()
+    rows, held = list[FileRows](), list[FileRows]()
+    for key, sources, of_split in ((PATH, found.train, rows), (VALIDATION_PATH, found.validation, held)):
+        for files in sources:
+            of_split.append(FileRows(files, columns, key, len(places), reads_all, called, utf8))
+            places += map(str, files)
+    train: list[Iterable[Row]] = [each if held else _Share(each, held_out, is_held=False) for each in rows]
+    validation: list[Iterable[Row]] = [*held] or [_Share(each, held_out, is_held=True) for each in rows]
+    mixed = "" if weights is None else f"-{list(weights)}"
     return RowSource(
-        splits=splits,
-        places=list(map(str, [*found.train, *found.validation])),
+        splits=RowSplits(
+            train[0] if len(train) == 1 else Sources(train),
+            validation[0] if len(validation) == 1 else Interleaved(validation),
+        ),
+        places=places,
         fingerprint=found.fingerprint,
-        content=found.content,
+        content=f"{found.content}{mixed}",
+        paths=listed_paths(path),
+        weights=weights,
+        num_rows=None if held else lambda: sum(each.count for each in rows),
     )
 
 
@@ -215,8 +265,10 @@ def chat_splits(
         max_tokens=seq_len,
         cache_dir=cache_dir,
         keeps_rows=pictures is not None,
+        num_rows=source.num_rows,
     )
     check_rows(source, encoded.statistics, on_bad_row, encoded.train, encoded.validation)
+    fingerprint = encoded.fingerprint if source.weights is None else f"{encoded.fingerprint}-{list(source.weights)}"
     train: Dataset = encoded.train
     validation: Dataset = encoded.validation
     notes = describe_lengths(encoded.train, encoded.validation, encoded.statistics)
@@ -232,7 +284,8 @@ def chat_splits(
     return DataSplits(
         train=train,
         validation=validation,
-        fingerprint=encoded.fingerprint,
+        fingerprint=fingerprint,
+        mixture=mix_rows(source, encoded.statistics.sources, notes),
         content=f"{source.content}-{seq_len}-{described}",
         tokens_per_sample=max(1, round(len(encoded.train) / len(train) * float(encoded.train.lengths.mean()))),
         tokenizer=found,
@@ -242,6 +295,21 @@ def chat_splits(
         bos_id=found.token_to_id(template.variables["bos_token"]),
         chat_template=template.source,
     )
+
+
+def mix_rows(source: RowSource, sizes: Sequence[int], notes: dict[str, Any]) -> Mixture | None:
+    """The mixture of the rows of several sources, of which `notes` then speak.
+
+    Raises:
+        ConfigError: one has no row to learn from.
+    """
+    if not sizes:
+        return None
+    if 0 in sizes:
+        message = f"{source.paths[list(sizes).index(0)]} leaves no row for training; give more rows that can be used"
+        raise ConfigError(Violation(PATH, message))
+    notes["sources"] = describe_sources(source.paths, sizes, source.weights)
+    return mixture_of(sizes, source.weights)
 
 
 def check_rows(

@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.data import EncodingErrors
+from foundry.config.sources import is_url, listed_paths
 from foundry.data.documents import Documents, documents, source_files
 from foundry.data.file_digests import file_digests
-from foundry.data.files import OF_SAVE_TO_DISK, TEXTS, listed_suffixes, suffix_of
+from foundry.data.files import OF_SAVE_TO_DISK, TEXTS, Utf8, listed_suffixes, suffix_of
+from foundry.data.mixture import Interleaved, Sources
+from foundry.data.reading_progress import ReadingProgress
+from foundry.data.remote import fetched
 
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = {"encodings", "pydoc_data"}
@@ -21,10 +26,11 @@ PATH, VALIDATION_PATH = "data.path", "data.validation_path"
 
 
 class Splits(NamedTuple):
-    """Documents to learn from, and those held out."""
+    """Documents to learn from, and those held out; and the bytes of all, where they have been counted."""
 
     train: Iterable[str]
     validation: Iterable[str]
+    num_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -123,40 +129,57 @@ def _prefix(digest: bytes) -> int:
     return digest[0] << 8 | digest[1]
 
 
-def files_corpus(*, path: str, text_field: str, validation_path: str | None, held_out: float, cache_dir: str) -> Corpus:
+def files_corpus(
+    *,
+    path: str | Sequence[str],
+    text_field: str,
+    validation_path: str | Sequence[str] | None,
+    held_out: float,
+    cache_dir: str,
+    encoding_errors: EncodingErrors = EncodingErrors.strict,
+) -> Corpus:
     """The user's own files. A text file is one document; a row of any other is one.
 
     Args:
-        path: file, folder or glob.
+        path: file, folder or glob, or several of them: the sources of `Splits.train`, as `Sources`.
         text_field: column or key of the text.
         validation_path: files to hold out; None: a share of `path`'s documents, or of a single document's end.
         held_out: that share.
         cache_dir: as of `file_digests`.
+        encoding_errors: what becomes of bytes that are not UTF-8.
 
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; `read` raises one for their contents.
     """
-    found = find_corpus_files(path, validation_path, settings=f"files {text_field} {held_out}", cache_dir=cache_dir)
-    read = partial(_read, found.train, found.validation, text_field, held_out)
+    utf8 = Utf8(encoding_errors.value)
+    settings = f"files {text_field} {held_out}{'' if utf8.is_strict else f' {utf8.errors}'}"
+    found = find_corpus_files(path, validation_path, settings=settings, cache_dir=cache_dir)
+    opened = partial(documents, text_field=text_field, utf8=utf8)
+    read = partial(_read, found.train, found.validation, opened, held_out)
     return Corpus(found.fingerprint, found.content, read)
 
 
 class CorpusFiles(NamedTuple):
-    """The files of a corpus, and what tells them from others; `validation` is empty where none were given."""
+    """The files of each source of a corpus, and what tells them from others; `validation` is empty without any."""
 
-    train: list[Path]
-    validation: list[Path]
+    train: list[list[Path]]
+    validation: list[list[Path]]
     fingerprint: str
     content: str
 
 
 def find_corpus_files(
-    path: str, validation_path: str | None, *, settings: str, cache_dir: str, kinds: Mapping[str, str] = TEXTS
+    path: str | Sequence[str],
+    validation_path: str | Sequence[str] | None,
+    *,
+    settings: str,
+    cache_dir: str,
+    kinds: Mapping[str, str] = TEXTS,
 ) -> CorpusFiles:
     """Find the files, and hash what they hold.
 
     Args:
-        path: file, folder or glob.
+        path: file, folder or glob, or several; the files of each are of one kind.
         validation_path: likewise; None: there are none.
         settings: what the samples depend on besides.
         cache_dir: as of `file_digests`.
@@ -165,31 +188,55 @@ def find_corpus_files(
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read.
     """
-    files = _find_files(path, PATH, kinds)
-    validation_files = [] if validation_path is None else _find_files(validation_path, VALIDATION_PATH, kinds)
-    described = [f"{settings} {bool(validation_files)}", *(file.name for file in files)]
+    train = [_find_files(one, PATH, kinds, cache_dir) for one in listed_paths(path)]
+    validation = [_find_files(one, VALIDATION_PATH, kinds, cache_dir) for one in listed_paths(validation_path)]
+    files = [file for source in train for file in source]
+    described = [f"{settings} {bool(validation)}", *(file.name for file in files)]
+    of_kind = [kinds[suffix_of(source[0])] for source in train]
+    if len(train) > 1 or len(validation) > 1:
+        described[0] += f" {[len(source) for source in train]} {[len(source) for source in validation]}"
     try:
-        hashes = file_digests([*files, *validation_files], cache_dir)
+        hashes = file_digests([*files, *(file for source in validation for file in source)], cache_dir)
     except OSError as error:
         message = f"{error.filename} cannot be read: {error.strerror}; make it readable or leave it out"
         raise ConfigError(Violation(PATH, message)) from error
     fingerprint = _digest(described, hashes)
-    content = _digest([described[0], kinds[suffix_of(files[0])], str(len(files))], hashes)
-    return CorpusFiles(files, validation_files, fingerprint, content)
+    content = _digest([described[0], *of_kind, str(len(files))], hashes)
+    return CorpusFiles(train, validation, fingerprint, content)
 
 
-def _read(files: Sequence[Path], validation_files: Sequence[Path], text_field: str, held_out: float) -> Splits:
+def _read(
+    sources: Sequence[Sequence[Path]],
+    validation_sources: Sequence[Sequence[Path]],
+    opened: Callable[..., Documents],
+    held_out: float,
+) -> Splits:
     """The documents by split; all are read once, so that nothing is built on files that turn out to be broken.
 
     Raises:
         ConfigError: a file cannot be read, the text is not where it should be, or there is none.
     """
-    train = documents(files, text_field=text_field, key=PATH)
-    count = _count(train, PATH)
-    if validation_files:
-        validation = documents(validation_files, text_field=text_field, key=VALIDATION_PATH)
-        _count(validation, VALIDATION_PATH)
-        return Splits(train, validation)
+    found = [opened(files, key=PATH) for files in sources]
+    progress = ReadingProgress("reading")
+    counts, sizes = zip(*(_count(source, PATH, progress) for source in found), strict=True)
+    num_bytes = sum(sizes)
+    if validation_sources:
+        held = [opened(files, key=VALIDATION_PATH) for files in validation_sources]
+        num_bytes += sum(_count(source, VALIDATION_PATH, progress)[1] for source in held)
+        validation: list[Iterable[str]] = [*held]
+        splits = [Splits(source, ()) for source in found]
+    else:
+        splits = [_split(source, count, held_out) for source, count in zip(found, counts, strict=True)]
+        validation = [split.validation for split in splits]
+    return Splits(
+        splits[0].train if len(splits) == 1 else Sources([split.train for split in splits]),
+        validation[0] if len(validation) == 1 else Interleaved(validation),
+        num_bytes,
+    )
+
+
+def _split(train: Documents, count: int, held_out: float) -> Splits:
+    """Some of the documents of a source held out, or the end of its only one."""
     if count == 1:
         text = "".join(train)
         cut = round(len(text) * (1 - held_out))
@@ -198,26 +245,28 @@ def _read(files: Sequence[Path], validation_files: Sequence[Path], text_field: s
     return Splits(replace(train, left_out=held), replace(train, only=held))
 
 
-def _count(found: Documents, key: str) -> int:
-    """The number of documents.
+def _count(found: Documents, key: str, progress: ReadingProgress) -> tuple[int, int]:
+    """The number of documents, and their bytes.
 
     Raises:
         ConfigError: none of them holds text.
     """
-    count, filled = found.count()
+    count, filled, size = found.count(progress)
     if not filled:
         more = f" and {len(found.files) - 1} more" if len(found.files) > 1 else ""
         what = f"{count} empty documents and no other" if count else "no rows"
         raise ConfigError(Violation(key, f"{found.files[0]}{more}: {what}; give files with text"))
-    return count
+    return count, size
 
 
-def _find_files(pattern: str, key: str, kinds: Mapping[str, str]) -> list[Path]:
+def _find_files(pattern: str, key: str, kinds: Mapping[str, str], cache_dir: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if not pattern.strip():
         raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {listed_suffixes(kinds)} files"))
     try:
-        if path.is_dir():
+        if is_url(pattern):
+            found = fetched(pattern, key=key, kinds=kinds, cache_dir=cache_dir)
+        elif path.is_dir():
             found = sorted(file for file in path.rglob("*") if suffix_of(file) in kinds)
             if any(file.suffix == ".arrow" for file in found):
                 found = [file for file in found if file.name not in OF_SAVE_TO_DISK]

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.data.files import TABLES, TEXTS, open_bytes, opened_table, suffix_of
-from foundry.data.rows import json_rows, readable
+from foundry.data.files import STRICT, TABLES, TEXTS, Utf8, column_values, open_bytes, opened_table, suffix_of
+from foundry.data.nested import names_in, names_of, path_in, type_at, value_at
+from foundry.data.reading_progress import ReadingProgress, utf8_bytes
+from foundry.data.rows import json_rows, line_of, readable
 
 _FIELD = "data.text_field"
 
@@ -36,31 +38,35 @@ class Documents:
             if text and index not in self.left_out and (self.only is None or index in self.only):
                 yield text
 
-    def count(self) -> tuple[int, int]:
-        """How many documents there are, and how many of them are not empty; every byte is read, and so checked."""
-        total = filled = 0
-        for text in self._all():
-            total, filled = total + 1, filled + bool(text)
-        return total, filled
+    def count(self, progress: ReadingProgress) -> tuple[int, int, int]:
+        """How many documents there are, how many of them are not empty, and their bytes.
+
+        Every byte is read, and so checked.
+        """
+        total = filled = size = 0
+        for text in progress.over(self._all(), utf8_bytes):
+            total, filled, size = total + 1, filled + bool(text), size + utf8_bytes(text)
+        return total, filled, size
 
     def _all(self) -> Iterator[str]:
         return (text for file in self.files for text in self.read(file))
 
 
-def documents(files: Sequence[Path], *, text_field: str, key: str) -> Documents:
+def documents(files: Sequence[Path], *, text_field: str, key: str, utf8: Utf8 = STRICT) -> Documents:
     """The documents of a user's files: a text file is one, a row of any other is one.
 
     Args:
         files: of one kind.
-        text_field: column or key of the text.
+        text_field: column or key of the text; dots lead into others.
+        utf8: what becomes of what is none.
         key: the setting that names the files, for what is wrong with them.
 
     Raises:
         ConfigError: when iterated: a file cannot be read, or a row holds no text; names file and row.
     """
-    read: Callable[[Path], Iterator[str]] = _text_file
+    read: Callable[[Path], Iterator[str]] = partial(_text_file, utf8=utf8)
     if (kind := TEXTS[suffix_of(files[0])]) != "text":
-        read = partial(_table_rows if kind in TABLES else _json_rows, text_field=text_field)
+        read = partial(_table_rows if kind in TABLES else _json_rows, text_field=text_field, utf8=utf8)
     return Documents(tuple(files), partial(readable, read, key))
 
 
@@ -69,13 +75,24 @@ def source_files(files: Sequence[Path]) -> Documents:
     return Documents(tuple(files), lambda file: iter([file.read_text(encoding="utf-8", errors="replace")]))
 
 
-def _text_file(file: Path) -> Iterator[str]:
-    with open_bytes(file) as stream, TextIOWrapper(stream, encoding="utf-8") as text:
-        yield text.read()
+def _text_file(file: Path, *, utf8: Utf8) -> Iterator[str]:
+    try:
+        found = _read_all(file, "strict")
+    except UnicodeDecodeError as error:
+        if utf8.is_strict:
+            raise
+        utf8.tell(file, f"line {line_of(error)}")
+        found = _read_all(file, utf8.errors)
+    yield found
 
 
-def _json_rows(file: Path, *, text_field: str) -> Iterator[str]:
-    for noun, number, row, wrong in json_rows(file):
+def _read_all(file: Path, errors: str) -> str:
+    with open_bytes(file) as stream, TextIOWrapper(stream, encoding="utf-8", errors=errors) as text:
+        return text.read()
+
+
+def _json_rows(file: Path, *, text_field: str, utf8: Utf8) -> Iterator[str]:
+    for noun, number, row, wrong in json_rows(file, utf8):
         if wrong is not None:
             raise ValueError(f"{noun} {number} {wrong}")
         yield _read_text(row, text_field, f"{file}, {noun} {number},")
@@ -89,10 +106,11 @@ def _read_text(row: object, text_field: str, where: str) -> str:
     """
     if not isinstance(row, dict):
         raise _wrong(_FIELD, f"{where} holds {type(row).__name__}, not an object with the key {text_field!r}")
-    if text_field not in row:
-        found = ", ".join(sorted(map(str, row))) or "none"
-        raise _wrong(_FIELD, f"{text_field!r} is not among the keys of {where} which are: {found}")
-    text = row[text_field]
+    try:
+        text = value_at(row, text_field)
+    except KeyError:
+        found = ", ".join(sorted(names_in(row))) or "none"
+        raise _wrong(_FIELD, f"{text_field!r} is not among the keys of {where} which are: {found}") from None
     if text is not None and not isinstance(text, str):
         raise _wrong(_FIELD, f"{text_field!r} of {where} holds {type(text).__name__}, not text")
     try:
@@ -102,25 +120,23 @@ def _read_text(row: object, text_field: str, where: str) -> str:
     return text or ""
 
 
-def _table_rows(file: Path, *, text_field: str) -> Iterator[str]:
+def _table_rows(file: Path, *, text_field: str, utf8: Utf8) -> Iterator[str]:
     import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-    with opened_table(file) as table:
-        schema = table.schema
-        if text_field not in schema.names:
-            found = ", ".join(sorted(schema.names)) or "none"
+    with opened_table(file, utf8) as table:
+        path = path_in(table.schema, text_field)
+        if path is None:
+            found = ", ".join(sorted(names_of(table.schema))) or "none"
             raise _wrong(_FIELD, f"{text_field!r} is not among the columns of {file}, which are: {found}")
-        kind: Any = schema.field(text_field).type
+        kind: Any = type_at(table.schema, path)
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             raise _wrong(_FIELD, f"{text_field!r} of {file} holds {kind}, not text; choose a column of strings")
         first = 0
-        for batch in table.batches([text_field]):
-            try:
-                texts = batch.column(0).to_pylist()
-            except UnicodeDecodeError:
-                raise ValueError(f"rows {first} to {first + len(batch) - 1} hold text that is not UTF-8") from None
-            yield from (text or "" for text in texts)
+        for batch in table.batches([path[0]]):
+            column = batch.column(0) if len(path) == 1 else pc.struct_field(batch.column(0), list(path[1:]))
+            yield from (text or "" for text in column_values(column, utf8, file, first))
             first += len(batch)
 
 

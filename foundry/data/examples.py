@@ -5,7 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from foundry.data.cached_folder import cached_folder
 from foundry.data.mapped_files import MapsFiles
+from foundry.data.mixture import parts_of
 from foundry.data.packing import place_parts
+from foundry.data.reading_progress import ReadingProgress
 from foundry.data.rows import Row, RowSplits
 from foundry.data.splits import Prompt
 from foundry.data.token_cache import ArrayWriter, batches, token_dtype
@@ -210,11 +212,13 @@ class RowStatistics:
         rows: that are used, of both splits.
         skipped: how many are not, by the reason.
         first: of these the first few: number of the file, number in it, what is wrong.
+        sources: of the used rows of each source to learn from; none where there is one.
     """
 
     rows: int
     skipped: dict[str, int]
     first: list[tuple[int, int, str]]
+    sources: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,7 @@ def encode_rows(
     max_tokens: int,
     cache_dir: str,
     keeps_rows: bool = False,
+    num_rows: Callable[[], int] | None = None,
 ) -> EncodedRows:
     """Rows as examples, from the cache or into it; rows that cannot be used are left out and counted.
 
@@ -264,6 +269,7 @@ def encode_rows(
         max_tokens: of a row that can be used.
         cache_dir: the cache's parent folder.
         keeps_rows: keep which of its split's rows each example is of.
+        num_rows: counts the rows of both splits; None: nobody has.
 
     Raises:
         ConfigError: a file cannot be read, or the cache cannot be written.
@@ -271,7 +277,8 @@ def encode_rows(
     kept = " of rows" if keeps_rows else ""
     settings = f"examples{kept} {_FORMAT} {max_tokens} {described} {tokenizer.to_str()}"
     fingerprint = hashlib.sha256(settings.encode(errors="surrogateescape")).hexdigest()[:32]
-    folder = cached_folder(cache_dir, fingerprint, partial(_fill, read, encode, tokenizer, max_tokens, keeps_rows))
+    encoder = _Encoder(encode, tokenizer, max_tokens)
+    folder = cached_folder(cache_dir, fingerprint, partial(_fill, read, encoder, keeps_rows, num_rows))
     train, validation = (_open(folder, split) for split in _SPLITS)
     statistics = RowStatistics(**json.loads(read_text(folder / _STATISTICS)))
     rows = tuple(np.load(folder / _ROWS.format(split), allow_pickle=False) for split in _SPLITS if keeps_rows)
@@ -288,25 +295,28 @@ def _open(folder: Path, split: str) -> Examples:
 
 def _fill(
     read: Callable[[], RowSplits],
-    encode: Encode,
-    tokenizer: Tokenizer,
-    max_tokens: int,
+    encoder: "_Encoder",
     keeps_rows: bool,
+    num_rows: Callable[[], int] | None,
     folder: Path,
 ) -> tuple[str, ...]:
     """Write the arrays of both splits and the statistics; the names of the files."""
-    skipped, first, rows = Counter[str](), list[tuple[int, int, str]](), 0
+    skipped, first, rows, sources = Counter[str](), list[tuple[int, int, str]](), 0, list[int]()
     files = [*_names("train"), *_names("validation"), _STATISTICS]
-    encoder = _Encoder(encode, tokenizer, max_tokens)
+    progress = ReadingProgress("tokenising", None if num_rows is None else num_rows(), in_rows=True)
     for split, of_split in zip(_SPLITS, read(), strict=True):
+        parts, of_source = parts_of(of_split), Counter[int]()
         names, used = [folder / name for name in _names(split)], list[int]()
         with (
-            ArrayWriter(names[0], token_dtype(tokenizer)) as tokens,
+            ArrayWriter(names[0], token_dtype(encoder.tokenizer)) as tokens,
             ArrayWriter(names[1], np.dtype(np.bool_)) as trained,
             ArrayWriter(names[2], np.dtype(np.int64)) as offsets,
         ):
             offsets.append([0])
-            for number, (row, found) in enumerate(encoder.encoded(of_split)):
+            encoded = (
+                (source, *one) for source, part in enumerate(parts) for one in encoder.encoded(progress.over(part))
+            )
+            for number, (source, row, found) in enumerate(encoded):
                 if isinstance(found, BadRowError):
                     skipped[found.kind] += 1
                     if len(first) < _SHOWN:
@@ -318,10 +328,13 @@ def _fill(
                     offsets.append([tokens.length])
                     used += [number] if keeps_rows else []
                 rows += 1
+                of_source[source] += 1
+        if split == "train" and len(parts) > 1:
+            sources = [of_source[source] for source in range(len(parts))]
         if keeps_rows:
             np.save(folder / _ROWS.format(split), np.array(used, dtype=np.int64))
             files.append(_ROWS.format(split))
-    statistics = {"rows": rows, "skipped": dict(skipped), "first": first}
+    statistics = {"rows": rows, "skipped": dict(skipped), "first": first, "sources": sources}
     (folder / _STATISTICS).write_text(json.dumps(statistics))
     return tuple(files)
 

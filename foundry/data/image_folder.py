@@ -32,6 +32,53 @@ _MOST_NAMES = 64
 log = logging.getLogger(__name__)
 
 
+class Shifted:
+    """Pictures that are shifted by a few pixels whenever they are read in training, as in He et al. (2016), 4.2.
+
+    By how many is drawn from the seed and the picture's position in the global order: by a Philox with a key of the
+    seed, at the counter of the position, so that ranks, microbatches and interruptions change nothing.
+    """
+
+    def __init__(self, pictures: "Pictures", *, most: int, seed: int) -> None:
+        """See the class.
+
+        Args:
+            pictures: the pictures.
+            most: pixels, up, down, left and right; what comes in from outside is what lies at the edge.
+            seed: of the run.
+        """
+        self._pictures, self._most = pictures, most
+        self._key = int.from_bytes(hashlib.sha256(f"random_crop {seed}".encode()).digest()[:16], "little")
+
+    def __len__(self) -> int:
+        """Number of pictures."""
+        return len(self._pictures)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One picture as it is."""
+        return self._pictures[index]
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Pictures as they are."""
+        return self._pictures.batch(indices)
+
+    def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
+        """Pictures as they are at these positions; otherwise as `batch`."""
+        found = self._pictures.batch(indices)
+        size = found["images"].shape[-1]
+        wide = torch.nn.functional.pad(found["images"], (self._most,) * 4, mode="replicate")
+        for row, (down, right) in enumerate(self._shifts(positions)):
+            found["images"][row] = wide[row, :, down : down + size, right : right + size]
+        return found
+
+    def _shifts(self, positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Where each picture begins, down and right, from 0 to twice the most."""
+        for position in positions:
+            generator = np.random.Generator(np.random.Philox(key=self._key, counter=[0, position, 0, 0]))
+            down, right = generator.integers(2 * self._most + 1, size=2).tolist()
+            yield down, right
+
+
 class Pictures(MapsFiles):
     """Some pictures of a memory-mapped array, with their classes."""
 
@@ -76,12 +123,13 @@ def image_folder(
     mirror: bool,
     held_out: float,
     cache_dir: str,
+    random_crop: int = 0,
     num_workers: int = 0,
 ) -> DataSplits:
     """Pictures of a folder, decoded once; the class of each is its folder's place in the order of names.
 
     Args:
-        seed: unused: runs with different seeds are measured on the same held-out pictures.
+        seed: from which shifts are drawn; runs with different seeds are measured on the same held-out pictures.
         path: the folder.
         image_size: height and width in pixels that pictures are brought to.
         num_channels: 3: red, green and blue; 1: grey.
@@ -91,6 +139,7 @@ def image_folder(
         held_out: share of the pictures of each class kept for validation, chosen by their names and thus the same
             where pictures are added.
         cache_dir: folder for decoded pictures.
+        random_crop: pixels by which a picture is shifted at most, whenever it is trained on.
         num_workers: unused here: how the run's loader reads.
 
     Raises:
@@ -130,9 +179,11 @@ def image_folder(
     train, validation = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     class_names = tuple(folder.name for folder in folders)
     split = hashlib.sha256(f"{content} {class_names} {labels} {mirror}".encode(errors="surrogateescape"))
+    split.update(f" {random_crop}".encode() if random_crop else b"")
     split.update(is_held_out.tobytes())
+    learnt = Pictures(images, classes, train, mirror=mirror)
     return DataSplits(
-        train=Pictures(images, classes, train, mirror=mirror),
+        train=Shifted(learnt, most=random_crop, seed=seed) if random_crop else learnt,
         validation=Pictures(images, classes, validation, mirror=False),
         fingerprint=split.hexdigest()[:32],
         class_names=class_names,

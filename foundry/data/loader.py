@@ -17,7 +17,7 @@ from foundry import stop_signals
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import Pack, deal, first_fit_decreasing
-from foundry.data.splits import BatchedDataset, Dataset, PackedDataset
+from foundry.data.splits import BatchedDataset, Dataset, PackedDataset, PositionedDataset
 from foundry.training.protocols import Microbatch, Window
 
 _KEYED = "keyed"
@@ -111,7 +111,11 @@ class _PositionedReader:
 
     def __getitems__(self, cut: _Cut) -> Microbatch:
         if isinstance(cut, range):
-            batch = read_batch(self.dataset, self.order.indices(cut).tolist())
+            indices = self.order.indices(cut).tolist()
+            if hasattr(self.dataset, "batch_at"):
+                batch = cast(PositionedDataset, self.dataset).batch_at(indices, cut)
+            else:
+                batch = read_batch(self.dataset, indices)
             return {**batch, "position": torch.arange(cut.start, cut.stop)}
         packs = [[int(self.order.indices(range(p, p + 1))[0]) for p in pack] for pack in cut]
         batch = cast(PackedDataset, self.dataset).packed(packs)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from foundry.config.schemas.data import OnBadRow
+from foundry.config.schemas.data import EncodingErrors, OnBadRow
 from foundry.data.chat import ChatTemplate, Segment
 from foundry.data.chats import RowForm, as_messages, chat_splits, find_rows, trained_segments
 from foundry.data.examples import BadRowError
@@ -20,14 +20,17 @@ Conversation = list[dict[str, Any]]
 def preference_files(
     *,
     seed: int,
-    path: str,
+    path: str | Sequence[str],
     seq_len: int,
     vocab_size: int,
     tokenizer: str | None,
     held_out: float,
     cache_dir: str,
-    validation_path: str | None = None,
+    validation_path: str | Sequence[str] | None = None,
+    weights: Sequence[float] | None = None,
     chat_template: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    encoding_errors: EncodingErrors = EncodingErrors.strict,
     on_bad_row: OnBadRow = OnBadRow.refuse,
     num_workers: int = 0,
     packing: bool = False,
@@ -38,14 +41,17 @@ def preference_files(
 
     Args:
         seed: unused: the split depends on the rows' order only.
-        path: file, folder or glob.
+        path: file, folder or glob, or several.
         seq_len: most tokens of the prompt with one of the answers.
         vocab_size: entries of the tokenizer.
         tokenizer: tokenizer.json or folder to use; None: train one on the training split.
         held_out: share of rows for validation.
         cache_dir: folder for tokenizers and token arrays.
         validation_path: files for validation; None: hold out a share of `path`.
+        weights: shares in which several paths are read; None: each row once an epoch.
         chat_template: as `resolve_chat_template` takes it.
+        columns: what some columns are called in the files, by their names here; dots lead into others.
+        encoding_errors: what becomes of bytes that are not UTF-8.
         on_bad_row: what becomes of rows that cannot be used.
         num_workers: unused: the loader's.
         packing: likewise.
@@ -54,7 +60,16 @@ def preference_files(
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
     """
     return chat_splits(
-        find_rows(path, validation_path, held_out=held_out, cache_dir=cache_dir, columns=_COLUMNS),
+        find_rows(
+            path,
+            validation_path,
+            held_out=held_out,
+            cache_dir=cache_dir,
+            columns=_COLUMNS,
+            weights=weights,
+            called=columns,
+            encoding_errors=encoding_errors,
+        ),
         PREFERENCES,
         seq_len=seq_len,
         vocab_size=vocab_size,

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from foundry.config.schemas.data import OnBadRow
+from foundry.config.schemas.data import EncodingErrors, OnBadRow
 from foundry.data.chat import ChatTemplate, Segment, resolve_chat_template, resolve_stop_ids
 from foundry.data.chats import (
     RowForm,
@@ -21,9 +21,11 @@ from foundry.data.chats import (
     check_rows,
     checked_messages,
     find_rows,
+    mix_rows,
     resolve_tokenizer,
 )
 from foundry.data.examples import BadRowError, RowStatistics
+from foundry.data.mixture import parts_of
 from foundry.data.rows import Row
 from foundry.data.splits import DataSplits, Prompt
 from foundry.data.token_cache import batches
@@ -36,15 +38,18 @@ _COLUMNS = ("prompt", "messages")
 def prompt_files(
     *,
     seed: int,
-    path: str,
+    path: str | Sequence[str],
     seq_len: int,
     max_new_tokens: int,
     vocab_size: int,
     tokenizer: str | None,
     held_out: float,
     cache_dir: str,
-    validation_path: str | None = None,
+    validation_path: str | Sequence[str] | None = None,
+    weights: Sequence[float] | None = None,
     chat_template: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    encoding_errors: EncodingErrors = EncodingErrors.strict,
     on_bad_row: OnBadRow = OnBadRow.refuse,
     num_workers: int = 0,
     packing: bool = False,
@@ -53,7 +58,7 @@ def prompt_files(
 
     Args:
         seed: unused: the split depends on the rows' order only.
-        path: file, folder or glob.
+        path: file, folder or glob, or several.
         seq_len: most tokens of a prompt and its answer.
         max_new_tokens: of these, what is left for the answer.
         vocab_size: entries of the tokenizer.
@@ -61,7 +66,10 @@ def prompt_files(
         held_out: share of rows for validation.
         cache_dir: folder for tokenizers.
         validation_path: files for validation; None: hold out a share of `path`.
+        weights: shares in which several paths are read; None: each row once an epoch.
         chat_template: as `resolve_chat_template` takes it.
+        columns: what some columns are called in the files, by their names here; dots lead into others.
+        encoding_errors: what becomes of bytes that are not UTF-8.
         on_bad_row: what becomes of rows that cannot be used.
         num_workers: unused: the loader's.
         packing: likewise.
@@ -70,7 +78,17 @@ def prompt_files(
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
     """
     return prompt_splits(
-        find_rows(path, validation_path, held_out=held_out, cache_dir=cache_dir, columns=_COLUMNS, reads_all=True),
+        find_rows(
+            path,
+            validation_path,
+            held_out=held_out,
+            cache_dir=cache_dir,
+            columns=_COLUMNS,
+            reads_all=True,
+            weights=weights,
+            called=columns,
+            encoding_errors=encoding_errors,
+        ),
         seq_len=seq_len,
         max_new_tokens=max_new_tokens,
         vocab_size=vocab_size,
@@ -119,12 +137,18 @@ def prompt_splits(
     found, end = resolve_tokenizer(source, _FORM, tokenizer, vocab_size, chat_template, cache_dir)
     template = resolve_chat_template(chat_template, tokenizer, found, end)
     reader = _Reader(template, found, seq_len, max_new_tokens, Counter(), [])
-    train, validation = (list(reader.read(split)) for split in source.splits)
+    sizes, train = list[int](), list[Prompt]()
+    for part in parts_of(source.splits.train):
+        train += reader.read(part, first=len(train))
+        sizes.append(len(train) - sum(sizes))
+    validation = list(reader.read(source.splits.validation))
     statistics = RowStatistics(rows=len(train) + len(validation), skipped=dict(reader.skipped), first=reader.first)
     check_rows(source, statistics, on_bad_row, train, validation)
     lengths = np.array([len(prompt.tokens) for prompt in (*train, *validation)])
     described = f"prompts {_FORMAT} {seq_len} {max_new_tokens} {template.source} {dict(template.variables)}"
     settings = f"{described} {source.fingerprint} {found.to_str()}"
+    settings += "" if source.weights is None else f" {list(source.weights)}"
+    notes = _describe(len(train), len(validation), statistics, lengths)
     return DataSplits(
         train=RowNumbers(len(train)),
         validation=RowNumbers(len(validation)),
@@ -132,7 +156,8 @@ def prompt_splits(
         content=f"{source.content}-{described}",
         tokens_per_sample=round(float(lengths.mean())) + max_new_tokens,
         tokenizer=found,
-        notes=_describe(len(train), len(validation), statistics, lengths),
+        mixture=mix_rows(source, sizes if len(sizes) > 1 else [], notes),
+        notes=notes,
         prompts=validation,
         train_prompts=train,
         stop_ids=resolve_stop_ids(template, found, end),
@@ -152,8 +177,8 @@ class _Reader:
     skipped: Counter[str]
     first: list[tuple[int, int, str]]
 
-    def read(self, rows: Iterable[Row]) -> Iterator[Prompt]:
-        number = 0
+    def read(self, rows: Iterable[Row], first: int = 0) -> Iterator[Prompt]:
+        number = first
         for batch in batches(rows):
             rendered = [self._render(row) for row in batch]
             texts = [text for text, _ in filter(None, rendered)]

@@ -2,16 +2,20 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.data.files import ROWS, TABLES, open_bytes, opened_table, suffix_of
+from foundry.data.files import ROWS, STRICT, TABLES, Utf8, column_values, open_bytes, opened_table, suffix_of
+from foundry.data.nested import path_in, value_at
 
 _Read = TypeVar("_Read")
+_MARK = "\ufeff"
+_CONVERT = "convert it, as with iconv -t UTF-8, or set data.encoding_errors=replace"
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class FileRows:
         key: the setting that names the files, for what is wrong with them.
         first_file: the number of the first of them.
         reads_all: read all columns; else, of a table, no others than `columns`.
+        called: what some columns are called in the files, by their names here; dots lead into others.
+        utf8: what becomes of what is none.
     """
 
     files: Sequence[Path]
@@ -55,6 +61,8 @@ class FileRows:
     key: str
     first_file: int = 0
     reads_all: bool = False
+    called: Mapping[str, str] = field(default_factory=dict)
+    utf8: Utf8 = STRICT
 
     def __iter__(self) -> Iterator[Row]:
         """The rows in order.
@@ -71,6 +79,15 @@ class FileRows:
         """How many rows there are."""
         return sum(1 for _ in self)
 
+    def renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What a row holds, by the names that columns have here; one that is not there is left out."""
+        found = dict[str, Any]()
+        for name, theirs in self.called.items():
+            with suppress(KeyError):
+                found[name] = value_at(row, theirs)
+        kept = {name: value for name, value in row.items() if name not in self.called}
+        return kept | found if self.called else row
+
 
 def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> Iterator[_Read]:
     """What `read` yields of a file; any error is the user's to know, with the file.
@@ -85,16 +102,25 @@ def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> I
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
-        where = f"byte {error.start} is {error.object[error.start : error.start + 1]!r}"
-        message = f"{file} is not text in UTF-8 ({where}); convert it, as with iconv -t UTF-8"
+        where = f"line {line_of(error)}, byte {error.start} is {error.object[error.start : error.start + 1]!r}"
+        message = f"{file} is not text in UTF-8 ({where}); {_CONVERT}"
         raise ConfigError(Violation(key, message)) from error
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, MemoryError, ArrowException) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(Violation(key, f"{file} cannot be read: {reason}; repair it or leave it out")) from error
 
 
-def json_rows(file: Path) -> Iterator[tuple[str, int, Any, str | None]]:
+def line_of(error: UnicodeDecodeError) -> int:
+    """The line of the first byte that is not UTF-8, where all of a file was read at once."""
+    return error.object.count(b"\n", 0, error.start) + 1
+
+
+def json_rows(file: Path, utf8: Utf8 = STRICT) -> Iterator[tuple[str, int, Any, str | None]]:
     """The rows of a file whose lines are JSON; a .json file may be one list, too.
+
+    Args:
+        file: the file.
+        utf8: what becomes of what is none.
 
     Yields:
         What a row is called ("line" or "item"), its number from one, its value, and why it cannot be read or None.
@@ -102,38 +128,39 @@ def json_rows(file: Path) -> Iterator[tuple[str, int, Any, str | None]]:
     with open_bytes(file) as stream:
         is_list = suffix_of(file) == ".json" and stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         if is_list:
-            for number, row in enumerate(json.loads(stream.read().decode("utf-8-sig")), 1):
+            text = utf8.decode(stream.read(), file, "some of it").removeprefix(_MARK)
+            for number, row in enumerate(json.loads(text), 1):
                 yield "item", number, row, None
             return
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
             try:
-                yield "line", number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")), None
+                text = utf8.decode(line, file, f"line {number}")
+                yield "line", number, json.loads(text.removeprefix(_MARK) if number == 1 else text), None
             except UnicodeDecodeError:
-                yield "line", number, None, "is not UTF-8"
+                yield "line", number, None, f"is not UTF-8 ({_CONVERT})"
             except (ValueError, RecursionError) as error:
                 yield "line", number, None, f"is not JSON ({error})"
 
 
 def _object_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
-    for _, number, row, wrong in json_rows(file):
+    for _, number, row, wrong in json_rows(file, rows.utf8):
         if wrong is None and not isinstance(row, dict):
             wrong = f"holds {type(row).__name__}, not an object"
-        yield Row(index, number, row if wrong is None else {}, wrong)
+        yield Row(index, number, rows.renamed(row) if wrong is None else {}, wrong)
 
 
 def _table_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
-    with opened_table(file) as table:
-        names = table.schema.names
-        if not (found := [name for name in rows.columns if name in names]):
-            listed, wanted = ", ".join(sorted(names)) or "none", ", ".join(rows.columns)
+    with opened_table(file, rows.utf8) as table:
+        names, wished = table.schema.names, [rows.called.get(name, name) for name in rows.columns]
+        paths = [path for name in wished if (path := path_in(table.schema, name)) is not None]
+        if not (found := list(dict.fromkeys(path[0] for path in paths))):
+            listed, wanted = ", ".join(sorted(names)) or "none", ", ".join(wished)
             raise ConfigError(Violation(rows.key, f"{file} has the columns {listed}; none of {wanted} is there"))
         number = 0
         for batch in table.batches(names if rows.reads_all else found):
-            try:
-                values = batch.to_pylist()
-            except UnicodeDecodeError:
-                raise ValueError(f"rows {number + 1} to {number + len(batch)} hold text that is not UTF-8") from None
-            for number, columns_of_row in enumerate(values, number + 1):  # noqa: B020
-                yield Row(index, number, columns_of_row)
+            columns = [column_values(column, rows.utf8, file, number + 1) for column in batch.columns]
+            for values in zip(*columns, strict=True):
+                number += 1
+                yield Row(index, number, rows.renamed(dict(zip(batch.schema.names, values, strict=True))))

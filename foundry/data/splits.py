@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foundry.data.mixture import Mixture, MixtureOrder
+from foundry.data.order import GlobalOrder
 from foundry.data.statistics import Statistics
 
 
@@ -34,6 +36,14 @@ class BatchedDataset(Dataset, Protocol):
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Samples stacked along a first dimension."""
+        ...
+
+
+class PositionedDataset(Dataset, Protocol):
+    """A dataset whose samples are others each time that they are read in training."""
+
+    def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
+        """Samples stacked along a first dimension, as they are at these positions of the global order."""
         ...
 
 
@@ -91,6 +101,7 @@ class DataSplits:
         statistics: by which states and actions of a robot are normalised; None: the data is of none.
         class_names: of the classes, in the order of their numbers; none: they have only numbers.
         chat_template: in Jinja, as transformers has it, for data that are chats; None: the model continues plain text.
+        mixture: of the training samples, where several sources are read in given shares.
         content: as the fingerprint, but the same for the same samples from files of other names; None: the fingerprint.
     """
 
@@ -108,6 +119,13 @@ class DataSplits:
     chat_template: str | None = None
     statistics: Statistics | None = None
     class_names: Sequence[str] = ()
+    mixture: Mixture | None = None
+
+    def order(self, seed: int) -> GlobalOrder:
+        """In which a run with this seed reads the training samples."""
+        if self.mixture is not None:
+            return MixtureOrder(self.mixture, fingerprint=self.fingerprint, seed=seed)
+        return GlobalOrder(num_samples=len(self.train), fingerprint=self.fingerprint, seed=seed)
 
     def encode_prompt(self, text: str, *, as_chat: bool = True) -> list[int]:
         """Tokens of a text that the model is to continue; none of the tokenizer's own are added.

@@ -14,13 +14,15 @@ from tokenizers import Tokenizer
 
 from foundry.data.cached_folder import cached_folder
 from foundry.data.corpus import Corpus
+from foundry.data.mixture import parts_of
+from foundry.data.reading_progress import ReadingProgress, utf8_bytes
 from foundry.data.token_sequences import TokenArray
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer, usual_end
 from foundry.run_dir.files import read_text
 from foundry.run_dir.names import TOKENIZER
 
 _FORMAT = 1
-_TRAIN = "train.npy"
+_TRAIN, _TRAIN_OF_SOURCE = "train.npy", "train_{}.npy"
 _VALIDATION = "validation.npy"
 _STATISTICS = "statistics.json"
 _DOCUMENTS_PER_BATCH, _CHARACTERS_PER_BATCH = 256, 2**20
@@ -46,12 +48,16 @@ class TokenStatistics:
 
 @dataclass(frozen=True)
 class TokenisedCorpus:
-    """A published cache folder, its arrays memory-mapped; the token `end` ends each document."""
+    """A published cache folder, its arrays memory-mapped; the token `end` ends each document.
+
+    Attributes:
+        train: the tokens of each source, most often of one.
+    """
 
     fingerprint: str
     tokenizer: Tokenizer
     end: int
-    train: TokenArray
+    train: tuple[TokenArray, ...]
     validation: TokenArray
     statistics: TokenStatistics
 
@@ -82,19 +88,33 @@ def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_d
         fingerprint,
         found,
         trained_end(found) if chosen is None else chosen[1],
-        np.load(folder / _TRAIN, mmap_mode="r", allow_pickle=False),
+        tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in _train_files(folder)),
         np.load(folder / _VALIDATION, mmap_mode="r", allow_pickle=False),
         TokenStatistics(**json.loads(read_text(folder / _STATISTICS))),
     )
 
 
+def _train_files(folder: Path) -> list[Path]:
+    """The tokens of each source."""
+    found = sorted(folder.glob(_TRAIN_OF_SOURCE.format("*")), key=lambda file: int(file.stem.rpartition("_")[2]))
+    return found or [folder / _TRAIN]
+
+
 def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None, folder: Path) -> tuple[str, ...]:
     """Write tokenizer, tokens and statistics; the names of the files."""
-    train_texts, validation_texts = corpus.read()
-    tokenizer, end = chosen or train_with_end(train_texts, vocab_size)
+    train_texts, validation_texts, num_bytes = corpus.read()
+    if chosen is None:
+        learning = ReadingProgress("learning a tokenizer")
+        chosen = train_with_end(learning.over(train_texts, utf8_bytes), vocab_size)
+    tokenizer, end = chosen
     tokenizer.save(str(folder / TOKENIZER))
-    train = _encode(train_texts, tokenizer, end, folder / _TRAIN)
-    validation = _encode(validation_texts, tokenizer, end, folder / _VALIDATION)
+    sources = parts_of(train_texts)
+    names = [_TRAIN] if len(sources) == 1 else [_TRAIN_OF_SOURCE.format(number) for number in range(len(sources))]
+    progress = ReadingProgress("tokenising", num_bytes)
+    encode = partial(_encode, progress, tokenizer, end)
+    encoded = [encode(texts, folder / name) for texts, name in zip(sources, names, strict=True)]
+    train = _Encoded(sum(each.documents for each in encoded), np.sum([each.counts for each in encoded], axis=0))
+    validation = encode(validation_texts, folder / _VALIDATION)
     statistics = TokenStatistics(
         documents=train.documents + validation.documents,
         train_tokens=int(train.counts.sum()),
@@ -102,7 +122,7 @@ def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None
         unigram_entropy=unigram_entropy(train.counts, validation.counts),
     )
     (folder / _STATISTICS).write_text(json.dumps(asdict(statistics)))
-    return TOKENIZER, _TRAIN, _VALIDATION, _STATISTICS
+    return TOKENIZER, *names, _VALIDATION, _STATISTICS
 
 
 def train_with_end(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, int]:
@@ -125,11 +145,11 @@ class _Encoded(NamedTuple):
     counts: NDArray[np.int64]
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer, end: int, file: Path) -> _Encoded:
+def _encode(progress: ReadingProgress, tokenizer: Tokenizer, end: int, texts: Iterable[str], file: Path) -> _Encoded:
     """Write the tokens of all documents, each ended by the token `end`; a batch of documents at a time is in memory."""
     documents, counts = 0, np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
     with ArrayWriter(file, token_dtype(tokenizer)) as writer:
-        for batch in batches(texts, size=len):
+        for batch in batches(progress.over(texts, utf8_bytes), size=len):
             encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             tokens = np.array([token for encoding in encodings for token in (*encoding.ids, end)])
             counts += np.bincount(tokens, minlength=len(counts))

@@ -10,7 +10,6 @@ from foundry.config.duration import Budget, EpochInterval, Interval, without_rou
 from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
-from foundry.data.order import GlobalOrder
 from foundry.data.packing import first_fit_decreasing
 from foundry.data.splits import DataSplits
 from foundry.models.lora import adapted_layers
@@ -89,7 +88,7 @@ def _packing(config: Config, budget: Budget, data: DataSplits, capacity: int) ->
     """How full the rows of the first steps are; None where lengths are those of answers that are yet to be given."""
     if not hasattr(data.train, "lengths_of"):
         return {"steps": 0, "row_tokens": capacity, "rows_per_step": None, "efficiency": None}
-    order = GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed)
+    order = data.order(config.hparams.seed)
     num_steps, tokens, rows, end = min(_PACKED_STEPS, budget.total_steps), 0, 0, 0
     for _ in range(num_steps):
         start, end = end, end + budget.batch_sizes.at(end)

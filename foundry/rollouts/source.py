@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.loader import Loader
-from foundry.data.order import GlobalOrder
 from foundry.data.packing import Pack, deal, first_fit_decreasing
 from foundry.data.prompts import RowNumbers
 from foundry.data.splits import DataSplits
@@ -73,7 +72,7 @@ def build_rollouts(
         per_gpu_batch_size=per_gpu_batch_size,
         loader=Loader(
             dataset=RowNumbers(count),
-            order=GlobalOrder(num_samples=count, fingerprint=data.fingerprint, seed=seed),
+            order=data.order(seed),
             batch_size_at=lambda samples: size,
             per_gpu_batch_size=size,
         ),

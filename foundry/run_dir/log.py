@@ -11,6 +11,10 @@ from foundry.run_dir.redact import printable
 
 log = logging.getLogger(__name__)
 
+NOTICE = 25
+"""The level of what the terminal shows besides warnings: how far something that takes long has got."""
+logging.addLevelName(NOTICE, "NOTICE")
+
 
 def log_to_file(text: str) -> None:
     """Write into the files that this process logs to what the terminal is told by other means."""

@@ -13,6 +13,7 @@ from PIL import Image
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import PictureFit
 from foundry.data.image_folder import Pictures, image_folder
+from foundry.data.loader import Loader
 
 SIZE, PER_CLASS = 12, 6
 
@@ -230,3 +231,47 @@ def test_a_batch_is_its_items(count, mirror, indices):
     for row, index in enumerate(indices):
         assert torch.equal(batch["images"][row], dataset[index]["images"])
         assert batch["labels"][row] == 10 - count + index % count
+
+
+def shifted(read, **changes):
+    data = read(random_crop=2, **changes)
+    return data, Loader(dataset=data.train, order=data.order(3), batch_size_at=lambda samples: 8, per_gpu_batch_size=4)
+
+
+def test_shifts_are_those_of_position_and_seed_whatever_the_ranks(read):
+    data, alone = shifted(read)
+    images = {}
+    for _ in range(4):
+        for microbatch in alone.next_window().microbatches:
+            images |= dict(zip(microbatch["position"].tolist(), microbatch["images"], strict=True))
+    ranks = [
+        Loader(
+            dataset=data.train,
+            order=data.order(3),
+            batch_size_at=lambda samples: 8,
+            per_gpu_batch_size=2,
+            dp_rank=rank,
+            dp_size=2,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.load_state_dict({"samples": 16, "skipped": 0})
+        for microbatch in [m for _ in range(2) for m in rank.next_window().microbatches]:
+            for position, image in zip(microbatch["position"].tolist(), microbatch["images"], strict=True):
+                assert torch.equal(image, images[position])
+    other = read(random_crop=2, seed=2).train.batch_at(range(12), range(12))["images"]
+    assert not torch.equal(other, data.train.batch_at(range(12), range(12))["images"])
+
+
+def test_a_shifted_picture_is_a_cut_of_it_with_its_edges_repeated(read):
+    data, _ = shifted(read)
+    plain, seen = data.train.batch([0] * 200)["images"][0], set()
+    wide = torch.nn.functional.pad(plain[None], (2, 2, 2, 2), mode="replicate")[0]
+    cuts = {wide[:, d : d + SIZE, r : r + SIZE].numpy().tobytes(): (d, r) for d in range(5) for r in range(5)}
+    for image in data.train.batch_at([0] * 400, range(400))["images"]:
+        seen.add(cuts[image.numpy().tobytes()])
+    assert len(seen) == len(cuts) == 25
+    assert torch.equal(data.train[0]["images"], plain)
+    assert in_folder(all_of(data.validation)[0]) == in_folder(all_of(read().validation)[0])
+    assert read(random_crop=0).fingerprint == read().fingerprint != data.fingerprint

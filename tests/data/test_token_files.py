@@ -144,3 +144,45 @@ def test_a_batch_is_its_samples_wherever_they_lie(lengths, seq_len, data):
             assert torch.equal(joined[index][name], value)
     with pytest.raises(IndexError):
         joined.batch([len(every)])
+
+
+def write_megatron(prefix, sequences, dtype, code=None, documents=None):
+    """As Megatron-LM's IndexedDatasetBuilder writes it."""
+    arrays = [np.asarray(sequence, dtype) for sequence in sequences]
+    prefix.with_suffix(".bin").write_bytes(b"".join(array.tobytes() for array in arrays))
+    codes = {np.uint8: 1, np.int8: 2, np.int16: 3, np.int32: 4, np.int64: 5, np.uint16: 8}
+    lengths = np.array([len(array) for array in arrays], np.int32)
+    begins = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * np.dtype(dtype).itemsize
+    with prefix.with_suffix(".idx").open("wb") as stream:
+        stream.write(b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([codes[dtype] if code is None else code]))
+        stream.write(len(arrays).to_bytes(8, "little") + (len(arrays) + 1).to_bytes(8, "little"))
+        stream.write(lengths.tobytes() + begins.astype(np.int64).tobytes())
+        stream.write(np.arange(len(arrays) + 1, dtype=np.int64).tobytes())
+    return prefix.with_suffix(".bin")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_megatrons_pairs_of_files_say_themselves_what_numbers_they_hold(tmp_path, load, dtype):
+    path = write_megatron(tmp_path / "corpus_text_document", [range(500), range(500, 520), [], range(520, 900)], dtype)
+    splits = load(path.name, seq_len=8, vocab_size=1000)
+    assert [token for n in range(len(splits.train)) for token in splits.train[n]["tokens"].tolist()] == list(
+        range(8 * len(splits.train))
+    )
+    assert splits.notes["train_tokens"] + splits.notes["validation_tokens"] == 900
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda bin, idx: bin.write_bytes(bin.read_bytes()[:-2]), "bytes, but corpus.idx says 900 tokens of uint16"),
+        (lambda bin, idx: idx.write_bytes(b"TNTIDX\0\0" + idx.read_bytes()[8:]), "which is no index of whole numbers"),
+        (lambda bin, idx: idx.write_bytes(idx.read_bytes()[:40]), "which ends before its 2 sequences do"),
+        (lambda bin, idx: idx.write_bytes(b""), "which is no index of whole numbers"),
+        (lambda bin, idx: write_megatron(bin.with_suffix(""), [range(9)], np.uint16, code=7), "no index of whole"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path, load, change, named):
+    path = write_megatron(tmp_path / "corpus", [range(500), range(500, 900)], np.uint16)
+    change(path, path.with_suffix(".idx"))
+    with pytest.raises(ConfigError, match=named):
+        load(path.name, seq_len=8, vocab_size=1000)

@@ -1,0 +1,51 @@
+"""`data=`: what is learnt from."""
+
+from foundry.config.schemas.data.arithmetic import Arithmetic, ArithmeticForm
+from foundry.config.schemas.data.base import MODEL_TOKENIZER, MODEL_VOCAB_SIZE, Data, EncodingErrors, Tokenised
+from foundry.config.schemas.data.episodes import Demonstrations, Episodes, LeRobot
+from foundry.config.schemas.data.pictures import AboutPictures, Digits, ImageChatFiles, ImageFolder, PictureFit, Scenes
+from foundry.config.schemas.data.rows import (
+    CHAT_TEMPLATES,
+    ChatFiles,
+    Conversations,
+    OnBadRow,
+    PreferenceFiles,
+    PromptFiles,
+    RowFiles,
+    Templated,
+    TrainOn,
+)
+from foundry.config.schemas.data.text import StdlibText, Text, TextFiles, TokenDtype, TokenFiles
+
+__all__ = [
+    "CHAT_TEMPLATES",
+    "MODEL_TOKENIZER",
+    "MODEL_VOCAB_SIZE",
+    "AboutPictures",
+    "Arithmetic",
+    "ArithmeticForm",
+    "ChatFiles",
+    "Conversations",
+    "Data",
+    "Demonstrations",
+    "Digits",
+    "EncodingErrors",
+    "Episodes",
+    "ImageChatFiles",
+    "ImageFolder",
+    "LeRobot",
+    "OnBadRow",
+    "PictureFit",
+    "PreferenceFiles",
+    "PromptFiles",
+    "RowFiles",
+    "Scenes",
+    "StdlibText",
+    "Templated",
+    "Text",
+    "TextFiles",
+    "TokenDtype",
+    "TokenFiles",
+    "Tokenised",
+    "TrainOn",
+]

@@ -1,0 +1,77 @@
+"""Sums, worked out."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from foundry.config.errors import Violation
+from foundry.config.schemas.data.base import Tokenised
+from foundry.config.schemas.data.rows import (
+    LONGEST_ANSWER,
+    Conversations,
+    PreferenceFiles,
+    PromptFiles,
+    TrainOn,
+    check_room,
+)
+from foundry.config.schemas.data.text import Text
+from foundry.config.setting import setting
+
+
+class ArithmeticForm(Enum):
+    """What a sample of `data=arithmetic` is."""
+
+    text = "text"
+    chats = "chats"
+    preferences = "preferences"
+    prompts = "prompts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic(Conversations):
+    """Sums of two- and three-digit numbers, worked out digit by digit; the same ones are held out in every form."""
+
+    _target_: str = "foundry.data.arithmetic.arithmetic"
+    form: ArithmeticForm = setting(
+        ArithmeticForm.chats,
+        "text: sequences for objective=next_token; chats: conversations for objective=sft; preferences: right answers "
+        "and others with a wrong carry, for objective=dpo; prompts: questions for objective=grpo, and for "
+        "objective=distillation with mode=on_policy",
+    )
+    num_rows: int = setting(20_000, "lines of text or conversations to learn from", ge=2, le=10**8)
+    seq_len: int = setting(
+        160, "tokens per training sequence of text, or the most that a conversation may have", ge=1, le=10**8
+    )
+    vocab_size: int = setting(
+        257,
+        "entries of the tokenizer; 257 are the bytes and the end of a document, so no digits merge",
+        ge=1,
+        le=10**8,
+    )
+    max_new_tokens: int = setting(
+        LONGEST_ANSWER, "tokens of seq_len that a question leaves for its answer: the objective's", ge=0
+    )
+
+    @property
+    def offers(self) -> frozenset[str]:  # type: ignore[override] # it depends on the form
+        """What a sample has."""
+        by_form: dict[ArithmeticForm, type[Tokenised]] = {
+            ArithmeticForm.text: Text,
+            ArithmeticForm.chats: Conversations,
+            ArithmeticForm.preferences: PreferenceFiles,
+            ArithmeticForm.prompts: PromptFiles,
+        }
+        return by_form[self.form].offers
+
+    @property
+    def is_ragged(self) -> bool:  # type: ignore[override]
+        """Whether samples have lengths of their own."""
+        return self.form is not ArithmeticForm.text
+
+    def check(self) -> Iterator[Violation]:
+        """No setting would be ignored, and questions have room for an answer."""
+        yield from super().check()
+        if self.train_on is not TrainOn.all and self.form is not ArithmeticForm.chats:
+            yield Violation("data.train_on", f"is {self.train_on.value} but means nothing without data.form=chats")
+        if self.form is ArithmeticForm.prompts:
+            yield from check_room(self.seq_len, self.max_new_tokens)

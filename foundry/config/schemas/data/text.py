@@ -1,0 +1,92 @@
+"""Text and tokens as sequences of the same length."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from foundry.config.errors import Violation
+from foundry.config.schemas.data.base import (
+    MODEL_TOKENIZER,
+    URLS,
+    EncodingErrors,
+    Tokenised,
+    errors_of_files,
+    path_of_files,
+    path_of_held_out_files,
+    weights_of_files,
+)
+from foundry.config.setting import OnResume, setting
+from foundry.config.sources import check_sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Tokenised):
+    """Text as sequences of the same length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StdlibText(Text):
+    """The sources of the running Python's standard library."""
+
+    _target_: str = "foundry.data.text.stdlib_text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles(Text):
+    """Text, JSONL, Parquet, Arrow or CSV files of the user's."""
+
+    urls: ClassVar[tuple[str, ...]] = URLS
+
+    _target_: str = "foundry.data.text.text_files"
+
+    path: Any = path_of_files("file, folder or glob of text, JSONL, Parquet, Arrow or CSV files, or a list of these")
+    weights: list[float] | None = weights_of_files()
+    text_field: str = setting(
+        "text",
+        "column or key that holds the text where files have rows; dots lead into others, as message.text",
+        aliases="text_column, text_key",
+    )
+    encoding_errors: EncodingErrors = errors_of_files()
+    validation_path: Any = path_of_held_out_files("files for validation; null: hold out a share of `path`")
+
+    def check(self) -> Iterator[Violation]:
+        """There are sources, and a weight for each."""
+        yield from super().check()
+        yield from check_sources(self.path, self.validation_path, self.weights)
+
+
+class TokenDtype(Enum):
+    """Of numbers in a file that does not say it."""
+
+    uint16 = "uint16"
+    uint32 = "uint32"
+    int32 = "int32"
+    int64 = "int64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFiles(Text):
+    """Tokens that another program has made: .bin of nanoGPT or llm.c, or NumPy's .npy."""
+
+    urls: ClassVar[tuple[str, ...]] = URLS
+
+    _target_: str = "foundry.data.token_files.token_files"
+
+    path: Any = path_of_files("file, folder or glob of .bin or .npy files, or a list of these")
+    weights: list[float] | None = weights_of_files()
+    validation_path: Any = path_of_held_out_files("files for validation; null: hold out the end of each file")
+    dtype: TokenDtype = setting(TokenDtype.uint16, "of the numbers in .bin files, which do not say it")
+    vocab_size: int = setting("${model_vocab_size:50304}", "entries of the model; all tokens are below", ge=1, le=10**8)
+    tokenizer: str | None = setting(
+        MODEL_TOKENIZER,
+        "tokenizer.json or folder that the tokens are of, for samples; null: there are none",
+        path=True,
+        aliases="tokenizer_name, tokenizer_path",
+        on_resume=OnResume.data,
+    )
+    held_out: float = setting(0.05, "share of the end of each file kept for validation", gt=0, lt=1)
+
+    def check(self) -> Iterator[Violation]:
+        """There are sources, and a weight for each; any number of entries will do: nothing is tokenised."""
+        yield from check_sources(self.path, self.validation_path, self.weights)

@@ -1,0 +1,80 @@
+"""Where data is read from: one path or several, with the weights by which several are mixed."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from foundry.config.errors import ConfigError, Violation, shown
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w-]*")
+
+
+def listed_paths(value: object) -> list[str]:
+    """One path, several or none as a list of texts, as a setting that takes either has them."""
+    if value is None:
+        return []
+    return [str(each) for each in value] if isinstance(value, (list, tuple)) else [str(value)]
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is one of fsspec's, with the name of a file system before it."""
+    return _URL.match(path) is not None
+
+
+def why_no_url(path: str) -> str | None:
+    """Why this machine cannot read such URLs, whatever is there; None where it can; no network is asked."""
+    from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]
+
+    try:
+        get_filesystem_class(path.partition("://")[0])
+    except (ImportError, ValueError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def refuse_urls(data: object, run: object) -> None:
+    """Ask no machine that only the settings of a run, which somebody else may have written, name.
+
+    Args:
+        data: the settings of its data.
+        run: its directory, for the message.
+
+    Raises:
+        ConfigError: its data lies behind a URL.
+    """
+    for name in getattr(data, "urls", ()):
+        for path in filter(is_url, listed_paths(getattr(data, name))):
+            message = f"of {run} is {shown(path)}, which would be fetched; say trust=true if the run is yours, or give"
+            raise ConfigError(Violation(f"data.{name}", f"{message} data=... and its path"))
+
+
+def hub_hint(path: str) -> str:
+    """What to say besides where a path that is not there may be meant as a name of the Hugging Face hub."""
+    return f"; of the hub it is hf://datasets/{path}" if _HUB_NAME.fullmatch(path) else ""
+
+
+def check_sources(path: object, validation_path: object, weights: Sequence[float] | None) -> Iterator[Violation]:
+    """Yield a violation for each of `data.path`, `data.validation_path` and `data.weights` that names no sources."""
+    if path is None:
+        yield Violation("data.path", "is null; give a file, folder or glob, or a list of them")
+    for key, value in (("data.path", path), ("data.validation_path", validation_path)):
+        if isinstance(value, dict) or (isinstance(value, list) and not _are_paths(value)):
+            yield Violation(key, f"is {shown(value)} but must be a path or a list of paths, as [a.jsonl,b.txt]")
+    if weights is None:
+        return
+    count = len(listed_paths(path))
+    if wrong := [weight for weight in weights if not _is_share(weight)]:
+        yield Violation("data.weights", f"has {shown(wrong[0])} but must have numbers above 0; leave such a path out")
+    elif count < 2:
+        yield Violation("data.weights", "means nothing without several paths; set data.path=[a.jsonl,b.txt]")
+    elif len(weights) != count:
+        yield Violation("data.weights", f"has {len(weights)} numbers but data.path {count} paths; give one for each")
+
+
+def _are_paths(values: Sequence[object]) -> bool:
+    return bool(values) and all(isinstance(value, (str, int)) and str(value).strip() for value in values)
+
+
+def _is_share(weight: object) -> bool:
+    return isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight) and weight > 0

@@ -1,0 +1,59 @@
+"""How far a long reading of data has got: a line every few seconds, none where it takes no longer than that."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+from foundry.run_dir.log import NOTICE
+
+SECONDS_BETWEEN_LINES = 5.0
+_MB = 10**6
+log = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
+
+
+def utf8_bytes(text: str) -> int:
+    """The bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+class ReadingProgress:
+    """Lines such as `tokenising: 120 of 500 MB, 24.0 MB/s, 0:00:16 left`.
+
+    Args:
+        what: is being done.
+        total: of all that is read, in bytes of text or in rows; None: nobody knows.
+        in_rows: it is counted in rows.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, what: str, total: int | None = None, *, in_rows: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what, self._total, self._in_rows, self._clock = what, total, in_rows, clock
+        self._done = 0
+        self._began = self._told = clock()
+
+    def over(self, items: Iterable[_Item], size: Callable[[_Item], int] = lambda item: 1) -> Iterator[_Item]:
+        """The items, of which each is counted with its size when the next one is asked for."""
+        for item in items:
+            yield item
+            self._done += size(item)
+            if (now := self._clock()) - self._told >= SECONDS_BETWEEN_LINES:
+                self._told = now
+                log.log(NOTICE, "%s: %s", self._what, self._line(now - self._began))
+
+    def _line(self, seconds: float) -> str:
+        rate = self._done / seconds
+        of = "" if self._total is None else f" of {self._amount(self._total)}"
+        unit, shown = ("rows", f"{rate:,.0f}") if self._in_rows else ("MB", f"{rate / _MB:,.1f}")
+        line = f"{self._amount(self._done)}{of} {unit}, {shown} {unit}/s"
+        if self._total is None or not rate:
+            return line
+        left = timedelta(seconds=round(max(0, self._total - self._done) / rate))
+        return f"{line}, {left} left"
+
+    def _amount(self, amount: int) -> str:
+        return f"{amount:,}" if self._in_rows else f"{amount / _MB:,.0f}"

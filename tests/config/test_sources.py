@@ -1,0 +1,97 @@
+"""Where data is read from, as it is checked when a run is composed."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from foundry.config.errors import ConfigError
+from foundry.config.schemas.data import TextFiles
+from foundry.config.sources import refuse_urls
+
+TEXT = ["data=text", "data.path=[a.txt,b.jsonl]"]
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).touch()
+
+
+@pytest.mark.parametrize("data", [["data=text"], ["data=tokens"], ["data=chats", "objective=sft"]])
+def test_several_paths_with_weights(compose, data):
+    found = compose(*data, "data.path=[a.txt,b.jsonl]", "data.weights=[7,0.5]").data
+    assert (list(found.path), list(found.weights)) == (["a.txt", "b.jsonl"], [7.0, 0.5])
+    assert list(compose(*data, "data.path=[a.txt]").data.path) == ["a.txt"]
+
+
+WRONG = {
+    "data.weights=[0.7]": r"data\.weights: has 1 numbers but data\.path 2 paths; give one for each",
+    "data.weights=[0.7,0]": r"data\.weights: has 0 but must have numbers above 0; leave such a path out",
+    "data.weights=[0.7,nan]": r"data\.weights: has nan but must have numbers above 0",
+    "data.weights=[0.7,inf]": r"data\.weights: has inf but must have numbers above 0",
+    "data.weights=[[[1]]]": r"data\.weights: has \[\[1\]\] but must have numbers above 0",
+    "data.weights=[]": r"data\.weights: has 0 numbers but data\.path 2 paths",
+    "data.weights=x": r"data\.weights: is x but must be a list",
+    "data.path=[a.txt,none.txt]": r"data\.path: has none\.txt but there is no such file or folder",
+    "data.path=[a.txt,'']": r"data\.path: is \['a\.txt', ''\] but must be a path or a list of paths",
+    "data.path=[a.txt,[b.jsonl]]": r"data\.path: is .* but must be a path or a list of paths",
+    "data.path=[]": r"data\.path: is \[\] but must be a path or a list of paths",
+    "data.path=null": r"data\.path: is null; give a file, folder or glob, or a list of them",
+    "data.validation_path=[none.txt]": r"data\.validation_path: has none\.txt but there is no such file",
+    "data.encoding_errors=ignore": r"data\.encoding_errors: .*strict.*replace",
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_what_is_no_source_is_refused(compose, word):
+    with pytest.raises(ConfigError, match=WRONG[word]):
+        compose(*TEXT, word)
+
+
+def test_weights_mean_nothing_for_one_path(compose):
+    with pytest.raises(ConfigError, match=r"data\.weights: means nothing without several paths"):
+        compose("data=text", "data.path=a.txt", "data.weights=[1]")
+
+
+def test_columns_are_known_ones(compose):
+    words = ["data=chats", "objective=sft", "data.path=b.jsonl"]
+    assert compose(*words, "+data.columns={prompt: asked, completion: data.answer}").data.columns.prompt == "asked"
+    with pytest.raises(ConfigError, match=r"data\.columns: has chosen, which is no column here; there are messages"):
+        compose(*words, "+data.columns={chosen: asked}")
+    for called, shown in (("a..b", r"a\.\.b"), ("[1]", r"\[1\]")):
+        with pytest.raises(ConfigError, match=rf"data\.columns: has {shown} for prompt; give a name"):
+            compose(*words, f"+data.columns={{prompt: {called}}}")
+
+
+def test_paths_are_meant_from_where_the_command_was_started(compose, tmp_path):
+    found = compose(*TEXT, "hydra.job.chdir=true").data
+    assert list(found.path) == [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+
+
+def test_urls_are_known_by_their_file_system_and_nobody_is_asked(compose):
+    words = ["data=text", "data.validation_path=[memory://held/*.jsonl]"]
+    assert compose(*words, "data.path=hf://datasets/nobody/nothing").data.path == "hf://datasets/nobody/nothing"
+    with pytest.raises(ConfigError, match=r"data\.path: is nowhere://x but Protocol not known: nowhere"):
+        compose(*words, "data.path=nowhere://x")
+    with pytest.raises(ConfigError, match=r"data\.path: has nobody/nothing but .*; of the hub it is hf://datasets/nob"):
+        compose(*words, "data.path=[nobody/nothing]")
+    for other in (["data=images", "hparams=diffusion"], ["data=image_chats", "objective=sft", "model=vlm"]):
+        with pytest.raises(ConfigError, match=r"data\.path: .*memory://x"):
+            compose(*other, "data.path=memory://x")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: is memory://x but there is no such file or folder"):
+        compose(*words, "data.path=a.txt", "data.tokenizer=memory://x")
+
+
+def test_a_missing_package_of_a_file_system_is_named(compose):
+    if find_spec("s3fs") is not None:
+        pytest.skip("s3fs is installed")
+    with pytest.raises(ConfigError, match=r"data\.path: is s3://bucket/a\.txt but Install s3fs to access S3"):
+        compose("data=text", "data.path=s3://bucket/a.txt")
+
+
+def test_urls_that_only_a_run_names_are_not_asked():
+    data = TextFiles(path=["a.txt", "memory://x/a.txt"], tokenizer=None)
+    with pytest.raises(ConfigError, match=r"data\.path: of runs/x is memory://x/a\.txt, which would be fetched; say t"):
+        refuse_urls(data, "runs/x")
+    refuse_urls(TextFiles(path="a.txt", tokenizer=None), "runs/x")

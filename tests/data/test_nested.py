@@ -1,0 +1,124 @@
+"""Columns inside others, named with dots, in every kind of file that can have them."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundry.config.errors import ConfigError
+from foundry.data.chats import chat_files
+from foundry.data.nested import names_in, path_in, value_at
+from foundry.data.preferences import preference_files
+from foundry.data.prompts import prompt_files
+from foundry.data.text import text_files
+
+ROWS = [
+    {
+        "message": {"text": f"Document {n}: the dog runs.", "by": {"name": f"author {n}"}} if n % 7 else None,
+        "asked": f"What is {n}?",
+        "data": {"answer": str(n * n), "worse": f"{n}, perhaps", "dialogue": [{"role": "user", "content": f"{n}?"}]},
+    }
+    for n in range(40)
+]
+SETTINGS = {"seed": 0, "vocab_size": 300, "tokenizer": None, "held_out": 0.2}
+KINDS = ["jsonl", "json", "parquet", "arrow"]
+
+
+def write(folder, kind, rows=ROWS):
+    file = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "json":
+        file.write_text(json.dumps(rows))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=7)
+    else:
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
+    return str(file)
+
+
+def text(path, field, folder):
+    found = text_files(path=path, text_field=field, seq_len=8, cache_dir=str(folder / "cache"), **SETTINGS)
+    return found.train.tokens.tolist(), found.validation.tokens.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("field", ["message.text", "message.by.name"])
+def test_a_text_inside_others_is_the_same_as_one_outside(tmp_path, kind, field):
+    (tmp_path / "known").mkdir()
+    part = field.rpartition(".")[2]
+    flat = [{"text": ((row["message"] or {"by": {}}) | (row["message"] or {"by": {}})["by"]).get(part)} for row in ROWS]
+    known = text(write(tmp_path / "known", "jsonl", flat), "text", tmp_path)
+    assert text(write(tmp_path, kind), field, tmp_path) == known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_there_is_answered_with_all_that_is(tmp_path, kind):
+    with pytest.raises(ConfigError, match=r"'message\.txt' is not among .*message, message\.by, message\.by\.name, m"):
+        text(write(tmp_path, kind, ROWS[1:]), "message.txt", tmp_path)
+
+
+def test_a_name_that_has_dots_itself_goes_first(tmp_path):
+    rows = [{"a.b": f"whole name {n}", "a": {"b": f"by parts {n}"}} for n in range(20)]
+    assert value_at(rows[0], "a.b") == "whole name 0"
+    known = text(write(tmp_path, "jsonl", [{"a.b": row["a.b"]} for row in rows]), "a.b", tmp_path)
+    assert text(write(tmp_path, "json", rows), "a.b", tmp_path) == known
+    assert path_in(pa.Table.from_pylist(rows).schema, "a.b") == ("a.b",)
+
+
+TREES = st.recursive(
+    st.integers(), lambda inner: st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3)
+).filter(lambda tree: isinstance(tree, dict))
+
+
+@given(TREES)
+def test_every_name_leads_to_something(tree):
+    for name in names_in(tree):
+        found = tree
+        for part in name.split("."):
+            found = found[part]
+        assert value_at(tree, name) == found
+    with pytest.raises(KeyError):
+        value_at(tree, "x.y")
+
+
+def rows_of(part, path, folder, columns, **options):
+    settings = SETTINGS | {"seq_len": 64, "cache_dir": str(folder / "cache")} | options
+    found = part(path=path, columns=columns, **settings)
+    items = found.train_prompts or found.train
+    return [item.tokens if found.train_prompts else item["tokens"].tolist() for item in items]
+
+
+CASES = {
+    "chats": (chat_files, {"prompt": "asked", "completion": "data.answer"}, {}),
+    "preferences": (preference_files, {"prompt": "asked", "chosen": "data.answer", "rejected": "data.worse"}, {}),
+    "prompts": (prompt_files, {"messages": "data.dialogue", "answer": "data.answer"}, {"max_new_tokens": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_columns_of_rows_may_be_called_otherwise_and_lie_inside_others(tmp_path, kind, case):
+    part, columns, options = CASES[case]
+    (tmp_path / "known").mkdir()
+    flat = [{name: value_at(row, called) for name, called in columns.items()} for row in ROWS]
+    known = rows_of(part, write(tmp_path / "known", "jsonl", flat), tmp_path, {}, **options)
+    assert rows_of(part, write(tmp_path, kind), tmp_path, columns, **options) == known
+    with pytest.raises(ConfigError, match=r"data\.path: "):
+        rows_of(part, write(tmp_path, kind), tmp_path, {}, **options)
+
+
+def test_what_columns_are_called_is_part_of_what_data_is(tmp_path):
+    path = write(tmp_path, "jsonl")
+    contents = {
+        chat_files(
+            path=path, columns={"prompt": "asked", "completion": name}, seq_len=64, cache_dir=str(tmp_path), **SETTINGS
+        ).content
+        for name in ("data.answer", "data.worse")
+    }
+    assert len(contents) == 2

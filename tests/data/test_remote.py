@@ -1,0 +1,110 @@
+"""Files behind URLs: fetched once, and the same data as files that lie here; no network is needed for any test."""
+
+import functools
+import gzip
+import http.server
+import json
+import threading
+
+import fsspec
+import numpy as np
+import pytest
+
+from foundry.config.errors import ConfigError
+from foundry.data.remote import fetched
+from foundry.data.text import text_files
+from foundry.data.token_files import token_files
+
+ROWS = [f"Document {n}: the dog runs over the hill.\n" for n in range(40)]
+LINES = "".join(json.dumps({"text": row}) + "\n" for row in ROWS)
+
+
+@pytest.fixture
+def memory():
+    """fsspec's file system in memory, empty."""
+    system = fsspec.filesystem("memory")
+    system.rm("/", recursive=True) if system.ls("/") else None
+    yield system
+    system.rm("/", recursive=True) if system.ls("/") else None
+
+
+def load(path, folder, **changes):
+    options = {"seed": 0, "seq_len": 8, "vocab_size": 300, "tokenizer": None, "held_out": 0.2}
+    return text_files(path=path, cache_dir=str(folder / "cache"), **options | changes)
+
+
+def tokens(splits):
+    return splits.train.tokens.tolist(), splits.validation.tokens.tolist()
+
+
+@pytest.mark.parametrize("url", ["memory://one/a.jsonl", "memory://one/*.jsonl", "memory://one"])
+def test_a_file_a_glob_and_a_folder(tmp_path, memory, url):
+    memory.pipe("/one/a.jsonl", LINES.encode())
+    memory.pipe("/one/README.md", b"# What this is")
+    memory.pipe("/one/picture.png", b"no text")
+    (tmp_path / "known.jsonl").write_text(LINES)
+    assert tokens(load(url, tmp_path)) == tokens(load(str(tmp_path / "known.jsonl"), tmp_path))
+
+
+def test_what_is_in_the_cache_is_not_asked_for_again(tmp_path, memory):
+    memory.pipe("/one/a.jsonl", LINES.encode())
+    first = load("memory://one/a.jsonl", tmp_path)
+    memory.rm("/one/a.jsonl")
+    assert load("memory://one/a.jsonl", tmp_path).identity() == first.identity()
+    with pytest.raises(ConfigError, match=r"memory://one/a\.jsonl cannot be read: .*is there a network"):
+        load("memory://one/a.jsonl", tmp_path / "another")
+
+
+def test_several_urls_and_files_in_shares(tmp_path, memory):
+    memory.pipe("/a.jsonl.gz", gzip.compress(LINES.encode()))
+    (tmp_path / "b.txt").write_text("OMEGA PSI\n" * 300)
+    splits = load(["memory://a.jsonl.gz", str(tmp_path / "b.txt")], tmp_path, weights=[0.7, 0.3])
+    assert [source["share"] for source in splits.notes["sources"]] == [0.7, 0.3]
+
+
+def test_tokens_too(tmp_path, memory):
+    memory.pipe("/train.bin", np.arange(900, dtype=np.uint16).tobytes())
+    options = {"seed": 0, "seq_len": 8, "vocab_size": 1000, "held_out": 0.1, "cache_dir": str(tmp_path / "cache")}
+    assert token_files(path="memory://train.bin", **options).train[0]["tokens"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("memory://nowhere", "has no files; give a file, folder or glob"),
+        ("memory://nowhere/*.txt", "has no files; give a file, folder or glob"),
+        ("nowhere://a.txt", "cannot be read: Protocol not known: nowhere"),
+        ("http://127.0.0.1:9/a.txt", "cannot be read: "),
+        ("hf://datasets/nobody/nothing", "cannot be read: "),
+    ],
+)
+def test_what_cannot_be_had_is_a_line(tmp_path, memory, url, named, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"data\.path: ") as refused:
+        load(url, tmp_path)
+    (violation,) = refused.value.violations
+    assert url in violation.message
+    assert named in violation.message
+    assert "\n" not in violation.message
+    assert not list(tmp_path.glob("cache/*/manifest.json"))
+
+
+def test_names_from_elsewhere_stay_in_the_folder(tmp_path, memory):
+    for name in ("/x/../a.txt", "/x/a.txt", "/y/a.txt"):
+        memory.pipe(name, name.encode())
+    found = fetched("memory://", key="data.path", kinds={".txt": "text"}, cache_dir=str(tmp_path / "cache"))
+    (folder,) = {file.parent for file in found}
+    assert folder.parent == tmp_path / "cache"
+    assert [file.name for file in found] == [f"0000{number}-a.txt" for number in range(len(found))]
+
+
+def test_a_server_of_http(tmp_path):
+    pytest.importorskip("aiohttp")
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "a.jsonl").write_text(LINES)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.jsonl?download=true"
+        assert tokens(load(url, tmp_path)) == tokens(load(str(tmp_path / "served" / "a.jsonl"), tmp_path))
+        server.shutdown()
