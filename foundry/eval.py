@@ -1,49 +1,63 @@
-"""`python -m foundry.eval run=DIR`: loss, perplexity, exact match, reward of a model of text; success of a policy."""
+"""`python -m foundry.eval run=DIR`: loss, exact match, reward, tasks of a language model; success of a policy."""
 
 import json
 import math
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.command import check_writable, command, folder_option, quoted
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.metrics import EXACT_MATCH
+from foundry.config.metrics import EXACT_MATCH, HELD_OUT
+from foundry.config.schemas.peft import LoRA
 from foundry.config.setting import setting
 from foundry.config.success import MOST_EPISODES, Told
 from foundry.run_dir.files import write_atomically
-from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, STATISTICS, TOKENIZER
+from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, STATISTICS, TASKS, TOKENIZER
 from foundry.run_dir.strict_json import encode
 
 if TYPE_CHECKING:
     from foundry.restore import Restored
 
-_GROUPS = ("data", "objective", "environment", "simulator")
+_GROUPS = ("data", "objective", "environment", "simulator", "evaluation")
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
 """What an environment is for, where it is composed."""
 _ON_EPISODES = ("hparams=policy", "simulator=none", "evaluation=default")
 """What a policy is composed with that is measured on recorded episodes."""
+_FOR_TASKS = ("num_fewshot", "chat")
 _FOR_POLICIES = ("episodes", "first_episode", "against", "against_which", "record", "instruction")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """The command's options; besides them it takes data=, objective=, environment= and simulator= as a run does."""
+    """The command's options; besides them it takes data, objective, environment, simulator, evaluation as runs do."""
 
     run: str = setting("???", "run directory, or folder of transformers, for which data=... is needed")
     which: str = setting("last", "last, best, or the number of a step")
-    out: str | None = setting(None, "file to write; null: eval.json in the run directory")
+    tasks: list[str] | None = setting(
+        None,
+        "what lm_eval measures instead: its tasks by name, YAML files of one's own, or folders of them; needs lm_eval",
+    )
+    out: str | None = setting(None, "file to write; null: eval.json in the run directory, of tasks eval_tasks.json")
     ema: bool = setting(True, "use the averaged weights where the run kept them")
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
-    max_samples: int | None = setting(None, "held-out samples and prompts, the first ones; null: all", ge=1)
+    max_samples: int | None = setting(None, "held-out samples and prompts, or of each task; null: all", ge=1)
     max_new_tokens: int = setting(256, "longest answer in tokens", ge=1)
     batch_size: int | None = setting(None, "samples, prompts or episodes at a time; null: as the run has it", ge=1)
+    num_fewshot: int | None = setting(None, "of tasks: examples before each question; null: as each says", ge=0)
+    chat: bool = setting(False, "of tasks: put what is asked into the model's chat template")
+    mlflow: bool = setting(True, "add the numbers to the run in MLflow, where it is kept there")
+    uri: str | None = setting(
+        None, "MLflow tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default"
+    )
     episodes: int | None = setting(None, "of a policy, in its simulator; null: those of the run's evaluations", ge=1)
     first_episode: int | None = setting(
         None, "number of the first; null: that of the run's evaluations", ge=0, le=MOST_EPISODES - 1
@@ -60,15 +74,51 @@ class EvalOptions:
 
 
 def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure, write and print; returns what is written.
+    """Measure, write and print, and add the numbers to the run in MLflow; returns what is written.
 
     Args:
         options: of the command.
         overrides: of the groups data and objective, composed as those of a run that starts from this model; of
-            environment; of simulator, in which a policy acts instead of in its own.
+            environment; of simulator, in which a policy acts instead of in its own; of evaluation.evaluators.
 
     Raises:
-        ConfigError: there is no such run, folder or checkpoint, or the data or simulator is not for this model.
+        ConfigError: there is no such run, folder, checkpoint or task, or the data or simulator is not for this model.
+    """
+    path = folder_option("run", options.run)
+    name = EVALUATION if options.tasks is None else TASKS
+    out = path / name if options.out is None else folder_option("out", options.out)
+    if options.out is not None or path.is_dir():
+        check_writable("out", out.parent)
+    if not overrides:
+        _refuse_given(options, ("config_dir",), "is given without a group to find there, such as simulator=...")
+    simulator = [override for override in overrides if _has([override], "simulator")]
+    if options.tasks is not None:
+        result = _measure_tasks(path, options, overrides)
+    elif (path / STATISTICS).is_file() and len(simulator) == len(overrides):
+        result = _measure_policy(path, options, simulator)
+    elif simulator:
+        key, _, value = simulator[0].partition("=")
+        message = f"is {value} but is of policies in a simulator, and {path} is measured on data"
+        raise ConfigError(Violation(key.lstrip("+~"), message))
+    else:
+        result = _measure_on_data(path, out.parent, options, overrides)
+    _write(out, result)
+    if options.mlflow:
+        _track(path, options.uri, result, overrides)
+    return result
+
+
+def _measure_on_data(path: Path, folder: Path, options: EvalOptions, overrides: Sequence[str]) -> dict[str, Any]:
+    """What is measured on held-out data.
+
+    Args:
+        path: of the run, or a folder of transformers.
+        folder: where evaluators may write.
+        options: of the command.
+        overrides: as of `evaluate`.
+
+    Raises:
+        ConfigError: as `evaluate`.
     """
     import torch
 
@@ -78,20 +128,8 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     from foundry.restore import explained
     from foundry.training.evaluation import Evaluation
 
-    path = folder_option("run", options.run)
-    out = path / EVALUATION if options.out is None else folder_option("out", options.out)
-    if options.out is not None or path.is_dir():
-        check_writable("out", out.parent)
-    if not overrides:
-        _refuse_given(options, ("config_dir",), "is given without a group to find there, such as simulator=...")
-    simulator = [override for override in overrides if _has([override], "simulator")]
-    if (path / STATISTICS).is_file() and len(simulator) == len(overrides):
-        return _write(out, _measure_policy(path, options, simulator))
-    without = f"is of policies in a simulator, and {path} is measured on data"
-    if simulator:
-        key, _, value = simulator[0].partition("=")
-        raise ConfigError(Violation(key.lstrip("+~"), f"is {value} but {without}"))
-    _refuse_given(options, _FOR_POLICIES, without)
+    _refuse_given(options, _FOR_POLICIES, f"is of policies in a simulator, and {path} is measured on data")
+    _refuse_given(options, _FOR_TASKS, "is of tasks of lm_eval; give tasks=[...]")
     opened = _open(path, options, overrides)
     config, device = opened.config, opened.device
     judge = build_judge(config.environment)
@@ -102,7 +140,7 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
             evaluators=_build_evaluators(opened, options, judge),
             precision=precision,
             world=World(0, 0, 1, 1, device),
-            folder=out.parent,
+            folder=folder,
         )
         with torch.no_grad(), nullcontext() if judge is None else closing(judge):
             measured, _ = evaluation.run(0, lambda what: None)
@@ -110,8 +148,68 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     result = {"checkpoint": opened.checkpoint.name, **_with_perplexity(found, config)}
     most = math.inf if options.max_samples is None else options.max_samples
     rows: dict[str, Any] = {"num_samples": opened.data.validation, "num_prompts": opened.data.prompts}
-    result |= {name: min(len(held_out), most) for name, held_out in rows.items()}
-    return _write(out, result)
+    return result | {name: min(len(held_out), most) for name, held_out in rows.items()}
+
+
+def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -> dict[str, Any]:
+    """What lm_eval measures, of what `foundry.export` makes of the run, so that others measure the same.
+
+    Raises:
+        ConfigError: as `evaluate`; lm_eval is missing, or the model is none of transformers.
+    """
+    from foundry.task_eval import check_installed, evaluate_tasks, find_tasks, lm_eval_version
+
+    _refuse_given(
+        options, (*_FOR_POLICIES, "max_new_tokens"), "is not for tasks, which say what they ask; leave it out"
+    )
+    if overrides:
+        key, _, value = overrides[0].partition("=")
+        raise ConfigError(Violation(key.lstrip("+~"), f"is {value} but tasks bring their own data; leave it out"))
+    check_installed()
+    tasks = find_tasks(options.tasks or [])
+    import torch
+
+    from foundry.config.frozen import load_config
+    from foundry.export import ExportOptions, export
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.restore import choose_device
+    from foundry.run_dir.checkpoints import find
+
+    device, batch_size, amp = choose_device(), options.batch_size or 1, None
+    with TemporaryDirectory(prefix="foundry-eval-") as temporary:
+        folder, checkpoint = path, path.name
+        if not (path / "config.json").is_file():
+            config = load_config(path, trust=options.trust)
+            precision = PrecisionPolicy.from_config(config.precision, device)
+            amp = precision.compute_dtype if precision.is_amp else None
+            batch_size = options.batch_size or config.hparams.per_gpu_batch_size
+            folder = Path(temporary) / "export"
+            wanted = ExportOptions(
+                run=str(path),
+                out=str(folder),
+                which=options.which,
+                ema=options.ema,
+                trust=options.trust,
+                merge=True if isinstance(config.peft, LoRA) else None,
+            )
+            with redirect_stdout(StringIO()):
+                export(wanted)
+            checkpoint = find(path, options.which).name
+        if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+            message = f"are for language models that transformers loads with a tokenizer, and {path} has none"
+            raise ConfigError(Violation("tasks", message))
+        with torch.no_grad():
+            found = evaluate_tasks(
+                folder,
+                tasks,
+                device=device,
+                amp=amp,
+                batch_size=batch_size,
+                max_samples=options.max_samples,
+                num_fewshot=options.num_fewshot,
+                chat=options.chat,
+            )
+    return {"checkpoint": checkpoint, "lm_eval": lm_eval_version(), "tasks": found}
 
 
 def _measure_policy(path: Path, options: EvalOptions, simulator: Sequence[str]) -> dict[str, Any]:
@@ -178,15 +276,49 @@ def _refuse_given(options: EvalOptions, names: Sequence[str], why: str) -> None:
         raise ConfigError(Violation(name, f"is {value} but {why}") for name, value in shown.items())
 
 
-def _write(out: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Write and print what was measured, and return it."""
+def _write(out: Path, result: dict[str, Any]) -> None:
+    """Write and print what was measured."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, json.dumps(json.loads(encode(result)), indent=2) + "\n")
     width = max(14, *map(len, result))
     for name, value in result.items():
-        sys.stdout.write(f"{name:<{width}} {f'{value:.6g}' if isinstance(value, float) else value}\n")
+        if name == "tasks":
+            from foundry.task_eval import table
+
+            sys.stdout.write(f"\n{table(value)}\n")
+        else:
+            sys.stdout.write(f"{name:<{width}} {f'{value:.6g}' if isinstance(value, float) else value}\n")
     sys.stdout.write(f"{out}\n")
-    return result
+
+
+def _track(path: Path, uri: str | None, result: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Add what was measured to the run in MLflow, as `eval/loss`, or of a task `eval/sums/acc`.
+
+    What was measured on other data than the run's has their name, too: `eval/test/loss`.
+    """
+    from foundry.run_dir.checkpoints import NAME
+    from foundry.sync import send_metrics
+
+    checkpoint = NAME.fullmatch(str(result["checkpoint"]))
+    values = {name: value for name, value in result.items() if isinstance(value, float)}
+    for task, of_task in result.get("tasks", {}).items():
+        values |= {f"{task}/{name.replace(',', '/')}": value for name, value in of_task["metrics"].items()}
+    prefix = "/".join(["eval", *_measured_on(overrides)])
+    said = send_metrics(
+        path,
+        {f"{prefix}/{name}": value for name, value in values.items()},
+        step=0 if checkpoint is None else int(checkpoint[1]),
+        uri=uri,
+    )
+    if said is not None:
+        sys.stdout.write(f"{said}\n")
+
+
+def _measured_on(overrides: Sequence[str]) -> list[str]:
+    """A name for what overrides put in place of the run's own data or simulator."""
+    chosen = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    data = Path(chosen.get("data.path", "").strip("'\"")).stem or chosen.get("data")
+    return [name for name in (data, chosen.get("simulator")) if name]
 
 
 def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restored":
@@ -204,6 +336,9 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
 
     compose = partial(compose_run, config_dir=_config_dir(options))
     is_transformers = (path / "config.json").is_file()
+    if judging := [override for override in overrides if _has([override], "evaluation")]:
+        opened = _open(path, options, [override for override in overrides if override not in judging])
+        return replace(opened, config=replace(opened.config, evaluation=compose(judging).evaluation))
     if is_transformers and not any(override.startswith("data=") for override in overrides):
         message = f"is needed: {path} is a folder of transformers, which names none; give data=... and its settings"
         raise ConfigError(Violation("data", message))
@@ -258,13 +393,26 @@ def _build_evaluators(opened: "Restored", options: EvalOptions, judge: Any) -> d
     objective = build_part(config, "objective", offered=offered)
     evaluators: dict[str, Any] = {}
     if not isinstance(objective, ComparingObjective):
-        evaluators["held_out"] = HeldOut(objective=objective, **common)
+        evaluators["held_out"] = HeldOut(objective=objective, **common, torchmetrics=_torchmetrics(config, HELD_OUT))
     if data.prompts:
-        evaluators["exact_match"] = ExactMatch(max_new_tokens=options.max_new_tokens, judge=judge, **common)
+        evaluators["exact_match"] = ExactMatch(
+            max_new_tokens=options.max_new_tokens,
+            judge=judge,
+            torchmetrics=_torchmetrics(config, EXACT_MATCH),
+            **common,
+        )
     if not evaluators:
         message = f"is {type(objective).__name__}, whose loss needs other models, and the data has no prompts"
         raise ConfigError(Violation("objective", f"{message}; give objective=next_token"))
     return evaluators
+
+
+def _torchmetrics(config: Any, target: str) -> dict[str, Any]:
+    """The metrics of torchmetrics that the configuration gives to evaluators of this `_target_`, by name."""
+    from foundry.config.build import build
+
+    nodes = [node for node in config.evaluation.evaluators.values() if node and node["_target_"] == target]
+    return {name: build(metric) for node in nodes for name, metric in (node.get("torchmetrics") or {}).items()}
 
 
 def _with_perplexity(found: dict[str, float], config: Any) -> dict[str, float]:

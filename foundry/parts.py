@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import get_object
 from torch import nn
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ from foundry.checkpoint.init_from import compare_files, copy_files, weight_files
 from foundry.checkpoint.shard import local_chunks
 from foundry.config.build import build, field_of, weights_of_parts
 from foundry.config.duration import Budget
-from foundry.config.errors import ConfigError, Violation, listed
+from foundry.config.errors import ConfigError, Violation, first_line, listed
 from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.metrics import check_metrics, val_metric_names
 from foundry.config.schemas.hparams import ScheduleUnit
@@ -308,7 +309,12 @@ def build_evaluators(
     for name, node in config.evaluation.evaluators.items():
         if node is None:
             continue
-        evaluator = _build_for_evaluation(config, objective, data, node, judge)
+        try:
+            evaluator = _build_for_evaluation(config, objective, data, node, judge)
+        except InstantiationException as error:
+            if "torchmetrics" not in node:
+                raise  # of the user's own: shown where it came from
+            raise ConfigError(Violation(f"evaluation.evaluators.{name}", first_line(str(error)))) from error
         names = node["metrics"] if "metrics" in node else getattr(evaluator, "metrics", None)
         are_known = are_known and names is not None
         measured += val_metric_names(names or ())

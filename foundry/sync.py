@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from foundry.tracking.mlflow.destination import (
     Destination,
     short_waits,
     sqlite_file,
+    sync_command,
     tracking_uri,
 )
-from foundry.tracking.mlflow.queue import read_pending, send_file
+from foundry.tracking.mlflow.queue import read_pending, send_file, write_pending
 from foundry.tracking.mlflow.store import MlflowStore, resolve_file
 
 _HELP = """python -m foundry.sync key=value ...
@@ -67,6 +69,37 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
     pending_file.unlink()
     close_parent_of_job(run_dir, uri=destination.uri)
     return sent
+
+
+def send_metrics(run_dir: Path, values: Mapping[str, float], *, step: int, uri: str | None = None) -> str | None:
+    """Add what was measured after a run to the run in MLflow; what no server takes is kept as the run's own is.
+
+    Args:
+        run_dir: the run directory; see `send_pending`.
+        values: by name.
+        step: of the checkpoint that was measured.
+        uri: as of `send_pending`.
+
+    Returns:
+        What there is to say to a person, in one line; None where the run is not kept in MLflow.
+    """
+    destination = Destination.load(run_dir)
+    if destination is None:
+        return None
+    try:
+        destination = replace(destination, uri=_chosen(destination, uri))
+    except ValueError as error:
+        return f"MLflow: not sent: {one_line(str(error))}"
+    operation = {"op": "metrics", "time_ms": time.time_ns() // 1_000_000, "step": step, "values": dict(values)}
+    try:
+        with short_waits():
+            MlflowStore(run_dir, destination).apply([operation])
+        close_parent_of_job(run_dir, uri=destination.uri)
+    except Exception as error:
+        write_pending(run_dir / MLFLOW_PENDING, [operation])
+        reason = f"{type(error).__name__}: {one_line(str(error))[:300]}"
+        return f"MLflow: not sent ({reason}); send it with: {sync_command(run_dir, destination.uri)}"
+    return f"MLflow: added to run {destination.run_id}"
 
 
 def _chosen(destination: Destination, uri: str | None) -> str:

@@ -17,6 +17,9 @@ from foundry.config.strict_yaml import read_yaml
 
 _MAX_BITS = 64
 _NAMED_PART = re.compile(r"(evaluation\.evaluators|tracking\.trackers)\.\w+\._target_")
+_METRIC = re.compile(r"evaluation\.evaluators\.\w+\.torchmetrics\.\w+\._target_")
+_OF_TORCHMETRICS = re.compile(r"torchmetrics\.(text|classification|regression)\.(?!BERTScore|InfoLM)[A-Z]\w*")
+"""Classes that compute; the two left out read a model from wherever they are told."""
 _OWN_NAMED_PARTS = (HELD_OUT, EXACT_MATCH, SUCCESS, *EXTRAS)
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
@@ -53,13 +56,15 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     """What in a run's settings would have a library run code that is not foundry's own, each as key=value.
 
     A part is foundry's own if its `_target_` is the default of a schema of its group, or it is an evaluator or tracker
-    that foundry has; whatever else Hydra obeys, and whatever is nested, is not. Kernels of a hub, which transformers
-    would fetch, are not either, nor what a simulator would import, and a part is given no variable of the environment.
+    that foundry has, or a metric of torchmetrics that such an evaluator is given; whatever else Hydra obeys, and
+    whatever is nested, is not. Kernels of a hub, which transformers would fetch, are not either, nor what a simulator
+    would import, and a part is given no variable of the environment.
     """
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group), **_own_targets_inside(group)}
         for where, name, value in _keys(node, group):
             is_own = value in own.get(where, _OWN_NAMED_PARTS if _NAMED_PART.fullmatch(where) else ())
+            is_own |= bool(_METRIC.fullmatch(where) and _OF_TORCHMETRICS.fullmatch(str(value)))
             is_none = where in own and value is None  # such as no environment
             is_hydra = name in HYDRA_KEYS and not is_own and not is_none
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)

@@ -21,6 +21,7 @@ from foundry.config.rollouts import check_environment, check_rollouts
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, resolve_distributed
 from foundry.config.schemas.guard import SpikeAction
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
+from foundry.config.schemas.model import HuggingFace, PrefixVLM, Transformer
 from foundry.config.schemas.objective import Reference
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.precision import PrecisionMode
@@ -383,6 +384,18 @@ def _exists(path: str) -> bool:
         return False
 
 
+def _logged_model(config: Config, launch: Launch) -> Iterator[Violation]:
+    """What MLflow is to have at the end is kept, and is a model that transformers loads."""
+    model = config.model
+    if not config.tracking.log_model:
+        return
+    if config.checkpoint.is_off:
+        yield Violation("tracking.log_model", "is true but no checkpoint is kept; set checkpoint.save_final=true")
+    if is_dataclass(model) and (isinstance(model, PrefixVLM) or not isinstance(model, (Transformer, HuggingFace))):
+        message = f"is true but model is {type(model).__name__}, which transformers does not load; leave it out"
+        yield Violation("tracking.log_model", message)
+
+
 RULES: tuple[Rule, ...] = (
     _budget,
     _batch,
@@ -408,5 +421,6 @@ RULES: tuple[Rule, ...] = (
     _tensor_parallel,
     _reference,
     _rollback,
+    _logged_model,
     _paths,
 )

@@ -50,7 +50,7 @@ def check_targets(config: Config) -> Iterator[Violation]:
     for path, (_, optional) in _NAMED_PARTS.items():
         group, _, field = path.partition(".")
         for name, node in getattr(getattr(config, group), field).items():
-            if isinstance(node, dict) and node.get("_target_", HELD_OUT) != HELD_OUT:
+            if isinstance(node, dict) and (node.get("_target_", HELD_OUT) != HELD_OUT or len(node) > 1):
                 yield from _check(node, f"{path}.{name}", (), optional)
 
 

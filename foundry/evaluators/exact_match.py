@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,11 +13,15 @@ from foundry.config.metrics import EXACT_MATCH_METRICS, reward_metric_names
 from foundry.data.splits import DataSplits, Prompt
 from foundry.environments.judge import Judge
 from foundry.environments.protocol import Answer
+from foundry.evaluators.torch_metrics import TorchMetrics
 from foundry.objectives.generation import Continuation, Decoding, generate
 from foundry.objectives.text_samples import context_of
 from foundry.parallel.gathering import gather
 from foundry.parallel.whole_weights import gathered
 from foundry.training.protocols import EvaluationContext
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +41,11 @@ class ExactMatch:
         max_new_tokens: longest answer in tokens.
         per_gpu_batch_size: prompts at a time.
         max_samples: prompts, the first ones; None: all.
+        torchmetrics: further metrics by name, of texts: fed with the answers and the right ones, without white space
+            around them.
 
     Raises:
-        ConfigError: the data has no prompts.
+        ConfigError: the data has no prompts, or none with an answer for `torchmetrics`.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class ExactMatch:
         max_new_tokens: int = 256,
         per_gpu_batch_size: int = 32,
         max_samples: int | None = None,
+        torchmetrics: "Mapping[str, Metric] | None" = None,
     ) -> None:
         self._data, self._batch_size, self._judge = data, per_gpu_batch_size, judge
         self._prompts = data.prompts[: len(data.prompts) if max_samples is None else max_samples]
@@ -59,14 +67,18 @@ class ExactMatch:
         if judge is not None:
             names = judge.scores
             self.metrics = None if names is None else (*own, *reward_metric_names(names))
-        if not len(self._prompts):
+        self._known, where = self.metrics, "evaluation.evaluators.exact_match"
+        if not len(self._prompts) or (torchmetrics and not has_answers):
             message = "needs data that has prompts with answers, such as data=chats"
-            raise ConfigError(Violation("evaluation.evaluators.exact_match", message))
+            raise ConfigError(Violation(where, message))
+        self._torchmetrics = TorchMetrics(torchmetrics, f"{where}.torchmetrics") if torchmetrics else None
+        if torchmetrics:
+            self.metrics = None
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Answer and compare; a mean of nothing is left out, and the reward NaN where no answer has one."""
         world, size = context.world, self._batch_size
-        measured = list[dict[str, float]]()
+        measured, answered = list[dict[str, float]](), list[tuple[int, str, str]]()
         with gathered(model) as whole:
             for start in range(world.dp_rank * size, len(self._prompts), world.dp_size * size):
                 context.beat("answering prompts")
@@ -85,8 +97,12 @@ class ExactMatch:
                         images=seen or None,
                     )
                 if world.leads_share:
-                    measured += self._measured(prompts, found, context)
-        names = self.metrics
+                    texts = [self._data.tokenizer.decode(one.answer, skip_special_tokens=True) for one in found]
+                    measured += self._measured(prompts, found, texts, context)
+                    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start):
+                        if prompt.answer is not None:
+                            answered.append((index, text.strip(), prompt.answer.strip()))
+        names = self._known
         if names is None:  # the scores of an environment of the user's own, which other ranks may not have seen
             names = tuple(sorted({"reward", *(name for own in gather(_names(measured), world) for name in own)}))
         sums = torch.tensor(
@@ -99,14 +115,20 @@ class ExactMatch:
         if self._judge is not None and "reward" not in means:
             log.warning("environment %s has given none of the held-out answers a reward", self._judge.name)
             means["reward"] = math.nan
-        return means
+        if self._torchmetrics is None:
+            return means
+        every = sorted(one for own in gather(answered, world) for one in own)
+        return means | self._torchmetrics.measure_texts([text for _, text, _ in every], [text for *_, text in every])
 
     def _measured(
-        self, prompts: Sequence[Prompt], found: Sequence[Continuation], context: EvaluationContext
+        self,
+        prompts: Sequence[Prompt],
+        found: Sequence[Continuation],
+        texts: Sequence[str],
+        context: EvaluationContext,
     ) -> list[dict[str, float]]:
         """What is measured of each answer, by name."""
         tokenizer = self._data.tokenizer
-        texts = [tokenizer.decode(continuation.answer, skip_special_tokens=True) for continuation in found]
         measured = [{"ended": float(continuation.is_ended)} for continuation in found]
         for prompt, text, one in zip(prompts, texts, measured, strict=True):
             if prompt.answer is not None:

@@ -1,14 +1,22 @@
 """The objective's own loss and metrics on held-out data."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
+from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import declared_metrics
 from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
+from foundry.evaluators.torch_metrics import TorchMetrics
 from foundry.training.metric_sums import add_metrics, reduce_sums
-from foundry.training.protocols import EvaluationContext, LossSum, Mean, Objective
+from foundry.training.protocols import EvaluationContext, LossSum, Mean, Objective, PredictingObjective
 from foundry.training.step import to_device
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 _LOSS = "loss"
 
@@ -21,15 +29,32 @@ class HeldOut:
         data: its held-out samples are measured.
         per_gpu_batch_size: samples per forward pass.
         max_samples: held-out samples, the first ones; None: all.
+        torchmetrics: further metrics by name, fed with what the objective's `predict` gives, at the price of a second
+            forward pass.
+
+    Raises:
+        ConfigError: the objective has no `predict`, or one is no metric of torchmetrics.
     """
 
     def __init__(
-        self, *, objective: Objective, data: DataSplits, per_gpu_batch_size: int, max_samples: int | None = None
+        self,
+        *,
+        objective: Objective,
+        data: DataSplits,
+        per_gpu_batch_size: int,
+        max_samples: int | None = None,
+        torchmetrics: "Mapping[str, Metric] | None" = None,
     ) -> None:
         self._objective, self._data = objective, data
         self._per_gpu_batch_size, self._max_samples = per_gpu_batch_size, max_samples
         own = declared_metrics(objective)
-        self.metrics = None if own is None else tuple(dict.fromkeys((_LOSS, *own)))
+        self._own = None if own is None else tuple(dict.fromkeys((_LOSS, *own)))
+        self.metrics = None if torchmetrics else self._own
+        where = "evaluation.evaluators.held_out.torchmetrics"
+        if torchmetrics and not isinstance(objective, PredictingObjective):
+            message = f"is given but objective {type(objective).__name__} has no predict() that would feed it"
+            raise ConfigError(Violation(where, message))
+        self._torchmetrics = TorchMetrics(torchmetrics, where) if torchmetrics else None
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Measure the model; a metric that nothing was counted for is left out."""
@@ -41,18 +66,27 @@ class HeldOut:
             dp_size=world.dp_size,
             max_samples=self._max_samples,
         )
+        if self._torchmetrics is not None:
+            self._torchmetrics.start(device)
         count, metrics = 0, dict[str, Mean]()
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for microbatch in batches:
             context.beat("evaluating")
             num_valid = self._objective.num_valid(microbatch)
             count += num_valid
+            on_device = to_device(microbatch, device)
             with context.autocast():
-                part = self._objective.loss(model, to_device(microbatch, device))
+                part = self._objective.loss(model, on_device)
             loss += part.loss
             add_metrics(metrics, {name: Mean(m.sum.double(), m.count) for name, m in part.metrics.items()}, num_valid)
+            if self._torchmetrics is not None:
+                assert isinstance(self._objective, PredictingObjective)
+                with context.autocast():
+                    predictions, targets = self._objective.predict(model, on_device)
+                self._torchmetrics.add(predictions.float(), targets)
         # The loss and its count are one metric of several, reduced with the others; none of them replaces it.
         named = {_LOSS: Mean(loss, count)}
-        total = reduce_sums(LossSum(loss, {**named, **metrics, **named}), self.metrics, world)
+        total = reduce_sums(LossSum(loss, {**named, **metrics, **named}), self._own, world)
         means = {name: mean.item() for name, mean in total.metrics.items()}
-        return {name: value for name, value in means.items() if value is not None}
+        measured = {name: value for name, value in means.items() if value is not None}
+        return measured if self._torchmetrics is None else measured | self._torchmetrics.measure(world)

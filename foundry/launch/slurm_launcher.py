@@ -84,7 +84,7 @@ class SlurmLauncher(FrozenLauncher):
     def _leave(self, ids: dict[int, str], sweep_dir: Path) -> None:
         self.detached = True
         say(f"{_counted(ids)} left to continue: {_listed(ids.values())}")
-        say(f"to watch them: python -m foundry.report dir={sweep_dir} watch=true")
+        say(f"to watch them: python -m foundry.report dir={sweep_dir.absolute()} watch=true")
         say(f"to end them: scancel {_listed(ids.values(), ' ')}")
 
 

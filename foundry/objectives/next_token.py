@@ -56,10 +56,23 @@ class NextToken:
             output.loss, {"cross_entropy": Mean(cross_entropy), "z_loss": Mean(output.loss.detach() - cross_entropy)}
         )
 
+    def predict(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Logits, (tokens, vocab), and targets, (tokens,) int64, where these are valid."""
+        return predict_tokens(model, microbatch)
+
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
         """Continue prompts; options are those of `continue_text`, where the lengths and the temperature are open."""
         own = {"max_new_tokens": self.sample_tokens, "temperature": self.temperature}
         return continue_text(model, data, device, **{**own, **options})
+
+
+def predict_tokens(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    """A language model's logits, (tokens, vocab), and the targets, (tokens,) int64, where these are not ignored."""
+    targets = valid_targets(microbatch)
+    beside = {name: microbatch[name] for name in ("documents", "images") if name in microbatch}
+    logits: Tensor = model(microbatch["tokens"], return_logits=True, **beside).logits
+    is_valid = targets != IGNORED_TARGET
+    return logits[is_valid], targets[is_valid]
 
 
 def valid_targets(microbatch: Microbatch) -> Tensor:

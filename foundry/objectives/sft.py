@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.models.token_loss import TokenLoss, ask_for_loss
 from foundry.objectives.keyed_random import keyed_integers
-from foundry.objectives.next_token import valid_targets
+from foundry.objectives.next_token import predict_tokens, valid_targets
 from foundry.objectives.picture_answers import PictureAnswers
 from foundry.objectives.text_samples import TextSamples, continue_text
 from foundry.training.protocols import LossSum, Mean, Microbatch
@@ -86,6 +86,10 @@ class SFT:
             cross_entropy = -(output.log_prob * weights).sum()
             metrics |= {"cross_entropy": Mean(cross_entropy), "z_loss": Mean(output.loss.detach() - cross_entropy)}
         return LossSum(output.loss, metrics)
+
+    def predict(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Logits, (tokens, vocab), and targets, (tokens,) int64, where these are valid."""
+        return predict_tokens(model, microbatch)
 
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
         """Answer prompts; options are those of `continue_text`, where the lengths and the temperature are open."""

@@ -74,6 +74,9 @@ MLFLOW_PARENT = "mlflow_parent.json"
 EVALUATION = "eval.json"
 """What `foundry.eval` has measured."""
 
+TASKS = "eval_tasks.json"
+"""What `foundry.eval tasks=[...]` has measured."""
+
 CHECKPOINTS = "checkpoints"
 """A folder with a folder for each checkpoint."""
 

@@ -1,9 +1,7 @@
 """Progress on the terminal: a bar where there is one, plain lines where there is none."""
 
-import shlex
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,9 +10,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from foundry.run_dir.names import LOG, PLOTS
-from foundry.run_dir.redact import masked_text, one_line, printable
+from foundry.run_dir.redact import one_line, printable
 from foundry.tracking.humanize import count, duration, number
-from foundry.tracking.mlflow.destination import sqlite_file, tracking_uri
+from foundry.tracking.mlflow.destination import how_to_look
 from foundry.tracking.safe_observer import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
@@ -199,7 +197,7 @@ def unigram_entropy(plan: Mapping[str, Any]) -> float | None:
 
 
 def where_to_look(event: RunStarted) -> dict[str, str]:
-    """The pictures and samples there are, and the command that shows the run in MLflow."""
+    """The pictures and samples there are, and the page or command that shows the run in MLflow."""
     rows: dict[str, str] = {}
     plots = event.run_dir / PLOTS
     pictures = ("loss.png", "metrics.png", "norms.png", "schedule.png", "success.png", "rollouts.gif", "samples.*")
@@ -209,17 +207,5 @@ def where_to_look(event: RunStarted) -> dict[str, str]:
             rows[label] = str(path)
     tracking = event.config.get("tracking") or {}
     if tracking.get("mlflow"):
-        uri = tracking_uri(tracking.get("uri"))
-        database = sqlite_file(uri)
-        rows["MLflow"] = (
-            masked_text(uri) if database is None else f"mlflow ui --backend-store-uri {shlex.quote(_short(uri))}"
-        )
+        rows["MLflow"] = how_to_look(event.run_dir, tracking.get("uri"))
     return rows
-
-
-def _short(uri: str) -> str:
-    """A database's URI as it can be typed in the current directory."""
-    database = sqlite_file(uri)
-    if database is None or database.parent != Path.cwd():
-        return uri
-    return f"sqlite:///{database.name}"

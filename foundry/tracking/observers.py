@@ -30,6 +30,8 @@ def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:
                 run_name=config.run_name,
                 tags=config.tags,
                 note=config.note,
+                system_metrics=config.system_metrics,
+                log_model=config.log_model,
             )
         )
     return observers

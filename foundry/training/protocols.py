@@ -85,6 +85,20 @@ class GenerativeObjective(Protocol):
 
 
 @runtime_checkable
+class PredictingObjective(Protocol):
+    """An objective that can say what the model predicts, which metrics of torchmetrics compare with what is right."""
+
+    def predict(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Run the model; of the valid items alone, none of padding.
+
+        Returns:
+            Predictions, (items, classes) scores or (items, ...) values; and targets, (items,) int64 classes or
+            (items, ...) values.
+        """
+        ...
+
+
+@runtime_checkable
 class ActingObjective(Protocol):
     """An objective whose model is a policy: it sees what was observed and answers with the next actions.
 

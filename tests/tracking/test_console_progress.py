@@ -1,6 +1,7 @@
 import io
 import math
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -31,7 +32,7 @@ def test_plain_lines_without_a_terminal(events):
     assert "unigram entropy  3.2500" in text
     assert re.search(r"held-out loss +1\.7500\n", text)
     assert f"run directory    {events.run_dir}\n" in text
-    assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in text
+    assert f"mlflow ui --backend-store-uri sqlite:///{Path.cwd()}/mlflow.db" in text
 
 
 def test_a_bar_on_a_terminal(events):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit
@@ -110,6 +111,9 @@ class Evaluation:
                 if node is not None and (not isinstance(node, dict) or "_target_" not in node):
                     message = "must be a mapping with a _target_; null leaves it out"
                     yield Violation(f"evaluation.{key}.{name}", message)
+                elif node is not None and node.get("torchmetrics") and find_spec("torchmetrics") is None:
+                    message = "needs torchmetrics, which is not installed; pip install 'foundry[torchmetrics]'"
+                    yield Violation(f"evaluation.{key}.{name}.torchmetrics", message)
         stopping = self.early_stopping
         if stopping.patience is not None and stopping.metric is None:
             message = f"is null but patience is {stopping.patience}; name a metric"

@@ -54,6 +54,16 @@ class Tracking:
     note: str | None = setting(
         None, "about the run in words, on its page in MLflow", aliases="notes, description", on_resume=OnResume.allowed
     )
+    system_metrics: bool = setting(
+        False,
+        "measure processors, memory, disk, network, GPUs of rank 0's machine in MLflow; GPUs need foundry[gpu_metrics]",
+        on_resume=OnResume.allowed,
+    )
+    log_model: bool = setting(
+        False,
+        "of a finished run log the best model in MLflow, where mlflow models serves it; language models only",
+        on_resume=OnResume.allowed,
+    )
     profile: Profile = field(default_factory=Profile)
     trackers: dict[str, Any] = setting(
         dict,
@@ -67,6 +77,9 @@ class Tracking:
         if every is not None and every % logged:
             message = f"is {every} but norms are read when a step is logged; give a multiple of {logged}"
             yield Violation("tracking.norms_every_n_steps", f"{message}, which is tracking.log_every_n_steps")
+        for name in ("system_metrics", "log_model"):
+            if getattr(self, name) and not self.mlflow:
+                yield Violation(f"tracking.{name}", "is true but MLflow is off; set tracking.mlflow=true")
         for name, value in self.tags.items():
             if isinstance(value, (dict, list)) or value is None:
                 message = f"is {shown(value)} but must be a text or a number"

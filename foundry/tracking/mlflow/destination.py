@@ -19,6 +19,7 @@ from foundry.run_dir.strict_json import DamagedFileError, Types, read_object
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "foundry"
 _TYPES: dict[str, Types] = {"uri": str, "experiment_name": str, "run_name": str, "key": str, "started_ms": int}
+_IDS = ("run_id", "experiment_id")
 _SQLITE = "sqlite:///"
 
 # MLflow's own defaults wait 120 s and retry for minutes, greet on standard output and report usage over the network.
@@ -61,12 +62,26 @@ def experiment(name: str) -> str:
 
 def sync_command(run_dir: Path, uri: str) -> str:
     """The command that sends to a store what it missed; a store that the environment does not name is named in it."""
-    command = ["python", "-m", "foundry.sync", f"dir={run_dir}"]
+    command = ["python", "-m", "foundry.sync", f"dir={run_dir.absolute()}"]
     if uri == tracking_uri():
         return shlex.join(command)
     if (shown := masked_text(uri)) != uri:  # its credentials should not be in a shell's history
         return f"MLFLOW_TRACKING_URI={shown} {shlex.join(command)}"
     return shlex.join([*command, f"uri={uri}"])
+
+
+def how_to_look(run_dir: Path, uri: str | None = None) -> str:
+    """What shows a run in MLflow: its page, or the command that starts a server for a database, from any folder.
+
+    Args:
+        run_dir: the run directory.
+        uri: that the run was given; None: MLFLOW_TRACKING_URI, else the default.
+    """
+    chosen = tracking_uri(uri)
+    if sqlite_file(chosen) is not None:
+        return shlex.join(["mlflow", "ui", "--backend-store-uri", masked_text(chosen)])
+    destination = Destination.load(run_dir)
+    return (None if destination is None else destination.page) or masked_text(chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +91,7 @@ class Destination:
     Attributes:
         uri: the store; credentials in it are used and never written.
         run_id: None until the store has made the run.
+        experiment_id: likewise.
         key: tells this run from others in the store when a request was carried out and its answer was lost.
         started_ms: when the run began, in milliseconds since 1970.
     """
@@ -84,6 +100,7 @@ class Destination:
     experiment_name: str
     run_name: str
     run_id: str | None = None
+    experiment_id: str | None = None
     key: str
     started_ms: int
 
@@ -105,15 +122,25 @@ class Destination:
     def load(cls, run_dir: Path) -> "Destination | None":
         """What the run directory remembers; None where that is nothing."""
         try:
-            content = read_object(run_dir / MLFLOW, needed=_TYPES, optional={"run_id": (str, NoneType)})
+            content = read_object(run_dir / MLFLOW, needed=_TYPES, optional=dict.fromkeys(_IDS, (str, NoneType)))
         except (FileNotFoundError, DamagedFileError):
             return None
-        return cls(**{name: content[name] for name in _TYPES}, run_id=content.get("run_id"))
+        run_id, experiment_id = (content.get(name) for name in _IDS)
+        return cls(**{name: content[name] for name in _TYPES}, run_id=run_id, experiment_id=experiment_id)
 
     def save(self, run_dir: Path) -> None:
         """Remember it in the run directory, without credentials."""
         public = asdict(self) | {"uri": masked_text(self.uri)}
         write_atomically(run_dir / MLFLOW, json.dumps(public, indent=2) + "\n")
+
+    @property
+    def page(self) -> str | None:
+        """The run's page, where a server shows it; None where there is none, or the run is not made yet."""
+        scheme, _, place = self.uri.partition("://")
+        if scheme not in ("http", "https") or None in (self.run_id, self.experiment_id):
+            return None
+        host = place.rpartition("@")[2].rstrip("/")  # whoever opens it has credentials of their own
+        return f"{scheme}://{host}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     @property
     def is_masked(self) -> bool:

@@ -21,6 +21,7 @@ from foundry import stop_signals
 from foundry.run_dir.redact import known, one_line, remember
 from foundry.tracking.mlflow.destination import SHORT_WAITS, Destination
 from foundry.tracking.mlflow.store import MlflowStore, Operation
+from foundry.tracking.mlflow.system_metrics import SystemMetrics
 
 _log = logging.getLogger(__name__)
 _SECONDS_TO_DIE = 5.0
@@ -51,9 +52,10 @@ class RemoteStore:
     Args:
         run_dir: where artifacts lie and `mlflow.json` is kept.
         destination: the run, made when it does not exist yet.
+        system_metrics: measure this machine, too, from there, until the run ends.
     """
 
-    def __init__(self, run_dir: Path, destination: Destination) -> None:
+    def __init__(self, run_dir: Path, destination: Destination, *, system_metrics: bool = False) -> None:
         # Read now: both may be others when the process is started.
         self._opening = {
             "do": "open",
@@ -62,6 +64,7 @@ class RemoteStore:
             "run_dir": str(run_dir.absolute()),
             "destination": asdict(destination),
             "secrets": known(),
+            "system_metrics": system_metrics,
         }
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -147,6 +150,7 @@ class _Messages(logging.Handler):
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Carry out requests until there are no more."""
     store: MlflowStore | None = None
+    machine: SystemMetrics | None = None
     messages = _Messages()
     logging.getLogger("foundry").addHandler(messages)
     for line in requests:
@@ -156,9 +160,12 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
         try:
             if request["do"] == "open":
                 store = _open(request)
-                store.connect()
+                _, run_id = store.connect()
+                machine = SystemMetrics(request["destination"]["uri"], run_id) if request["system_metrics"] else None
             else:
                 assert store is not None
+                if machine is not None:
+                    machine.keep_on(ends=request["operations"][0]["op"] == "end")
                 store.apply(request["operations"])
         except Exception as raised:
             error = (type(raised).__name__, str(raised), getattr(raised, "error_code", None))
@@ -176,7 +183,7 @@ def _open(request: Mapping[str, Any]) -> MlflowStore:
     os.chdir(request["directory"])
     for secret, reference in request["secrets"].items():
         remember(secret, reference)
-    return MlflowStore(Path(request["run_dir"]), Destination(**request["destination"]))
+    return MlflowStore(Path(request["run_dir"]), Destination(**request["destination"]), trust=True)
 
 
 def main() -> None:

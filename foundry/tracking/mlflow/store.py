@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foundry.run_dir.checkpoints import NAME
 from foundry.run_dir.files import inside, open_regular
-from foundry.run_dir.redact import masked_text
+from foundry.run_dir.redact import masked_text, one_line
 from foundry.tracking.mlflow.destination import DEFAULT_EXPERIMENT, Destination, experiment, sqlite_file
 from foundry.tracking.mlflow.parent_link import ParentLink, origin_tags
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Operation = dict[str, Any]
-"""`op` says what: start, params, tags, metrics, data, text, artifact or end; plain JSON values."""
+"""`op` says what: start, params, tags, metrics, data, text, artifact, model or end; plain JSON values."""
 
 OPERATIONS: dict[str, dict[str, type]] = {
     "start": {},
@@ -35,6 +36,7 @@ OPERATIONS: dict[str, dict[str, type]] = {
     "data": {"name": str, "digest": str, "source": str, "profile": dict},
     "text": {"file": str, "text": str},
     "artifact": {"file": str, "to": str},
+    "model": {"checkpoint": str},
     "end": {"status": str, "time_ms": int},
 }
 """What each operation says, with its types."""
@@ -74,10 +76,11 @@ class MlflowStore:
     Args:
         run_dir: where artifacts lie and `mlflow.json` is kept.
         destination: the run, made when it does not exist yet.
+        trust: whether parts of the run that are not foundry's own may be built, as the run itself has done.
     """
 
-    def __init__(self, run_dir: Path, destination: Destination) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, destination: Destination, *, trust: bool = False) -> None:
+        self._run_dir, self._trust = run_dir, trust
         self._destination = destination
         self._link = ParentLink.load(run_dir)
         self._client: MlflowClient | None = None
@@ -89,7 +92,8 @@ class MlflowStore:
             tags = self._tags_of_a_job()
             if not _exists(client, self._destination.run_id):
                 run_id = _found_or_created(client, self._destination, self._run_dir, tags)
-                self._destination = replace(self._destination, run_id=run_id)
+                experiment_id = str(client.get_run(run_id).info.experiment_id)
+                self._destination = replace(self._destination, run_id=run_id, experiment_id=experiment_id)
                 self._destination.save(self._run_dir)
             self._client = client
         assert self._destination.run_id is not None
@@ -112,6 +116,8 @@ class MlflowStore:
                 client.log_text(run_id, first["text"], first["file"])
             case "artifact":
                 self._log_artifact(client, run_id, first)
+            case "model":
+                self._log_model(client, run_id, first["checkpoint"])
             case "start":
                 client.update_run(run_id, status="RUNNING")
             case "end":
@@ -126,6 +132,14 @@ class MlflowStore:
             _log.warning("MLflow: not sent: %s", error)
             return
         client.log_artifact(run_id, str(path), operation["to"] or None)
+
+    def _log_model(self, client: "MlflowClient", run_id: str, checkpoint: str) -> None:
+        from foundry.tracking.mlflow.logged_model import log_model
+
+        if NAME.fullmatch(checkpoint) is None:
+            _log.warning("MLflow: %s is no checkpoint", one_line(checkpoint))
+            return
+        log_model(client, run_id, self._run_dir, checkpoint, trust=self._trust)
 
     def _tags_of_a_job(self) -> dict[str, str]:
         """What says that the run is a job of a sweep, whose own run is there and running after this."""

@@ -3,9 +3,11 @@
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from foundry.run_dir.checkpoints import find
 from foundry.run_dir.names import CONFIG, MLFLOW_PENDING, PLAN, PLOTS, RESULT
 from foundry.run_dir.redact import masked
 from foundry.tracking.metrics_file import evaluation_record, step_record
@@ -39,8 +41,11 @@ class MLflowTracker:
         run_name: None: the run directory's name, or of a sweep's job what tells it from the others.
         tags: further tags; they win over foundry's own.
         note: about the run in words, which MLflow shows on its page; None: none.
+        system_metrics: measure the machine of rank 0, too.
+        log_model: of a run that has finished, log the best model, or the last one where none is the best.
         finish_seconds: at the end of the run, how long to wait at most until everything is delivered; a new
             database alone takes seconds to create, on a busy machine tens.
+        model_seconds: likewise, where a model is to be logged.
     """
 
     def __init__(
@@ -52,14 +57,18 @@ class MLflowTracker:
         run_name: str | None = None,
         tags: Mapping[str, Any] | None = None,
         note: str | None = None,
+        system_metrics: bool = False,
+        log_model: bool = False,
         finish_seconds: float = 60.0,
+        model_seconds: float = 900.0,
     ) -> None:
         self._run_dir = Path(run_dir)
         self._uri = tracking_uri(uri)
         self._experiment_name = experiment_name
         self._run_name = run_name
         self._tags = dict(tags or {}) | ({} if note is None else {_NOTE_TAG: note})
-        self._finish_seconds = finish_seconds
+        self._system_metrics, self._logs_model = system_metrics, log_model
+        self._finish_seconds = model_seconds if log_model else finish_seconds
         self._delivery: Delivery | None = None
 
     @tolerant
@@ -71,7 +80,7 @@ class MLflowTracker:
         destination = Destination.of(self._run_dir, uri=self._uri, experiment_name=self._experiment_name, run_name=name)
         destination.save(self._run_dir)
         self._delivery = Delivery(
-            store=RemoteStore(self._run_dir, destination),
+            store=RemoteStore(self._run_dir, destination, system_metrics=self._system_metrics),
             pending_file=self._run_dir / MLFLOW_PENDING,
             prepare=lambda: self._first(event, link, Path.cwd()),
             finish_seconds=self._finish_seconds,
@@ -101,6 +110,8 @@ class MLflowTracker:
         self._put_best(event.result.get("best"))
         self._put_files(PLOTS)
         self._put_files("")
+        if self._logs_model and event.state == "finished":
+            self._put_model()
         tags = {"state": event.state} | ({"reason": event.reason} if event.reason else {})
         self._put({"op": "tags", "values": masked(tags)})
         self._put({"op": "end", "status": _STATUS.get(event.state, "FAILED"), "time_ms": _now_ms()})
@@ -139,6 +150,13 @@ class MLflowTracker:
         if best is not None:
             values = {f"best_{name}": value for name, value in best.items() if name != "step"}
             self._put({"op": "metrics", "time_ms": _now_ms(), "step": best["step"], "values": values})
+
+    def _put_model(self) -> None:
+        """The best checkpoint, or the last one where no link says which is the best."""
+        for which in ("best", "last"):
+            with suppress(FileNotFoundError):
+                self._put({"op": "model", "checkpoint": find(self._run_dir, which).name})
+                return
 
     def _put_files(self, folder: str) -> None:
         """The files of `plots/`, or the run directory's own records."""

@@ -1,0 +1,136 @@
+"""The model of a run as one of MLflow's own, which `mlflow models serve` and `mlflow.transformers.load_model` open."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from foundry.config.command import quoted
+from foundry.config.frozen import read_recorded
+from foundry.run_dir.names import CHAT_TEMPLATE, TOKENIZER
+from foundry.run_dir.redact import one_line
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
+
+_MODEL = "model"
+_PACKAGES = ("mlflow", "transformers", "torch", "accelerate")
+_TAG = "checkpoint"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_OF_TOKENIZER = (TOKENIZER, _TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
+_log = logging.getLogger(__name__)
+
+
+def log_model(client: "MlflowClient", run_id: str, run_dir: Path, checkpoint: str, *, trust: bool) -> None:
+    """Export a checkpoint and log it as MLflow's flavour of transformers, once; what cannot be exported is a warning.
+
+    The export is another process's, without a GPU: it reads the checkpoint a tensor at a time.
+
+    Args:
+        client: of the store.
+        run_id: whose model it is.
+        run_dir: the run directory.
+        checkpoint: name of the folder, such as `step_00000200`.
+        trust: whether parts that are not foundry's own may be built.
+
+    Raises:
+        Exception: what MLflow raises.
+    """
+    model = _earlier(client, run_id, checkpoint)
+    if model is not None and model.status == "READY":
+        return
+    with TemporaryDirectory(prefix="foundry-model-") as temporary:
+        folder, step = Path(temporary) / "export", int(checkpoint.rpartition("_")[2])
+        if reason := _export(run_dir, folder, step, trust=trust):
+            _log.warning("MLflow: the model of %s is not logged: %s", run_dir, one_line(reason))
+            return
+        from mlflow.entities import LoggedModelOutput
+
+        if model is None:
+            run = client.get_run(run_id).info
+            name = re.sub(r"""[/:.%"']""", "_", run.run_name or _MODEL)
+            model = client.create_logged_model(run.experiment_id, name, source_run_id=run_id, tags={_TAG: checkpoint})
+            client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
+        written = Path(temporary) / _MODEL
+        _write(written, folder, model, run_id)
+        client.log_model_artifacts(model.model_id, str(written))
+        client.finalize_logged_model(model.model_id, "READY")
+
+
+def _earlier(client: "MlflowClient", run_id: str, checkpoint: str) -> "LoggedModel | None":
+    """The model of a checkpoint that an earlier attempt has made, if only begun."""
+    outputs = client.get_run(run_id).outputs
+    models = (client.get_logged_model(output.model_id) for output in (outputs.model_outputs if outputs else ()))
+    return next((model for model in models if model.tags.get(_TAG) == checkpoint), None)
+
+
+def _export(run_dir: Path, folder: Path, step: int, *, trust: bool) -> str | None:
+    """Export a whole language model with its tokenizer into `folder`; why that cannot be, in a line."""
+    words = [f"run={quoted(str(run_dir))}", f"out={quoted(str(folder))}", f"which={step}"]
+    peft = (read_recorded(run_dir) or {}).get("peft")
+    words += ["merge=true"] if isinstance(peft, dict) and peft.get("method", "none") != "none" else []
+    words += ["trust=true"] if trust else []
+    done = subprocess.run(
+        [sys.executable, "-m", "foundry.export", *words],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        return (done.stderr.strip().splitlines() or [f"the export ended with exit code {done.returncode}"])[-1]
+    # Without these MLflow would ask a hub for others.
+    missing = [name for name in ("config.json", TOKENIZER, _TOKENIZER_CONFIG) if not (folder / name).is_file()]
+    return f"its export has no {' and no '.join(missing)}" if missing else None
+
+
+def _write(written: Path, folder: Path, model: "LoggedModel", run_id: str) -> None:
+    """Write what MLflow's flavour of transformers reads; `folder`, the export, is moved into it.
+
+    `mlflow.transformers.save_model` would import torch, copy the weights and, in MLflow 3.17 with transformers 5.18 or
+    later, fail: it asks transformers for the class of a pipeline and is given its name.
+    """
+    from mlflow import pyfunc
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+
+    text = Schema([ColSpec(DataType.string)])
+    described = Model(model.artifact_location, run_id, model_uuid=model.model_id, model_id=model.model_id)
+    described.add_flavor(
+        "transformers",
+        transformers_version=version("transformers"),
+        code=None,
+        task="text-generation",
+        instance_type="TextGenerationPipeline",
+        torch_dtype=None,
+        pipeline_model_type=json.loads((folder / "config.json").read_text())["architectures"][0],
+        source_model_name=_MODEL,
+        model_binary=_MODEL,
+        components=["tokenizer"],
+        tokenizer_type=json.loads((folder / _TOKENIZER_CONFIG).read_text())["tokenizer_class"],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MLflow would rather be given an example
+        pyfunc.save_model(
+            path=str(written),
+            loader_module="mlflow.transformers",
+            mlflow_model=described,
+            signature=ModelSignature(inputs=text, outputs=text),
+            pip_requirements=[f"{name}=={version(name)}" for name in _PACKAGES],
+        )
+    own = written / "components" / "tokenizer"
+    own.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.name in _OF_TOKENIZER:
+            shutil.copy(file, own)
+    folder.rename(written / _MODEL)

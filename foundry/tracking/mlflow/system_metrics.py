@@ -1,0 +1,46 @@
+"""What the machine does while a run trains, as MLflow's own monitor measures it: processors, memory, disk, GPUs.
+
+Its thread is in the process that sends, on the machine of rank 0.
+"""
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+_THREAD = "SystemMetricsMonitor"
+_log = logging.getLogger(__name__)
+
+
+class SystemMetrics:
+    """Measures from `keep_on` on, every 10 seconds or MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.
+
+    Args:
+        uri: of the store.
+        run_id: whose metrics they become, `system/...`.
+    """
+
+    def __init__(self, uri: str, run_id: str) -> None:
+        self._uri, self._run_id = uri, run_id
+        self._monitor: SystemMetricsMonitor | None = None
+        self._is_possible = True
+
+    def keep_on(self, *, ends: bool = False) -> None:
+        """Begin to measure, or again where the thread has ended, as it does when a request fails; or end."""
+        if ends:
+            if self._monitor is not None:
+                self._monitor.finish()  # type: ignore[no-untyped-call]
+            self._monitor = None
+        elif self._is_possible and not any(thread.name == _THREAD for thread in threading.enumerate()):
+            try:
+                from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+                options: dict[str, Any] = {"resume_logging": True, "tracking_uri": self._uri}
+                self._monitor = SystemMetricsMonitor(self._run_id, **options)  # type: ignore[no-untyped-call]
+            except ImportError as error:
+                self._is_possible = False
+                _log.warning("MLflow: no system metrics: %s", error)
+            else:
+                self._monitor.start()  # type: ignore[no-untyped-call]

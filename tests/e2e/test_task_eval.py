@@ -1,0 +1,141 @@
+"""`foundry.eval tasks=[...]`: what lm_eval measures of a run is what it measures of the run's export."""
+
+import importlib.util
+import json
+
+import pytest
+from composition import configure
+from tiny import SMALL_LM
+
+from foundry.config.errors import ConfigError
+from foundry.eval import EvalOptions, evaluate
+from foundry.export import ExportOptions, export
+from foundry.task_eval import table
+from foundry.train import train
+
+has_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="no lm_eval")
+COMMON = """
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}} ="
+metadata: {{version: 1.0}}
+"""
+SUMS = """task: sums
+output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc, aggregation: mean}, {metric: acc_norm, aggregation: mean}]
+"""
+SAY = """task: say
+output_type: generate_until
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["5"], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean}]
+filter_list: [{name: all, filter: [{function: take_first}]}]
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "text.txt").write_text("1 + 1 = 2, 2 + 2 = 4, 3 + 3 = 6.\n" * 200)
+    text = ["data=text", f"data.path={folder / 'text.txt'}", "data.vocab_size=300", "precision=fp32"]
+    config = configure(*SMALL_LM, "tracking=none", "tracking.progress=false", *text, "hparams.max_steps=3")
+    train(config, folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    rows = [{"question": f"{n} + {n}", "choices": [f" {2 * n}", f" {n}9", f" {n}"], "answer": 0} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = COMMON.format(rows=tmp_path / "rows.jsonl")
+    (tmp_path / "tasks").mkdir()
+    for name, text in {"sums": SUMS, "say": SAY}.items():
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(text + common)
+    return tmp_path / "tasks"
+
+
+@has_lm_eval
+@pytest.mark.long
+def test_a_run_is_measured_as_lm_eval_measures_its_export(run_dir, tasks, tmp_path, capsys):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    options = {"run": str(run_dir), "out": str(tmp_path / "own.json"), "max_samples": 8}
+    measured = evaluate(EvalOptions(**options, tasks=[str(tasks)]))
+    printed = capsys.readouterr().out
+    assert json.loads((tmp_path / "own.json").read_text()) == measured
+    assert printed.endswith(f"{table(measured['tasks'])}\n{tmp_path / 'own.json'}\n")
+    assert set(measured["tasks"]) == {"say", "sums"}
+    assert (measured["checkpoint"], measured["tasks"]["sums"]["num_samples"]) == ("step_00000003", 8)
+
+    export(ExportOptions(run=str(run_dir), out=str(tmp_path / "hf")))
+    theirs = simple_evaluate(
+        "hf",
+        f"pretrained={tmp_path / 'hf'}",
+        ["say", "sums"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        device="cpu",
+        limit=8,
+    )["results"]
+    for name, keys in {"sums": ("acc", "acc_norm", "acc_stderr"), "say": ("exact_match",)}.items():
+        for key in keys:
+            mark = ",all" if name == "say" else ",none"
+            own = measured["tasks"][name]["metrics"]
+            assert own[key + mark if name == "say" else key] == theirs[name][key + mark]
+
+    again = evaluate(EvalOptions(**options | {"run": str(tmp_path / "hf")}, tasks=[str(tasks / "sums.yaml")]))
+    assert again["tasks"] == {"sums": measured["tasks"]["sums"]}, "the folder is measured as it is"
+    assert not list(run_dir.glob("*eval*")), "out says where to write"
+
+
+@has_lm_eval
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["TASKS/sumz.yaml"], "tasks: has .*sumz.yaml, but there is no such file"),
+        pytest.param(
+            ["arc_esy"],
+            r"tasks: has arc_esy, which is neither a folder nor a task of lm_eval; did you mean \w+",
+            marks=pytest.mark.long,
+        ),
+        (["."], r"tasks: has \., a folder without a YAML file that describes a task"),
+        ([], "tasks: is empty; name tasks of lm_eval"),
+        (["TASKS/lost.yaml"], r"tasks: .*lost.yaml cannot be read: \w+"),
+    ],
+)
+def test_a_task_that_is_none_is_a_line(run_dir, tasks, tmp_path, monkeypatch, names, message):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tasks / "lost.yaml").write_text(SUMS + COMMON.format(rows=tmp_path / "nowhere.jsonl"))
+    names = [name.replace("TASKS", str(tasks)) for name in names]
+    with pytest.raises(ConfigError, match=message):
+        evaluate(EvalOptions(run=str(run_dir), tasks=names))
+    assert not (run_dir / "eval_tasks.json").exists()
+
+
+def test_what_does_not_fit_is_a_line(run_dir, monkeypatch):
+    def refused(overrides=(), **options):
+        with pytest.raises(ConfigError) as error:
+            evaluate(EvalOptions(run=str(run_dir), **options), overrides)
+        return str(error.value)
+
+    assert refused(num_fewshot=2).startswith("num_fewshot: is 2 but is of tasks of lm_eval; give tasks=[...]")
+    assert refused(tasks=["x"], max_new_tokens=9).startswith("max_new_tokens: is 9 but is not for tasks")
+    assert refused(["data=text"], tasks=["x"]).startswith("data: is text but tasks bring their own data")
+    monkeypatch.setattr("foundry.task_eval.find_spec", lambda name: None)
+    assert refused(tasks=["x"]) == "tasks: needs lm_eval, which is not installed; pip install 'foundry[lm_eval]'"
+
+
+def test_the_table_has_a_metric_in_a_line():
+    metrics = {"acc": 0.5, "acc_stderr": 0.125, "exact_match,strict": 1.0}
+    tasks = {"sums": {"num_samples": 8, "num_fewshot": 0, "version": 1.0, "metrics": metrics}}
+    tasks["group"] = {"num_samples": None, "num_fewshot": None, "version": None, "metrics": {"acc": 0.25}}
+    assert table(tasks).splitlines() == [
+        "task   samples  shots  metric              value   stderr",
+        "sums   8        0      acc                 0.5000  0.1250",
+        "sums   8        0      exact_match,strict  1.0000",
+        "group                  acc                 0.2500",
+    ]
