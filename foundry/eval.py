@@ -48,7 +48,7 @@ class EvalOptions:
     )
     out: str | None = setting(None, "file to write; null: eval.json in the run directory, of tasks eval_tasks.json")
     ema: bool = setting(True, "use the averaged weights where the run kept them")
-    trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
+    trust: bool = setting(False, "run code that is not foundry's: of parts that config.yaml names, of files of tasks")
     max_samples: int | None = setting(None, "held-out samples and prompts, or of each task; null: all", ge=1)
     max_new_tokens: int = setting(256, "longest answer in tokens", ge=1)
     batch_size: int | None = setting(None, "samples, prompts or episodes at a time; null: as the run has it", ge=1)
@@ -166,7 +166,7 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
         key, _, value = overrides[0].partition("=")
         raise ConfigError(Violation(key.lstrip("+~"), f"is {value} but tasks bring their own data; leave it out"))
     check_installed()
-    tasks = find_tasks(options.tasks or [])
+    tasks = find_tasks(options.tasks or [], trust=options.trust)
     import torch
 
     from foundry.config.frozen import load_config

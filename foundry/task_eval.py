@@ -28,16 +28,17 @@ def check_installed() -> None:
         raise ConfigError(Violation("tasks", "needs lm_eval, which is not installed; pip install 'foundry[lm_eval]'"))
 
 
-def find_tasks(names: Sequence[str]) -> "tuple[TaskManager, list[str]]":
+def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list[str]]":
     """What lm_eval reads tasks with, and those that are meant: their names, or the files that describe them.
 
     Nothing is read of a task but its description; lm_eval's own tasks are looked through only where one may be meant.
 
     Args:
         names: lm_eval's names of tasks, groups and tags; YAML files that describe one; folders of such files.
+        trust: whether files may be read, whose functions and templates lm_eval runs.
 
     Raises:
-        ConfigError: there is none, or no such task.
+        ConfigError: there is none, or no such task; or files are not trusted.
     """
     from lm_eval.tasks import TaskManager
 
@@ -48,6 +49,9 @@ def find_tasks(names: Sequence[str]) -> "tuple[TaskManager, list[str]]":
     lost = [name for name, path in paths.items() if path.suffix in (".yaml", ".yml") and not path.exists()]
     if lost:
         raise ConfigError(Violation("tasks", f"has {name}, but there is no such file") for name in lost)
+    if not trust and (own := [name for name, path in paths.items() if path.exists()]):
+        message = "whose functions and templates lm_eval would run; if it is yours, say trust=true"
+        raise ConfigError(Violation("tasks", f"has {name}, {message}") for name in own)
     is_theirs = not all(path.exists() for path in paths.values())
     manager = TaskManager(include_path=folders or None, include_defaults=is_theirs)
     found, wrong = list[str](), list[Violation]()

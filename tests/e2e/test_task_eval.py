@@ -64,7 +64,7 @@ def test_a_run_is_measured_as_lm_eval_measures_its_export(run_dir, tasks, tmp_pa
     from lm_eval.tasks import TaskManager
 
     options = {"run": str(run_dir), "out": str(tmp_path / "own.json"), "max_samples": 8}
-    measured = evaluate(EvalOptions(**options, tasks=[str(tasks)]))
+    measured = evaluate(EvalOptions(**options, tasks=[str(tasks)], trust=True))
     printed = capsys.readouterr().out
     assert json.loads((tmp_path / "own.json").read_text()) == measured
     assert printed.endswith(f"{table(measured['tasks'])}\n{tmp_path / 'own.json'}\n")
@@ -86,7 +86,8 @@ def test_a_run_is_measured_as_lm_eval_measures_its_export(run_dir, tasks, tmp_pa
             own = measured["tasks"][name]["metrics"]
             assert own[key + mark if name == "say" else key] == theirs[name][key + mark]
 
-    again = evaluate(EvalOptions(**options | {"run": str(tmp_path / "hf")}, tasks=[str(tasks / "sums.yaml")]))
+    folder = {"run": str(tmp_path / "hf"), "trust": True}
+    again = evaluate(EvalOptions(**options | folder, tasks=[str(tasks / "sums.yaml")]))
     assert again["tasks"] == {"sums": measured["tasks"]["sums"]}, "the folder is measured as it is"
     assert not list(run_dir.glob("*eval*")), "out says where to write"
 
@@ -112,8 +113,20 @@ def test_a_task_that_is_none_is_a_line(run_dir, tasks, tmp_path, monkeypatch, na
     (tasks / "lost.yaml").write_text(SUMS + COMMON.format(rows=tmp_path / "nowhere.jsonl"))
     names = [name.replace("TASKS", str(tasks)) for name in names]
     with pytest.raises(ConfigError, match=message):
-        evaluate(EvalOptions(run=str(run_dir), tasks=names))
+        evaluate(EvalOptions(run=str(run_dir), tasks=names, trust=True))
     assert not (run_dir / "eval_tasks.json").exists()
+
+
+@has_lm_eval
+def test_files_of_tasks_run_no_code_without_trust(run_dir, tasks, tmp_path):
+    (tasks / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tasks / "sums.yaml").write_text(f"{SUMS}doc_to_text: !function own.text\n")
+    for name in (tasks, tasks / "sums.yaml"):
+        with pytest.raises(
+            ConfigError, match=f"tasks: has {name}, whose functions and .* if it is yours, say trust=true"
+        ):
+            evaluate(EvalOptions(run=str(run_dir), tasks=[str(name)]))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_what_does_not_fit_is_a_line(run_dir, monkeypatch):
