@@ -83,7 +83,14 @@ def counting(*, seed, num_workers, cache_dir, seq_len, vocab_size, pace):
     samples = [{"tokens": row[:-1], "targets": row[1:]} for row in rows]
     return DataSplits(train=samples[8:], validation=samples[:8], fingerprint=f"{pace}", tokens_per_sample=seq_len)
 '''
-DATA_SCHEMA = '''
+DATA_SCHEMA = '''"""Sequences that count."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from foundry.config.schemas.data.base import Data
+from foundry.config.setting import setting
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counting(Data):
@@ -122,11 +129,11 @@ class Lines:
         with self.path.open("a") as file:
             file.write(f"{self.prefix} {event.step}\\n")
 '''
-# For each part: group, option, schema's name, Python file and its text, text of the schema.
+# For each part: group, option, schema's name, Python file and its text, file of the schema and what it gets.
 PARTS = [
-    ("scheduler", "halved", "Halved", "optim/halved.py", SCHEDULE, SCHEDULE_SCHEMA),
-    ("objective", "scaled", "Scaled", "objectives/scaled.py", OBJECTIVE, OBJECTIVE_SCHEMA),
-    ("data", "counting", "Counting", "data/counting.py", DATA, DATA_SCHEMA),
+    ("scheduler", "halved", "Halved", "optim/halved.py", SCHEDULE, "scheduler.py", SCHEDULE_SCHEMA),
+    ("objective", "scaled", "Scaled", "objectives/scaled.py", OBJECTIVE, "objective.py", OBJECTIVE_SCHEMA),
+    ("data", "counting", "Counting", "data/counting.py", DATA, "data/counting.py", DATA_SCHEMA),
 ]
 WORDS = [
     *TINY_LM[:-2],
@@ -146,9 +153,9 @@ def checkout(tmp_path_factory):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "foundry", root / "foundry", ignore=ignored)
     shutil.copytree(config_dir(), root / "conf", ignore=ignored)
-    for group, option, schema, file, text, schema_text in PARTS:
+    for group, option, schema, file, text, schema_file, schema_text in PARTS:
         (root / "foundry" / file).write_text(text)
-        with (root / "foundry" / "config" / "schemas" / f"{group}.py").open("a") as schemas:
+        with (root / "foundry" / "config" / "schemas" / schema_file).open("a") as schemas:
             schemas.write(schema_text)
         option_file = root / "conf" / group / f"{option}.yaml"
         option_file.write_text(f"# A new part.\ndefaults: [/schema/{group}/{schema}@_here_]\n")

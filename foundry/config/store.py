@@ -4,6 +4,7 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -33,12 +34,14 @@ GROUPS = (
 
 
 def group_schemas(group: str) -> dict[str, type[Any]]:
-    """The schemas of a group by class name: every dataclass that its module, or its package, defines."""
-    module = import_module(f"foundry.config.schemas.{group}")
+    """The schemas of a group by class name: every dataclass that its module, or a file of its package, defines."""
+    whole = import_module(f"foundry.config.schemas.{group}")
+    files = [import_module(f"{whole.__name__}.{file.name}") for file in iter_modules(getattr(whole, "__path__", ()))]
     return {
         name: value
+        for module in (whole, *files)
         for name, value in vars(module).items()
-        if isinstance(value, type) and is_dataclass(value) and f"{value.__module__}.".startswith(f"{module.__name__}.")
+        if isinstance(value, type) and is_dataclass(value) and value.__module__ == module.__name__
     }
 
 
