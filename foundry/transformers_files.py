@@ -104,7 +104,8 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
 
     try:
         load: Any = AutoTokenizer.from_pretrained
-        loaded = load(str(out), local_files_only=True, trust_remote_code=False)
+        # No length, of which the probe, that no model reads, would be said to have more than a small one.
+        loaded = load(str(out), local_files_only=True, trust_remote_code=False, model_max_length=2**31)
     except Exception as error:
         log.warning("transformers cannot load the tokenizer of %s: %s", out, " ".join(str(error).split()))
         return

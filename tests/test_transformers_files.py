@@ -1,6 +1,7 @@
 """The files beside weights, of sources as they are found: with numbers that are no tokens, and code."""
 
 import json
+import logging
 
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
@@ -53,3 +54,12 @@ def test_a_class_of_transformers_that_cuts_words_otherwise_is_told(tmp_path, cap
     caplog.clear()
     save_for_transformers(LlamaConfig(), splits(stop_ids=(0,)), tmp_path / "none", tmp_path)
     assert caplog.text == ""
+
+
+def test_a_short_model_is_said_nothing_of(tmp_path, caplog):
+    theirs = logging.getLogger("transformers")
+    theirs.addHandler(caplog.handler)
+    save_for_transformers(LlamaConfig(max_position_embeddings=8), splits(stop_ids=(0,)), tmp_path / "none", tmp_path)
+    theirs.removeHandler(caplog.handler)
+    assert caplog.text == ""
+    assert read(tmp_path / "tokenizer_config.json")["model_max_length"] == 8
