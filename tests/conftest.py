@@ -2,9 +2,9 @@ import os
 import signal
 
 import pytest
-from examples import selection
-from terminal import Shell
-from warm import WarmShell
+from support.examples import selection
+from support.terminal import Shell
+from support.warm import WarmShell
 
 for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_signum) is signal.SIG_IGN:

@@ -9,13 +9,13 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import composition
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
-from tiny import TINY_DIT
+from support import composition
+from support.tiny import TINY_DIT
 
 from foundry import ConfigError, Stopped, compose, run
 

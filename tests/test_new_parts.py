@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 from foundry.config.compose import config_dir
 

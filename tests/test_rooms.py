@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from warm_server import MODULES
+from support.warm_server import MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 # Folders of tests of several rooms together.

@@ -4,7 +4,7 @@ import functools
 import json
 
 import pytest
-from composition import configure
+from support.composition import configure
 
 from foundry.checkpoint.finished import check_finished
 from foundry.checkpoint.folder import Manifest

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from checkpoint_parts import ALONE, KNOWN, Net, assert_same, saver, write
+from support.checkpoint_parts import ALONE, KNOWN, Net, assert_same, saver, write
 
 from foundry.checkpoint.folder import CheckpointError, problems, read_manifest
 from foundry.checkpoint.tensors import load_weights

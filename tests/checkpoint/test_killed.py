@@ -14,7 +14,7 @@ _CONTEXT.set_forkserver_preload(["foundry.checkpoint.saver"])
 
 def save_forever(run_dir, pipe, asynchronous):
     import torch
-    from checkpoint_parts import ALONE, KNOWN
+    from support.checkpoint_parts import ALONE, KNOWN
 
     from foundry.checkpoint.saver import Checkpointer
 

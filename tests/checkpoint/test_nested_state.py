@@ -7,11 +7,11 @@ from fractions import Fraction
 
 import pytest
 import torch
-from checkpoint_parts import Net, assert_same, write
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nested_optimizer import Nested
+from support.checkpoint_parts import Net, assert_same, write
+from support.examples import examples
+from support.nested_optimizer import Nested
 from torch import nn
 from torch.optim import AdamW, Optimizer
 

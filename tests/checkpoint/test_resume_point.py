@@ -5,7 +5,7 @@ import json
 import os
 
 import pytest
-from checkpoint_parts import ALONE, Net, rewrite_manifest, write
+from support.checkpoint_parts import ALONE, Net, rewrite_manifest, write
 
 from foundry.checkpoint.folder import FORMAT, problems, read_manifest
 from foundry.checkpoint.resume_point import find_resume_point

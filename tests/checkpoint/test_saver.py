@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from checkpoint_parts import KNOWN, Net, assert_same, saver, write
+from support.checkpoint_parts import KNOWN, Net, assert_same, saver, write
 from torch.optim import AdamW
 
 from foundry.checkpoint import saver as saver_module

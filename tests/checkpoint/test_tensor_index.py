@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from checkpoint_parts import Net, assert_same, rewrite_manifest, write
+from support.checkpoint_parts import Net, assert_same, rewrite_manifest, write
 
 from foundry.checkpoint.folder import CheckpointError, problems, read_manifest
 from foundry.checkpoint.shard import Chunk, write_shard

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from checkpoint_parts import Net, assert_same, write
 from safetensors import safe_open
+from support.checkpoint_parts import Net, assert_same, write
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 

@@ -1,8 +1,8 @@
 from collections.abc import Callable
 
-import composition
 import pytest
 from omegaconf import DictConfig
+from support import composition
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import os
 
 import pytest
 import yaml
-from composition import configure
-from tiny import SMALL_LM
+from support.composition import configure
+from support.tiny import SMALL_LM
 
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import save_config

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from examples import selection
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
+from support.examples import selection
 
 import foundry.optim.schedules  # noqa: F401 # its import of torch is no part of a composition's time
 from foundry.config import override_errors as errors

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from composition import compose, configure
+from support.composition import compose, configure
 
 from foundry.config.build import build
 from foundry.config.errors import ConfigError

@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
-from composition import configure
-from tiny import TINY_LM
+from support.composition import configure
+from support.tiny import TINY_LM
 
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget

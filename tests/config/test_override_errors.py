@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from composition import compose
+from support.composition import compose
 
 from foundry.config.errors import ConfigError
 

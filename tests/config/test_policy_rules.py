@@ -1,7 +1,7 @@
 """What a policy asks of the rest of a run is said when the run is composed, a line each."""
 
 import pytest
-from composition import configure
+from support.composition import configure
 
 from foundry.config.errors import ConfigError
 

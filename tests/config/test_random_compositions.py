@@ -1,9 +1,9 @@
 """Choices, values, deletions and broken syntax in any mixture: a configuration that makes sense, or a line each."""
 
-from examples import examples
 from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from test_hostile_values import VALUES, badly_said, nonsense
 
 from foundry.config.compose import config_dir, install

@@ -5,7 +5,7 @@ import json
 from dataclasses import MISSING, fields, is_dataclass, replace
 
 import pytest
-from composition import configure
+from support.composition import configure
 
 from foundry.config.frozen import plain
 from foundry.config.resume_compat import differences

@@ -1,7 +1,7 @@
 """What a run that learns from its own answers is refused for, and what its preset makes of a rollout."""
 
 import pytest
-from composition import configure
+from support.composition import configure
 
 from foundry.config.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """Sizes of a model that contradict its data's are refused when the run is composed."""
 
 import pytest
-from composition import configure
+from support.composition import configure
 
 from foundry.config.errors import ConfigError
 

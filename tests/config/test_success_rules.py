@@ -1,5 +1,5 @@
 import pytest
-from composition import configure
+from support.composition import configure
 
 from foundry.config.errors import ConfigError
 

@@ -1,8 +1,8 @@
 """`objective.teacher`: what it stands for, and what is wrong with it, before anything is built."""
 
 import pytest
-from composition import configure
-from tiny import SMALL_LM
+from support.composition import configure
+from support.tiny import SMALL_LM
 
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import save_config

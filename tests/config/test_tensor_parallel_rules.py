@@ -1,7 +1,7 @@
 """What a model divided over ranks refuses, before anything is built."""
 
 import pytest
-from composition import compose, configure
+from support.composition import compose, configure
 
 from foundry.config.errors import ConfigError
 

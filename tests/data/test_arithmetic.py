@@ -4,9 +4,9 @@ import re
 from itertools import pairwise
 
 import pytest
-from composition import configure
 from hypothesis import given
 from hypothesis import strategies as st
+from support.composition import configure
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import ArithmeticForm

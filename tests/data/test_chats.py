@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import OnBadRow, TrainOn

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from reach import Reach
+from support.reach import Reach
 
 from foundry.config.errors import ConfigError
 from foundry.data.demonstrations import FIRST_SEED, demonstrations

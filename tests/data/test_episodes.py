@@ -5,9 +5,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from foundry.config.errors import ConfigError
 from foundry.data.episodes import Recording, Windows, episode_splits, held_out_episodes, normalised_by

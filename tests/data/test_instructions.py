@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from lerobot_parts import LENGTHS, write_by_hand
+from support.lerobot_parts import LENGTHS, write_by_hand
 from test_episodes import TASKS, record
 
 from foundry.config.errors import ConfigError
@@ -136,7 +136,7 @@ def test_a_folder_that_does_not_say_its_tasks_is_refused_in_a_line(columns, mess
 
 
 def test_demonstrations_have_the_words_of_the_simulator(tmp_path):
-    from reach import Reach
+    from support.reach import Reach
 
     class Named(Reach):
         def reset(self, seed):

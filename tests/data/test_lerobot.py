@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from lerobot_parts import CAMERA, FPS, LENGTHS, SIZE, recorded, smooth_picture, write_by_hand
+from support.lerobot_parts import CAMERA, FPS, LENGTHS, SIZE, recorded, smooth_picture, write_by_hand
 
 from foundry.config.errors import ConfigError
 from foundry.config.lerobot import read_info

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from composition import configure
+from support.composition import configure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -7,10 +7,10 @@ from io import StringIO
 import numpy as np
 import pytest
 import torch
-from composition import compose, configure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.composition import compose, configure
 
 from foundry.config.errors import ConfigError
 from foundry.data.examples import Examples

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from reach import Reach
+from support.reach import Reach
 
 from foundry.config.errors import ConfigError
 from foundry.data import demonstrations

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from support.examples import examples
 
 from foundry.data.statistics import Moments, Statistics
 

@@ -3,9 +3,9 @@
 import numpy
 import pytest
 import torch
-from harness import spawn
+from support.harness import spawn
+from support.toy import FP32, Toy, backward_window
 from torch import nn
-from toy import FP32, Toy, backward_window
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 

@@ -4,8 +4,8 @@ import errno
 import json
 
 import pytest
-from harness import spawn
-from toy import FP32, Toy, whole_parameters
+from support.harness import spawn
+from support.toy import FP32, Toy, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP
 

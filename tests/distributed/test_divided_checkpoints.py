@@ -3,8 +3,8 @@
 from functools import partial
 
 import pytest
-from harness import spawn
-from toy import FP32
+from support.harness import spawn
+from support.toy import FP32
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 

@@ -1,8 +1,8 @@
 """How a model is divided, and what its ranks send each other for it."""
 
 import pytest
-from harness import spawn
-from toy import FP32
+from support.harness import spawn
+from support.toy import FP32
 
 from foundry.config.schemas.distributed import FSDP
 

@@ -1,7 +1,7 @@
 """A loss over a vocabulary that ranks divide between them, and what crosses them for it."""
 
 import pytest
-from harness import spawn
+from support.harness import spawn
 
 pytestmark = pytest.mark.distributed
 TOKENS, HIDDEN, VOCAB = (3, 7), 5, 12

@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from harness import spawn
+from support.harness import spawn
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.distributed import DDP, FSDP

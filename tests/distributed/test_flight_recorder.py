@@ -4,7 +4,7 @@ import resource
 
 import pytest
 import torch
-from harness import spawn
+from support.harness import spawn
 
 from foundry.parallel.flight_recorder import dump_collectives, dump_into, record_collectives
 

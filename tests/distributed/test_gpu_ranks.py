@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICES
-from harness import spawn
-from toy import FP32, Toy, largest_difference, train
+from support.devices import DEVICES
+from support.harness import spawn
+from support.toy import FP32, Toy, largest_difference, train
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 from foundry.launch.local import WorkerFailed, run_local
@@ -100,7 +100,8 @@ def run_out_of_memory(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_that_runs_out_on_one_rank_is_named_within_half_a_minute(device, monkeypatch):
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        "PYTHONPATH",
+        os.pathsep.join([str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
     )
     begin = time.monotonic()
     with pytest.raises(WorkerFailed, match=r"rank 1.*(memory|allocate)"):

@@ -1,8 +1,8 @@
 """What ranks really hold, byte for byte, is what was planned."""
 
 import pytest
-from composition import configure
-from harness import spawn
+from support.composition import configure
+from support.harness import spawn
 
 pytestmark = pytest.mark.distributed
 

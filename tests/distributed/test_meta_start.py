@@ -4,9 +4,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from composition import configure
-from harness import spawn
-from tiny import TINY_LM
+from support.composition import configure
+from support.harness import spawn
+from support.tiny import TINY_LM
 
 pytestmark = pytest.mark.distributed
 TINY = ["model.hidden_size=24", "model.intermediate_size=40", "model.num_layers=3", "model.num_heads=4"]

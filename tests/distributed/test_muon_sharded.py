@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from harness import spawn
-from toy import FP32, Toy, backward_window, largest_difference, whole, whole_parameters
+from support.harness import spawn
+from support.toy import FP32, Toy, backward_window, largest_difference, whole, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 

@@ -1,9 +1,9 @@
 """State of an optimizer on several ranks, nested or of another type than its parameter, is restored as it was."""
 
 import pytest
-from harness import spawn
-from nested_optimizer import Nested
-from toy import FP32, Toy, backward_window
+from support.harness import spawn
+from support.nested_optimizer import Nested
+from support.toy import FP32, Toy, backward_window
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP
 
@@ -89,7 +89,7 @@ def test_it_is_restored_bit_for_bit(tmp_path, layout):
 def differences_from_one_process(world):
     """The largest of weights after four steps, how far these moved, and the types of the moments."""
     import torch
-    from toy import largest_difference, whole_parameters
+    from support.toy import largest_difference, whole_parameters
 
     from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import World

@@ -1,8 +1,8 @@
 """A loss that is NaN on one rank stops all of them, or is skipped by all, and they say on which."""
 
 import pytest
-from harness import spawn
-from toy import FP32, Toy, global_batch, sum_loss, whole, whole_parameters
+from support.harness import spawn
+from support.toy import FP32, Toy, global_batch, sum_loss, whole, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP
 

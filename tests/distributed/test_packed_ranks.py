@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from outcome import losses
+from support.outcome import losses
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long]
 

@@ -1,8 +1,8 @@
 """A precision means the same under one process, DDP and FSDP2; infinities are seen by every rank."""
 
 import pytest
-from harness import spawn
-from toy import Toy, backward_window, global_batch, largest_difference, train, whole_parameters
+from support.harness import spawn
+from support.toy import Toy, backward_window, global_batch, largest_difference, train, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed
 from foundry.config.schemas.precision import PrecisionMode

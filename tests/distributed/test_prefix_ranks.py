@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import spawn
+from support.harness import spawn
 from torch import nn
 
 from foundry.models.vlm import PrefixVLM
@@ -49,7 +49,7 @@ def rows():
 
 def gradients(world, strategy, *, grad_checkpointing):
     """What this rank's rows are answered, and all gradients, averaged over ranks."""
-    from composition import configure
+    from support.composition import configure
 
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import arrange

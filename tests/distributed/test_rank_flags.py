@@ -3,7 +3,7 @@ import signal
 
 import pytest
 import torch
-from harness import spawn
+from support.harness import spawn
 
 from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags

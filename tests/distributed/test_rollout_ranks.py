@@ -1,7 +1,7 @@
 """Equal weights make equal rollouts, on one process, and on two under DDP and FSDP2."""
 
 import pytest
-from harness import spawn
+from support.harness import spawn
 
 from foundry.config.schemas.distributed import DDP, FSDP
 
@@ -10,7 +10,7 @@ REWARDED = {"updates_per_rollout": 2, "ref_policy_kl_penalty": 0.1}
 
 def windows(model, reference, world, chunk):
     """Two rollouts' worth of microbatches as plain lists, and the metrics."""
-    from rollout_parts import make_objective, make_source
+    from support.rollout_parts import make_objective, make_source
 
     objective = make_objective(reference, **REWARDED, generation_batch_size=chunk)
     source = make_source(objective, model, world=world, frozen=[reference], per_gpu_batch_size=2)
@@ -21,7 +21,7 @@ def windows(model, reference, world, chunk):
 
 
 def on_ranks(world, chunk):
-    from rollout_parts import make_model
+    from support.rollout_parts import make_model
 
     from foundry.config.schemas.precision import PrecisionMode
     from foundry.parallel.precision import PrecisionPolicy
@@ -52,7 +52,7 @@ def close(one, other):
 def test_rollouts_are_the_same_on_any_number_of_ranks(chunk):
     """Of chunks there are more than ranks, or one, which leaves a rank without any."""
     import torch
-    from rollout_parts import make_model
+    from support.rollout_parts import make_model
 
     from foundry.parallel.process_group import World
 

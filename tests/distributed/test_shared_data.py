@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from harness import spawn
-from toy import FP32, whole
+from support.harness import spawn
+from support.toy import FP32, whole
 
 from foundry.config.schemas.distributed import DDP, FSDP, Single
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from harness import count_collectives, spawn
-from toy import FP32, NUM_BLOCKS, Toy, backward_window, largest_difference, train
+from support.harness import count_collectives, spawn
+from support.toy import FP32, NUM_BLOCKS, Toy, backward_window, largest_difference, train
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync
 

@@ -5,15 +5,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from harness import spawn
+from support.harness import spawn
 
 from foundry.config.schemas.distributed import DDP, FSDP
 
 
 def measure(model, world):
     import torch
-    from policy_parts import DATA, Wandering
-    from reach import Reach
+    from support.policy_parts import DATA, Wandering
+    from support.reach import Reach
 
     from foundry.evaluators.success import Success
     from foundry.training.protocols import EvaluationContext
@@ -29,7 +29,7 @@ def measure(model, world):
 
 
 def on_ranks(world):
-    from policy_parts import GoThere
+    from support.policy_parts import GoThere
 
     from foundry.config.schemas.precision import PrecisionMode
     from foundry.parallel.precision import PrecisionPolicy
@@ -47,7 +47,7 @@ def on_ranks(world):
 @pytest.mark.distributed
 def test_ranks_share_the_episodes():
     import torch
-    from policy_parts import GoThere
+    from support.policy_parts import GoThere
 
     from foundry.parallel.process_group import World
 

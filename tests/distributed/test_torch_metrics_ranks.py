@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-from composition import configure
-from harness import spawn
-from tiny import SMALL_LM
-from toy import FP32
+from support.composition import configure
+from support.harness import spawn
+from support.tiny import SMALL_LM
+from support.toy import FP32
 
 from foundry.config.errors import ConfigError
 from foundry.config.recorded import foreign_parts

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import spawn
+from support.harness import spawn
 
 pytestmark = pytest.mark.distributed
 ROWS, HORIZON = 4, 6
@@ -54,7 +54,7 @@ def measure(parallel, own):
 
 
 def wrap(world, strategy, *, grad_checkpointing):
-    from composition import configure
+    from support.composition import configure
 
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import arrange

@@ -1,7 +1,7 @@
 """Ranks that generate each for itself, under every wrapper: no rank waits for another, and training is undisturbed."""
 
 import pytest
-from harness import spawn
+from support.harness import spawn
 
 from foundry.config.schemas.distributed import DDP, FSDP
 from foundry.config.schemas.precision import PrecisionMode

@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import partialmethod
 
 import pytest
-from harness import count_collectives, spawn
-from toy import FP32, NUM_BLOCKS, Toy, backward_window, global_batch, largest_difference, train, whole
+from support.harness import count_collectives, spawn
+from support.toy import FP32, NUM_BLOCKS, Toy, backward_window, global_batch, largest_difference, train, whole
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, GradientSync, Single
 

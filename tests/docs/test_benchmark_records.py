@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from scripts import ROOT
+from support.scripts import ROOT
 
 
 @pytest.fixture

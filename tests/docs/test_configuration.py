@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from composition import compose
 from omegaconf import OmegaConf
-from scripts import ROOT, load_script
+from support.composition import compose
+from support.scripts import ROOT, load_script
 
 from foundry.config.compose import config_dir
 from foundry.config.errors import ConfigError

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from scripts import ROOT, load_script
+from support.scripts import ROOT, load_script
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import re
 from html import unescape
 
 import pytest
-from scripts import ROOT, load_script
+from support.scripts import ROOT, load_script
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scripts import ROOT, load_script
+from support.scripts import ROOT, load_script
 
 PAGE = """
 ```bash

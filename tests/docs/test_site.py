@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from scripts import ROOT, load_script
+from support.scripts import ROOT, load_script
 
 pytest.importorskip("mkdocs", reason="needs the extra docs")
 

@@ -1,7 +1,7 @@
 import pytest
-from terminal import Shell
-from tiny import TINY_DIT, TINY_LM
-from warm import WarmShell
+from support.terminal import Shell
+from support.tiny import TINY_DIT, TINY_LM
+from support.warm import WarmShell
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 import torch
-from composition import configure
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny import SMALL_LM, TINY_DIT
+from support.composition import configure
+from support.tiny import SMALL_LM, TINY_DIT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foundry.checkpoint.folder import read_manifest

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from composition import configure
-from outcome import outcome
-from small_text import RUN, SMALL, write_text
+from support.composition import configure
+from support.outcome import outcome
+from support.small_text import RUN, SMALL, write_text
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foundry.config.errors import ConfigError

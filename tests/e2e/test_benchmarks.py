@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from scripts import ROOT
+from support.scripts import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 PEERS = {"HF Trainer": "accelerate", "Lightning": "lightning", "accelerate": "accelerate"}

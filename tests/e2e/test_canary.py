@@ -4,9 +4,9 @@ import stat
 
 import pytest
 import yaml
-from composition import configure
-from tiny import SMALL_LM
-from warm import WarmShell
+from support.composition import configure
+from support.tiny import SMALL_LM
+from support.warm import WarmShell
 
 from foundry.config.frozen import plain
 
@@ -24,7 +24,7 @@ def warm(tmp_path_factory, cache):
     cwd = tmp_path_factory.mktemp("canary")
     settings = plain(configure(*SMALL_LM).model)
     del settings["init_from"]
-    own = {"_target_": "keyed_model.build", "api_key": "${oc.env:OWN_SECRET}", "fails": False}
+    own = {"_target_": "support.keyed_model.build", "api_key": "${oc.env:OWN_SECRET}", "fails": False}
     own["header"] = "Bearer ${oc.env:OWN_SECRET}"
     (cwd / "own" / "model").mkdir(parents=True)
     (cwd / "own" / "model" / "keyed.yaml").write_text(yaml.safe_dump(settings | own))

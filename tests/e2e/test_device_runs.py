@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from devices import DEVICES, runs_on
-from run_events import EndsAfter, Interrupted
 from safetensors.torch import load_file
-from tiny import TINY_DIT, TINY_LM
+from support.devices import DEVICES, runs_on
+from support.run_events import EndsAfter, Interrupted
+from support.tiny import TINY_DIT, TINY_LM
 
 from foundry.library import compose, run
 from foundry.run_dir.checkpoints import list_checkpoints

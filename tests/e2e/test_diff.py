@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 RUN = [*TINY_LM, "hparams.max_steps=4", "tracking=none", "evaluation.interval=2", "evaluation.write_samples=false"]
 

@@ -3,10 +3,10 @@
 import signal
 
 import pytest
-from outcome import losses, status
-from small_disk import fill, small_disk
-from small_text import RUN, SMALL, write_text
-from warm import WarmShell
+from support.outcome import losses, status
+from support.small_disk import fill, small_disk
+from support.small_text import RUN, SMALL, write_text
+from support.warm import WarmShell
 
 from foundry.checkpoint.folder import problems
 from foundry.run_dir.checkpoints import find, list_checkpoints

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_text import RUN, SMALL, write_text
-from warm import WarmShell
+from support.small_text import RUN, SMALL, write_text
+from support.warm import WarmShell
 
 from foundry.checkpoint.shard import Chunk
 from foundry.checkpoint.tensor_index import read_index

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 WORDS = [
     "--config-dir=conf",
@@ -35,11 +35,11 @@ def faulty(shell):
     """Starts a run with a fault; returns the process."""
     folder = shell.cwd / "conf" / "objective"
     folder.mkdir(parents=True)
-    (folder / "faulty.yaml").write_text("_target_: faulty.Objective\n")
+    (folder / "faulty.yaml").write_text("_target_: support.faulty.Objective\n")
 
     def start(fault, rank, *overrides, **variables):
         own = {"FAULT": fault, "FAULTY_RANK": str(rank), **variables}
-        own["PYTHONPATH"] = str(Path(__file__).parent)
+        own["PYTHONPATH"] = str(Path(__file__).parents[1])
         return shell.start(*WORDS, "distributed.timeout_seconds=10", *overrides, variables=own)
 
     return start

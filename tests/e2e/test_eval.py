@@ -5,8 +5,8 @@ import math
 import shutil
 
 import pytest
-from composition import configure
-from tiny import SMALL_LM
+from support.composition import configure
+from support.tiny import SMALL_LM
 
 from foundry.config.errors import ConfigError
 from foundry.eval import EvalOptions, evaluate

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from composition import configure
-from tiny import SMALL_LM
+from support.composition import configure
+from support.tiny import SMALL_LM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from foundry.export import ExportOptions, export

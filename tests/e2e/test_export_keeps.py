@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from composition import configure
 from safetensors import safe_open
-from small_text import RUN, SMALL, write_text
+from support.composition import configure
+from support.small_text import RUN, SMALL, write_text
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,

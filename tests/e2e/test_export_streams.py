@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from checkpoint_parts import KNOWN, saver
-from composition import configure
 from safetensors.torch import load_file, save_file
-from tiny import SMALL_LM
+from support.checkpoint_parts import KNOWN, saver
+from support.composition import configure
+from support.tiny import SMALL_LM
 
 from foundry.checkpoint.tensors import collect
 from foundry.config.frozen import save_config

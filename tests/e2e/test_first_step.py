@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 _RUN = """
 import sys

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 WORDS = [
     *TINY_LM,
@@ -14,7 +14,7 @@ WORDS = [
     "tracking.mlflow=false",
     "tracking.plots=false",
     "tracking.log_every_n_steps=1",
-    "+tracking.trackers.limits={_target_: group_limits.Limits}",
+    "+tracking.trackers.limits={_target_: support.group_limits.Limits}",
     "evaluation.interval=null",
     "evaluation.max_samples=4",
     "hydra.run.dir=run",
@@ -39,7 +39,7 @@ WORDS = [
 )
 def test_each_group_has_the_limit_of_the_start_and_then_that_of_steps(shell, overrides, subgroups):
     limits = ["distributed.timeout_seconds=100", "distributed.start_timeout_seconds=400"]
-    shell.run(*WORDS, *overrides, *limits, variables={"PYTHONPATH": str(Path(__file__).parent)})
+    shell.run(*WORDS, *overrides, *limits, variables={"PYTHONPATH": str(Path(__file__).parents[1])})
     start, _, last = map(json.loads, (shell.cwd / "run" / "limits.jsonl").read_text().splitlines())
     world = int(overrides[1].rpartition("=")[2])
     assert start[0] == "start"

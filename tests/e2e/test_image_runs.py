@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from tiny import TINY_DIT
+from support.tiny import TINY_DIT
 
 RUN = [*TINY_DIT, "data=images", "data.image_size=8", "data.mirror=true", "data.held_out=0.2", "tracking=none"]
 RUN += ["scheduler.horizon=6", "hparams.max_steps=6"]

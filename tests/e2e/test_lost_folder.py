@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
-from outcome import losses, status
-from small_text import RUN, SMALL, write_text
+from support.outcome import losses, status
+from support.small_text import RUN, SMALL, write_text
 
 from foundry.checkpoint.folder import problems
 from foundry.run_dir.checkpoints import find, list_checkpoints

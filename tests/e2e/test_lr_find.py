@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 FIND = ["hydra.run.dir=found", "lr_find.min=1e-4", "lr_find.max=10", "optimizer=adamw"]
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 RUN = [*TINY_LM, "precision=fp32", "tracking=none", "evaluation.write_samples=false", "evaluation.interval=null"]
 RUN += ["hparams.max_steps=400", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=4", "checkpoint=default"]

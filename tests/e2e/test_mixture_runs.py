@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from outcome import losses
-from small_text import RUN, SMALL, write_text
+from support.outcome import losses
+from support.small_text import RUN, SMALL, write_text
 
 SHARES = [*RUN, *SMALL, "data.path=[text.txt,rows.jsonl]", "data.weights=[0.7,0.3]", "data.text_field=message.text"]
 SHARES += ["scheduler.horizon=20", "checkpoint.interval=5"]

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 import torch
-from outcome import metrics, weights
-from warm import WarmShell
+from support.outcome import metrics, weights
+from support.warm import WarmShell
 
 MORTAL = '''
 import os

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 import torch
-from outcome import metrics, weights
-from tiny import TINY_LM
-from warm import WarmShell
+from support.outcome import metrics, weights
+from support.tiny import TINY_LM
+from support.warm import WarmShell
 
 OWN = '''
 import os

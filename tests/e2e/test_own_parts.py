@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from tiny import TINY_LM
-from warm import WarmShell
+from support.tiny import TINY_LM
+from support.warm import WarmShell
 
 OWN = '''
 import torch

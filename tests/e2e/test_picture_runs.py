@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from PIL import Image
-from reach import Reach
 from safetensors.torch import load_file
+from support.reach import Reach
 
 from foundry.config.errors import ConfigError
 from foundry.eval import EvalOptions, evaluate

@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from tiny import TINY_DIT, TINY_LM
+from support.tiny import TINY_DIT, TINY_LM
 
 FULL = ["hparams.max_steps=40", "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=2"]
 RAMP = "hparams.batch_ramp={start: 4, increment: 4, over_samples: 100}"

@@ -5,8 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from lerobot_parts import write_by_hand
-from reach import Reach
+from support.lerobot_parts import write_by_hand
+from support.reach import Reach
 
 from foundry.config.errors import ConfigError
 from foundry.data.demonstrations import FIRST_SEED
@@ -27,7 +27,7 @@ def finished(tmp_path_factory):
     """A run whose demonstrations are gone, and the statistics it was trained with."""
     folder = tmp_path_factory.mktemp("policy")
     (folder / "conf/simulator").mkdir(parents=True)
-    own = "_target_: reach.Reach\nstate_dim: 4\naction_dim: 2\nimage_size: null\nmax_steps: 30\n"
+    own = "_target_: support.reach.Reach\nstate_dim: 4\naction_dim: 2\nimage_size: null\nmax_steps: 30\n"
     (folder / "conf/simulator/reach.yaml").write_text(own)
     config = compose([*SMALL, *REACH, f"data.cache_dir={folder / 'cache'}"], config_dir=folder / "conf")
     assert (config.data.state_dim, config.data.action_dim, config.data.image_size) == (4, 2, None)

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import policy_parts
 import pytest
-from composition import configure
 from PIL import Image
-from policy_parts import REACH_POLICY
-from reach import Reach
+from support import policy_parts
+from support.composition import configure
+from support.policy_parts import REACH_POLICY
+from support.reach import Reach
 
 from foundry.config.errors import ConfigError
 from foundry.eval import EvalOptions, evaluate
@@ -236,7 +236,11 @@ def test_errors_are_lines(runs, options, message):
     for name, old, new in (
         ("longer", "max_steps: 30", "max_steps: 31"),
         ("damaged", "episodes: 10", "episodes: 0"),
-        ("still", "_target_: reach.Reach\n  state_dim: 4\n  action_dim: 2\n  image_size: null\n  max_steps: 30", ""),
+        (
+            "still",
+            "_target_: support.reach.Reach\n  state_dim: 4\n  action_dim: 2\n  image_size: null\n  max_steps: 30",
+            "",
+        ),
     ):
         if not (runs / name).exists():
             shutil.copytree(runs / "good", runs / name, symlinks=True)

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 RUN = [*TINY_LM, "hparams.max_steps=3", "hydra.run.dir=run"]
 

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from safetensors.torch import load, load_file
-from tiny import TINY_LM
-from warm import WarmShell
+from support.tiny import TINY_LM
+from support.warm import WarmShell
 
 PAIRS = '''
 import torch

@@ -3,7 +3,7 @@
 import csv
 import json
 
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 WORDS = [*TINY_LM, "hparams.max_steps=3", "tracking=none", "evaluation.write_samples=false", "hydra.sweep.dir=sweep"]
 

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
-from outcome import losses, outcome, status
-from small_text import RUN, SMALL, write_text
-from warm import WarmShell
+from support.outcome import losses, outcome, status
+from support.small_text import RUN, SMALL, write_text
+from support.warm import WarmShell
 
 from foundry.checkpoint.folder import problems
 from foundry.run_dir.checkpoints import find, list_checkpoints
@@ -250,7 +250,7 @@ def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_o
 )
 def test_an_optimizer_with_nested_state_is_resumed_bit_identically(shell, text, layout):
     overrides = [*RUN, *SMALL, text, "hparams.max_steps=30", "optimizer=sgd", *layout]
-    overrides += ["optimizer._target_=nested_optimizer.build_nested", "checkpoint.interval=10"]
+    overrides += ["optimizer._target_=support.nested_optimizer.build_nested", "checkpoint.interval=10"]
     shell.run(*overrides, "hydra.run.dir=whole")
     shell.run(*overrides, "hydra.run.dir=run")
     newest, before = list_checkpoints(shell.cwd / "run")[:2]
@@ -263,7 +263,7 @@ def test_an_optimizer_with_nested_state_is_resumed_bit_identically(shell, text, 
 
 @pytest.mark.long
 def test_state_that_cannot_be_saved_is_said_after_the_first_step(shell, text):
-    overrides = [*RUN, *SMALL, text, MAX, "optimizer=sgd", "optimizer._target_=nested_optimizer.build_unsaved"]
+    overrides = [*RUN, *SMALL, text, MAX, "optimizer=sgd", "optimizer._target_=support.nested_optimizer.build_unsaved"]
     stderr = shell.run(*overrides, "hydra.run.dir=run", code=2)[1]
     (line,) = stderr.splitlines()
     assert line.startswith("optimizer: Unsaved keeps optimizer.")

@@ -1,8 +1,8 @@
 """Where a command may write, and that a refused one leaves nothing behind."""
 
 import pytest
+from support.tiny import TINY_LM
 from test_runs import snapshot
-from tiny import TINY_LM
 
 OWN = ("config.yaml", "tokenizer.json", "plan.json", "foundry.log", ".lock", ".hydra/hydra.yaml", "data/a.txt")
 WORDS = [*TINY_LM, "tracking=none", "evaluation.write_samples=false"]

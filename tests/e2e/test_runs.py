@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import TINY_DIT, TINY_LM
-from warm import WarmShell
+from support.tiny import TINY_DIT, TINY_LM
+from support.warm import WarmShell
 
 PNG = b"\x89PNG\r\n"
 LAYOUT = ["precision=fp32", "hparams.max_steps=3", "hparams.global_batch_size=8", "optimizer=adamw"]

@@ -6,8 +6,8 @@ import signal
 import optuna
 import pytest
 from optuna.trial import TrialState
-from tiny import TINY_DIT
-from warm import WarmShell
+from support.tiny import TINY_DIT
+from support.warm import WarmShell
 
 from foundry.run_dir.trial import open_storage
 

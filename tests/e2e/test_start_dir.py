@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import yaml
-from tiny import TINY_LM
-from warm import WarmShell
+from support.tiny import TINY_LM
+from support.warm import WarmShell
 
 TEXT = ["data=text", "data.path=texts/*.txt", "data.vocab_size=300", "data.cache_dir=cache"]
 WORDS = [*TINY_LM, *TEXT, "evaluation.write_samples=false", "tracking.plots=false"]

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import TINY_DIT
-from warm import WarmShell
-from wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
+from support.tiny import TINY_DIT
+from support.warm import WarmShell
+from support.wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
 
 TINY = [*TINY_DIT, "hparams.max_steps=3", "evaluation.interval=null", "tracking=none", "hydra.sweep.dir=sweep"]
 DIVERGES = "1e30"

@@ -4,8 +4,8 @@ import importlib.util
 import json
 
 import pytest
-from composition import configure
-from tiny import SMALL_LM
+from support.composition import configure
+from support.tiny import SMALL_LM
 
 from foundry.config.errors import ConfigError
 from foundry.eval import EvalOptions, evaluate

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from small_text import RUN, SMALL, write_text
-from warm import WarmShell
+from support.small_text import RUN, SMALL, write_text
+from support.warm import WarmShell
 
 STUDENT = [
     *RUN,

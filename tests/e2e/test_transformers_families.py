@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from composition import configure
-from small_text import RUN, write_text
+from support.composition import configure
+from support.small_text import RUN, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foundry.export import ExportOptions, export

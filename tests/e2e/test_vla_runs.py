@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
     """With the options of a simulator of a user's own."""
     made = tmp_path_factory.mktemp("vla")
     (made / "conf/simulator").mkdir(parents=True)
-    own = "_target_: commanded.Commanded\nstate_dim: 4\naction_dim: 2\nimage_size: null\nmax_steps: 30\n"
+    own = "_target_: support.commanded.Commanded\nstate_dim: 4\naction_dim: 2\nimage_size: null\nmax_steps: 30\n"
     (made / "conf/simulator/commanded.yaml").write_text(own)
     return made
 

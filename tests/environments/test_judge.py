@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from composition import configure
+from support.composition import configure
 
 from foundry.config.errors import ConfigError, shown
 from foundry.config.rollouts import check_environment

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollout_parts import Vowels, make_data, make_model
+from support.rollout_parts import Vowels, make_data, make_model
 
 from foundry.environments.judge import Judge
 from foundry.evaluators.exact_match import ExactMatch

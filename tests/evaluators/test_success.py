@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageSequence
-from policy_parts import DATA, Blind, GoThere, Wandering
-from reach import Reach
+from support.policy_parts import DATA, Blind, GoThere, Wandering
+from support.reach import Reach
 
 from foundry.config.errors import ConfigError
 from foundry.data.splits import DataSplits

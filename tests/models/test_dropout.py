@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from composition import configure
+from support.composition import configure
 
 from foundry.config.errors import ConfigError
 from foundry.models.dropout import KeyedDropout

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from composition import configure
-from devices import DEVICES, Operations, device_of
-from tiny import SMALL_LM
+from support.composition import configure
+from support.devices import DEVICES, Operations, device_of
+from support.tiny import SMALL_LM
 
 from foundry.models.transformer import RMSNorm
 from foundry.parts import build_model

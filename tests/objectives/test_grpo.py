@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rollout_parts import make_model, make_objective, make_source
+from support.rollout_parts import make_model, make_objective, make_source
 
 FILTERS = {"generation_temperature": 0.8, "generation_top_k": 40, "generation_top_p": 0.95}
 NO_FILTERS = {"generation_temperature": 1.0, "generation_top_k": None, "generation_top_p": 1.0}

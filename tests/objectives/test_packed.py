@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_parts import make_model, make_objective, make_source, make_student
+from support.rollout_parts import make_model, make_objective, make_source, make_student
 
 from foundry.columns import WithColumns
 from foundry.config.schemas.distillation import Divergence, OutsideTopK

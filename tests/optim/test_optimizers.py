@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from composition import configure
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.composition import configure
+from support.examples import examples
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

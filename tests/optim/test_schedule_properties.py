@@ -4,9 +4,9 @@ import math
 from itertools import pairwise
 
 import pytest
-from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget

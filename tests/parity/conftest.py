@@ -1,7 +1,7 @@
 from pathlib import Path
 
-import composition
 import pytest
+from support import composition
 
 pytest.register_assert_rewrite("golden_cases", "golden_checks", "golden_instead", "finetuning_checks")
 

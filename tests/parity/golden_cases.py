@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from composition import configure
+from support.composition import configure
 
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.build import build

@@ -1,8 +1,8 @@
 """Parts that the parity tests bring along, as a user would."""
 
 import torch
+from support.warm import warm_ranks
 from torch.utils.data import Dataset
-from warm import warm_ranks
 
 from foundry.checkpoint.tensors import load_weights
 from foundry.data.splits import DataSplits

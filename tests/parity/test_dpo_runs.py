@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from composition import configure
 from parity_parts import differences, run_all, weights
+from support.composition import configure
 
 from foundry.config.errors import ConfigError
 from foundry.data.order import GlobalOrder

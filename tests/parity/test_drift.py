@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from warm import warm_ranks
+from support.warm import warm_ranks
 
 from foundry import trained
 from foundry.launch.local import run_local

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from composition import configure
 from parity_parts import differences, run_all, weights
+from support.composition import configure
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long]
 

@@ -1,5 +1,5 @@
-import composition
 import pytest
+from support import composition
 
 
 @pytest.fixture(scope="session")

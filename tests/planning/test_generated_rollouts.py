@@ -1,7 +1,7 @@
 """The keys and values of answers, in bytes, against those of a cache that has been filled."""
 
 import torch
-from rollout_parts import make_model, make_objective
+from support.rollout_parts import make_model, make_objective
 
 from foundry.models.huggingface import HuggingFaceCausalLM
 from foundry.planning.generation import cache_bytes

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from composition import configure
-from devices import DEVICES, alone_on
+from support.composition import configure
+from support.devices import DEVICES, alone_on
 
 from foundry.config.build import build
 from foundry.parallel.precision import PrecisionPolicy

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollout_parts import QUESTIONS, Vowels, make_data, make_model, make_objective, make_source
+from support.rollout_parts import QUESTIONS, Vowels, make_data, make_model, make_objective, make_source
 
 from foundry.config.errors import ConfigError
 from foundry.environments.judge import Judge, Judgement

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from rollout_parts import VOWELS, make_model, make_objective, make_source, make_student
+from support.rollout_parts import VOWELS, make_model, make_objective, make_source, make_student
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.distillation import Divergence

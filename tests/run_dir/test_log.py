@@ -3,7 +3,7 @@ import logging.config
 
 import pytest
 from omegaconf import OmegaConf
-from small_disk import fill, small_disk
+from support.small_disk import fill, small_disk
 
 from foundry.config.compose import config_dir
 

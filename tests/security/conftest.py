@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
-from composition import configure
-from tiny import TINY_DIT, TINY_LM
+from support.composition import configure
+from support.tiny import TINY_DIT, TINY_LM
 
 from foundry.train import train
 

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from composition import compose
+from support.composition import compose
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.launcher import Slurm

@@ -6,10 +6,10 @@ import shutil
 import time
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.examples import examples
 
 from foundry import sync
 from foundry.config.errors import ConfigError

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 import yaml
-from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from foundry.config.command import command
 from foundry.export import ExportOptions, export

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 from attacks import targets
-from composition import configure
-from tiny import TINY_DIT, TINY_LM
+from support.composition import configure
+from support.tiny import TINY_DIT, TINY_LM
 
 from foundry.config.errors import ConfigError
 from foundry.config.job_overrides import recorded_overrides

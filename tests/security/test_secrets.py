@@ -2,8 +2,8 @@ import logging
 import sys
 
 import pytest
-from composition import compose, configure
 from hydra.core.config_store import ConfigStore
+from support.composition import compose, configure
 
 from foundry.config.compose import install
 from foundry.config.errors import ConfigError, Violation

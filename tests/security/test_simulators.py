@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import yaml
-from composition import configure
+from support.composition import configure
 
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import load_config, save_config

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
-from tiny import TINY_LM
+from support.tiny import TINY_LM
 
 pytestmark = [
     pytest.mark.long,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 from attacks import CANARY, SECRET, hydra_targets, places, spoilt, targets
-from composition import configure
 from safetensors.torch import load_file
+from support.composition import configure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry.config.command import command

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from composition import compose, configure
+from support.composition import compose, configure
 
 from foundry.config.errors import ConfigError
 from foundry.parts import build_simulator

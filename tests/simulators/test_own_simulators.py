@@ -1,15 +1,15 @@
 from dataclasses import replace
 
 import pytest
-from composition import configure
-from reach import Reach
+from support.composition import configure
+from support.reach import Reach
 
 from foundry.config.errors import ConfigError
 from foundry.parts import build_simulator
 
 
 def build(**settings):
-    return build_simulator(replace(configure(), simulator={"_target_": "reach.Reach", **settings}))
+    return build_simulator(replace(configure(), simulator={"_target_": "support.reach.Reach", **settings}))
 
 
 def test_nothing_is_simulated_by_default():

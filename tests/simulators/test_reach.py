@@ -1,4 +1,4 @@
-from reach import Reach
+from support.reach import Reach
 
 from foundry.simulators.protocol import Demonstrating
 

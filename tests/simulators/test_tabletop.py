@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from composition import compose, configure
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.composition import compose, configure
 
 from foundry.config.errors import ConfigError
 from foundry.parts import build_simulator

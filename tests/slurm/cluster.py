@@ -10,7 +10,7 @@ import sys
 import time
 
 from safetensors.torch import load_file
-from tiny import SMALL_LM
+from support.tiny import SMALL_LM
 
 TINY = [*SMALL_LM, "evaluation.interval=null", "evaluation.write_samples=false", "tracking.plots=false"]
 SLURM = [

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from scripts import ROOT, load_script
+from support.scripts import ROOT, load_script
 
 PAGE = ROOT / "docs" / "slurm.md"
 

@@ -2,7 +2,7 @@
 
 import pytest
 from cluster import SLURM
-from wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
+from support.wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import numpy as np
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lerobot_parts import CAMERA, FPS, LENGTHS, recorded
+from support.lerobot_parts import CAMERA, FPS, LENGTHS, recorded
 
 FEATURES = {
     "observation.state": {"dtype": "float32", "shape": (3,), "names": ["x", "y", "z"]},

@@ -1,5 +1,5 @@
 import pytest
-from run_events import empty_database, events, no_mlflow_of_the_user, with_database  # noqa: F401 # fixtures
+from support.run_events import empty_database, events, no_mlflow_of_the_user, with_database  # noqa: F401 # fixtures
 
 from foundry.config.hydra_internals import load_unchecked
 

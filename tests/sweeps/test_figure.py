@@ -2,7 +2,7 @@ import math
 
 import pytest
 from matplotlib.colors import to_hex
-from sweep_dirs import SweepDir
+from support.sweep_dirs import SweepDir
 
 from foundry.sweeps.figure import sweep_figure
 from foundry.sweeps.panels import Frame

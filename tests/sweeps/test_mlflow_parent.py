@@ -5,7 +5,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sweep_dirs import SweepDir
+from support.sweep_dirs import SweepDir
 
 from foundry.sweeps.mlflow_parent import close_parent, close_parent_of_job
 from foundry.tracking.mlflow.destination import Destination, tracking_uri

@@ -3,7 +3,7 @@ import math
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sweep_dirs import SweepDir, held
+from support.sweep_dirs import SweepDir, held
 
 from foundry.config.errors import ConfigError
 from foundry.sweeps.reading import evaluations, read_sweep

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from sweep_dirs import SweepDir, held
+from support.sweep_dirs import SweepDir, held
 
 from foundry.sweeps.reading import read_sweep
 from foundry.sweeps.report_files import write_csv, write_json

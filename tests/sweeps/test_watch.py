@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from sweep_dirs import SweepDir, held
+from support.sweep_dirs import SweepDir, held
 
 from foundry.sweeps import report as module
 from foundry.sweeps.report import report, watch

@@ -1,4 +1,4 @@
-from run_events import (  # noqa: F401 # fixtures
+from support.run_events import (  # noqa: F401 # fixtures
     black_hole,
     empty_database,
     events,

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 import yaml
+from support.tiny import TINY_DIT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import TINY_DIT
 
 from foundry import ConfigError, compose, run
 from foundry.config.frozen import load_config, save_config

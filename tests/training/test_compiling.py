@@ -6,8 +6,8 @@ from functools import partialmethod
 
 import pytest
 import torch
-from run_events import EndsAfter, Interrupted
-from tiny import TINY_DIT, TINY_LM
+from support.run_events import EndsAfter, Interrupted
+from support.tiny import TINY_DIT, TINY_LM
 from torch import nn
 
 from foundry.library import compose, run

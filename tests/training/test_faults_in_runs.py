@@ -6,9 +6,9 @@ import logging
 import time
 from dataclasses import replace
 
-import composition
 import pytest
-from run_events import EndsAfter, Interrupted
+from support import composition
+from support.run_events import EndsAfter, Interrupted
 
 from foundry.checkpoint import saver
 from foundry.library import run

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from composition import configure
-from devices import DEVICES, Operations, alone_on, waiting_is_an_error
-from tiny import SMALL_LM, TINY_DIT
+from support.composition import configure
+from support.devices import DEVICES, Operations, alone_on, waiting_is_an_error
+from support.tiny import SMALL_LM, TINY_DIT
 
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy

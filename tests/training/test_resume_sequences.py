@@ -5,10 +5,10 @@ import math
 from dataclasses import replace
 
 import pytest
-from examples import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sequence_parts import TRAP, Killed, Watcher
+from support.examples import examples
 
 from foundry.checkpoint import retention, saver
 from foundry.checkpoint.folder import problems, read_manifest

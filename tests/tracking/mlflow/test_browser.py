@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
-from sweep_dirs import SweepDir
+from support.sweep_dirs import SweepDir
 
 from foundry.evaluators.episodes import Film
 from foundry.evaluators.films import save_gif

@@ -46,11 +46,11 @@ MODULES = (
 def _import_all():
     for name in MODULES:
         importlib.import_module(name)
-    from composition import compose
+    from support.composition import compose
 
     compose()  # Hydra looks for its plugins once
     # Put there so that this module was found.
-    ours = str(Path(__file__).parent)
+    ours = str(Path(__file__).parents[1])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", ours)]
     os.environ.pop("PYTHONPATH", None)
     if paths:
@@ -58,6 +58,6 @@ def _import_all():
 
 
 # Only where it is preloaded: that finds this folder through the variable.
-if str(Path(__file__).parent) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+if str(Path(__file__).parents[1]) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     _import_all()
     gc.freeze()  # so that those who fork do not collect, and copy, all of it again

@@ -18,18 +18,17 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 
-from terminal import NOT_PASSED_ON
-
 from foundry.launch import local
+from support.terminal import NOT_PASSED_ON
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["warm_server"])
+CONTEXT.set_forkserver_preload(["support.warm_server"])
 
 
 def start_server():
-    """Start the process that others fork from, unless it runs; it imports `warm_server`, which is beside this file."""
+    """Start the process that others fork from, unless it runs; it imports `support.warm_server`."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), before]))
     try:
         forkserver.ensure_running()
     finally:

@@ -10,9 +10,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection, wait
 
-from warm import CONTEXT, start_server
-
 from foundry.config.schemas.distributed import Distributed
+from support.warm import CONTEXT, start_server
 
 
 def spawn(function, world_size, *args, timeout_seconds=300.0, cuda=False):

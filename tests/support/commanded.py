@@ -1,7 +1,8 @@
 """`Reach` whose goal has a side, which a policy is told and questions are about."""
 
 import numpy as np
-from reach import Reach
+
+from support.reach import Reach
 
 
 class Commanded(Reach):

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from reach import Reach
 from torch import nn
 
 from foundry.data.episodes import Recording, episode_splits
 from foundry.data.splits import DataSplits
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.objectives.keyed_random import keyed_normal
+from support.reach import Reach
 
 
 class Units:
@@ -27,7 +27,7 @@ DATA = DataSplits(train=[], validation=[], fingerprint="", statistics=Units())
 
 
 REACH_POLICY = [
-    f"hydra.searchpath=[{Path(__file__).parent / 'e2e' / 'conf'}]",
+    f"hydra.searchpath=[{Path(__file__).parents[1] / 'e2e' / 'conf'}]",
     "hparams=diffusion",
     "debug=fast",
     "data=reach",

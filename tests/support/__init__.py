@@ -1,0 +1,1 @@
+"""Test helpers: shells that run commands, groups of ranks, small configurations, simulators, run directories."""
