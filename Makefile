@@ -1,5 +1,5 @@
 # The checks of a change: `make check`.
-.PHONY: check format docs benchmarks
+.PHONY: check test-room format docs benchmarks
 
 check:
 	ruff check .
@@ -7,6 +7,15 @@ check:
 	mypy
 	lint-imports
 	pytest
+
+# Folders of tests that are also rooms of the package.
+ROOMS := $(sort $(filter $(notdir $(patsubst %/,%,$(wildcard foundry/*/))),$(notdir $(patsubst %/,%,$(wildcard tests/*/)))))
+
+# What a change in one room of foundry/ breaks first: make test-room ROOM=objectives
+test-room:
+	$(if $(filter $(words $(ROOM)),1),,$(error ROOM="$(ROOM)": must be one room; one of $(ROOMS)))
+	$(if $(filter $(ROOM),$(ROOMS)),,$(error ROOM="$(ROOM)": no such room; one of $(ROOMS)))
+	pytest tests/$(ROOM) tests/test_rooms.py tests/parity/test_raw_loop.py
 
 format:
 	ruff check --fix .

@@ -1,4 +1,7 @@
+import json
+
 import pytest
+from support.built_once import built_once
 from support.terminal import Shell
 from support.tiny import TINY_DIT, TINY_LM
 from support.warm import WarmShell
@@ -7,14 +10,21 @@ from support.warm import WarmShell
 @pytest.fixture(scope="session")
 def lm(tmp_path_factory, cache):
     """The run directory of a finished small language model, and what was said; not to be changed."""
-    shell = Shell(tmp_path_factory.mktemp("lm"), cache)
-    message = shell.run(*TINY_LM, "hydra.run.dir=run", "hparams.ema_decay=0.9")
-    return shell.cwd / "run", *message
+
+    def build(folder):
+        (folder / "cwd").mkdir()
+        message = Shell(folder / "cwd", cache).run(*TINY_LM, "hydra.run.dir=run", "hparams.ema_decay=0.9")
+        (folder / "message.json").write_text(json.dumps(message))
+
+    folder = built_once("lm", build, cache, tmp_path_factory)
+    return folder / "cwd" / "run", *json.loads((folder / "message.json").read_text())
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory, cache):
     """The run directory of a finished small diffusion model; not to be changed."""
-    shell = WarmShell(tmp_path_factory.mktemp("digits"), cache)
-    shell.run(*TINY_DIT, "scheduler=wsd", "hydra.run.dir=run")
-    return shell.cwd / "run"
+
+    def build(folder):
+        WarmShell(folder, cache).run(*TINY_DIT, "scheduler=wsd", "hydra.run.dir=run")
+
+    return built_once("digits", build, cache, tmp_path_factory) / "run"

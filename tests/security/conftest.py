@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from support.built_once import built_once
 from support.composition import configure
 from support.tiny import TINY_DIT, TINY_LM
 
@@ -10,15 +11,17 @@ from foundry.train import train
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, cache):
     """A folder with the finished runs `lm` and `dit`."""
-    folder = tmp_path_factory.mktemp("finished")
-    for name, overrides in (("lm", TINY_LM), ("dit", TINY_DIT)):
-        train(
-            configure(*overrides, "tracking=none", "evaluation.write_samples=false", "tracking.progress=false"),
-            folder / name,
-        )
-    return folder
+
+    def build(folder):
+        for name, overrides in (("lm", TINY_LM), ("dit", TINY_DIT)):
+            train(
+                configure(*overrides, "tracking=none", "evaluation.write_samples=false", "tracking.progress=false"),
+                folder / name,
+            )
+
+    return built_once("finished", build, cache, tmp_path_factory)
 
 
 @pytest.fixture
