@@ -19,19 +19,27 @@ _ABOUT = frozenset({"file", "path", "dir", "folder", "name", "env", "length", "s
 # The special tokens of a vocabulary are named like secrets and are none.
 _VOCABULARY = frozenset({"bos", "eos", "pad", "unk", "mask", "sep", "cls", "special", "image", "stop", "per", "next"})
 
-_USERINFO = re.compile(r"(?<=://)[^/\s?#'\"]+@")
+# In each pattern a part that may be long starts in one place only, so that masking a text takes linear time.
+# An address that went through a path has one slash left.
+_USERINFO = re.compile(r"(?:(?<=://)|(?<=\w:/))[^/\s?#'\"]+@")
 _QUERY = re.compile(
     r"([?&;][\w.-]*(?:token|key|secret|password|passwd|pwd|sig|signature|credential)=)[^&;\s'\"]+", re.IGNORECASE
 )
 _ISSUED = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[abprs]-[\w-]{10,}|A(?:KIA|SIA)[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|dapi[0-9a-f]{32})"
+    r"|xox[abprs]-[\w-]{10,}|A(?:KIA|SIA)[0-9A-Z]{16}|dapi[0-9a-f]{32})"
 )
-_ASSIGNED = re.compile(r"(?P<name>[\w.+/-]*\w)(?P<sign>=)(?P<value>\"[^\"]*\"|'[^']*'|\$\{[^}]*\}|[^\s,;&'\"]+)")
+_JWT = re.compile(r"\beyJ[\w-]{8,}(?P<rest>\.[\w-]{8,}\.[\w-]+)?")
+_ASSIGNED = re.compile(
+    r"(?<![\w.+/-])(?P<name>[\w.+/-]*\w)(?P<sign>=)"
+    r"(?P<value>\"[^\"]*\"|'[^']*'|\$\{[^}\s,;&'\"]*\}|[^\s,;&'\"]+)"
+)
 _CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _TURNING = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _SHORTEST = 4  # a shorter secret is in too many texts
 _SHORT = 8  # a shorter one may be a part of other words
+
+_CACHED = 4096  # a longer text is not kept
 
 _known: dict[str, str] = {}
 
@@ -59,7 +67,7 @@ def recorded(text: str) -> str:
 
 def masked_text(text: str) -> str:
     """`text` without secrets: of its addresses, by their form, by the name they are assigned to, or remembered."""
-    text = _masked_by_form(text)
+    text = _masked_by_form(text) if len(text) <= _CACHED else _masked_by_form.__wrapped__(text)
     for secret in sorted(_known, key=len, reverse=True):
         if len(secret) >= _SHORTEST and secret in text:
             word = re.escape(secret)
@@ -69,6 +77,7 @@ def masked_text(text: str) -> str:
 
 @lru_cache(1024)  # a sweep asks for the same settings again and again
 def _masked_by_form(text: str) -> str:
+    text = _JWT.sub(lambda found: MASK if found["rest"] else found[0], text)
     text = _ISSUED.sub(MASK, _QUERY.sub(rf"\1{MASK}", _USERINFO.sub(f"{MASK}@", text)))
     return _ASSIGNED.sub(_masked_assignment, text) if "=" in text else text
 
