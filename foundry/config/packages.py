@@ -50,13 +50,13 @@ def _requirements(extra: str) -> list[str]:
     """Return the requirements of an extra, one for each package; empty without metadata."""
     from importlib.metadata import PackageNotFoundError, requires
 
-    from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
-
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return []
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
     versions: dict[str, SpecifierSet] = {}
     for requirement in map(Requirement, lines):
         if requirement.marker is not None and requirement.marker.evaluate({"extra": re.sub("[-_.]+", "-", extra)}):
