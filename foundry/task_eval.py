@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.errors import ConfigError, Violation, format_reason, nearest
+from foundry.config.packages import missing_message
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ def check_installed() -> None:
         ConfigError: it is.
     """
     if find_spec("lm_eval") is None:
-        raise ConfigError(Violation("tasks", "needs lm_eval, which is not installed; pip install 'foundry[lm_eval]'"))
+        raise ConfigError(Violation("tasks", missing_message("lm_eval", "lm_eval")))
 
 
 def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list[str]]":

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry import __version__
 from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
 from foundry.run_dir.redact import one_line
 
@@ -197,7 +198,10 @@ def answer_alone(arguments: Sequence[str], write_help: Callable[[], str]) -> boo
 
 
 def versions() -> str:
-    """Of foundry and what it stands on; nothing of them is imported for it."""
+    """Return the versions of foundry, Python, torch and Hydra, without importing these packages.
+
+    A second line warns if a build of 0.1 is installed beside this version.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
@@ -206,7 +210,8 @@ def versions() -> str:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             found.append(f"no {name}")
-    return f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
+    line = f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
+    return "\n".join(filter(None, (line, conflict_message())))
 
 
 def help_text(schema: type[Any], name: str, doc: str, *, prefix: str = "") -> str:

@@ -45,7 +45,7 @@ def write_sweep_page(loader: ConfigLoader) -> str:
     lines = [_SWEEPS.format(ready=ready)]
     for choice, schemas in {
         "hydra/sweeper=foundry (the default): a grid": (Sweep,),
-        "hydra/sweeper=optuna: a search; needs pip install 'foundry[search]'": (Search,),
+        "hydra/sweeper=optuna: a search; needs the package optuna": (Search,),
         "hydra/launcher=local (the default is sequential: one job after the other)": (Local,),
         "hydra/launcher=slurm": (Slurm,),
     }.items():

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.packages import pip_command
 from foundry.config.schemas.data import PictureFit
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
@@ -125,6 +126,6 @@ def import_av() -> Any:
     try:
         import av
     except ImportError:
-        message = "names a column of videos, which are decoded by av; pip install 'foundry[video]'"
+        message = f"names a column of videos, which are decoded by av; {pip_command('av', 'video')}"
         raise ConfigError(Violation("data.image_key", message)) from None
     return av

@@ -7,6 +7,7 @@ from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.optuna_parts import build_part
+from foundry.config.packages import pip_command
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.run_dir.names import TRIAL
@@ -81,7 +82,7 @@ class _Trial:
         try:
             import optuna
         except ImportError:
-            message = "proposed this run but is not installed here; pip install 'foundry[search]'"
+            message = f"proposed this run but is not installed here; {pip_command('optuna', 'search')}"
             raise ConfigError(Violation("hydra/sweeper=optuna", message)) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._metric, self._number = link.metric, link.number

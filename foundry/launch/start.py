@@ -1,5 +1,6 @@
 """Starting a run on this machine: in this process, or on several of its own."""
 
+import logging
 import logging.config
 import os
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from foundry.config.environment import detect
+from foundry.config.packages import conflict_message
 from foundry.config.schemas.root import Config
 from foundry.run_dir.lock import is_held
 from foundry.run_dir.redact import known, one_line, remember
@@ -18,6 +20,8 @@ from foundry.run_dir.status import read_status, write_status
 if TYPE_CHECKING:
     from foundry.train import RunResult
     from foundry.training.events import Observer
+
+log = logging.getLogger(__name__)
 
 
 def start(
@@ -39,6 +43,8 @@ def start(
         Stopped: a signal came, and the run has saved.
     """
     _yield_to_others()
+    if detect().rank == 0 and (conflict := conflict_message()):
+        log.warning("%s", conflict)
     from foundry.train import train
 
     processes = config.distributed.nproc_per_node

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import check_metric
 from foundry.config.optuna_parts import build_part
+from foundry.config.packages import missing_message
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.sweeper import Search
 from foundry.run_dir.names import STUDY
@@ -76,7 +77,7 @@ class OptunaSweeper(CheckedSweeper):
         try:
             import optuna
         except ImportError:
-            message = "is optuna, which is not installed; pip install 'foundry[search]'"
+            message = missing_message("optuna", "search")
             raise ConfigError(Violation("hydra/sweeper", message)) from None
         if OmegaConf.select(config, "hydra.launcher.detach"):
             message = "is true but a search proposes jobs by the results of others, and has to wait for them"

@@ -106,7 +106,7 @@ def test_videos_without_the_package_for_them_name_the_extra(folder, tmp_path, mo
         video = folder / f"videos/{CAMERA}/chunk-000/file-000.mp4"
         video.parent.mkdir(parents=True)
         video.touch()
-        with pytest.raises(ConfigError, match=r"data\.image_key: .*pip install 'foundry\[video\]'"):
+        with pytest.raises(ConfigError, match=r"data\.image_key: .*pip install '?av"):
             read(folder, tmp_path, pictures=(CAMERA, SIZE))
 
 

@@ -9,6 +9,7 @@ from optuna.trial import TrialState
 from support.tiny import TINY_DIT
 from support.warm import WarmShell
 
+from foundry.config.packages import pip_command
 from foundry.run_dir.trial import open_storage
 
 SEARCH = [
@@ -175,7 +176,8 @@ def test_a_search_without_its_package_says_how_to_install_it(cold_shell):
     (shell.cwd / "without").mkdir()
     (shell.cwd / "without" / "optuna.py").write_text("raise ImportError\n")
     _, stderr = shell.run("hparams_search=optuna_tpe", code=2, variables={"PYTHONPATH": "without"})
-    assert stderr.splitlines() == ["hydra/sweeper: is optuna, which is not installed; pip install 'foundry[search]'"]
+    said = f"hydra/sweeper: needs optuna, which is not installed; {pip_command('optuna', 'search')}"
+    assert stderr.splitlines() == [said]
     assert [path.name for path in shell.cwd.iterdir()] == ["without"]
 
 

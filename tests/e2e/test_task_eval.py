@@ -8,6 +8,7 @@ from support.composition import configure
 from support.tiny import SMALL_LM
 
 from foundry.config.errors import ConfigError
+from foundry.config.packages import pip_command
 from foundry.eval import EvalOptions, evaluate
 from foundry.export import ExportOptions, export
 from foundry.task_eval import table
@@ -139,7 +140,8 @@ def test_what_does_not_fit_is_a_line(run_dir, monkeypatch):
     assert refused(tasks=["x"], max_new_tokens=9).startswith("max_new_tokens: is 9 but is not for tasks")
     assert refused(["data=text"], tasks=["x"]).startswith("data: is text but tasks bring their own data")
     monkeypatch.setattr("foundry.task_eval.find_spec", lambda name: None)
-    assert refused(tasks=["x"]) == "tasks: needs lm_eval, which is not installed; pip install 'foundry[lm_eval]'"
+    said = f"tasks: needs lm_eval, which is not installed; {pip_command('lm_eval', 'lm_eval')}"
+    assert refused(tasks=["x"]) == said
 
 
 def test_the_table_has_a_metric_in_a_line():

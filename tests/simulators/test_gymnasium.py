@@ -7,6 +7,7 @@ import pytest
 from support.composition import compose, configure
 
 from foundry.config.errors import ConfigError
+from foundry.config.packages import pip_command
 from foundry.parts import build_simulator
 from foundry.simulators.protocol import Demonstrating
 
@@ -117,16 +118,16 @@ def refusal(*overrides):
 def test_missing_packages_name_the_extra(monkeypatch):
     composed = configure("simulator=fetch_push")
     monkeypatch.setitem(sys.modules, "gymnasium_robotics", None)
-    said = "simulator: needs gymnasium_robotics, which is not installed; pip install 'foundry[fetch]'"
+    said = f"simulator: needs gymnasium_robotics, which is not installed; {pip_command('gymnasium_robotics', 'fetch')}"
     assert refusal("simulator=fetch_push") == said
     with pytest.raises(ConfigError) as refused:
         build_simulator(composed)
     assert str(refused.value) == said
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    said = "simulator: needs gymnasium, which is not installed; pip install 'foundry[robot]'"
+    said = f"simulator: needs gymnasium, which is not installed; {pip_command('gymnasium', 'robot')}"
     assert refusal(*OWN, "simulator.id=CartPole-v1") == said
     monkeypatch.setitem(sys.modules, "metaworld", None)
-    said = "simulator: needs metaworld, which is not installed; pip install 'foundry[metaworld]'"
+    said = f"simulator: needs metaworld, which is not installed; {pip_command('metaworld', 'metaworld')}"
     assert refusal("simulator=metaworld").startswith(said)
 
 
@@ -140,9 +141,8 @@ def test_fetch_with_a_newer_mujoco_names_the_pin(monkeypatch, mujoco, is_wrong):
     installed = {"mujoco": mujoco, "gymnasium-robotics": "1.4.2"}
     monkeypatch.setattr("importlib.metadata.version", installed.__getitem__)
     if is_wrong:
-        said = (
-            f"needs mujoco<3.12 for gymnasium-robotics 1.4.2, but {mujoco} is installed; pip install 'foundry[fetch]'"
-        )
+        said = f"needs mujoco<3.12 for gymnasium-robotics 1.4.2, but {mujoco} is installed; "
+        said += pip_command("mujoco<3.12", "fetch")
         assert refusal("simulator=fetch_push") == f"simulator: {said}"
     else:
         compose("simulator=fetch_push")

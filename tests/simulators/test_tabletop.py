@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.composition import compose, configure
 
 from foundry.config.errors import ConfigError
+from foundry.config.packages import pip_command
 from foundry.parts import build_simulator
 from foundry.simulators.protocol import Demonstrating
 from foundry.simulators.tabletop import Tabletop
@@ -174,7 +175,7 @@ def test_wrong_settings_are_config_errors(overrides, said):
 def test_without_mujoco_the_extra_is_named(monkeypatch):
     composed = configure("simulator=around")
     monkeypatch.setitem(sys.modules, "mujoco", None)
-    said = "simulator: needs mujoco, which is not installed; pip install 'foundry[robot]'"
+    said = f"simulator: needs mujoco, which is not installed; {pip_command('mujoco', 'robot')}"
     with pytest.raises(ConfigError) as refused:
         compose("simulator=around")
     assert str(refused.value) == said

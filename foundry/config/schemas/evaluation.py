@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit
 from foundry.config.errors import Violation, shown
+from foundry.config.packages import missing_message
 from foundry.config.setting import OnResume, setting
 
 
@@ -112,7 +113,7 @@ class Evaluation:
                     message = "must be a mapping with a _target_; null leaves it out"
                     yield Violation(f"evaluation.{key}.{name}", message)
                 elif node is not None and node.get("torchmetrics") and find_spec("torchmetrics") is None:
-                    message = "needs torchmetrics, which is not installed; pip install 'foundry[torchmetrics]'"
+                    message = missing_message("torchmetrics", "torchmetrics")
                     yield Violation(f"evaluation.{key}.{name}.torchmetrics", message)
         stopping = self.early_stopping
         if stopping.patience is not None and stopping.metric is None:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from foundry.config.errors import Violation, nearest, shown
+from foundry.config.packages import missing_message, pip_command
 from foundry.config.setting import setting
 
 TABLETOP_STATE_DIMS = {"around": 17, "push": 19, "touch": 17}
@@ -15,9 +16,9 @@ TABLETOP_STATE_DIM_WITH_IMAGE = 4
 
 
 def missing_package(package: str, extra: str, key: str = "simulator") -> Iterator[Violation]:
-    """Say which extra of foundry brings a package, where it is not installed."""
+    """Refuse a simulator whose package is not installed."""
     if find_spec(package) is None:
-        yield Violation(key, f"needs {package}, which is not installed; pip install 'foundry[{extra}]'")
+        yield Violation(key, missing_message(package, extra))
 
 
 def _parse_task(text: str) -> str:
@@ -154,7 +155,7 @@ def check_fetch(import_module: str | None) -> Iterator[Violation]:
     if mujoco[:2] >= _FIRST_MUJOCO_WITHOUT_FETCH and fetch <= _LAST_FETCH_WITH_THE_FAULT:
         names = [".".join(map(str, parts)) for parts in (fetch, mujoco)]
         message = f"needs mujoco<3.12 for gymnasium-robotics {names[0]}, but {names[1]} is installed"
-        yield Violation("simulator", f"{message}; pip install 'foundry[fetch]'")
+        yield Violation("simulator", f"{message}; {pip_command('mujoco<3.12', 'fetch')}")
 
 
 def runs_foreign_code(node: Mapping[str, Any]) -> Iterator[str]:

@@ -6,10 +6,11 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from foundry.config.errors import Violation, shown
+from foundry.config.packages import missing_message
 from foundry.config.setting import OnResume, setting
 
 EXTRAS = {"foundry.tracking.tensorboard.TensorBoard": "tensorboard", "foundry.tracking.wandb.WandB": "wandb"}
-"""Foundry's trackers that need an extra: the package, and the extra of the same name."""
+"""Extra that each tracker with an optional package needs; the package has the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Tracking:
     )
     system_metrics: bool = setting(
         False,
-        "measure processors, memory, disk, network, GPUs of rank 0's machine in MLflow; GPUs need foundry[gpu_metrics]",
+        "measure processors, memory, disk, network, GPUs of rank 0's machine in MLflow; GPUs need nvidia-ml-py",
         on_resume=OnResume.allowed,
     )
     log_model: bool = setting(
@@ -94,6 +95,6 @@ class Tracking:
                 )
                 continue
             if (extra := EXTRAS.get(str(node["_target_"]))) is not None and find_spec(extra) is None:
-                yield Violation(key, f"needs {extra}, which is not installed; pip install 'foundry[{extra}]'")
+                yield Violation(key, missing_message(extra, extra))
             if extra == "wandb" and node.get("mode") not in (None, "online", "offline"):
                 yield Violation(f"{key}.mode", f"is {shown(node['mode'])} but must be online, offline or null")

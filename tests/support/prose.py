@@ -1,0 +1,211 @@
+"""Count phrasings that make technical prose hard to read, and hold each tree of the repository at its rate.
+
+    python tests/support/prose.py [PATH...]            rate of each path, by default of each tree
+    python tests/support/prose.py --worst 20 [PATH...] also the worst sentences, with file and line
+    python tests/support/prose.py --limits             lower the limits in prose_limits.json to the rates of today
+
+Prose is: docstrings, comments and messages (strings of four words or more) of Python, comments of YAML, and Markdown
+without its code. Of Python in `tests/`, strings other than docstrings are data and do not count.
+"""
+
+import argparse
+import ast
+import io
+import json
+import math
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = Path(__file__).with_name("prose_limits.json")
+TREES = ("README.md", "benchmarks", "conf", "docs", "foundry", "tests")
+MARGIN = 3
+"""Odd phrasings that `--limits` leaves room for in each tree, so that a deleted good sentence fails nothing."""
+MIN_WORDS = 4
+"""Shorter strings of Python are names and keys rather than messages."""
+
+_CONDITION = r"(?:it|there|they|one|a|an|the|its) (?:is|are|has|have|can|does|was|were)"
+_ODD = re.compile(
+    r"\b(?:"
+    + "|".join(
+        (
+            r"what\b(?!\s*\?)(?!'s new)",
+            r"(?:of|by|to|from|in|at|for|with|without|under|over) (?:which|whom)\b",
+            r"(?:that which|those (?:that|of|which|who)|the one (?:that|of)|the ones)\b",
+            r"(?:is|are|was|were|be|has|have) (?:none|no (?:one|other|others|such|more))\b",
+            r"(?:an? own|of (?:its|their|his|one's|your|a user's|foundry's|the user's) own)\b",
+            r"(?:is|are|be|was|were|been) (?:told|said|asked|known again)\b",
+            r"says? (?:so|how|which|what|that|nothing|otherwise)\b",
+            r"(?:others'?|another's|likewise|besides|thereof|therein|whereby)\b",
+            r"such\b(?! as\b)",
+            r"(?:wherever|whoever|whichever|whatever)\b",
+            rf"(?:^|(?<=[,;:.]\s))where\b|where {_CONDITION}\b",
+            r"(?:is|are) to be \w+ed\b",
+            r"(?:nor|save for|in that|but for|minds?)\b",
+        )
+    )
+    + ")"
+)
+"""Phrasings that established training libraries hardly use; matched against a sentence in lower case."""
+_WORD = re.compile(r"[A-Za-z][A-Za-z']*")
+_SENTENCE_END = re.compile(r"(?<=[.;:!?])\s+|\n\s*\n|\n\s*(?=\w+: )")
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence with its file, its line, and the numbers of its words and of its odd phrasings."""
+
+    file: Path
+    line: int
+    text: str
+    num_words: int
+    num_odd: int
+
+
+@dataclass(frozen=True)
+class Count:
+    """Words of a tree, its odd phrasings, and the sentences that have some."""
+
+    num_words: int
+    num_odd: int
+    odd_sentences: tuple[Sentence, ...]
+
+    @property
+    def rate(self) -> float:
+        """Odd phrasings per 1,000 words."""
+        return self.rate_with(0)
+
+    def rate_with(self, more: int) -> float:
+        """Return the rate with this many odd phrasings more."""
+        return 1000 * (self.num_odd + more) / max(self.num_words, 1)
+
+    def worst(self, most: int) -> list[str]:
+        """Return the densest sentences as `file:line: sentence`."""
+        densest = sorted(self.odd_sentences, key=lambda s: s.num_odd / (s.num_words + 8), reverse=True)
+        return [f"{_shown_path(s.file)}:{s.line}: {s.text[:220]}" for s in densest[:most]]
+
+
+def count_tree(path: Path) -> Count:
+    """Count the prose of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in _READERS)
+    sentences = [sentence for file in files for sentence in _sentences(file)]
+    odd = tuple(s for s in sentences if s.num_odd)
+    return Count(sum(s.num_words for s in sentences), sum(s.num_odd for s in odd), odd)
+
+
+def read_limits() -> dict[str, float]:
+    """Return the highest rate allowed in each tree."""
+    limits: dict[str, float] = json.loads(LIMITS.read_text(encoding="utf-8"))
+    return limits
+
+
+def lower_limits() -> None:
+    """Set each limit to the rate of today with the margin; a limit that is lower already stays."""
+    limits = read_limits() if LIMITS.exists() else {}
+    for tree in TREES:
+        now = math.ceil(100 * count_tree(ROOT / tree).rate_with(MARGIN)) / 100
+        limits[tree] = min(now, limits.get(tree, now))
+    LIMITS.write_text(json.dumps(limits, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _sentences(file: Path) -> Iterator[Sentence]:
+    source = file.read_text(encoding="utf-8")
+    for first_line, text in _READERS[file.suffix](source, file):
+        start = 0
+        for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
+            sentence = " ".join(text[start:end].split())
+            if num_words := len(_WORD.findall(sentence)):
+                line = first_line + text.count("\n", 0, start)
+                yield Sentence(file, line, sentence, num_words, len(_ODD.findall(sentence.lower())))
+            start = end
+
+
+def _read_python(source: str, file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of docstrings, blocks of comments, and messages."""
+    nodes = list(ast.walk(ast.parse(source)))
+    only_docstrings = file.is_relative_to(ROOT / "tests")
+    in_f_strings = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if id(node) in in_f_strings or (only_docstrings and id(node) not in docstrings):
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        elif isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        else:
+            continue
+        if len(_WORD.findall(text)) >= MIN_WORDS:
+            yield node.lineno, text
+    yield from _comment_blocks(source)
+
+
+def _comment_blocks(source: str) -> Iterator[tuple[int, str]]:
+    """Yield first line and text of each run of lines that are comments alone, and of each comment beside code."""
+    block: list[str] = []
+    first_line = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT or token.string.startswith(("# type:", "# noqa", "#!")):
+            continue
+        line, is_alone = token.start[0], not token.line[: token.start[1]].strip()
+        if not (block and is_alone and line == first_line + len(block)):
+            if block:
+                yield first_line, "\n".join(block)
+            block, first_line = [], line
+        block.append(token.string.lstrip("# "))
+    if block:
+        yield first_line, "\n".join(block)
+
+
+def _read_markdown(source: str, _: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each paragraph, without code and link targets."""
+    source = re.sub(r"```.*?```", lambda match: "\n" * match[0].count("\n"), source, flags=re.DOTALL)
+    source = re.sub(r"`[^`\n]*`", "X", source)
+    line = 1
+    for block in re.split(r"(\n\s*\n)", source):
+        if block.strip():
+            yield line, re.sub(r"\]\([^)]*\)", "]", block)
+        line += block.count("\n")
+
+
+def _read_yaml(source: str, _: Path) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(source.splitlines(), 1):
+        if "#" in line:
+            yield number, line.split("#", 1)[1].strip()
+
+
+_READERS = {".py": _read_python, ".md": _read_markdown, ".yaml": _read_yaml, ".yml": _read_yaml}
+
+
+def _shown_path(file: Path) -> Path:
+    return file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print rates and worst sentences, or lower the limits."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", type=Path)
+    parser.add_argument("--worst", type=int, default=0, metavar="N")
+    parser.add_argument("--limits", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.limits:
+        lower_limits()
+    limits = read_limits()
+    for path in options.paths or [ROOT / tree for tree in TREES]:
+        file = path.resolve()
+        count = count_tree(file)
+        limit = limits.get(str(_shown_path(file)))
+        allowed = "" if limit is None else f", limit {limit:g}"
+        sys.stdout.write(
+            f"{_shown_path(file)}: {count.num_odd} in {count.num_words:,} words, {count.rate:.2f} per 1,000{allowed}\n"
+        )
+        for sentence in count.worst(options.worst):
+            sys.stdout.write(f"    {sentence}\n")
+
+
+if __name__ == "__main__":
+    main()
