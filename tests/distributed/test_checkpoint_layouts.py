@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from support.harness import spawn
+from support.harness import run_ranks
 from support.toy import FP32, Toy, backward_window
 from torch import nn
 
@@ -131,7 +131,7 @@ def differing(world, parts, expected):
 def test_every_layout_reads_every_other(tmp_path):
     reference = {}
     for world_size in LAYOUTS:
-        ranks = spawn(save_all, world_size, tmp_path)
+        ranks = run_ranks(save_all, world_size, tmp_path)
         for name in ranks[0]:
             reference[name] = tuple(wholes([rank[name][moment] for rank in ranks]) for moment in (0, 1))
     assert len(reference) == len(NAMES) * len(OPTIMIZERS)
@@ -146,5 +146,5 @@ def test_every_layout_reads_every_other(tmp_path):
         assert len(sizes) == int(name[-1]) ** (2 if name.startswith("hsdp") else 1)
         assert max(sizes) < 1.3 * min(sizes), (name, sizes)
     for world_size in LAYOUTS:
-        for wrong in spawn(load_all, world_size, tmp_path, reference):
+        for wrong in run_ranks(load_all, world_size, tmp_path, reference):
             assert wrong == []

@@ -4,7 +4,7 @@ import errno
 import json
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks, spawn
 from support.toy import FP32, Toy, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP
@@ -54,7 +54,7 @@ def test_one_process_reads_what_two_wrote(tmp_path):
     from foundry.checkpoint.tensors import load_weights
     from foundry.run_dir.checkpoints import find
 
-    for name, (own, averaged) in spawn(save_wrapped, 2, tmp_path)[0].items():
+    for name, (own, averaged) in run_ranks(save_wrapped, 2, tmp_path)[0].items():
         folder = find(tmp_path / name)
         ranks = [json.loads((folder / f"rank-0000{rank}.json").read_text()) for rank in (0, 1)]
         assert ranks == [{"rank": 0}, {"rank": 1}]
@@ -84,7 +84,7 @@ def test_collectives_of_training_continue_during_a_save(tmp_path):
     from foundry.checkpoint.folder import problems
     from foundry.run_dir.checkpoints import list_checkpoints
 
-    assert spawn(save_beside_training, 4, tmp_path) == [(10 * 50 * 10 * 4, 0)] * 4
+    assert run_ranks(save_beside_training, 4, tmp_path) == [(10 * 50 * 10 * 4, 0)] * 4
     assert [folder.name[-2:] for folder in list_checkpoints(tmp_path)] == ["10", "09"]
     assert [problems(folder) for folder in list_checkpoints(tmp_path)] == [[], []]
 
@@ -128,7 +128,7 @@ def test_when_one_rank_fails_all_know(tmp_path, asynchronous, strict):
     from foundry.checkpoint.folder import problems
     from foundry.run_dir.checkpoints import find
 
-    results = spawn(fail_on_one_rank, 2, tmp_path, asynchronous, strict)
+    results = run_ranks(fail_on_one_rank, 2, tmp_path, asynchronous, strict)
     for failed, _, raised in results:
         assert failed == 1
         assert ("rank 1: OSError: [Errno 28] No space left on device" in raised) is strict
@@ -164,7 +164,7 @@ def test_the_newest_whole_one_is_found_together(tmp_path):
     content = bytearray((folders[1] / "shard-00001.safetensors").read_bytes())
     content[-1] ^= 1
     (folders[1] / "shard-00001.safetensors").write_bytes(content)
-    results = spawn(verify, 2, tmp_path)
+    results = run_ranks(verify, 2, tmp_path)
     assert [found for found, _ in results] == [folders[0]] * 2
     assert results[1][1] == []
     newest, second = results[0][1]
@@ -190,5 +190,5 @@ def collect_odd_state(world):
 
 
 def test_state_that_is_no_part_of_a_sharded_whole_is_refused():
-    for message in spawn(collect_odd_state, 2):
+    for message in run_ranks(collect_odd_state, 2):
         assert "optimizer.embedding.weight.rows has the shape (29,) beside a sharded parameter of (29, 12)" in message

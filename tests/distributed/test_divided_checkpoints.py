@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 from support.toy import FP32
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
@@ -95,7 +95,9 @@ def save_all(world, root, jobs):
 @pytest.mark.long
 def test_every_degree_reads_every_other_bit_for_bit(tmp_path):
     for size in (1, 2, 4):
-        spawn(save_all, size, tmp_path, [(config, name) for name, (ranks, config) in LAYOUTS.items() if ranks == size])
+        run_ranks(
+            save_all, size, tmp_path, [(config, name) for name, (ranks, config) in LAYOUTS.items() if ranks == size]
+        )
     saved = {name: read(tmp_path, name) for name in LAYOUTS}
     for name, tensors in saved.items():
         assert {key: tensor.shape for key, tensor in tensors.items()} == {k: t.shape for k, t in saved["one"].items()}
@@ -104,7 +106,7 @@ def test_every_degree_reads_every_other_bit_for_bit(tmp_path):
     for size in (1, 2, 4):
         own = {name: config for name, (ranks, config) in LAYOUTS.items() if ranks == size}
         jobs = [(config, f"{name} of {other}", other) for name, config in own.items() for other in LAYOUTS]
-        spawn(save_all, size, tmp_path, jobs)
+        run_ranks(save_all, size, tmp_path, jobs)
     for name in LAYOUTS:
         for other in LAYOUTS:
             check_same(read(tmp_path, f"{name} of {other}"), saved[other])
@@ -115,7 +117,7 @@ def test_a_part_is_written_once(tmp_path):
     import json
 
     (ranks, config), files = LAYOUTS["tp_2x2"], []
-    spawn(save, ranks, tmp_path, config, "tp_2x2")
+    run_ranks(save, ranks, tmp_path, config, "tp_2x2")
     wholes = read(tmp_path, "tp_2x2")
     for path in sorted(tmp_path.glob("tp_2x2/checkpoints/step_*/*.safetensors")):
         data = path.read_bytes()

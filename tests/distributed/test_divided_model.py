@@ -1,7 +1,7 @@
 """How a model is divided, and what its ranks send each other for it."""
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 from support.toy import FP32
 
 from foundry.config.schemas.distributed import FSDP
@@ -54,7 +54,7 @@ def count_both(world):
 
 
 def test_a_block_sends_two_sums_forward_and_two_backward():
-    (forward, both), (more_forward, more_both) = spawn(count_both, 2)[0]
+    (forward, both), (more_forward, more_both) = run_ranks(count_both, 2)[0]
     assert (more_forward - forward) / 2 == 2
     assert (more_both - both) / 2 == 4
     # The embedding, and of the loss a maximum, the two sums, and the gradient of the hidden states.
@@ -76,7 +76,7 @@ def placed(world):
 
 
 def test_matrices_are_cut_twice_and_norms_once():
-    for shapes in spawn(placed, 4):
+    for shapes in run_ranks(placed, 4):
         assert shapes == [(8, 16), (2, 16), (8, 8), (8,)]
 
 
@@ -103,7 +103,7 @@ def refuse(world):
 
 
 def test_a_model_that_cannot_be_divided_is_refused():
-    tied, odd, biased, silent = spawn(refuse, 2)[0]
+    tied, odd, biased, silent = run_ranks(refuse, 2)[0]
     key = "distributed.tensor_parallel: is 2 but "
     assert tied == f"{key}lm_head.weight and model.embed_tokens.weight are one parameter; set it to 1"
     assert odd == f"{key}must divide the 5 columns of 0"

@@ -1,7 +1,7 @@
 """A loss over a vocabulary that ranks divide between them, and what crosses them for it."""
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 TOKENS, HIDDEN, VOCAB = (3, 7), 5, 12
@@ -79,7 +79,7 @@ def on_ranks(world):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_it_is_that_of_the_whole_vocabulary(world_size):
-    spawn(on_ranks, world_size)
+    run_ranks(on_ranks, world_size)
 
 
 def sent(world):
@@ -106,7 +106,7 @@ def sent(world):
 def test_no_logits_are_sent():
     """Two maxima, an index and two sums of each token, and the gradient of the hidden states."""
     count = TOKENS[0] * TOKENS[1]
-    assert spawn(sent, 2)[0] == [count, count, count, 2 * count, HIDDEN * count]
+    assert run_ranks(sent, 2)[0] == [count, count, count, 2 * count, HIDDEN * count]
 
 
 def look_up(world):
@@ -127,4 +127,4 @@ def look_up(world):
 
 
 def test_an_embedding_looks_up_what_it_has():
-    spawn(look_up, 2)
+    run_ranks(look_up, 2)

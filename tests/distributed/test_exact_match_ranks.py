@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.distributed import DDP, FSDP
@@ -99,5 +99,5 @@ def measure_on_ranks(world):
 @pytest.mark.distributed
 def test_ranks_share_the_prompts():
     expected, _ = measure(*built(), alone())
-    for results in spawn(measure_on_ranks, 2):
+    for results in run_ranks(measure_on_ranks, 2):
         assert results == [(expected, 2)] * 2

@@ -2,7 +2,7 @@
 
 import pytest
 from support.composition import configure
-from support.harness import spawn
+from support.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -148,7 +148,7 @@ def test_ranks_hold_what_was_planned(world_size, cases):
 
 
 def check(world_size, cases, configs):
-    measured = spawn(measure, world_size, configs)[0]
+    measured = run_ranks(measure, world_size, configs)[0]
     for case, config, found in zip(cases, configs, measured, strict=True):
         planned = plan(config, world_size)
         for part in ("weights", "gradients", "optimizer", "ema"):
@@ -188,7 +188,7 @@ def test_ranks_that_divide_matrices_hold_what_was_planned(world_size, cases):
 def test_offloaded_bytes():
     """What is sharded goes to the host, and nothing else."""
     config = of_ranks(2, "distributed=fsdp", "distributed.cpu_offload=true", "distributed.gradient_sync=every")
-    found, planned = spawn(measure, 2, [config])[0][0], plan(config, 2)
+    found, planned = run_ranks(measure, 2, [config])[0][0], plan(config, 2)
     assert planned.host == found["sharded"]
     assert planned.weights + planned.gradients + planned.optimizer + planned.ema == sum(
         found[part] for part in ("weights", "gradients", "optimizer", "ema")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.composition import configure
-from support.harness import spawn
+from support.harness import run_ranks, spawn
 from support.tiny import TINY_LM
 
 pytestmark = pytest.mark.distributed
@@ -101,12 +101,30 @@ def check_drawn(world, configs):
         assert_equal(whole(parallel), expected.state_dict())
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_draw_what_one_process_draws(world_size):
-    count, batch = f"distributed.nproc_per_node={world_size}", "hparams.per_gpu_batch_size=1"
-    configs = [configure(*m, *s, count, batch) for m in MODELS.values() for s in STRATEGIES[world_size]]
-    configs += [configure(*MODELS[name], *DIVIDED, count, batch) for name in ("decoder", "tied", "bf16", "amp")]
-    spawn(check_drawn, world_size, configs)
+def every_strategy(world_size):
+    cases = [(*model, *strategy) for model in MODELS.values() for strategy in STRATEGIES[world_size]]
+    return cases + [(*MODELS[name], *DIVIDED) for name in ("decoder", "tied", "bf16", "amp")]
+
+
+# Each model with FSDP2, and each strategy with the decoder.
+SOME = [
+    *((*model, *STRATEGIES[2][0]) for model in MODELS.values()),
+    *((*MODELS["decoder"], *strategy) for strategy in (*STRATEGIES[2][1:], DIVIDED)),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        pytest.param(2, SOME, id="some"),
+        pytest.param(2, every_strategy(2), marks=pytest.mark.long, id="two"),
+        pytest.param(4, every_strategy(4), marks=pytest.mark.long, id="four"),
+    ],
+)
+def test_ranks_draw_what_one_process_draws(world_size, cases):
+    size = [f"distributed.nproc_per_node={world_size}", "hparams.per_gpu_batch_size=1"]
+    configs = [configure(*case, *size) for case in cases]
+    run_ranks(check_drawn, world_size, configs)
 
 
 def check_read(world, config, of_folder, run_dir, exported):
@@ -140,7 +158,7 @@ def test_ranks_read_their_part_of_a_checkpoint_and_of_a_folder(tmp_path):
     for strategy in ("fsdp", "ddp"):
         words = [f"distributed={strategy}", "distributed.nproc_per_node=2"]
         folder = configure(*FOLDER, f"model.path={tmp_path / 'out'}", *words)
-        spawn(check_read, 2, configure(*TINY_LM, *words), folder, tmp_path / "run", tmp_path / "out")
+        run_ranks(check_read, 2, configure(*TINY_LM, *words), folder, tmp_path / "run", tmp_path / "out")
 
 
 def check_resumed(world, config):
@@ -160,7 +178,7 @@ def check_resumed(world, config):
 def test_nothing_is_drawn_on_resume(strategy):
     configs = [configure(*words, f"distributed={strategy}", "distributed.nproc_per_node=2") for words in (LM, DIT, HF)]
     for config in configs:
-        spawn(check_resumed, 2, config)
+        run_ranks(check_resumed, 2, config)
 
 
 def measure_start(world, config):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 from support.toy import FP32
 
 from foundry.config.schemas.distributed import DDP
@@ -101,7 +101,7 @@ def test_counts_are_reduced_with_the_sums():
     assert evaluated == pytest.approx(
         {"val_loss": loss, "val_marked_error": wanted["marked_error"], "val_first": wanted["first"]}, rel=1e-5
     )
-    for measured, metrics, collectives in spawn(measure, 2, batch):
+    for measured, metrics, collectives in run_ranks(measure, 2, batch):
         assert measured == pytest.approx(evaluated, rel=1e-6)
         assert metrics.pop("never") is None
         assert metrics == pytest.approx(stepped, rel=1e-6)

@@ -1,10 +1,11 @@
 """Muon orthogonalises whole matrices: sharding them changes no update."""
 
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
-from support.harness import spawn
+from support.harness import run_ranks
 from support.toy import FP32, Toy, backward_window, largest_difference, whole, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
@@ -49,7 +50,7 @@ def compare(world):
 
 
 def test_updates_are_those_of_one_process():
-    for num_matrices, moved, results in spawn(compare, 2):
+    for num_matrices, moved, results in run_ranks(compare, 2):
         assert num_matrices == 3 * 4
         assert moved > 1e-2
         for name, (weights, momentum) in results.items():
@@ -97,13 +98,13 @@ def different_tensors(world):
 
     from foundry.optim import owners
 
-    owners._BATCH_BYTES = 600  # several batches for these few matrices
     types = (torch.float32, torch.bfloat16)
     found = {}
     for mesh_shape, placements in LAYOUTS_OF_MATRICES[world.world_size]:
         mesh = init_device_mesh("cpu", mesh_shape)
         for ns_dtype, held_in in product(types, types):
-            pairs = steps_of_both(mesh, placements, ns_dtype, held_in)
+            with patch.object(owners, "_BATCH_BYTES", 600):  # several batches for these few matrices
+                pairs = steps_of_both(mesh, placements, ns_dtype, held_in)
             assert len(pairs) == 2 * len(SHAPES)
             assert all(torch.isfinite(one).all() for one, _ in pairs)
             wrong = [tuple(one.shape) for one, other in pairs if not torch.equal(one, other)]
@@ -113,7 +114,7 @@ def different_tensors(world):
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2, 4])
 def test_equal_gradients_give_equal_updates_bit_for_bit(num_ranks):
-    for found in spawn(different_tensors, num_ranks):
+    for found in run_ranks(different_tensors, num_ranks):
         assert not any(found.values()), found
 
 
@@ -144,7 +145,7 @@ def after_tensor_parallel(world):
 
 @pytest.mark.long
 def test_a_matrix_that_is_cut_twice():
-    for sharded, whole_matrix in spawn(after_tensor_parallel, 4):
+    for sharded, whole_matrix in run_ranks(after_tensor_parallel, 4):
         assert torch.equal(sharded, whole_matrix)
 
 
@@ -183,7 +184,7 @@ def received_and_computed(world, mesh_shape):
 @pytest.mark.parametrize(("mesh_shape", "num_copies"), [((4,), 1), pytest.param((2, 2), 2, marks=pytest.mark.long)])
 def test_work_and_traffic_are_divided(mesh_shape, num_copies):
     """Each update goes to one rank in bf16, and back to all: nobody gathers or computes everything."""
-    ranks = spawn(received_and_computed, 4, mesh_shape)
+    ranks = run_ranks(received_and_computed, 4, mesh_shape)
     numel = sum(rows * columns for rows, columns in COUNTED)
     flops = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in COUNTED)
     received_bytes = 2 * numel * (1 + num_copies)

@@ -1,7 +1,7 @@
 """State of an optimizer on several ranks, nested or of another type than its parameter, is restored as it was."""
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 from support.nested_optimizer import Nested
 from support.toy import FP32, Toy, backward_window
 
@@ -83,7 +83,7 @@ def save_and_restore(world, root, config, kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_restored_bit_for_bit(tmp_path, layout):
     world_size, *case = LAYOUTS[layout]
-    assert spawn(save_and_restore, world_size, tmp_path, *case) == [[]] * world_size
+    assert run_ranks(save_and_restore, world_size, tmp_path, *case) == [[]] * world_size
 
 
 def differences_from_one_process(world):
@@ -107,7 +107,7 @@ def differences_from_one_process(world):
 
 @pytest.mark.long
 def test_bf16_moments_of_shards_are_those_of_one_process():
-    for apart, moved, is_bf16 in spawn(differences_from_one_process, 2):
+    for apart, moved, is_bf16 in run_ranks(differences_from_one_process, 2):
         assert moved > 1e-2
         assert apart < 1e-3 * moved  # a moment on the edge between two numbers may be rounded either way
         assert is_bf16

@@ -1,7 +1,7 @@
 """A loss that is NaN on one rank stops all of them, or is skipped by all, and they say on which."""
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 from support.toy import FP32, Toy, global_batch, sum_loss, whole, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP
@@ -79,7 +79,7 @@ def stop(world):
 
 
 def test_all_ranks_stop_and_name_the_one():
-    first, second = spawn(stop, 2)
+    first, second = run_ranks(stop, 2)
     for name in WRAPPERS:
         assert first[name] == second[name]
         loss, message, unchanged = first[name]
@@ -128,7 +128,7 @@ def skip(world, on_device):
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_all_ranks_skip_and_continue(on_device):
-    (first, message), (second, unsaid) = spawn(skip, 2, on_device)
+    (first, message), (second, unsaid) = run_ranks(skip, 2, on_device)
     assert first == second == dict.fromkeys(WRAPPERS, ([False, True, False], True))
     line = "step 2: the loss on rank 1 is not finite; its update is left out, 1 in a row of at most 3"
     assert message == [f"{line} (samples 32 to 47 of the global order)"] * len(WRAPPERS)

@@ -1,7 +1,7 @@
 """A precision means the same under one process, DDP and FSDP2; infinities are seen by every rank."""
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 from support.toy import Toy, backward_window, global_batch, largest_difference, train, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed
@@ -58,7 +58,7 @@ def train_modes(world):
 
 @pytest.fixture(scope="module")
 def modes():
-    return spawn(train_modes, 2)
+    return run_ranks(train_modes, 2)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -114,6 +114,6 @@ def skip_and_recover(world):
 def test_an_infinity_on_one_rank_skips_the_step_on_all():
     # Two good steps after the skipped one double the scale again.
     expected = [(True, True, 1024.0), (False, False, 512.0), (True, True, 512.0), (True, True, 1024.0)]
-    for of_rank in spawn(skip_and_recover, 2):
+    for of_rank in run_ranks(skip_and_recover, 2):
         for name in WRAPPERS:
             assert of_rank[name] == expected, name

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.harness import spawn
+from support.harness import run_ranks
 from torch import nn
 
 from foundry.models.vlm import PrefixVLM
@@ -95,4 +95,4 @@ def test_gradients_through_keys_and_values_are_those_of_one_process(grad_checkpo
     # The head is the embedding, and of the last block all is read but its queries, output and feed-forward by `kept`.
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(gradient is not None for gradient in expected.values())
-    spawn(check, 2, grad_checkpointing, answers.detach(), expected)
+    run_ranks(check, 2, grad_checkpointing, answers.detach(), expected)

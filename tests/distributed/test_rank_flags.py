@@ -3,7 +3,7 @@ import signal
 
 import pytest
 import torch
-from support.harness import spawn
+from support.harness import run_ranks, spawn
 
 from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
@@ -54,7 +54,7 @@ def different_flags(world):
 
 @pytest.mark.distributed
 def test_flags_are_combined_and_settling_leaves_nothing_behind():
-    for seen, total in spawn(different_flags, 2):
+    for seen, total in run_ranks(different_flags, 2):
         assert seen == [0, 1 | 2, 8 | 16, 0, 0, 1 << 62]
         assert total == 1
 

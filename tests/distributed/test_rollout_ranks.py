@@ -1,7 +1,7 @@
 """Equal weights make equal rollouts, on one process, and on two under DDP and FSDP2."""
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 
 from foundry.config.schemas.distributed import DDP, FSDP
 
@@ -57,7 +57,7 @@ def test_rollouts_are_the_same_on_any_number_of_ranks(chunk):
     from foundry.parallel.process_group import World
 
     alone, metrics, tokens = windows(make_model(), make_model(4), World(0, 0, 1, 1, torch.device("cpu")), chunk)
-    results = spawn(on_ranks, 2, chunk)
+    results = run_ranks(on_ranks, 2, chunk)
     for strategy in range(2):
         for rank in range(2):
             parts, own_metrics, own_tokens = results[rank][strategy]

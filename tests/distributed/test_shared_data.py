@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 from support.toy import FP32, whole
 
 from foundry.config.schemas.distributed import DDP, FSDP, Single
@@ -127,7 +127,7 @@ def test_pairs_of_ranks_train_as_one_process_does():
     assert isinstance(alone.distributed, Single)
     assert (alone.dp_rank, alone.dp_size) == (0, 1)
     read, logged, weights = train(alone)
-    of_ranks = spawn(train_in_pairs, 4)
+    of_ranks = run_ranks(train_in_pairs, 4)
     for name in CONFIGS:
         shares = [results[name][0] for results in of_ranks]
         assert shares[0] == shares[1]

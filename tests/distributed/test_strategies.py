@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.harness import count_collectives, spawn
+from support.harness import count_collectives, run_ranks
 from support.toy import FP32, NUM_BLOCKS, Toy, backward_window, largest_difference, train
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync
@@ -94,12 +94,12 @@ def named(configs):
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    return spawn(train_all, 2, TWO_RANKS, 2)
+    return run_ranks(train_all, 2, TWO_RANKS, 2)
 
 
 @pytest.fixture(scope="module")
 def four_ranks():
-    return spawn(train_all, 4, FOUR_RANKS, 2)
+    return run_ranks(train_all, 4, FOUR_RANKS, 2)
 
 
 @pytest.mark.parametrize("name", named(TWO_RANKS))

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 
 from foundry.config.schemas.distributed import DDP, FSDP
 
@@ -54,6 +54,6 @@ def test_ranks_share_the_episodes():
     metrics, files = measure(GoThere().eval(), World(0, 0, 1, 1, torch.device("cpu")))
     assert 0 < metrics["success"] < 1
     assert sorted(files) == ["rollouts.gif", "rollouts.jsonl", "rollouts_00000001.gif"]
-    first, second = spawn(on_ranks, 2)
+    first, second = run_ranks(on_ranks, 2)
     assert first == [(metrics, files)] * 2
     assert second == [(metrics, {})] * 2  # rank 0 writes

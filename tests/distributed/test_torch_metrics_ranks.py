@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.composition import configure
-from support.harness import spawn
+from support.harness import run_ranks
 from support.tiny import SMALL_LM
 from support.toy import FP32
 
@@ -102,7 +102,7 @@ def test_ranks_measure_what_one_process_does(count):
     if count == 11:
         area = roc_auc_score(y, scores.softmax(-1), multi_class="ovr", average="macro")
         assert alone["val_auroc"] == pytest.approx(area, rel=1e-5)
-    for measured in spawn(measure, 2, count):
+    for measured in run_ranks(measure, 2, count):
         assert measured == pytest.approx(alone, rel=1e-6)
 
 
@@ -184,7 +184,7 @@ def test_answers_are_judged_to_the_bit_on_any_number_of_ranks():
     assert first["exact_match"] == 5 / 7
     assert 0 < first["cer"] < 1
     assert set(first) > {"rouge1_fmeasure", "rouge1_precision", "rouge1_recall"}
-    for of_rank in spawn(measure_answers, 2):
+    for of_rank in run_ranks(measure_answers, 2):
         assert of_rank == [first, first]
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.harness import spawn
+from support.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 ROWS, HORIZON = 4, 6
@@ -92,4 +92,4 @@ def test_two_ranks_compute_what_one_process_does(grad_checkpointing):
     from foundry.parallel.gradient_sync import LocalSync
     from foundry.parallel.wrap import Parallel
 
-    spawn(check, 2, grad_checkpointing, *measure(Parallel(policy(), LocalSync()), slice(0, ROWS)))
+    run_ranks(check, 2, grad_checkpointing, *measure(Parallel(policy(), LocalSync()), slice(0, ROWS)))

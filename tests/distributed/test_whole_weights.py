@@ -1,7 +1,7 @@
 """Ranks that generate each for itself, under every wrapper: no rank waits for another, and training is undisturbed."""
 
 import pytest
-from support.harness import spawn
+from support.harness import run_ranks
 
 from foundry.config.schemas.distributed import DDP, FSDP
 from foundry.config.schemas.precision import PrecisionMode
@@ -85,7 +85,7 @@ def run_all(world):
 
 @pytest.fixture(scope="module")
 def of_ranks():
-    return spawn(run_all, 2)
+    return run_ranks(run_all, 2)
 
 
 @pytest.mark.parametrize("mode", MODES)

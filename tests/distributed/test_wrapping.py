@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partialmethod
 
 import pytest
-from support.harness import count_collectives, spawn
+from support.harness import count_collectives, run_ranks, spawn
 from support.toy import FP32, NUM_BLOCKS, Toy, backward_window, global_batch, largest_difference, train, whole
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, GradientSync, Single
@@ -178,7 +178,7 @@ def run_checks(world):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return spawn(run_checks, 2)
+    return run_ranks(run_checks, 2)
 
 
 @pytest.mark.parametrize("name", CHECKS)

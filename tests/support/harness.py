@@ -1,49 +1,99 @@
 """Run a function on several ranks that share a real gloo process group.
 
-The ranks fork from a server that has imported torch already, so a group of four starts in well under a second.
+`run_ranks` calls it on ranks that stay alive between tests; `spawn` starts ranks for one call. Use `spawn` if the
+function kills a rank, replaces signal handlers, sets an attribute of a module or compiles, if it measures memory, open
+files or the flight recorder, or if the ranks use CUDA.
+
+Ranks fork from a server that has imported torch already. Each call joins a process group of its own.
 """
 
+import gc
+import logging
 import os
 import pickle
+import random
+import signal
 import socket
+import sys
 import time
 import traceback
+import warnings
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 
 from foundry.config.schemas.distributed import Distributed
 from support.warm import CONTEXT, start_server
 
+_pools: dict[int, "_Ranks"] = {}
+
+
+def run_ranks(function, world_size, *args, timeout_seconds=300.0):
+    """Call `function(world, *args)` on every rank and return the results, rank by rank.
+
+    The ranks serve later calls of the same `world_size`, unless this call fails or times out.
+
+    Raises:
+        AssertionError: with the tracebacks of all ranks that raised.
+    """
+    ranks = _pools.pop(world_size, None)
+    if ranks is None or not ranks.are_alive():
+        ranks = _Ranks(world_size)
+    results = ranks.call(function, args, timeout_seconds)
+    _pools[world_size] = ranks
+    return results
+
 
 def spawn(function, world_size, *args, timeout_seconds=300.0, cuda=False):
-    """Call `function(world, *args)` on every rank and return the results, rank by rank; over NCCL with `cuda`.
+    """Do the same on ranks that start for this call and end with it; over NCCL with `cuda`."""
+    ranks = _Ranks(world_size, cuda=cuda)
+    results = ranks.call(function, args, timeout_seconds)
+    ranks.stop()
+    return results
 
-    Fails with the tracebacks of all ranks that raised; kills what is left after `timeout_seconds`.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start_server()
-    processes, pipes = [], []
-    for rank in range(world_size):
-        ours, theirs = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(
-            target=_child, args=(theirs, rank, world_size, port, cuda, function, args), daemon=True
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    try:
-        outcomes = _collect(pipes, timeout_seconds)
-    finally:
-        for process in processes:
-            process.join(5)
+
+class _Ranks:
+    """Processes that execute calls until their pipes close; a failed call ends all of them."""
+
+    def __init__(self, world_size, *, cuda=False):
+        start_server()
+        self.processes, self.pipes = [], []
+        for rank in range(world_size):
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs, rank, world_size, cuda), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def are_alive(self):
+        return all(process.is_alive() for process in self.processes)
+
+    def call(self, function, args, timeout_seconds):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        # In two layers, because `function` can be imported only with the search path of the tests.
+        request = pickle.dumps((sys.path, port, pickle.dumps((function, args))))
+        try:
+            for pipe in self.pipes:
+                pipe.send_bytes(request)
+            outcomes = _collect(self.pipes, timeout_seconds)
+            problems = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+            assert not problems, "\n".join(problems)
+        except BaseException:
+            self.stop(patience_seconds=0.0)
+            raise
+        return [result for _, result in outcomes]
+
+    def stop(self, patience_seconds=5.0):
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + patience_seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
-    problems = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
-    assert not problems, "\n".join(problems)
-    return [result for _, result in outcomes]
 
 
 def _collect(pipes: list[Connection], timeout_seconds: float) -> list[tuple[bool, object]]:
@@ -55,7 +105,7 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[tuple[bool
             rank = waiting.pop(pipe)
             try:
                 outcomes[rank] = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 outcomes[rank] = (False, "ended without a word")
             if not outcomes[rank][0]:
                 # Its peers fail soon, or hang in a collective.
@@ -63,28 +113,101 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[tuple[bool
     return outcomes
 
 
-def _child(pipe, rank, world_size, port, cuda, function, args):
+def _serve(pipe, rank, world_size, cuda):
+    """Execute calls until the pipe closes or a call fails: peers notice a failure when this process ends."""
     import torch
 
+    torch.set_num_threads(1)
+    is_ok = True
+    while is_ok:
+        try:
+            path, port, request = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        sys.path[:] = path
+        with _restored_state():
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            is_ok, outcome = _execute(request, cuda)
+        pipe.send_bytes(outcome)
+
+
+def _execute(request, cuda):
+    """Whether the call succeeded, and its pickled outcome."""
     from foundry.parallel.process_group import process_group
 
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
     try:
         with process_group(Distributed(timeout_seconds=60.0), cuda=cuda) as world:
-            outcome = (True, function(world, *args))
+            function, args = pickle.loads(request)
+            outcome = pickle.dumps((True, function(world, *args)))
             world.barrier()
+        return True, outcome
     except BaseException:
-        outcome = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(outcome))
-    pipe.close()
+        return False, pickle.dumps((False, traceback.format_exc()))
+
+
+@contextmanager
+def _restored_state():
+    """Restore the global state of torch, Python and the process, and forget the process groups."""
+    import numpy
+    import torch
+
+    accessors = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_rng_state, torch.set_rng_state),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (random.getstate, random.setstate),
+        (numpy.random.get_state, numpy.random.set_state),
+        (os.getcwd, os.chdir),
+    ]
+    before = [(put, get()) for get, put in accessors]
+    environment, filters = dict(os.environ), list(warnings.filters)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    loggers = {logger: (logger.level, list(logger.handlers)) for logger in _loggers()}
+    yield
+    for put, value in before:
+        put(value)
+    os.environ.clear()
+    os.environ |= environment
+    warnings.filters[:] = filters
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for logger in _loggers():
+        level, own = loggers.get(logger, (logging.NOTSET, []))
+        logger.setLevel(level)
+        logger.handlers[:] = own
+    _forget_groups()
+
+
+def _loggers():
+    return [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)] + [
+        logging.root
+    ]
+
+
+def _forget_groups():
+    """Clear what torch caches by device mesh: an equal mesh of the next call has other process groups."""
+    import ctypes
+
+    import torch
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    torch._dynamo.reset()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def count_collectives(function):

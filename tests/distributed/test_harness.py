@@ -1,0 +1,159 @@
+"""Ranks that serve many tests: a failure ends them, and a call changes nothing that the next call could notice."""
+
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from support.harness import run_ranks, spawn
+
+pytestmark = pytest.mark.distributed
+
+
+def process_id(world):
+    return os.getpid()
+
+
+def test_calls_share_ranks_unless_fresh_ones_are_started():
+    first = run_ranks(process_id, 2)
+    assert run_ranks(process_id, 2) == first
+    assert not set(spawn(process_id, 2)) & set(first)
+
+
+def fail(world, ranks):
+    if world.rank in ranks:
+        raise ValueError(f"from rank {world.rank}")
+    world.barrier()
+
+
+def leave(world):
+    if world.rank == 1:
+        os._exit(3)
+    world.barrier()
+
+
+def hang(world):
+    if world.rank == 1:
+        time.sleep(100)
+
+
+def return_lambda(world):
+    return lambda: None
+
+
+@pytest.mark.parametrize("call", [run_ranks, spawn])
+def test_failure_reports_tracebacks_of_all_ranks(call):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: Traceback.*from rank 0.*rank 1: Traceback.*from rank 1"):
+        call(fail, 2, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (fail, ((1,),), "rank 1: Traceback.*ValueError: from rank 1"),
+        (leave, (), "rank 1: ended without a word"),
+        (hang, (), "rank 1: nothing heard within 2 s"),
+        (return_lambda, (), "rank 0: Traceback.*[Pp]ickl"),
+    ],
+)
+def test_next_call_after_a_failure_has_new_ranks(function, args, message):
+    before = run_ranks(process_id, 2)
+    with pytest.raises(AssertionError, match=f"(?s){message}"):
+        run_ranks(function, 2, *args, timeout_seconds=2)
+    assert not set(run_ranks(process_id, 2)) & set(before)
+
+
+def test_ranks_killed_between_calls_are_replaced():
+    before = run_ranks(process_id, 2)
+    os.kill(before[1], signal.SIGKILL)
+    time.sleep(0.2)
+    assert not set(run_ranks(process_id, 2)) & set(before)
+
+
+def global_state(world):
+    """Everything that a call could leave behind for the next one; random numbers as drawn by this call."""
+    import numpy
+
+    names = ("MASTER_PORT",)  # differs for every call
+    return {
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "random": (torch.rand(1).item(), random.random(), numpy.random.rand()),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "grad": torch.is_grad_enabled(),
+        "environment": {name: value for name, value in os.environ.items() if name not in names},
+        "folder": Path.cwd(),
+        "path": list(sys.path),
+        "signal": str(signal.getsignal(signal.SIGUSR1)),
+        "warnings": len(warnings.filters),
+        "loggers": [(len(logging.getLogger(name).handlers), logging.getLogger(name).level) for name in ("", "foundry")],
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+    }
+
+
+def disturb(world, folder):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(3)
+    torch.manual_seed(1)
+    random.seed(1)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_grad_enabled(False)
+    os.environ["DISTURBED"] = "1"
+    del os.environ["PATH"]
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    warnings.simplefilter("error")
+    logging.getLogger("foundry").addHandler(logging.NullHandler())
+    logging.getLogger().setLevel(logging.DEBUG)
+    torch.distributed.new_group([1])
+    init_device_mesh("cpu", (2, world.world_size // 2))
+
+
+def test_global_state_is_restored_after_a_call(tmp_path):
+    before = run_ranks(global_state, 2)
+    run_ranks(disturb, 2, tmp_path)
+    assert run_ranks(global_state, 2) == before
+
+
+def sum_along_mesh(world, num_extra_groups):
+    """Sum a DTensor over one dimension of a mesh; the extra groups change which names torch gives to the mesh's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    for rank in range(num_extra_groups):
+        torch.distributed.new_group([rank])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    partial = DTensor.from_local(torch.tensor([float(world.rank)]), mesh, [Replicate(), Partial()])
+    doubled = (partial * 2).redistribute(mesh, [Replicate(), Replicate()])
+    return doubled.to_local().tolist()
+
+
+def test_device_meshes_of_an_earlier_call_are_forgotten():
+    expected = [[2.0], [2.0], [10.0], [10.0]]
+    for num_extra_groups in (0, 4, 0):
+        assert run_ranks(sum_along_mesh, 4, num_extra_groups) == expected
+
+
+def resident_bytes(world, allocate):
+    if allocate:
+        cycle = [torch.ones(50_000_000)]
+        cycle.append(cycle)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_of_a_call_is_freed():
+    before = run_ranks(resident_bytes, 2, False)
+    run_ranks(resident_bytes, 2, True)
+    after = run_ranks(resident_bytes, 2, False)
+    assert all(later < earlier + 50e6 for earlier, later in zip(before, after, strict=True))
