@@ -1,8 +1,10 @@
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from support.examples import selection
+from support.run_once import RunOnce
 from support.terminal import Shell
 from support.warm import WarmShell
 
@@ -18,6 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def pytest_configure(config):
     selection.is_all = config.option.markexpr != "not long"
+    if record := os.environ.get("FOUNDRY_TESTS_RAN"):
+        config.pluginmanager.register(RunOnce(Path(record)))
 
 
 def pytest_collection_modifyitems(items):
