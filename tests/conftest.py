@@ -3,6 +3,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.drawing import reason_not_to_draw
 from support.examples import selection
 from support.run_once import RunOnce
 from support.terminal import Shell
@@ -36,6 +37,8 @@ def pytest_runtest_setup(item):
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("egl") is not None and (reason := reason_not_to_draw()):
+        pytest.skip(f"needs EGL: {reason}")
 
 
 @pytest.fixture(scope="session")

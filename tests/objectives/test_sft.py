@@ -80,7 +80,7 @@ def test_the_loss_is_the_mean_over_answer_tokens_or_over_samples():
     per_row = []
     for tokens, targets in found:
         log_probs = log_softmax(model(tokens[None], return_logits=True).logits[0].float(), -1)
-        per_row.append([-float(log_probs[i, t]) for i, t in enumerate(targets.tolist()) if t != -100])
+        per_row.append([-float(log_probs[i, t].detach()) for i, t in enumerate(targets.tolist()) if t != -100])
     assert per_row[-1] == []
     tokens = [value for row in per_row for value in row]
     batch = microbatch(found)
