@@ -86,10 +86,10 @@ def test_the_loss_is_the_mean_over_answer_tokens_or_over_samples():
     batch = microbatch(found)
     objective, averaging = SFT(), SFT(sft_average_log_probs=True)
     assert objective.num_valid(batch) == len(tokens)
-    assert float(objective.loss(model, batch).loss) == pytest.approx(sum(tokens), rel=1e-5)
+    assert objective.loss(model, batch).loss.item() == pytest.approx(sum(tokens), rel=1e-5)
     assert averaging.num_valid(batch) == len(found) - 1
     expected = sum(sum(row) / len(row) for row in per_row if row)
-    assert float(averaging.loss(model, batch).loss) == pytest.approx(expected, rel=1e-5)
+    assert averaging.loss(model, batch).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_with_every_token_trained_it_is_next_token_prediction():
@@ -105,12 +105,12 @@ def test_dropout_is_keyed_by_seed_and_sample_and_is_of_training_only():
     found, model = rows(), make_model(**DROPOUT)
 
     def loss(seed=0, first=0):
-        return float(SFT(**DROPOUT, seed=seed).loss(model, microbatch(found, first)).loss)
+        return SFT(**DROPOUT, seed=seed).loss(model, microbatch(found, first)).loss.item()
 
     assert loss() == loss()
     assert len({loss(), loss(seed=1), loss(first=8)}) == 3
     model.eval()
-    assert loss() == loss(seed=1) == float(SFT().loss(make_model(), microbatch(found)).loss)
+    assert loss() == loss(seed=1) == SFT().loss(make_model(), microbatch(found)).loss.item()
 
 
 def test_prompts_and_padding_get_no_gradient():
