@@ -98,7 +98,7 @@ def test_with_every_token_trained_it_is_next_token_prediction():
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "position": torch.arange(4)}
     for options in ({}, {"z_loss_coefficient": 0.01}):
         ours, theirs = SFT(**options).loss(model, batch), NextToken(**options).loss(model, batch)
-        assert torch.equal(ours.loss, theirs.loss) or float(ours.loss) == pytest.approx(float(theirs.loss), rel=1e-6)
+        assert torch.equal(ours.loss, theirs.loss) or ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-6)
 
 
 def test_dropout_is_keyed_by_seed_and_sample_and_is_of_training_only():
@@ -134,9 +134,9 @@ def test_padding_samples_and_rows_without_answers_count_for_nothing():
     for objective in (SFT(), SFT(sft_average_log_probs=True)):
         assert objective.num_valid(padded) == objective.num_valid(batch)
         one, other = objective.loss(model, batch), objective.loss(model, padded)
-        assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-6)
+        assert one.loss.item() == pytest.approx(other.loss.item(), rel=1e-6)
         empty = objective.loss(model, microbatch(found[-1:]))
-        assert float(empty.loss) == 0.0
+        assert empty.loss.item() == 0.0
         assert empty.loss.requires_grad
 
 
@@ -157,4 +157,4 @@ def test_models_of_transformers_read_the_same():
     found = SFT().loss(model, batch)
     logits = model(batch["tokens"], return_logits=True).logits
     assert float(found.metrics["accuracy"].sum) == int((logits.argmax(-1) == batch["targets"]).sum())
-    assert float(found.loss) > 0
+    assert found.loss.item() > 0
