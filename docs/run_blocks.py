@@ -3,7 +3,8 @@
 Each document is run from top to bottom in a fresh copy of the checkout of its own, each block by a bash that stops at
 the first error, with the Python that runs this script first on PATH. A comment above a block says that it needs more
 than this machine has, and leaves it out: `<!-- run: slurm -->` needs a Slurm cluster, where
-tests/slurm/test_slurm_docs.py runs it; `<!-- run: elsewhere -->` needs what no test has.
+tests/slurm/test_slurm_docs.py runs it; `<!-- run: ci -->` is a command of the README that `.ci/run` runs;
+`<!-- run: elsewhere -->` needs what no test has.
 """
 
 import os
@@ -19,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = ("slurm", "elsewhere")
+PLACES = ("slurm", "ci", "elsewhere")
 LIMIT_SECONDS = 300.0
 _BLOCK = re.compile(r"(?P<before>[^\n]*)\n+```bash\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _PLACE = re.compile(r"<!-- run: (\w+) -->")

@@ -1,8 +1,11 @@
 import os
 import signal
+from pathlib import Path
 
 import pytest
+from support.drawing import reason_not_to_draw
 from support.examples import selection
+from support.run_once import RunOnce
 from support.terminal import Shell
 from support.warm import WarmShell
 
@@ -18,6 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def pytest_configure(config):
     selection.is_all = config.option.markexpr != "not long"
+    if record := os.environ.get("FOUNDRY_TESTS_RAN"):
+        config.pluginmanager.register(RunOnce(Path(record)))
 
 
 def pytest_collection_modifyitems(items):
@@ -32,6 +37,8 @@ def pytest_runtest_setup(item):
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("egl") is not None and (reason := reason_not_to_draw()):
+        pytest.skip(f"needs EGL: {reason}")
 
 
 @pytest.fixture(scope="session")

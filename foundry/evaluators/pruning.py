@@ -1,6 +1,7 @@
 """Ending a trial of a search that promises less than the others did at the same share of the run."""
 
 import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ class _Trial:
             trial, step = Trial(self._study, known._trial_id), round(STEPS * share)
             if step not in known.intermediate_values:  # else it is done again after going back to a checkpoint
                 trial.report(value, step)
-            is_over = self._pruner.prune(self._study, self._study.get_trials(deepcopy=False)[self._number])
+            with warnings.catch_warnings():
+                # numpy's, if a trial has reported nothing but NaN; the pruner then ends it.
+                warnings.filterwarnings("ignore", "All-NaN slice encountered")
+                is_over = self._pruner.prune(self._study, self._study.get_trials(deepcopy=False)[self._number])
         except OSError as error:
             log.warning("the search cannot be asked whether to continue (%s); the run does", error)
             return None

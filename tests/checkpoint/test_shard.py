@@ -33,6 +33,7 @@ def test_safetensors_reads_it(tmp_path):
     assert (facts.bytes, facts.checksum) == (len(content), xxhash.xxh3_128_hexdigest(content))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process, as the test means it
 def test_torch_reads_it_as_what_it_writes_itself(tmp_path):
     made = {name: tensor for name, tensor in tensors().items() if "float8" not in name}
     (tmp_path / "ours").mkdir()

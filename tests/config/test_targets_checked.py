@@ -297,6 +297,7 @@ def refusal(path):
     return None
 
 
+@pytest.mark.filterwarnings("ignore:`scipy.odr` is deprecated:DeprecationWarning")  # every public module is imported
 @pytest.mark.parametrize("package", ["torch", "numpy", "scipy", "mlflow", "optuna"])
 def test_no_class_or_module_is_taken_for_a_misspelt_module(package):
     module = importlib.import_module(package)

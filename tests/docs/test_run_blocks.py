@@ -1,6 +1,7 @@
 """docs/run_blocks.py runs what the pages show, there where it can run."""
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -37,8 +38,19 @@ def script():
 def test_a_comment_says_where_a_block_runs(script):
     assert script.blocks(PAGE) == ["echo everywhere\n"]
     assert script.blocks(PAGE, at="slurm") == ["echo everywhere\n", "echo cluster\n"]
-    with pytest.raises(ValueError, match="slrum --> is none of slurm, elsewhere"):
+    with pytest.raises(ValueError, match="slrum --> is none of slurm, ci, elsewhere"):
         script.blocks(PAGE.replace("slurm", "slrum"))
+
+
+def test_ci_finds_the_two_commands_of_the_readme():
+    first, second = (
+        subprocess.run([ROOT / ".ci" / "readme", number], capture_output=True, text=True, check=True).stdout
+        for number in "12"
+    )
+    assert first.rstrip().endswith("python -m foundry")
+    assert second.rstrip().endswith("pytest")
+    assert all(f"\n```bash\n{command}```\n" in (ROOT / "README.md").read_text() for command in (first, second))
+    assert subprocess.run([ROOT / ".ci" / "readme", "3"], capture_output=True, check=False).returncode == 1
 
 
 def test_what_a_block_says_is_shown_when_it_fails(script, tmp_path):

@@ -80,16 +80,16 @@ def test_the_loss_is_the_mean_over_answer_tokens_or_over_samples():
     per_row = []
     for tokens, targets in found:
         log_probs = log_softmax(model(tokens[None], return_logits=True).logits[0].float(), -1)
-        per_row.append([-float(log_probs[i, t]) for i, t in enumerate(targets.tolist()) if t != -100])
+        per_row.append([-float(log_probs[i, t].detach()) for i, t in enumerate(targets.tolist()) if t != -100])
     assert per_row[-1] == []
     tokens = [value for row in per_row for value in row]
     batch = microbatch(found)
     objective, averaging = SFT(), SFT(sft_average_log_probs=True)
     assert objective.num_valid(batch) == len(tokens)
-    assert float(objective.loss(model, batch).loss) == pytest.approx(sum(tokens), rel=1e-5)
+    assert objective.loss(model, batch).loss.item() == pytest.approx(sum(tokens), rel=1e-5)
     assert averaging.num_valid(batch) == len(found) - 1
     expected = sum(sum(row) / len(row) for row in per_row if row)
-    assert float(averaging.loss(model, batch).loss) == pytest.approx(expected, rel=1e-5)
+    assert averaging.loss(model, batch).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_with_every_token_trained_it_is_next_token_prediction():
@@ -98,19 +98,19 @@ def test_with_every_token_trained_it_is_next_token_prediction():
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "position": torch.arange(4)}
     for options in ({}, {"z_loss_coefficient": 0.01}):
         ours, theirs = SFT(**options).loss(model, batch), NextToken(**options).loss(model, batch)
-        assert torch.equal(ours.loss, theirs.loss) or float(ours.loss) == pytest.approx(float(theirs.loss), rel=1e-6)
+        assert torch.equal(ours.loss, theirs.loss) or ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-6)
 
 
 def test_dropout_is_keyed_by_seed_and_sample_and_is_of_training_only():
     found, model = rows(), make_model(**DROPOUT)
 
     def loss(seed=0, first=0):
-        return float(SFT(**DROPOUT, seed=seed).loss(model, microbatch(found, first)).loss)
+        return SFT(**DROPOUT, seed=seed).loss(model, microbatch(found, first)).loss.item()
 
     assert loss() == loss()
     assert len({loss(), loss(seed=1), loss(first=8)}) == 3
     model.eval()
-    assert loss() == loss(seed=1) == float(SFT().loss(make_model(), microbatch(found)).loss)
+    assert loss() == loss(seed=1) == SFT().loss(make_model(), microbatch(found)).loss.item()
 
 
 def test_prompts_and_padding_get_no_gradient():
@@ -134,9 +134,9 @@ def test_padding_samples_and_rows_without_answers_count_for_nothing():
     for objective in (SFT(), SFT(sft_average_log_probs=True)):
         assert objective.num_valid(padded) == objective.num_valid(batch)
         one, other = objective.loss(model, batch), objective.loss(model, padded)
-        assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-6)
+        assert one.loss.item() == pytest.approx(other.loss.item(), rel=1e-6)
         empty = objective.loss(model, microbatch(found[-1:]))
-        assert float(empty.loss) == 0.0
+        assert empty.loss.item() == 0.0
         assert empty.loss.requires_grad
 
 
@@ -157,4 +157,4 @@ def test_models_of_transformers_read_the_same():
     found = SFT().loss(model, batch)
     logits = model(batch["tokens"], return_logits=True).logits
     assert float(found.metrics["accuracy"].sum) == int((logits.argmax(-1) == batch["targets"]).sum())
-    assert float(found.loss) > 0
+    assert found.loss.item() > 0

@@ -57,6 +57,7 @@ def test_samplers_and_pruners_are_optunas_own(kind, tmp_path):
     assert not canary.exists()
 
 
+@pytest.mark.filterwarnings("ignore:PatientPruner is experimental")  # Optuna's only pruner that takes another
 def test_nested_parts_of_optuna_are_built():
     node = {
         "_target_": "optuna.pruners.PatientPruner",

@@ -52,6 +52,7 @@ def test_an_episode_of_fetch_depends_on_its_seed_alone(fetch):
     assert not np.array_equal(other[0], first[0])
 
 
+@pytest.mark.egl
 def test_fetch_shows_its_goal_and_a_picture():
     simulator = build_simulator(configure("simulator=fetch_push", "simulator.image_size=40"))
     observation = simulator.reset(3)

@@ -43,6 +43,7 @@ def test_an_episode_depends_on_its_seed_alone(reach):
     assert not np.array_equal(other[0], first[0])
 
 
+@pytest.mark.egl
 def test_what_a_policy_sees():
     simulator = MetaWorld(task="drawer-open-v3", image_size=32, max_steps=3)
     observation = simulator.reset(0)

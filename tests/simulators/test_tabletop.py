@@ -116,6 +116,7 @@ def test_what_the_configuration_says_is_what_is_built(task):
     assert observation["state"].shape == (simulator.state_dim,)
 
 
+@pytest.mark.egl
 def test_with_a_picture_the_state_is_that_of_the_pusher():
     simulator = build_simulator(configure("simulator=push", "simulator.image_size=48"))
     observation = simulator.reset(0)
@@ -131,6 +132,7 @@ def test_with_a_picture_the_state_is_that_of_the_pusher():
     simulator.close()
 
 
+@pytest.mark.egl
 def test_tables_that_take_turns_and_are_closed_draw_what_each_would_alone():
     """They share what they draw with."""
     tables = {seed: Tabletop(task="push", image_size=32) for seed in (1, 2)}

@@ -1,0 +1,46 @@
+"""Splits the tests over several calls of pytest: each call leaves out the tests that an earlier one has run.
+
+`FOUNDRY_TESTS_RAN=FILE pytest ...` reads FILE and appends one line for each test: `ran`, `skipped` or, if the call used
+only a fraction of the drawn examples, `part`, then its node id. A test counts as done if its line says `ran`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from support.examples import examples, selection
+
+_PART = "part of the examples"
+
+
+class RunOnce:
+    """Pytest plugin that deselects the tests done earlier, and records the outcome of the others.
+
+    Args:
+        file: the record, which need not exist.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        self._done = {line.removeprefix("ran ") for line in lines if line.startswith("ran ")}
+        self._lines: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, config, items):
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self._done])
+        items[:] = [item for item in items if item.nodeid not in self._done]
+        for item in items:
+            if not selection.is_all and getattr(item.module, "examples", None) is examples:
+                item.user_properties.append((_PART, True))
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self._lines[report.nodeid] = "skipped"
+        elif report.when == "call" or report.failed:
+            self._lines[report.nodeid] = "part" if (_PART, True) in map(tuple, report.user_properties) else "ran"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session):
+        if not hasattr(session.config, "workerinput"):  # a process of xdist has only its own share
+            with self._file.open("a", encoding="utf-8") as file:
+                file.writelines(f"{outcome} {test}\n" for test, outcome in self._lines.items())

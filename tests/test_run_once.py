@@ -1,0 +1,62 @@
+"""tests/support/run_once.py: calls of pytest that share a record run each test once, and miss none."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.scripts import ROOT
+
+FILE = """
+import os
+import pytest
+from support.examples import examples
+
+NUMBER = examples(10)
+
+def test_quick(): pass
+def test_quick_and_more(): pass
+@pytest.mark.parametrize("text", ["a b", "é", "x"])
+def test_texts(text): assert text != "x"
+@pytest.mark.long
+def test_long(): assert NUMBER == 10
+@pytest.fixture
+def tool():
+    if "TOOL" not in os.environ:
+        pytest.skip("no tool")
+def test_tool(tool): pass
+def test_gpu(): pytest.skip("no gpu")
+"""
+
+
+@pytest.mark.long
+def test_calls_with_one_record_run_every_test_once(tmp_path):
+    (tmp_path / "setup.cfg").write_text("[tool:pytest]\naddopts = -m 'not long'\nmarkers =\n    long: x\n")
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "test_any.py").write_text(FILE)
+    plain = FILE.replace("from support.examples import examples", "").replace("examples(10)", "10")
+    (tmp_path / "test_plain.py").write_text(plain)
+    record = tmp_path / "ran"
+
+    def call(*words, **environment):
+        known = len(record.read_text().splitlines()) if record.exists() else 0
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "FOUNDRY_TESTS_RAN": str(record), **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            check=False,
+        )
+        lines = record.read_text().splitlines()[known:]
+        assert len(set(lines)) == len(lines)
+        return {(line.split("::")[1], line.split()[0]) for line in lines if " test_plain" in line}, lines
+
+    everywhere = {"test_quick", "test_quick_and_more", "test_texts[a b]", "test_texts[\\xe9]", "test_texts[x]"}
+    first, lines = call()
+    assert first == {(name, "ran") for name in everywhere} | {("test_tool", "skipped"), ("test_gpu", "skipped")}
+    assert {line.split()[0] for line in lines if " test_any" in line} == {"part", "skipped"}
+    second, lines = call("-m", "long or not long", TOOL="yes")
+    assert second == {("test_long", "ran"), ("test_tool", "ran"), ("test_gpu", "skipped")}
+    assert sum(line.startswith("ran test_any") for line in lines) == 7, "those with drawn examples run with all of them"
+    third, _ = call("-m", "long or not long", TOOL="yes")
+    assert third == {("test_gpu", "skipped")}
