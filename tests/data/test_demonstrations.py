@@ -150,14 +150,13 @@ def test_another_version_of_a_package_or_of_the_simulator_is_another_folder(tmp_
     with monkeypatch.context() as patch:
         patch.setattr("foundry.data.simulated._version", lambda name: "0")
         assert make(tmp_path).notes["demonstrations"] != first
-    (tmp_path / "own_reach.py").write_text("from support.reach import Reach as Own\n\n\nclass Mine(Own):\n    pass\n")
+    derived = "from support.reach import Reach as Own\n\n\nclass Mine(Own):\n    "
+    (tmp_path / "own_reach.py").write_text(f"{derived}pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     from foundry.data.simulated import _sources
 
     before = _sources("own_reach.Mine")
-    (tmp_path / "own_reach.py").write_text(
-        "from support.reach import Reach as Own\n\n\nclass Mine(Own):\n    fps = 5\n"
-    )
+    (tmp_path / "own_reach.py").write_text(f"{derived}fps = 5\n")
     assert before != ""
     assert _sources("own_reach.Mine") != before
 

@@ -3,15 +3,15 @@
 import json
 import signal
 
-import optuna
 import pytest
-from optuna.trial import TrialState
 from support.tiny import TINY_DIT
 from support.warm import WarmShell
 
 from foundry.config.packages import pip_command
 from foundry.run_dir.trial import open_storage
 
+optuna = pytest.importorskip("optuna", reason="needs the extra search")
+TrialState = optuna.trial.TrialState
 SEARCH = [
     *TINY_DIT,
     "hparams_search=optuna_tpe",

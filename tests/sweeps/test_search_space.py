@@ -2,10 +2,13 @@
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from foundry.config.errors import ConfigError
-from foundry.sweeps.search_space import Dimension, Space
+
+distributions = pytest.importorskip("optuna.distributions", reason="needs the extra search")
+CategoricalDistribution = distributions.CategoricalDistribution
+FloatDistribution, IntDistribution = distributions.FloatDistribution, distributions.IntDistribution
+from foundry.sweeps.search_space import Dimension, Space  # noqa: E402 - which imports it
 
 
 def space(*overrides):
@@ -86,3 +89,11 @@ def test_what_is_no_space_is_a_line(overrides, message):
     with pytest.raises(ConfigError, match=message) as refused:
         space(*overrides)
     assert len(refused.value.violations) == 1
+
+
+def test_a_long_range_is_counted_without_its_values():
+    found = space(f"a=range({10**12})", "b=range(5,0,-2)", "c=range(0,1,0.25)")
+    bounds = [(d.distribution.low, d.distribution.high) for d in found.dimensions]
+    assert bounds == [(0, 10**12 - 1), (1, 5), (0.0, 0.75)]
+    with pytest.raises(ConfigError, match=r"a: is range\(0,9,0\): has a step of 0"):
+        space("a=range(0,9,0)")
