@@ -4,7 +4,7 @@
 function kills a rank, replaces signal handlers, sets an attribute of a module or compiles, if it measures memory, open
 files or the flight recorder, or if the ranks use CUDA.
 
-Ranks fork from a server that has imported torch already. Each call joins a process group of its own.
+Ranks fork from a server that has imported torch already. Each call joins a new process group.
 """
 
 import gc
@@ -195,7 +195,7 @@ def _loggers():
 
 
 def _forget_groups():
-    """Clear what torch caches by device mesh: an equal mesh of the next call has other process groups."""
+    """Clear the caches that torch keys by device mesh: an equal mesh of the next call has other process groups."""
     import ctypes
 
     import torch
