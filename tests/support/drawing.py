@@ -1,4 +1,4 @@
-"""Whether MuJoCo can draw on this machine, asked without foundry's code."""
+"""Check whether MuJoCo can draw on this machine."""
 
 import functools
 import os
@@ -10,9 +10,10 @@ _DRAW = 'import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string("<mujoco/
 
 @functools.cache
 def reason_not_to_draw() -> str | None:
-    """None if MuJoCo draws, otherwise the last line of its error.
+    """Return None if MuJoCo draws, otherwise the line of its error.
 
-    It is asked in a process of its own, because MuJoCo aborts a process that tries again after a failure.
+    The check runs in a subprocess, because MuJoCo aborts a process that draws after a failure. It uses none of
+    foundry's code, so that a defect of foundry fails the tests and does not skip them.
     """
     environment = {"MUJOCO_GL": "egl", **os.environ}
     done = subprocess.run([sys.executable, "-c", _DRAW], env=environment, capture_output=True, text=True, check=False)

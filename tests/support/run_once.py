@@ -14,7 +14,7 @@ _PART = "part of the examples"
 
 
 class RunOnce:
-    """Pytest plugin that deselects the tests done earlier, and records the outcome of the others.
+    """Pytest plugin that deselects completed tests and records the outcome of all others.
 
     Args:
         file: the record, which need not exist.
