@@ -6,7 +6,7 @@ import pytest
 from support.tiny import TINY_LM
 
 RUN = [*TINY_LM, "precision=fp32", "tracking=none", "evaluation.write_samples=false", "evaluation.interval=null"]
-RUN += ["hparams.max_steps=400", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=4", "checkpoint=default"]
+RUN += ["hparams.max_steps=40", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=4", "checkpoint=default"]
 
 
 def read(folder, name):
@@ -24,7 +24,7 @@ def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(shell, layout
     folder = shell.cwd / "run"
     result, status = read(folder, "result.json"), read(folder, "status.json")
     ended = result["step"]
-    assert 1 <= ended < 400
+    assert 1 <= ended < 40
     assert (status["state"], status["reason"]) == ("finished", "hparams.max_minutes are over")
     assert (folder / "checkpoints" / f"step_{ended:08d}").is_dir()
     last = [record for record in records(folder) if "val_loss" in record][-1]
@@ -41,7 +41,7 @@ def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(shell, layout
 
     shell.run(*words, "hparams.max_minutes=null")
     shell.run(*RUN, *layout, "hydra.run.dir=whole")
-    assert read(folder, "result.json")["step"] == 400
+    assert read(folder, "result.json")["step"] == 40
     whole = {record["step"]: record["loss"] for record in records(shell.cwd / "whole") if "loss" in record}
     found = {record["step"]: record["loss"] for record in records(folder) if "loss" in record}
     assert found == whole
