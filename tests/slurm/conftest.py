@@ -80,10 +80,8 @@ def slurm(tmp_path_factory, worker_id):
         _wait_until_idle(environment, folder)
         yield environment
     finally:
-        for daemon in daemons:
-            daemon.terminate()
-        for daemon in daemons:
-            daemon.wait(20)
+        for daemon in reversed(daemons):
+            _stop(daemon)
 
 
 def _name_nodes(host):
@@ -116,6 +114,16 @@ def _start(command, log, environment):
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
         )
+
+
+def _stop(daemon):
+    """End a daemon; nodes before the controller, to which they report the end of their last job again and again."""
+    daemon.terminate()
+    try:
+        daemon.wait(60)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
 
 
 def _wait_until_idle(environment, folder):
