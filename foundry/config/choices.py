@@ -90,9 +90,9 @@ def current() -> Choices:
     return _current.get() or Choices()
 
 
-def keep_choices() -> None:
-    """Have all compositions of this process share their choices."""
-    _current.set(current())
+def keep_choices(choices: Choices | None = None) -> None:
+    """Have all compositions of this process share these choices, or else their own."""
+    _current.set(choices or current())
 
 
 def compose_with(
