@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry.config.choices import compose_with, keep_choices
 from foundry.config.command import output_may_close, versions
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
@@ -96,7 +97,8 @@ def enter(task: Callable[[], object]) -> None:
         install(alone=True)
         register()
         take_over(run_job, list_groups)
-        compose_once()
+        keep_choices()
+        compose_once(compose_with)
         write_help(CONFIG_NAME, write_page, write_sweep_page)
         if detect().rank > 0:
             sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]

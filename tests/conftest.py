@@ -57,6 +57,14 @@ def shell(tmp_path, cache):
 
 
 @pytest.fixture
+def run_command(tmp_path, cache):
+    """Run a command in the test's folder, within this process; it starts no process and nobody ends it."""
+    from support.in_process import Commands
+
+    return Commands(tmp_path, cache)
+
+
+@pytest.fixture
 def cold_shell(tmp_path, cache):
     """For what only a process shows that starts as a person's does."""
     return Shell(tmp_path, cache)

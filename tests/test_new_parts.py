@@ -136,7 +136,7 @@ PARTS = [
     ("data", "counting", "Counting", "data/counting.py", DATA, "data/counting.py", DATA_SCHEMA),
 ]
 WORDS = [
-    *TINY_LM[:-2],
+    *TINY_LM[:6],
     "scheduler=halved",
     "objective=scaled",
     "data=counting",

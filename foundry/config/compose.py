@@ -16,6 +16,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.choices import compose_with, current
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.hydra_internals import ConfigLoaderImpl, cache_interpolations, wrap_loading
 from foundry.config.resolvers import register_resolvers
@@ -60,7 +61,7 @@ def install(*, alone: bool = False) -> None:
     if alone:
         _process.alone = True
         Plugins.instance().register(_OwnOptions)
-    wrap_loading(_load)
+    wrap_loading(_load, compose_with)
     cache_interpolations()
 
 
@@ -84,6 +85,18 @@ def _load(
     Raises:
         ConfigError: with every error.
     """
+    with current().used():
+        return _checked(loader, config_name, overrides, run_mode, compose)
+
+
+def _checked(
+    loader: ConfigLoaderImpl,
+    config_name: str | None,
+    overrides: list[str],
+    run_mode: RunMode,
+    compose: Callable[[list[str]], DictConfig],
+) -> DictConfig:
+    """Compose and check as `_load` does."""
     from foundry.config.check import check  # all the rules: the page of `--help` needs none
     from foundry.config.holes import check_hydra
     from foundry.config.override_errors import includes_schemas

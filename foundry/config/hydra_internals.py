@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self, cast
 
 import omegaconf.base
@@ -66,8 +67,16 @@ def require(owner: Any, name: str, *parameters: str) -> Any:
     return found
 
 
-def wrap_loading(load: Load) -> None:
+Compose = Callable[[Callable[[list[str]], DictConfig], ConfigLoader, str | None, list[str], RunMode], DictConfig]
+"""`compose(load, loader, config_name, overrides, run_mode)`, where `load(overrides)` is what Hydra would do."""
+
+
+def wrap_loading(load: Load, compose_with: Compose) -> None:
     """Have every composition go through `load`; calling it again changes nothing.
+
+    Args:
+        load: composes with the function that it is given, checks, and explains errors.
+        compose_with: makes that function from Hydra's own.
 
     Raises:
         UnsupportedHydraError: this Hydra composes in another way.
@@ -85,11 +94,14 @@ def wrap_loading(load: Load) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> DictConfig:
+        def load_all(overrides: list[str]) -> DictConfig:
+            composed: DictConfig = original(self, config_name, overrides, run_mode, *args, **kwargs)
+            return composed
+
         def compose(overrides: list[str]) -> DictConfig:
             if run_mode is RunMode.RUN and (known := _known.pop((config_name, *overrides), None)) is not None:
                 return known
-            composed: DictConfig = original(self, config_name, overrides, run_mode, *args, **kwargs)
-            return composed
+            return compose_with(load_all, self, config_name, overrides, run_mode)
 
         return load(self, config_name, overrides, run_mode, compose)
 
@@ -101,11 +113,14 @@ _known: dict[tuple[str | None, ...], DictConfig] = {}
 """What `compose_once` has composed, by the configuration's name and the overrides, until it is asked for."""
 
 
-def compose_once() -> None:
+def compose_once(compose_with: Compose) -> None:
     """Have a run's configuration composed once; calling it again changes nothing.
 
     Hydra composes one before, of which it reads `hydra.mode` only. That one is composed as for a run here, and kept for
     it unless it turns out to be a sweep.
+
+    Args:
+        compose_with: composes it, with a function of Hydra's.
 
     Raises:
         UnsupportedHydraError: this Hydra asks for the mode in another way.
@@ -118,8 +133,9 @@ def compose_once() -> None:
 
     @functools.wraps(original)
     def get_mode(self: Any, config_name: str | None, overrides: list[str]) -> Any:
+        loader, load = self.config_loader, partial(load_unchecked, self.config_loader, config_name)
         try:
-            composed = load_unchecked(self.config_loader, config_name, list(overrides))
+            composed = compose_with(load, loader, config_name, list(overrides), RunMode.RUN)
             mode = composed.hydra.mode
         except Exception:  # a sweep perhaps; if it is a run, composing it again says what is wrong
             return original(self, config_name, overrides)

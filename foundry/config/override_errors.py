@@ -16,13 +16,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.base import OF_THE_BASE
 from foundry.config.check import check
+from foundry.config.choices import open_repository
 from foundry.config.errors import Violation, first_line, nearest, shown
 from foundry.config.hydra_internals import (
     CachingConfigRepository,
     ConfigLoaderImpl,
     IConfigRepository,
     apply_overrides,
-    open_repository,
 )
 from foundry.config.names import did_you_mean, leaves, meanings
 from foundry.config.schemas.model import Base

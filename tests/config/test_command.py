@@ -100,8 +100,8 @@ def test_help_is_answered_without_torch(module, options):
         ("foundry.sample", ["rum=x", "run=y"], "rum: is no option; did you mean run?"),
     ],
 )
-def test_a_config_error_exits_with_2_and_a_line(shell, module, overrides, message):
-    stdout, stderr = shell.run(*overrides, module=module, code=2)
+def test_a_config_error_exits_with_2_and_a_line(run_command, module, overrides, message):
+    stdout, stderr = run_command(*overrides, module=module, code=2)
     assert stdout == ""
     assert stderr.startswith(message)
     assert stderr.count("\n") == 1

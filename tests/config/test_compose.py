@@ -198,18 +198,18 @@ WRONG = ["hparams.per_gpu_batch_size=7"]
     ],
     ids=["run", "cfg", "sweep", "sweep-two", "sweep-option", "sweep-fixed"],
 )
-def test_refused_wherever_it_is_composed(overrides, shell):
-    stderr = shell.run(*overrides, code=2)[1]
+def test_refused_wherever_it_is_composed(overrides, run_command):
+    stderr = run_command(*overrides, code=2)[1]
     assert "Traceback" not in stderr
     assert "HYDRA_FULL_ERROR" not in stderr
-    assert list(shell.cwd.iterdir()) == [], "nothing may be created"
+    assert list(run_command.cwd.iterdir()) == [], "nothing may be created"
 
 
-def test_help_lists_every_option_of_every_group_and_those_of_the_user(shell):
-    own = shell.cwd / "own" / "scheduler" / "mine.yaml"
+def test_help_lists_every_option_of_every_group_and_those_of_the_user(run_command):
+    own = run_command.cwd / "own" / "scheduler" / "mine.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("_target_: mine.Schedule\n")
-    stdout = shell.run("--config-dir", "own", "--help")[0]
+    stdout = run_command("--config-dir", "own", "--help")[0]
     listed = dict(re.findall(r"^  (\w+)= +(\S.*(?:\n {20}.*)*)$", stdout, re.MULTILINE))
     for folder in (
         path for path in Path(config_dir()).iterdir() if path.is_dir() and path.name not in ("hydra", "local")
@@ -221,19 +221,19 @@ def test_help_lists_every_option_of_every_group_and_those_of_the_user(shell):
     assert "the learning rate as a function of the" in " ".join(listed["scheduler"].split())
     assert stdout.count("python -m foundry") >= 5
     assert "\n  Yours, in own: scheduler=mine\n" in stdout
-    by_search_path = shell.run("hydra.searchpath=[file://own]", "--help")[0]
+    by_search_path = run_command("hydra.searchpath=[file://own]", "--help")[0]
     assert by_search_path == stdout
 
 
-def test_help_of_a_sweep_is_about_sweeps(shell):
-    stdout = shell.run("-m", "--help")[0]
+def test_help_of_a_sweep_is_about_sweeps(run_command):
+    stdout = run_command("-m", "--help")[0]
     named = {line.split()[0] for line in stdout.splitlines() if line.startswith("  ")}
     assert {"hydra.sweeper.zip", "hydra.sweeper.n_trials", "hydra.launcher.n_jobs", "hydra.launcher.nodes"} <= named
     assert "hparams_search=lr_range,optuna_tpe" in stdout
 
 
-def test_help_alone_is_the_page_that_a_composition_gives(shell):
-    assert shell.run("--help") == shell.run("--help", "hydra.job.name=foundry")
+def test_help_alone_is_the_page_that_a_composition_gives(run_command):
+    assert run_command("--help") == run_command("--help", "hydra.job.name=foundry")
 
 
 def test_help_and_composition_import_nothing_of_a_run():

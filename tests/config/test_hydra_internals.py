@@ -24,6 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 import foundry
 from foundry.config import hydra_internals as internals
+from foundry.config.choices import compose_with
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 
 
@@ -138,7 +139,7 @@ def test_a_page_is_written_without_composing_unless_something_else_is_asked_for(
 
 def test_a_run_is_composed_once_and_a_sweep_as_hydra_does_it(loader, monkeypatch):
     monkeypatch.setattr(hydra.Hydra, "get_mode", inspect.unwrap(hydra.Hydra.get_mode))
-    internals.compose_once()
+    internals.compose_once(compose_with)
     application, overrides = GlobalHydra.instance().hydra, ["hparams.lr=0.125", "hydra.job.name=mine"]
     assert application.get_mode(CONFIG_NAME, overrides) is None
     as_run = [*overrides, "hydra.mode=RUN"]

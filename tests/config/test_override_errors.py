@@ -140,10 +140,10 @@ def one_in_twelve_by_default(cases):
 
 
 @pytest.mark.parametrize(("overrides", "errors", "message"), one_in_twelve_by_default(CASES))
-def test_the_command_prints_no_more(overrides, errors, message, shell):
-    stdout, stderr = shell.run(*overrides, code=2)
+def test_the_command_prints_no_more(overrides, errors, message, run_command):
+    stdout, stderr = run_command(*overrides, code=2)
     assert len(stderr.splitlines()) == errors, stderr
     assert message in stderr
     assert "Traceback" not in stderr
     assert stdout == ""
-    assert list(shell.cwd.iterdir()) == []
+    assert list(run_command.cwd.iterdir()) == []

@@ -3,7 +3,7 @@ import json
 import pytest
 from support.built_once import built_once
 from support.terminal import Shell
-from support.tiny import TINY_DIT, TINY_LM
+from support.tiny import PLOTS, TINY_DIT, TINY_LM
 from support.warm import WarmShell
 
 
@@ -13,7 +13,7 @@ def lm(tmp_path_factory, cache):
 
     def build(folder):
         (folder / "cwd").mkdir()
-        message = Shell(folder / "cwd", cache).run(*TINY_LM, "hydra.run.dir=run", "hparams.ema_decay=0.9")
+        message = Shell(folder / "cwd", cache).run(*TINY_LM, *PLOTS, "hydra.run.dir=run", "hparams.ema_decay=0.9")
         (folder / "message.json").write_text(json.dumps(message))
 
     folder = built_once("lm", build, cache, tmp_path_factory)
@@ -25,6 +25,6 @@ def digits(tmp_path_factory, cache):
     """The run directory of a finished small diffusion model; not to be changed."""
 
     def build(folder):
-        WarmShell(folder, cache).run(*TINY_DIT, "scheduler=wsd", "hydra.run.dir=run")
+        WarmShell(folder, cache).run(*TINY_DIT, *PLOTS, "scheduler=wsd", "hydra.run.dir=run")
 
     return built_once("digits", build, cache, tmp_path_factory) / "run"

@@ -8,42 +8,42 @@ from support.tiny import TINY_LM
 RUN = [*TINY_LM, "hparams.max_steps=4", "tracking=none", "evaluation.interval=2", "evaluation.write_samples=false"]
 
 
-def test_runs_side_by_side(shell):
+def test_runs_side_by_side(run_command):
     changed = {"one": [], "again": [], "other": ["hparams.lr=2e-3"], "longer": ["hparams.max_steps=6"]}
     for name, words in changed.items():
-        shell.run(*RUN, *words, f"hydra.run.dir='a={name}'")
+        run_command(*RUN, *words, f"hydra.run.dir='a={name}'")
 
-    same, _ = shell.run("a=one", "a=again", module="foundry.diff")
+    same, _ = run_command("a=one", "a=again", module="foundry.diff")
     assert "settings    the same settings" in same
     assert "plan        the same plan" in same
     assert "curves      the same in all 4 logged steps that both have, to step 4" in same
-    assert not (shell.cwd / "curves.png").exists()
+    assert not (run_command.cwd / "curves.png").exists()
 
-    told, _ = shell.run("a=one", "against='a=other'", "picture=curves.png", module="foundry.diff", code=1)
+    told, _ = run_command("a=one", "against='a=other'", "picture=curves.png", module="foundry.diff", code=1)
     lines = told.splitlines()
     assert lines[0].split() == ["settings", "run", "against"]
     assert lines[1].split() == ["hparams.lr", "0.004", "0.002"]
     losses = [
-        [json.loads(line).get("loss") for line in (shell.cwd / folder / "metrics.jsonl").read_text().splitlines()]
+        [json.loads(line).get("loss") for line in (run_command.cwd / folder / "metrics.jsonl").read_text().splitlines()]
         for folder in ("a=one", "a=other")
     ]
     assert losses[0][0] == losses[1][0]  # before the first update
     first = f"loss {losses[0][1]:.9g} and {losses[1][1]:.9g}"
     assert f"curves      the same to step 1, different at step 2: {first}" in lines
-    results = [json.loads((shell.cwd / folder / "result.json").read_text()) for folder in ("a=one", "a=other")]
+    results = [json.loads((run_command.cwd / folder / "result.json").read_text()) for folder in ("a=one", "a=other")]
     (row,) = (line.split() for line in lines if line.startswith("val_loss"))
     assert [float(cell) for cell in row[1:3]] == [float(f"{result['val_loss']:.9g}") for result in results]
     assert float(row[3]) == float(f"{results[1]['val_loss'] - results[0]['val_loss']:+.4g}")
-    assert (shell.cwd / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert (run_command.cwd / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
 
-    told, _ = shell.run("a=one", "a=longer", module="foundry.diff", code=1)
+    told, _ = run_command("a=one", "a=longer", module="foundry.diff", code=1)
     assert "hparams.max_steps  4    6" in told
     assert ["total_steps", "4", "6"] in [line.split() for line in told.splitlines()]
 
-    shutil.copytree(shell.cwd / "a=one", shell.cwd / "started")
+    shutil.copytree(run_command.cwd / "a=one", run_command.cwd / "started")
     for name in ("result.json", "metrics.jsonl"):
-        (shell.cwd / "started" / name).unlink()
-    told, _ = shell.run("started", "a=one", module="foundry.diff", code=1)
+        (run_command.cwd / "started" / name).unlink()
+    told, _ = run_command("started", "a=one", module="foundry.diff", code=1)
     assert "curves      no step that both have logged" in told
 
     for words, line in (
@@ -53,7 +53,7 @@ def test_runs_side_by_side(shell):
         (["a=one", "a=other", "picture=curves.png"], "picture: is curves.png, which exists; choose another"),
         (["a=one", "a=other", "picture=x.jpg"], "picture: is x.jpg, which is no .png file; choose another"),
     ):
-        assert shell.run(*words, module="foundry.diff", code=2)[1].strip() == line
-    (shell.cwd / "started" / "plan.json").write_text("{")
-    _, message = shell.run("started", "a=one", module="foundry.diff", code=2)
+        assert run_command(*words, module="foundry.diff", code=2)[1].strip() == line
+    (run_command.cwd / "started" / "plan.json").write_text("{")
+    _, message = run_command("started", "a=one", module="foundry.diff", code=2)
     assert message.startswith("run: is started: started/plan.json is empty, or no JSON")

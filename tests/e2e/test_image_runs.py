@@ -12,13 +12,13 @@ RUN += ["scheduler.horizon=6", "hparams.max_steps=6"]
 
 
 @pytest.fixture
-def pictures(shell):
+def pictures(run_command):
     for label, name in enumerate(["cats", "dogs"]):
-        (shell.cwd / "pictures" / name).mkdir(parents=True)
+        (run_command.cwd / "pictures" / name).mkdir(parents=True)
         for number in range(20):
             pixels = np.random.default_rng((label, number)).integers(0, 256, (10, 14, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(shell.cwd / "pictures" / name / f"{number}.png")
-    return shell.cwd / "pictures"
+            Image.fromarray(pixels).save(run_command.cwd / "pictures" / name / f"{number}.png")
+    return run_command.cwd / "pictures"
 
 
 def losses(folder):
@@ -26,25 +26,25 @@ def losses(folder):
     return [[record[name] for record in records if name in record] for name in ("loss", "val_loss")]
 
 
-def test_pictures_are_trained_on_resumed_from_another_place_and_drawn(shell, pictures):
-    shell.run(*RUN, "data.path=pictures", "hydra.run.dir=whole")
-    plan = json.loads((shell.cwd / "whole" / "plan.json").read_text())
+def test_pictures_are_trained_on_resumed_from_another_place_and_drawn(run_command, shell, pictures):
+    run_command(*RUN, "data.path=pictures", "hydra.run.dir=whole")
+    plan = json.loads((run_command.cwd / "whole" / "plan.json").read_text())
     counts = {name: plan["notes"][name] for name in ("train_images", "validation_images", "classes")}
     assert counts == {"train_images": 32, "validation_images": 8, "classes": "cats, dogs"}
     assert plan["samples_per_epoch"] == 64
 
     shell.run(*RUN, "data.path=pictures", "data.num_workers=1", "hydra.run.dir=ahead")
-    assert losses(shell.cwd / "ahead") == losses(shell.cwd / "whole")
+    assert losses(run_command.cwd / "ahead") == losses(run_command.cwd / "whole")
 
-    shell.run(*RUN, "hparams.max_steps=3", "data.path=pictures", "hydra.run.dir=halves")
-    pictures.rename(shell.cwd / "moved")
-    shell.run(*RUN, "data.path=moved", "hydra.run.dir=halves")
-    assert losses(shell.cwd / "halves")[0] == losses(shell.cwd / "whole")[0]
+    run_command(*RUN, "hparams.max_steps=3", "data.path=pictures", "hydra.run.dir=halves")
+    pictures.rename(run_command.cwd / "moved")
+    run_command(*RUN, "data.path=moved", "hydra.run.dir=halves")
+    assert losses(run_command.cwd / "halves")[0] == losses(run_command.cwd / "whole")[0]
 
-    out, _ = shell.run("run=halves", "labels=[1,0,1]", "out=drawn", module="foundry.sample")
-    assert (shell.cwd / "drawn.png").read_bytes().startswith(b"\x89PNG\r\n")
+    out, _ = run_command("run=halves", "labels=[1,0,1]", "out=drawn", module="foundry.sample")
+    assert (run_command.cwd / "drawn.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert "drawn.png" in out
 
-    (shell.cwd / "moved" / "cats" / "3.png").write_bytes(b"GIF89a")
-    _, message = shell.run(*RUN, "data.path=moved", "hydra.run.dir=broken", code=2)
+    (run_command.cwd / "moved" / "cats" / "3.png").write_bytes(b"GIF89a")
+    _, message = run_command(*RUN, "data.path=moved", "hydra.run.dir=broken", code=2)
     assert "data.path: has moved/cats/3.png, which is no picture: cannot identify image file" in message

@@ -14,11 +14,11 @@ def content(folder):
 
 
 @pytest.mark.long
-def test_a_ramp_leaves_a_picture_numbers_and_a_line_to_copy(shell):
-    stdout, stderr = shell.run(*TINY_LM, *FIND, "lr_find.steps=40", module="foundry.lr_find")
+def test_a_ramp_leaves_a_picture_numbers_and_a_line_to_copy(run_command):
+    stdout, stderr = run_command(*TINY_LM, *FIND, "lr_find.steps=40", module="foundry.lr_find")
     assert stderr == ""
     lr = re.search(r"^steepest fall  hparams\.lr=(\S+)$", stdout, re.MULTILINE)[1]
-    run_dir = shell.cwd / "found"
+    run_dir = run_command.cwd / "found"
     numbers = json.loads((run_dir / "lr_find.json").read_text())
     assert float(lr) == pytest.approx(numbers["suggestion"], rel=0.05)
     assert 1e-3 < float(lr) < 1
@@ -27,16 +27,16 @@ def test_a_ramp_leaves_a_picture_numbers_and_a_line_to_copy(shell):
     assert (run_dir / "lr_find.png").read_bytes().startswith(b"\x89PNG")
     left = {path.name for path in run_dir.iterdir()} - {".hydra", ".foundry"}
     assert left == {"lr_find.json", "lr_find.png", "foundry.log"}
-    assert [path.name for path in shell.cwd.iterdir()] == ["found"]
-    shell.run(
+    assert [path.name for path in run_command.cwd.iterdir()] == ["found"]
+    run_command(
         *TINY_LM, "optimizer=adamw", "hydra.run.dir=run", "hparams.lr=1e-4", "scheduler=constant", "hparams.max_steps=1"
     )
-    first = json.loads((shell.cwd / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads((run_command.cwd / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert numbers["losses"][0] == first["loss"]
-    before = content(shell.cwd / "run")
-    _, stderr = shell.run(*TINY_LM, "hydra.run.dir=run", module="foundry.lr_find", code=2)
-    assert stderr == "hydra.run.dir: is run, which holds a run; choose another\n".replace("run,", f"{shell.cwd}/run,")
-    assert before == content(shell.cwd / "run")
+    before = content(run_command.cwd / "run")
+    _, stderr = run_command(*TINY_LM, "hydra.run.dir=run", module="foundry.lr_find", code=2)
+    assert stderr == f"hydra.run.dir: is {run_command.cwd}/run, which holds a run; choose another\n"
+    assert before == content(run_command.cwd / "run")
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_a_ramp_leaves_a_picture_numbers_and_a_line_to_copy(shell):
         ),
     ],
 )
-def test_errors_say_what_to_do(shell, overrides, message):
-    _, stderr = shell.run(*TINY_LM, *overrides, "lr_find.stop_at=100", module="foundry.lr_find", code=2)
+def test_errors_say_what_to_do(run_command, overrides, message):
+    _, stderr = run_command(*TINY_LM, *overrides, "lr_find.stop_at=100", module="foundry.lr_find", code=2)
     assert stderr.startswith(message)
     assert stderr.count("\n") == 1
 

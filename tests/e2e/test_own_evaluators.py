@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from support.tiny import TINY_LM
+from support.in_process import Commands
+from support.tiny import PLOTS, TINY_LM
 from support.warm import WarmShell
 
 OWN = '''
@@ -50,6 +51,11 @@ def shell(tmp_path, cache):
     return WarmShell(tmp_path, cache)
 
 
+@pytest.fixture
+def run_command(shell, cache):
+    return Commands(shell.cwd, cache)
+
+
 def read(shell, name, run="run"):
     return json.loads((shell.cwd / run / name).read_text())
 
@@ -59,25 +65,33 @@ def evaluations(shell):
     return [line for line in lines if "loss" not in line]
 
 
-def test_success_judges_a_run_and_the_held_out_loss_is_left_out(shell):
-    overrides = [*TINY_LM, *ONLY, *STEPS, ROBOT, "evaluation.metric=val_success", "evaluation.direction=maximize"]
-    stdout, _ = shell.run(*overrides, "hydra.run.dir=run")
-    assert [line["val_success"] for line in evaluations(shell)] == [0.5, 0.75, 0.5]
-    assert all("val_loss" not in line for line in evaluations(shell))
-    result = read(shell, "result.json")
+def test_success_judges_a_run_and_the_held_out_loss_is_left_out(run_command):
+    overrides = [
+        *TINY_LM,
+        *PLOTS,
+        *ONLY,
+        *STEPS,
+        ROBOT,
+        "evaluation.metric=val_success",
+        "evaluation.direction=maximize",
+    ]
+    stdout, _ = run_command(*overrides, "hydra.run.dir=run")
+    assert [line["val_success"] for line in evaluations(run_command)] == [0.5, 0.75, 0.5]
+    assert all("val_loss" not in line for line in evaluations(run_command))
+    result = read(run_command, "result.json")
     assert (result["metric"], result["best"]) == (0.5, {"step": 2, "val_success": 0.75})
-    assert (shell.cwd / "run" / "checkpoints" / "best").resolve().name == "step_00000002"
+    assert (run_command.cwd / "run" / "checkpoints" / "best").resolve().name == "step_00000002"
     assert "val_success 0.75" in stdout
     assert "held-out" not in stdout
-    assert (shell.cwd / "run" / "plots" / "loss.png").is_file()
+    assert (run_command.cwd / "run" / "plots" / "loss.png").is_file()
 
 
-def test_a_stop_rule_of_ones_own_ends_the_run(shell):
+def test_a_stop_rule_of_ones_own_ends_the_run(run_command):
     rule = "+evaluation.stop_rules.enough={_target_: own.Enough, evaluations: 2}"
-    shell.run(*TINY_LM, *STEPS, rule, "evaluation.write_samples=false", "hydra.run.dir=run")
-    result = read(shell, "result.json")
+    run_command(*TINY_LM, *STEPS, rule, "evaluation.write_samples=false", "hydra.run.dir=run")
+    result = read(run_command, "result.json")
     assert (result["step"], result["enough"]) == (2, 0)
-    assert read(shell, "status.json")["reason"] == "enough at 67%"
+    assert read(run_command, "status.json")["reason"] == "enough at 67%"
 
 
 @pytest.mark.long

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from support.in_process import Commands
 from support.tiny import TINY_LM
-from support.warm import WarmShell
 
 OWN = '''
 import torch
@@ -75,8 +75,8 @@ SMALL = [*TINY_LM[:6], "data=own", "tracking=none", "evaluation.write_samples=fa
 
 
 @pytest.fixture
-def shell(tmp_path, cache):
-    shell = WarmShell(tmp_path, cache)
+def run_command(tmp_path, cache):
+    run_command = Commands(tmp_path, cache)
     (tmp_path / "own.py").write_text(OWN)
     for group, text in {"data": DATA, "scheduler": "_target_: own.Flat\n"}.items():
         (tmp_path / "conf" / group).mkdir(parents=True)
@@ -85,22 +85,22 @@ def shell(tmp_path, cache):
         path = tmp_path / "conf" / "optimizer" / f"{name}.yaml"
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"_target_: own.{name}\n")
-    return shell
+    return run_command
 
 
-def run(shell, *overrides, code=0):
-    return shell.run("--config-dir=conf", *SMALL, *overrides, code=code)
+def run(run_command, *overrides, code=0):
+    return run_command("--config-dir=conf", *SMALL, *overrides, code=code)
 
 
 @pytest.mark.long
-def test_a_schedule_needs_no_warm_up_and_data_no_number_of_workers(shell):
-    run(shell, "scheduler=own", "optimizer=whole", "+data.num_workers=1")
-    assert json.loads((shell.cwd / "run" / "status.json").read_text())["state"] == "finished"
-    assert {json.loads(line).get("lr", 4e-3) for line in (shell.cwd / "run" / "metrics.jsonl").open()} == {4e-3}
+def test_a_schedule_needs_no_warm_up_and_data_no_number_of_workers(run_command, shell):
+    shell.run("--config-dir=conf", *SMALL, "scheduler=own", "optimizer=whole", "+data.num_workers=1")
+    assert json.loads((run_command.cwd / "run" / "status.json").read_text())["state"] == "finished"
+    assert {json.loads(line).get("lr", 4e-3) for line in (run_command.cwd / "run" / "metrics.jsonl").open()} == {4e-3}
 
 
-def test_what_the_run_reads_of_a_part_of_ones_own_can_be_added(shell):
-    _, stderr = run(shell, "data.num_workers=1", code=2)
+def test_what_the_run_reads_of_a_part_of_ones_own_can_be_added(run_command):
+    _, stderr = run(run_command, "data.num_workers=1", code=2)
     assert stderr == "data.num_workers: is not in the data of your own; to add it write +data.num_workers=...\n"
 
 
@@ -118,26 +118,26 @@ def test_what_the_run_reads_of_a_part_of_ones_own_can_be_added(shell):
         ("strange", "takes 1 tensors that are no parameters of the model it is given; take model.parameters()"),
     ],
 )
-def test_optimizers_take_each_trainable_parameter_once(shell, name, message):
-    _, stderr = run(shell, f"optimizer={name}", code=2)
+def test_optimizers_take_each_trainable_parameter_once(run_command, name, message):
+    _, stderr = run(run_command, f"optimizer={name}", code=2)
     (line,) = [line for line in stderr.splitlines() if line.startswith("optimizer")]
     assert line.startswith(f"optimizer._target_: is own.{name}, which {message}")
-    assert not (shell.cwd / "run").exists()
+    assert not (run_command.cwd / "run").exists()
 
 
 @pytest.mark.long
-def test_a_metric_that_only_evaluating_shows_to_be_wrong_fails_the_run(shell):
-    _, stderr = run(shell, "objective._target_=own.Judged", "checkpoint.keep_best.metric=val_extr", code=2)
+def test_a_metric_that_only_evaluating_shows_to_be_wrong_fails_the_run(run_command):
+    _, stderr = run(run_command, "objective._target_=own.Judged", "checkpoint.keep_best.metric=val_extr", code=2)
     message = "checkpoint.keep_best.metric: is val_extr but evaluations measure val_loss, val_extra; did you mean "
     message += "val_extra?"
     assert stderr.splitlines()[-1] == message
-    status = json.loads((shell.cwd / "run" / "status.json").read_text())
+    status = json.loads((run_command.cwd / "run" / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", message)
 
 
-def test_a_target_that_is_not_there_is_refused_in_every_job_of_a_sweep(shell):
-    (shell.cwd / "conf" / "optimizer" / "misspelt.yaml").write_text("_target_: own.hole\n")
+def test_a_target_that_is_not_there_is_refused_in_every_job_of_a_sweep(run_command):
+    (run_command.cwd / "conf" / "optimizer" / "misspelt.yaml").write_text("_target_: own.hole\n")
     overrides = ["-m", "--config-dir=conf", *SMALL[:-1], "optimizer=whole,misspelt", "hparams.seed=range(20)"]
-    _, stderr = shell.run(*overrides, "hydra.sweep.dir=sweep", code=2)
+    _, stderr = run_command(*overrides, "hydra.sweep.dir=sweep", code=2)
     assert stderr.startswith("optimizer._target_: is own.hole but own has no hole; did you mean whole? (20 of 40 jobs")
-    assert not (shell.cwd / "sweep").exists()
+    assert not (run_command.cwd / "sweep").exists()

@@ -48,9 +48,9 @@ def logged(run_dir):
         ),
     ],
 )  # fmt: skip
-def test_a_run_logs_what_was_planned_row_by_row(shell, overrides):
+def test_a_run_logs_what_was_planned_row_by_row(shell, run_command, overrides):
     overrides = [*overrides, "tracking.log_every_n_steps=1", "tracking.mlflow=false", "evaluation.write_samples=false"]
-    shell.run(*overrides, "hydra.run.dir=plan", module="foundry.plan")
+    run_command(*overrides, "hydra.run.dir=plan", module="foundry.plan")
     shell.run(*overrides, "hydra.run.dir=run")
     planned = rows(shell.cwd / "plan")
     assert len(planned) == 40
@@ -61,14 +61,14 @@ def test_a_run_logs_what_was_planned_row_by_row(shell, overrides):
 
 
 @pytest.mark.long
-def test_every_nth_row_and_the_length_of_the_run(shell, lm):
+def test_every_nth_row_and_the_length_of_the_run(run_command, lm):
     run_dir, _, _ = lm
     overrides = [*TINY_LM, *FULL, "plan.every=8", f"plan.measured={run_dir}", "hydra.run.dir=plan"]
-    stdout, _ = shell.run(*overrides, module="foundry.plan")
-    assert [row["step"] for row in rows(shell.cwd / "plan")] == [8, 16, 24, 32, 40]
-    plan = read(shell.cwd / "plan" / "plan.json")
+    stdout, _ = run_command(*overrides, module="foundry.plan")
+    assert [row["step"] for row in rows(run_command.cwd / "plan")] == [8, 16, 24, 32, 40]
+    plan = read(run_command.cwd / "plan" / "plan.json")
     assert plan["run_seconds"] == plan["step_seconds"] * 40 > 0
-    assert (shell.cwd / "plan" / "schedule.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert (run_command.cwd / "plan" / "schedule.png").read_bytes().startswith(b"\x89PNG\r\n")
     for message in (
         "run length",
         "samples per step",
@@ -77,7 +77,7 @@ def test_every_nth_row_and_the_length_of_the_run(shell, lm):
     ):
         assert message in stdout
     assert "1.0 = 40 steps = 640 samples" in stdout
-    assert not (shell.cwd / "plan" / "status.json").exists()
+    assert not (run_command.cwd / "plan" / "status.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -92,17 +92,17 @@ def test_every_nth_row_and_the_length_of_the_run(shell, lm):
         ),
     ],
 )
-def test_config_errors_in_a_plan(shell, overrides, message):
-    _, stderr = shell.run(*TINY_LM, *overrides, module="foundry.plan", code=2)
-    assert message.format(cwd=shell.cwd) in stderr
+def test_config_errors_in_a_plan(run_command, overrides, message):
+    _, stderr = run_command(*TINY_LM, *overrides, module="foundry.plan", code=2)
+    assert message.format(cwd=run_command.cwd) in stderr
     assert "Traceback" not in stderr
-    assert list(shell.cwd.iterdir()) == []
+    assert list(run_command.cwd.iterdir()) == []
 
 
-def test_a_plan_never_overwrites_a_run(lm, shell):
+def test_a_plan_never_overwrites_a_run(lm, run_command):
     run_dir, _, _ = lm
     before = (run_dir / "plan.json").read_text()
-    _, stderr = shell.run(*TINY_LM, f"hydra.run.dir={run_dir}", module="foundry.plan", code=2)
+    _, stderr = run_command(*TINY_LM, f"hydra.run.dir={run_dir}", module="foundry.plan", code=2)
     assert "hydra.run.dir: is " in stderr
     assert (run_dir / "plan.json").read_text() == before
 
@@ -120,11 +120,11 @@ def test_a_plan_never_overwrites_a_run(lm, shell):
         ("sync", ["dir", "uri"]),
     ],
 )
-def test_every_command_says_what_it_takes(shell, command, options):
-    out, err = shell.run("--help", module=f"foundry.{command}")
+def test_every_command_says_what_it_takes(run_command, command, options):
+    out, err = run_command("--help", module=f"foundry.{command}")
     assert err == ""
     assert out.startswith(f"python -m foundry.{command} key=value ...\n")
     assert set(options) <= {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
     assert max(map(len, out.splitlines())) <= 120
-    assert shell.run("--version", module=f"foundry.{command}") == shell.run("--version")
-    assert list(shell.cwd.iterdir()) == []
+    assert run_command("--version", module=f"foundry.{command}") == run_command("--version")
+    assert list(run_command.cwd.iterdir()) == []

@@ -18,15 +18,15 @@ RUN = [*TINY_LM, "hparams.max_steps=3", "hydra.run.dir=run"]
         pytest.param(b'{"state": 5}', id="wrong", marks=pytest.mark.long),
     ],
 )
-def test_a_run_without_its_status_resumes_from_its_checkpoint(shell, content):
-    shell.run(*RUN)
-    before = json.loads((shell.cwd / "run" / "result.json").read_text())
-    (shell.cwd / "run" / "status.json").write_bytes(content)
-    _, err = shell.run(*RUN)
+def test_a_run_without_its_status_resumes_from_its_checkpoint(run_command, content):
+    run_command(*RUN)
+    before = json.loads((run_command.cwd / "run" / "result.json").read_text())
+    (run_command.cwd / "run" / "status.json").write_bytes(content)
+    _, err = run_command(*RUN)
     assert "status.json" in err
     assert "Traceback" not in err
-    assert json.loads((shell.cwd / "run" / "status.json").read_text())["state"] == "finished"
-    assert json.loads((shell.cwd / "run" / "result.json").read_text())["val_loss"] == before["val_loss"]
+    assert json.loads((run_command.cwd / "run" / "status.json").read_text())["state"] == "finished"
+    assert json.loads((run_command.cwd / "run" / "result.json").read_text())["val_loss"] == before["val_loss"]
 
 
 @pytest.mark.long

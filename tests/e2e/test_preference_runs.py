@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load, load_file
+from support.in_process import Commands
 from support.tiny import TINY_LM
 from support.warm import WarmShell
 
@@ -93,6 +94,11 @@ def shell(tmp_path, cache):
     return WarmShell(tmp_path, cache)
 
 
+@pytest.fixture
+def run_command(shell, cache):
+    return Commands(shell.cwd, cache)
+
+
 def losses(shell, name):
     lines = map(json.loads, (shell.cwd / name / "metrics.jsonl").open())
     return [line["loss"] for line in lines if "loss" in line]
@@ -114,14 +120,14 @@ def test_it_learns_the_order_on_any_layout(shell):
 
 
 @pytest.mark.parametrize("reference", ["cached", pytest.param("copy", marks=pytest.mark.long)])
-def test_a_resumed_run_keeps_its_reference(shell, reference):
+def test_a_resumed_run_keeps_its_reference(run_command, reference):
     run = [*RUN, *LAYOUTS["one"], f"objective.reference={reference}"]
-    shell.run(*run, "hydra.run.dir=whole")
-    shell.run(*run, "hydra.run.dir=half", "hparams.max_steps=6")
-    file = shell.cwd / "half" / "columns.safetensors"
+    run_command(*run, "hydra.run.dir=whole")
+    run_command(*run, "hydra.run.dir=half", "hparams.max_steps=6")
+    file = run_command.cwd / "half" / "columns.safetensors"
     before = file.stat() if file.exists() else None
-    _, log = shell.run(*run, "hydra.run.dir=half")
-    assert losses(shell, "half") == losses(shell, "whole")
+    _, log = run_command(*run, "hydra.run.dir=half")
+    assert losses(run_command, "half") == losses(run_command, "whole")
     assert (before is None) == (reference == "copy")
     if before is not None:  # neither computed nor written again
         assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+from support.in_process import Commands
 from support.outcome import losses, outcome, status
 from support.small_text import RUN, SMALL, write_text
-from support.warm import WarmShell
 
 from foundry.checkpoint.folder import problems
 from foundry.run_dir.checkpoints import find, list_checkpoints
@@ -47,15 +47,15 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, cache, text):
     """The run directory of a run that nobody disturbed, with all its checkpoints; not to be changed."""
-    shell = WarmShell(tmp_path_factory.mktemp("finished"), cache)
-    shell.run(*RUN, *SMALL, text, MAX, "hydra.run.dir=run")
-    return shell.cwd / "run"
+    run_command = Commands(tmp_path_factory.mktemp("finished"), cache)
+    run_command(*RUN, *SMALL, text, MAX, "hydra.run.dir=run")
+    return run_command.cwd / "run"
 
 
 @pytest.fixture
-def go(shell, text):
+def go(run_command, text):
     """Run the command in the directory `run`, with more words."""
-    return lambda *overrides, code=0: shell.run(*RUN, *SMALL, text, "hydra.run.dir=run", *overrides, code=code)
+    return lambda *overrides, code=0: run_command(*RUN, *SMALL, text, "hydra.run.dir=run", *overrides, code=code)
 
 
 @pytest.fixture
@@ -275,8 +275,9 @@ def test_state_that_cannot_be_saved_is_said_after_the_first_step(shell, text):
 
 
 @pytest.mark.distributed
-def test_the_number_of_processes_may_change(broken_off, go, finished):
-    go(MAX, "distributed=fsdp", "distributed.nproc_per_node=2")
+def test_the_number_of_processes_may_change(broken_off, shell, text, finished):
+    two = ["distributed=fsdp", "distributed.nproc_per_node=2", "hydra.run.dir=run"]
+    shell.run(*RUN, *SMALL, text, MAX, *two)
     assert outcome(broken_off)["result"]["loss"] == pytest.approx(outcome(finished)["result"]["loss"], rel=1e-5)
     assert list(losses(broken_off)) == list(range(1, STEPS + 1))
 

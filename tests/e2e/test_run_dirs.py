@@ -35,35 +35,36 @@ def mine(tmp_path):
         ("foundry", ["hydra.run.dir=mine/data/a.txt"], "hydra.run.dir"),
     ],
 )  # fmt: skip
-def test_a_folder_of_the_users_own_is_refused_and_kept(shell, mine, module, overrides, key):
-    before, times = contents(shell.cwd), snapshot(mine)
-    _, err = shell.run(*WORDS, *overrides, module=module, code=2)
+def test_a_folder_of_the_users_own_is_refused_and_kept(run_command, mine, module, overrides, key):
+    before, times = contents(run_command.cwd), snapshot(mine)
+    _, err = run_command(*WORDS, *overrides, module=module, code=2)
     assert err.startswith(f"{key}: is "), err
     assert err.count("\n") == 1
-    assert contents(shell.cwd) == before
+    assert contents(run_command.cwd) == before
     assert snapshot(mine) == times
 
 
 @pytest.mark.parametrize("module", ["foundry", "foundry.plan"])
-def test_a_refused_command_leaves_what_was_there_and_nothing_new(shell, mine, module):
-    (shell.cwd / "empty").mkdir()
-    before = set(shell.cwd.rglob("*"))
+def test_a_refused_command_leaves_what_was_there_and_nothing_new(run_command, mine, module):
+    (run_command.cwd / "empty").mkdir()
+    before = set(run_command.cwd.rglob("*"))
     for folder in ("empty", "new/er", "mine/data/run"):
-        shell.run(*WORDS, REFUSED_BY_THE_DATA, f"hydra.run.dir={folder}", module=module, code=2)
-    assert set(shell.cwd.rglob("*")) == before
+        run_command(*WORDS, REFUSED_BY_THE_DATA, f"hydra.run.dir={folder}", module=module, code=2)
+    assert set(run_command.cwd.rglob("*")) == before
 
 
-def test_a_refused_command_leaves_a_run_as_it_was(shell):
-    shell.run(*WORDS, "hydra.run.dir=run")
-    before = {path: content for path, content in contents(shell.cwd).items() if path.name not in (".lock", ".foundry")}
-    shell.run(*WORDS, REFUSED_BY_THE_DATA, "hydra.run.dir=run", code=2)
-    shell.run(*WORDS, "hydra.run.dir=run", module="foundry.plan", code=2)
-    after = contents(shell.cwd)
+def test_a_refused_command_leaves_a_run_as_it_was(run_command):
+    run_command(*WORDS, "hydra.run.dir=run")
+    files = contents(run_command.cwd)
+    before = {path: content for path, content in files.items() if path.name not in (".lock", ".foundry")}
+    run_command(*WORDS, REFUSED_BY_THE_DATA, "hydra.run.dir=run", code=2)
+    run_command(*WORDS, "hydra.run.dir=run", module="foundry.plan", code=2)
+    after = contents(run_command.cwd)
     assert {path: after[path] for path in before} == before
 
 
 @pytest.mark.long
-def test_a_plans_folder_takes_the_run(shell):
-    shell.run(*WORDS, "hydra.run.dir=run", module="foundry.plan")
-    shell.run(*WORDS, "hydra.run.dir=run")
-    assert (shell.cwd / "run" / "result.json").is_file()
+def test_a_plans_folder_takes_the_run(run_command):
+    run_command(*WORDS, "hydra.run.dir=run", module="foundry.plan")
+    run_command(*WORDS, "hydra.run.dir=run")
+    assert (run_command.cwd / "run" / "result.json").is_file()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.tiny import TINY_DIT, TINY_LM
-from support.warm import WarmShell
+from support.in_process import Commands
+from support.tiny import PLOTS, TINY_DIT, TINY_LM
 
 PNG = b"\x89PNG\r\n"
 LAYOUT = ["precision=fp32", "hparams.max_steps=3", "hparams.global_batch_size=8", "optimizer=adamw"]
@@ -90,10 +90,10 @@ def test_the_plans_numbers_are_consistent(lm, digits):
 
 
 def test_starting_it_again_says_that_it_is_finished(lm, cache):
-    shell = WarmShell(lm[0].parent, cache)
+    run_command = Commands(lm[0].parent, cache)
     written = ("foundry.log", ".lock")
     kept = {k: v for k, v in snapshot(lm[0]).items() if ".hydra" not in str(k) and k.name not in written}
-    stdout, stderr = shell.run(*TINY_LM, "hydra.run.dir=run", "hparams.ema_decay=0.9")
+    stdout, stderr = run_command(*TINY_LM, *PLOTS, "hydra.run.dir=run", "hparams.ema_decay=0.9")
     assert "finished" in stdout + stderr
     after = snapshot(lm[0])
     assert {path for path in kept if after.get(path) != kept[path]} - {lm[0]} == set()
@@ -116,32 +116,32 @@ def test_diffusion_draws_a_picture(digits):
     ],
     ids=["tiny-text", "seq-len", "warmup"],
 )
-def test_what_only_the_data_shows_is_one_line_and_no_files(shell, overrides, key):
-    (shell.cwd / "tiny.txt").write_text("too little\n")
-    stdout, stderr = shell.run(*overrides, code=2)
+def test_what_only_the_data_shows_is_one_line_and_no_files(run_command, overrides, key):
+    (run_command.cwd / "tiny.txt").write_text("too little\n")
+    stdout, stderr = run_command(*overrides, code=2)
     assert stdout == ""
     assert stderr.startswith(key)
     assert stderr.count("\n") == 1
-    assert [path.name for path in shell.cwd.iterdir()] == ["tiny.txt"]
+    assert [path.name for path in run_command.cwd.iterdir()] == ["tiny.txt"]
 
 
-def test_a_failing_part_leaves_its_traceback(shell):
-    (shell.cwd / "conf" / "model").mkdir(parents=True)
-    (shell.cwd / "conf" / "model" / "mine.yaml").write_text("_target_: mine.Broken\nwidth: 3\n")
+def test_a_failing_part_leaves_its_traceback(run_command):
+    (run_command.cwd / "conf" / "model").mkdir(parents=True)
+    (run_command.cwd / "conf" / "model" / "mine.yaml").write_text("_target_: mine.Broken\nwidth: 3\n")
     code = "class Broken:\n    def __init__(self, *, width):\n        raise ValueError(f'no model of width {width}')\n"
-    (shell.cwd / "mine.py").write_text(code)
+    (run_command.cwd / "mine.py").write_text(code)
     overrides = ["--config-dir=conf", *TINY_DIT[:2], "model=mine", "hydra.run.dir=run"]
-    stderr = shell.run(*overrides, code=1, variables={"PYTHONPATH": str(shell.cwd)})[1]
+    stderr = run_command(*overrides, code=1, variables={"PYTHONPATH": str(run_command.cwd)})[1]
     assert "Traceback" in stderr
     assert "no model of width 3" in stderr
     assert "mine.py" in stderr
-    status = read(shell.cwd / "run", "status.json")
+    status = read(run_command.cwd / "run", "status.json")
     assert (status["state"], status["reason"]) == ("failed", "ValueError: no model of width 3")
 
 
-def test_a_part_that_fails_while_training_is_recorded(shell):
-    (shell.cwd / "conf" / "objective").mkdir(parents=True)
-    (shell.cwd / "conf" / "objective" / "mine.yaml").write_text("_target_: mine.Broken\n")
+def test_a_part_that_fails_while_training_is_recorded(run_command):
+    (run_command.cwd / "conf" / "objective").mkdir(parents=True)
+    (run_command.cwd / "conf" / "objective" / "mine.yaml").write_text("_target_: mine.Broken\n")
     code = "\n".join(
         [
             "class Broken:",
@@ -151,33 +151,33 @@ def test_a_part_that_fails_while_training_is_recorded(shell):
             "        raise ValueError('first line\\nlast line')",
         ]
     )
-    (shell.cwd / "mine.py").write_text(code)
+    (run_command.cwd / "mine.py").write_text(code)
     overrides = ["--config-dir=conf", *TINY_LM[:7], "objective=mine", "hydra.run.dir=run"]
-    stderr = shell.run(*overrides, code=1, variables={"PYTHONPATH": str(shell.cwd)})[1]
+    stderr = run_command(*overrides, code=1, variables={"PYTHONPATH": str(run_command.cwd)})[1]
     assert "last line" in stderr
     assert "mine.py" in stderr
-    status = read(shell.cwd / "run", "status.json")
+    status = read(run_command.cwd / "run", "status.json")
     assert status["state"] == "failed"
     assert "ValueError" in status["reason"]
     assert "\n" not in status["reason"]
 
 
-def test_a_loss_that_is_not_finite_names_the_step(shell):
+def test_a_loss_that_is_not_finite_names_the_step(run_command):
     overrides = [*TINY_LM, "hparams.lr=1e30", "optimizer=adamw", "scheduler.warmup=0", "hparams.grad_clip_norm=null"]
-    stderr = shell.run(*overrides, "hydra.run.dir=run", code=1)[1]
-    status = read(shell.cwd / "run", "status.json")
+    stderr = run_command(*overrides, "hydra.run.dir=run", code=1)[1]
+    status = read(run_command.cwd / "run", "status.json")
     assert status["state"] == "failed"
     assert "NonFiniteError: step 2: " in status["reason"]
     assert status["reason"] in stderr
-    assert not (shell.cwd / "run" / "checkpoints").exists()
+    assert not (run_command.cwd / "run" / "checkpoints").exists()
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, cache):
     """Losses of three steps on one process."""
-    shell = WarmShell(tmp_path_factory.mktemp("alone"), cache)
-    shell.run(*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=8", "hydra.run.dir=run")
-    return losses(shell.cwd / "run")
+    run_command = Commands(tmp_path_factory.mktemp("alone"), cache)
+    run_command(*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=8", "hydra.run.dir=run")
+    return losses(run_command.cwd / "run")
 
 
 def assert_one_run(shell, stdout, stderr, expected):
@@ -241,7 +241,7 @@ def test_a_sweep_runs_every_job(shell):
 
 
 @pytest.mark.parametrize("model", ["hf_llama", pytest.param("hf_gpt2", marks=pytest.mark.long)])
-def test_a_model_of_transformers_trains(shell, model):
+def test_a_model_of_transformers_trains(run_command, model):
     sizes = {
         "hf_llama": "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}",
         "hf_gpt2": "{n_embd: 32, n_layer: 2, n_head: 2}",
@@ -250,40 +250,40 @@ def test_a_model_of_transformers_trains(shell, model):
     if model == "hf_llama":
         overrides += ["model.config.num_key_value_heads=2"]
     config = [f"model.config.{item.strip(' {}').replace(': ', '=')}" for item in sizes[model].split(",")]
-    shell.run(*overrides, f"model={model}", *config, "hydra.run.dir=run")
-    assert len(losses(shell.cwd / "run")) == 5
-    assert (shell.cwd / "run" / "plots" / "samples.txt").is_file()
-    shell.run("run=run", "out=exported", module="foundry.export")
-    assert (shell.cwd / "exported" / "config.json").is_file()
+    run_command(*overrides, f"model={model}", *config, "hydra.run.dir=run")
+    assert len(losses(run_command.cwd / "run")) == 5
+    assert (run_command.cwd / "run" / "plots" / "samples.txt").is_file()
+    run_command("run=run", "out=exported", module="foundry.export")
+    assert (run_command.cwd / "exported" / "config.json").is_file()
 
 
-def test_text_is_sampled_from_a_checkpoint(lm, shell):
+def test_text_is_sampled_from_a_checkpoint(lm, run_command):
     overrides = [f"run={lm[0]}", "out=drawn", "prompt='def main('", "max_new_tokens=8", "temperature=0"]
-    stdout = shell.run(*overrides, module="foundry.sample")[0]
+    stdout = run_command(*overrides, module="foundry.sample")[0]
     assert "def main(" in stdout
-    text = (shell.cwd / "drawn.txt").read_text()
+    text = (run_command.cwd / "drawn.txt").read_text()
     assert "def main(" in text
-    assert shell.run(*overrides, module="foundry.sample")[0] == stdout
+    assert run_command(*overrides, module="foundry.sample")[0] == stdout
 
 
-def test_digits_are_drawn_from_a_checkpoint(digits, shell):
-    shell.run(f"run={digits}", "out=pictures/drawn", "labels=[3,1]", "steps=3", module="foundry.sample")
-    assert (shell.cwd / "pictures" / "drawn.png").read_bytes().startswith(PNG)
-    stderr = shell.run(f"run={digits}", "prompt=hello", module="foundry.sample", code=2)[1]
+def test_digits_are_drawn_from_a_checkpoint(digits, run_command):
+    run_command(f"run={digits}", "out=pictures/drawn", "labels=[3,1]", "steps=3", module="foundry.sample")
+    assert (run_command.cwd / "pictures" / "drawn.png").read_bytes().startswith(PNG)
+    stderr = run_command(f"run={digits}", "prompt=hello", module="foundry.sample", code=2)[1]
     assert stderr.startswith("prompt: is no option of objective Diffusion")
-    stderr = shell.run(f"run={digits}", "which=7", module="foundry.sample", code=2)[1]
+    stderr = run_command(f"run={digits}", "which=7", module="foundry.sample", code=2)[1]
     assert "has no checkpoint '7'; there are: " in stderr
     assert "step_00000005" in stderr
 
 
-def test_an_export_loads_in_transformers(lm, shell):
+def test_an_export_loads_in_transformers(lm, run_command):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from foundry.restore import restore
 
-    shell.run(f"run={lm[0]}", "out=exported", "ema=false", module="foundry.export")
-    exported = shell.cwd / "exported"
+    run_command(f"run={lm[0]}", "out=exported", "ema=false", module="foundry.export")
+    exported = run_command.cwd / "exported"
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
     restored = restore(str(lm[0]), "last", ema=False)
     loaded = AutoModelForCausalLM.from_pretrained(exported).eval()
@@ -295,9 +295,9 @@ def test_an_export_loads_in_transformers(lm, shell):
     text = "def main(words):\n\treturn 'grüße', 3.25\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
     assert tokenizer(text)["input_ids"] == restored.data.tokenizer.encode(text).ids
-    averaged = shell.run(f"run={lm[0]}", "out=averaged", module="foundry.export")
+    averaged = run_command(f"run={lm[0]}", "out=averaged", module="foundry.export")
     assert str(Path(averaged[0].strip())) == "averaged"
-    weights = [path.joinpath("model.safetensors").read_bytes() for path in (exported, shell.cwd / "averaged")]
+    weights = [path.joinpath("model.safetensors").read_bytes() for path in (exported, run_command.cwd / "averaged")]
     assert weights[0] != weights[1]
-    stderr = shell.run(f"run={lm[0]}", "out=exported", module="foundry.export", code=2)[1]
+    stderr = run_command(f"run={lm[0]}", "out=exported", module="foundry.export", code=2)[1]
     assert stderr.startswith("out: is exported, which exists and is not an empty folder")

@@ -165,10 +165,10 @@ def test_ranks_of_a_pruned_trial_end_together(shell):
         (["hydra/launcher=slurm", "hydra.launcher.detach=true"], ["hydra.launcher.detach: is true but a search"]),
     ],
 )
-def test_a_wrong_search_is_refused_whole(shell, overrides, message):
-    _, stderr = shell.run(*SEARCH, *overrides, code=2)
+def test_a_wrong_search_is_refused_whole(run_command, overrides, message):
+    _, stderr = run_command(*SEARCH, *overrides, code=2)
     assert [part in line for part, line in zip(message, stderr.splitlines(), strict=True)] == [True] * len(message)
-    assert list(shell.cwd.iterdir()) == []
+    assert list(run_command.cwd.iterdir()) == []
 
 
 def test_a_search_without_its_package_says_how_to_install_it(cold_shell):

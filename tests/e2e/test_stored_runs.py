@@ -25,35 +25,35 @@ VAL_LOSS = 5.333653211593628
 
 
 @pytest.fixture
-def stored(shell):
-    shutil.copytree(STORED / "run-0.1", shell.cwd / "run", symlinks=True)
-    return shell.cwd / "run"
+def stored(run_command):
+    shutil.copytree(STORED / "run-0.1", run_command.cwd / "run", symlinks=True)
+    return run_command.cwd / "run"
 
 
 def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_finished_run_has_its_result(shell, stored):
+def test_a_finished_run_has_its_result(run_command, stored):
     before = (stored / "metrics.jsonl").read_text()
-    shell.run(*WORDS, "hparams.max_steps=4")
+    run_command(*WORDS, "hparams.max_steps=4")
     assert (stored / "metrics.jsonl").read_text() == before
 
 
-def test_it_is_continued_as_the_version_that_made_it_would_have(shell, stored):
-    shell.run(*WORDS, "hparams.max_steps=6")
+def test_it_is_continued_as_the_version_that_made_it_would_have(run_command, stored):
+    run_command(*WORDS, "hparams.max_steps=6")
     found = [record["loss"] for record in records(stored) if "loss" in record]
     assert found[4:] == pytest.approx(LOSSES, rel=2e-6)
     assert json.loads((stored / "result.json").read_text())["val_loss"] == pytest.approx(VAL_LOSS, rel=2e-6)
 
 
-def test_it_is_measured_drawn_from_exported_and_started_from(shell, stored):
+def test_it_is_measured_drawn_from_exported_and_started_from(run_command, stored):
     own = json.loads((stored / "result.json").read_text())["val_loss"]
-    shell.run("run=run", "max_samples=16", "out=measured.json", module="foundry.eval")
-    assert json.loads((shell.cwd / "measured.json").read_text())["loss"] == pytest.approx(own, rel=2e-6)
-    shell.run("run=run", "prompt='1+1'", "max_new_tokens=4", "out=drawn", module="foundry.sample")
-    shell.run("run=run", "out=exported", module="foundry.export")
-    assert (shell.cwd / "exported" / "model.safetensors").is_file()
+    run_command("run=run", "max_samples=16", "out=measured.json", module="foundry.eval")
+    assert json.loads((run_command.cwd / "measured.json").read_text())["loss"] == pytest.approx(own, rel=2e-6)
+    run_command("run=run", "prompt='1+1'", "max_new_tokens=4", "out=drawn", module="foundry.sample")
+    run_command("run=run", "out=exported", module="foundry.export")
+    assert (run_command.cwd / "exported" / "model.safetensors").is_file()
     words = [*WORDS[1:5], "data=arithmetic", "model=base", "model.path=run", "debug=fast", "precision=fp32"]
-    shell.run(*words, "tracking=none", "hydra.run.dir=started")
-    assert records(shell.cwd / "started")[0]["loss"] < 5.5  # drawn weights begin at 5.56
+    run_command(*words, "tracking=none", "hydra.run.dir=started")
+    assert records(run_command.cwd / "started")[0]["loss"] < 5.5  # drawn weights begin at 5.56

@@ -131,14 +131,14 @@ def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
 
 
 @pytest.mark.parametrize("launcher", ["sequential", pytest.param("local", marks=pytest.mark.long)])
-def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(shell, launcher):
-    write_options(shell.cwd)
-    before = set(shell.cwd.rglob("*"))
+def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(run_command, launcher):
+    write_options(run_command.cwd)
+    before = set(run_command.cwd.rglob("*"))
     for name, (overrides, _) in WRONG_SWEEPS.items():
-        stdout, stderr = shell.run("-m", *overrides, f"hydra/launcher={launcher}", code=2)
+        stdout, stderr = run_command("-m", *overrides, f"hydra/launcher={launcher}", code=2)
         assert_said(name, stderr)
         assert stdout == ""
-    assert set(shell.cwd.rglob("*")) == before
+    assert set(run_command.cwd.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(shell, launcher):
         (["hparams.lr=1,2", "hydra.sweeper.zippp=[]"], ["hydra.sweeper.zippp"]),
     ],
 )
-def test_a_wrong_sweep_is_refused_whole(shell, overrides, message):
-    _, stderr = shell.run("-m", *overrides, code=2)
+def test_a_wrong_sweep_is_refused_whole(run_command, overrides, message):
+    _, stderr = run_command("-m", *overrides, code=2)
     assert [part in line for part, line in zip(message, stderr.splitlines(), strict=True)] == [True] * len(message)
-    assert list(shell.cwd.iterdir()) == []
+    assert list(run_command.cwd.iterdir()) == []
 
 
 @pytest.mark.long

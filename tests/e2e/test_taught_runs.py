@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.in_process import Commands
 from support.small_text import RUN, SMALL, write_text
 from support.warm import WarmShell
 
@@ -30,7 +31,7 @@ def taught(tmp_path_factory, cache):
     shell = WarmShell(tmp_path_factory.mktemp("distillation"), cache)
     text = write_text(shell.cwd)
     wide = [*RUN, *SMALL, "model.hidden_size=32", "hparams.max_steps=60", "hparams.lr=1e-2"]
-    shell.run(text, *wide, "hydra.run.dir=teacher")
+    Commands(shell.cwd, cache)(text, *wide, "hydra.run.dir=teacher")
     return shell, [text, "data.tokenizer=teacher/tokenizer.json"]
 
 
@@ -68,18 +69,18 @@ def test_a_run_that_starts_from_its_teacher_has_no_divergence_and_a_resumed_one_
     assert [line for line in metrics(shell, "half") if "loss" in line] == whole
 
 
-def test_another_tokenizer_is_refused_before_the_first_step(taught):
+def test_another_tokenizer_is_refused_before_the_first_step(taught, cache):
     shell, _ = taught
     other = "\n".join(f"{n} plus {n} is {n + n}!" for n in range(2000))
     (shell.cwd / "other.txt").write_text(other)
-    _, stderr = shell.run("data.path=other.txt", *STUDENT, "hydra.run.dir=refused", code=2)
+    _, stderr = Commands(shell.cwd, cache)("data.path=other.txt", *STUDENT, "hydra.run.dir=refused", code=2)
     assert stderr.startswith("objective.teacher: is ")
     assert "trained with another tokenizer than the run's" in stderr
 
 
-def test_the_plan_counts_the_teacher(taught):
+def test_the_plan_counts_the_teacher(taught, cache):
     shell, data = taught
-    shell.run(*data, *STUDENT, "hydra.run.dir=plan", module="foundry.plan")
+    Commands(shell.cwd, cache)(*data, *STUDENT, "hydra.run.dir=plan", module="foundry.plan")
     memory = json.loads((shell.cwd / "plan" / "plan.json").read_text())["memory"]
     assert memory["frozen"] > memory["weights"]
     assert memory["activations_estimated"] > 0

@@ -6,14 +6,18 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
+from foundry.config.choices import Choices
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.root import Config, to_config
+
+CHOICES = Choices()
+"""Foundry's own options, which no test changes."""
 
 
 def compose(*overrides: str) -> DictConfig:
     """As Hydra has it."""
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with CHOICES.used(), initialize_config_dir(config_dir(), version_base="1.3"):
         return hydra_compose(CONFIG_NAME, list(overrides))
 
 

@@ -7,13 +7,17 @@ import sys
 NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def passed_on():
+    """The environment without the variables of a scheduler, a launcher or MLflow."""
+    return {k: v for k, v in os.environ.items() if k not in NOT_PASSED_ON and not k.startswith(("SLURM", "MLFLOW"))}
+
+
 class Shell:
     """A person's terminal: an empty folder, and a cache that all tests share, so that one tokenizer is trained."""
 
     def __init__(self, cwd, cache):
         self.cwd = cwd
-        kept = {k: v for k, v in os.environ.items() if k not in NOT_PASSED_ON and not k.startswith(("SLURM", "MLFLOW"))}
-        self.environment = {**kept, "FOUNDRY_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+        self.environment = {**passed_on(), "FOUNDRY_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
 
     def start(self, *overrides, module="foundry", variables=None, command=(sys.executable, "-m")):
         return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Words that make a model small, so that a run is start-up and little else."""
+"""Words that make a model small and draw no plots, so that a run is start-up and little else."""
 
 SMALL_LM = [
     "debug=fast",
@@ -8,6 +8,7 @@ SMALL_LM = [
     "model.num_heads=2",
     "model.num_kv_heads=2",
     "data.seq_len=32",
+    "tracking.plots=false",
 ]
 TINY_LM = [*SMALL_LM, "objective.sample_tokens=16"]
 TINY_DIT = [
@@ -19,4 +20,6 @@ TINY_DIT = [
     "hparams.global_batch_size=16",
     "objective.sampling_steps=3",
     "objective.samples_per_class=1",
+    "tracking.plots=false",
 ]
+PLOTS = ["tracking.plots=true"]

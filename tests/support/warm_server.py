@@ -46,9 +46,13 @@ MODULES = (
 def _import_all():
     for name in MODULES:
         importlib.import_module(name)
-    from support.composition import compose
+    from foundry.config.choices import keep_choices
+    from support.composition import CHOICES, compose
+    from support.tiny import TINY_DIT, TINY_LM
 
-    compose()  # Hydra looks for its plugins once
+    for words in ((), (), TINY_LM, TINY_DIT):  # Hydra looks for its plugins once; options are read once
+        compose(*words)
+    keep_choices(CHOICES)
     # Put there so that this module was found.
     ours = str(Path(__file__).parents[1])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", ours)]

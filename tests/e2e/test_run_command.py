@@ -1,0 +1,116 @@
+"""`run_command` answers as a process does, however many commands have run in the test process before."""
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from support.tiny import TINY_LM
+
+RUN = [*TINY_LM, "tracking=none", "hparams.max_steps=3", "evaluation.write_samples=false"]
+LIGHT = [
+    ("foundry", ["--version"], 0),
+    ("foundry", ["--help"], 0),
+    ("foundry", ["--cfg", "job", "hparams.seed=3"], 0),
+    ("foundry", ["hparams.leer=1", "scheduler=wds"], 2),
+    ("foundry.report", ["dir=nowhere"], 2),
+    ("foundry.diff", ["nowhere", "run"], 2),
+]
+"""Commands that import no torch."""
+COMMANDS = [
+    *LIGHT,
+    ("foundry", ["--cfg", "job", "hparams.lr=-1"], 2),
+    ("foundry", ["-m", "hparams.per_gpu_batch_size=16,7"], 2),
+    ("foundry", [*RUN, "hydra.run.dir=run"], 0),
+    ("foundry", [*RUN, "hydra.run.dir=run"], 0),
+    ("foundry", [*RUN, "hydra.run.dir=run", "hparams.lr=2e-3"], 2),
+    ("foundry", [*RUN, "hydra.run.dir=other", "hparams.lr=2e-3"], 0),
+    ("foundry", [*RUN, "hydra.run.dir=fails", "hparams.lr=1e30", "scheduler.warmup=0", "optimizer=adamw"], 1),
+    ("foundry.plan", [*RUN, "hydra.run.dir=plan"], 0),
+    ("foundry.plan", [*RUN, "plan.evry=2"], 2),
+    ("foundry.sample", ["run=run", "prompt='def main('", "max_new_tokens=8", "temperature=0", "out=drawn"], 0),
+    ("foundry.sample", ["run=run", "labels=[3]"], 2),
+    ("foundry.export", ["run=run", "out=exported"], 0),
+    ("foundry.export", ["run=run", "out=exported"], 2),
+    ("foundry.eval", ["run=run", "max_samples=8", "out=measured.json"], 0),
+    ("foundry.diff", ["run", "other"], 1),
+    ("foundry.sync", ["dir=run"], 0),
+]
+
+
+def answers(run, folder, commands):
+    """What the commands answer, one after the other in a folder, without its path, times and speeds."""
+    said = []
+    for module, words, code in commands:
+        streams = [text.replace(str(folder), "FOLDER") for text in run(*words, module=module, code=code)]
+        said.append([re.sub(r"\d[\d.,:]* ?(ms|s|tok/s|/s|min)\b|\[[\d ,:-]+\]", "TIME", text) for text in streams])
+    return said
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
+def test_commands_in_one_process_answer_as_cold_processes(run_command, cold_shell):
+    assert answers(run_command, run_command.cwd, LIGHT) == answers(cold_shell.run, cold_shell.cwd, LIGHT)
+
+
+@pytest.mark.long
+def test_twenty_commands_in_one_process_answer_as_in_twenty(tmp_path_factory, cache):
+    from support.in_process import Commands
+    from support.warm import WarmShell
+
+    one, many = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("many")
+    ours = answers(Commands(one, cache), one, COMMANDS)
+    theirs = answers(WarmShell(many, cache).run, many, COMMANDS)
+    for command, mine, expected in zip(COMMANDS, ours, theirs, strict=True):
+        assert mine == expected, command
+    assert files(one) == files(many)
+
+
+def process_state():
+    """What a command may change of its process."""
+    loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    return {
+        "hydra": GlobalHydra.instance().is_initialized(),
+        "words": (list(sys.argv), Path.cwd(), dict(os.environ), list(sys.path)),
+        "streams": (sys.stdout, sys.stderr),
+        "handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "logging": [(logger.name, list(logger.handlers), logger.level) for logger in loggers if logger.handlers],
+        "filters": list(warnings.filters),
+        "random": torch.get_rng_state().tolist(),
+        "torch": (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()),
+        "threads": set(threading.enumerate()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["hparams.lr=-1"], 2), ([*RUN, "hydra.run.dir=run", "hparams.deterministic=true"], 0)],
+    ids=["refusal", "run"],
+)
+def test_a_command_leaves_the_process_as_it_was(run_command, words, code):
+    before = process_state()
+    run_command(*words, code=code, variables={"FOUNDRY_OTHER": "1"})
+    after = process_state()
+    assert {name: after[name] for name in before if after[name] != before[name]} == {}
+
+
+def test_a_module_of_one_folder_is_not_that_of_the_next(run_command):
+    words = ["optimizer=sgd", "optimizer._target_=own.part", *RUN, "hydra.run.dir=run"]
+    for number in (1, 2):
+        (run_command.cwd / "own.py").write_text(f"def part(*, model, lr, **rest):\n    raise ValueError('{number}')\n")
+        _, stderr = run_command(*words[:-1], f"hydra.run.dir={number}", code=1)
+        assert stderr.rstrip().endswith(f"ValueError: {number}")
+
+
+def test_an_exit_code_that_is_not_expected_shows_the_output(run_command):
+    with pytest.raises(AssertionError, match=r"exit code 2\n\nhparams\.lr: is -1 but must be above 0"):
+        run_command("hparams.lr=-1")
