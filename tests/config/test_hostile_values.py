@@ -36,7 +36,7 @@ from foundry.config.setting import check_fields
 from foundry.config.store import GROUPS
 from foundry.data.lerobot_writing import Episode, write_lerobot
 
-SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30 if selection.is_all else 150
+SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30 if selection.is_all else 450
 
 NUMBERS = ["0", "-1", "-0", "-0.0", "1e309", "1e308", "-1e308", "1e-320", "nan", "inf", "-inf", "1.5", "1e18", "1e15"]
 INTEGERS = [

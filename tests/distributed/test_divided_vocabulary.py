@@ -77,7 +77,7 @@ def on_ranks(world):
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6), (function.__name__, tile)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_it_is_that_of_the_whole_vocabulary(world_size):
     run_ranks(on_ranks, world_size)
 

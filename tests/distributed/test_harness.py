@@ -47,7 +47,7 @@ def return_lambda(world):
     return lambda: None
 
 
-@pytest.mark.parametrize("call", [run_ranks, spawn])
+@pytest.mark.parametrize("call", [run_ranks, pytest.param(spawn, marks=pytest.mark.long)])
 def test_failure_reports_tracebacks_of_all_ranks(call):
     with pytest.raises(AssertionError, match=r"(?s)rank 0: Traceback.*from rank 0.*rank 1: Traceback.*from rank 1"):
         call(fail, 2, (0, 1))
@@ -57,9 +57,9 @@ def test_failure_reports_tracebacks_of_all_ranks(call):
     ("function", "args", "message"),
     [
         (fail, ((1,),), "rank 1: Traceback.*ValueError: from rank 1"),
-        (leave, (), "rank 1: ended without a word"),
-        (hang, (), "rank 1: nothing heard within 2 s"),
-        (return_lambda, (), "rank 0: Traceback.*[Pp]ickl"),
+        pytest.param(leave, (), "rank 1: ended without a word", marks=pytest.mark.long),
+        pytest.param(hang, (), "rank 1: nothing heard within 2 s", marks=pytest.mark.long),
+        pytest.param(return_lambda, (), "rank 0: Traceback.*[Pp]ickl", marks=pytest.mark.long),
     ],
 )
 def test_next_call_after_a_failure_has_new_ranks(function, args, message):
@@ -69,6 +69,7 @@ def test_next_call_after_a_failure_has_new_ranks(function, args, message):
     assert not set(run_ranks(process_id, 2)) & set(before)
 
 
+@pytest.mark.long
 def test_ranks_killed_between_calls_are_replaced():
     before = run_ranks(process_id, 2)
     os.kill(before[1], signal.SIGKILL)

@@ -174,7 +174,7 @@ def check_resumed(world, config):
     assert not any(parameter.is_meta for parameter in parallel.model.parameters())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])
 def test_nothing_is_drawn_on_resume(strategy):
     configs = [configure(*words, f"distributed={strategy}", "distributed.nproc_per_node=2") for words in (LM, DIT, HF)]
     for config in configs:

@@ -31,7 +31,7 @@ def interrupted_at_step_three(world, interrupted_rank):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world_size", "interrupted_rank"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("world_size", "interrupted_rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.long)])
 def test_a_signal_to_one_rank_is_seen_by_all_one_call_later(world_size, interrupted_rank):
     stop = int(Boundary.STOP_USR1)
     answers = spawn(interrupted_at_step_three, world_size, interrupted_rank)

@@ -77,7 +77,7 @@ def test_one_process(faulty, shell, fault, overrides, code, reason, in_log):
     ("fault", "rank", "code", "reason", "in_log"),
     [
         ("kill", 0, 1, r"rank 0 failed: killed by SIGKILL: out of memory\?", "rank 0 failed"),
-        ("fail", 1, 1, "rank 1 failed: ValueError: first line$", "in fail"),
+        pytest.param("fail", 1, 1, "rank 1 failed: ValueError: first line$", "in fail", marks=pytest.mark.long),
         pytest.param("stop", 0, 74, SILENT.format(0, 1), "in loss|in backward|wait", marks=pytest.mark.long),
         pytest.param("stop", 1, 74, SILENT.format(1, 0), "in loss|in backward|wait", marks=pytest.mark.long),
     ],

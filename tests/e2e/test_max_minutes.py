@@ -17,7 +17,13 @@ def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("layout", [[], ["distributed=ddp", "distributed.nproc_per_node=2"]], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param([], id="one"),
+        pytest.param(["distributed=ddp", "distributed.nproc_per_node=2"], id="two", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(shell, layout):
     words = [*RUN, *layout, "hydra.run.dir=run"]
     shell.run(*words, "hparams.max_minutes=0.0001")

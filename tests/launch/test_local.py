@@ -96,7 +96,10 @@ def start(tmp_path, monkeypatch):
     assert not any(Path(f"/proc/{path.stem}").exists() for path in tmp_path.glob("*.pid"))
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.long), (signal.SIGINT, 130)],
+)
 def test_a_signal_ends_workers_that_have_nothing_to_save(start, sent, code):
     process = start("sleep")
     process.send_signal(sent)
@@ -104,7 +107,9 @@ def test_a_signal_ends_workers_that_have_nothing_to_save(start, sent, code):
     assert (process.returncode, out, err) == (code, "", "")
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR2, 140)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR2, 140, marks=pytest.mark.long)]
+)
 def test_workers_save_and_the_run_is_stopped_by_that_signal(start, tmp_path, sent, code):
     process = start("train")
     process.send_signal(sent)
