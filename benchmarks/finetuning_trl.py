@@ -378,7 +378,7 @@ def main() -> None:
             own = rows_of(name, found)
             rows += own
             notes.append(note_of(name, found))
-            headlines.append(headline_of(own))
+            headlines += [] if options.only else [headline_of(own)]
     finish(options, case="method", columns=COLUMNS, rows=rows, chart="speed", notes=notes, headlines=headlines)
 
 
