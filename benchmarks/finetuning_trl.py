@@ -1,4 +1,4 @@
-"""SFT, DPO and GRPO beside TRL's trainers: same weights, rows and hyperparameters, each run a process of its own.
+"""SFT, DPO and GRPO beside TRL's trainers: same weights, rows and hyperparameters, each run in a new process.
 
     python -m pip install trl  # not a dependency of foundry
     python benchmarks/finetuning_trl.py [sft] [dpo] [grpo] [--steps 50] [--seeds 42 1] [--only SIDE] [--bases FOLDER]
@@ -140,6 +140,13 @@ COLUMNS = [
     Column(key="of_grown_mib", heading="of the least TRL", format=".2f"),
     Column(key="apart", heading="losses apart", format=".1e"),
 ]
+TITLES = {
+    "SFT": "SFT of ragged conversations",
+    "DPO": "DPO with the pass of the reference",
+    "GRPO": "GRPO, generated tokens",
+}
+"""Names of the methods in the short table."""
+
 COMMON = (*TRAINED_ALIKE, "precision=fp32", *QUIET)
 
 
@@ -148,8 +155,8 @@ def make_bases(folder: Path, names: set[str], more: Sequence[str] = ()) -> None:
 
     Args:
         folder: for run directories and exports.
-        names: `ragged` has 2 million parameters, untrained but for one step at a rate near 0; `sums` has 0.36 million
-            and adds about half of its numbers right.
+        names: `ragged` has 2 million parameters, after one step at a rate near 0; `sums` has 0.36 million and gives
+            about 0.8 of its sums right.
         more: overrides of the training of `sums`.
     """
     quiet = ("tracking=none", "tracking.progress=false")
@@ -207,7 +214,7 @@ def sides_of(folder: Path, name: str) -> dict[str, tuple[str, ...]]:
 
 
 def measure(folder: Path, name: str, side: str, model: Sequence[str], steps: int, seed: int) -> Measured:
-    """Run a side in a process of its own, or write the rows in foundry's order if `side` is `order`."""
+    """Run a side in a new process; the side `order` writes the rows in foundry's order instead."""
     at_a_time = AT_A_TIME.get(side, METHODS[name].per_gpu_batch_size)
     method, own_folder = METHODS[name], folder / f"{name}_{seed}_{side.replace(', ', '_')}"
     own_folder.mkdir()
@@ -255,7 +262,7 @@ def compare(
         name: of the method.
         steps: of each run.
         seeds: of the order of rows and of sampling.
-        only: sides to run besides TRL's default; empty: all.
+        only: sides to run in addition to TRL's default; empty: all.
     """
     sides = sides_of(folder, name)
     chosen = [side for side in sides if side == "TRL" or not only or side in only]
@@ -322,7 +329,7 @@ def quarters(run: Mapping[str, Any]) -> list[float]:
 
 
 def headline_of(rows: Sequence[Row]) -> Headline:
-    """The line of a method in the short table: the fastest of foundry's sides beside the fastest of TRL's."""
+    """The line of a method in the short table: the fastest side of each of foundry's models, and TRL's best sides."""
 
     def tokens(row: Row) -> float:
         speed = row.values["speed"]
@@ -330,19 +337,25 @@ def headline_of(rows: Sequence[Row]) -> Headline:
         assert not isinstance(speed, str)
         return median(speed)
 
-    def fastest(*names: str) -> Row:
-        return max((row for row in rows if row.side.startswith(names)), key=tokens)
+    peers = [row for row in rows if row.side.startswith("TRL")]
+    same_order = [row for row in peers if row.side not in ANOTHER_ORDER]
+    hf = [row for row in rows if row.side.startswith("foundry, model=hf")]
+    own = [row for row in rows if row.side.startswith("foundry") and row not in hf]
+    plain = [row for row in peers if row.side == "TRL"]
+    fastest = {max(group, key=tokens).side: max(map(tokens, group)) for group in (own, hf, peers, same_order, plain)}
 
-    own, hf, peer = fastest("foundry"), fastest("foundry, model=hf"), fastest("TRL")
-    shown = [
-        f"{tokens(row):,.0f} ({row.side.removeprefix('foundry').strip(', ') or 'own decoder'})" for row in (own, hf)
-    ]
-    plain = next(row for row in rows if row.side == "TRL")
-    beside = [f"{tokens(peer):,.0f} {peer.side}", f"{tokens(plain):,.0f} TRL's default"]
+    def listed(name: str) -> str:
+        """The fastest sides of foundry or TRL, each with its settings."""
+        words = {"foundry": "own decoder", "TRL": "default"} | {
+            side: f"{side}, another order" for side in ANOTHER_ORDER
+        }
+        shown = {side: words.get(side, side) for side in fastest if side.startswith(name)}
+        return ", ".join(f"{fastest[side]:,.0f} ({each.removeprefix(f'{name}, ')})" for side, each in shown.items())
+
     return Headline(
-        what=f"{rows[0].case}, useful tokens per CPU-second",
-        foundry=", ".join(dict.fromkeys(shown)),
-        beside=", ".join(beside if peer is not plain else beside[:1]),
+        what=f"{TITLES[rows[0].case]}, useful tokens per CPU-second",
+        foundry=listed("foundry"),
+        beside=f"TRL: {listed('TRL')}",
     )
 
 
@@ -354,8 +367,10 @@ def main() -> None:
     made.add_argument("--sft-steps", type=int, help="another number of steps for SFT")
     made.add_argument("--grpo-steps", type=int, help="another number of steps for GRPO")
     made.add_argument("--seeds", type=int, nargs="+", default=[42, 1], help="a round for each")
-    made.add_argument("--only", nargs="+", default=[], help="sides besides TRL's default, such as 'foundry, packed'")
-    made.add_argument("--bases", type=Path, help="folder from which bases are read, or in which they are kept")
+    made.add_argument(
+        "--only", nargs="+", default=[], help="sides in addition to TRL's default, such as 'foundry, packed'"
+    )
+    made.add_argument("--bases", type=Path, help="folder of bases: missing ones are trained and kept there")
     options = made.parse_args()
     names, seeds = options.methods, options.seeds[:1] if options.smoke else options.seeds
     steps_of = dict.fromkeys(METHODS, 2 if options.smoke else options.steps)
