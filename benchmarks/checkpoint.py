@@ -143,9 +143,9 @@ def main() -> None:
     ]
     theirs = medians["torch, `HuggingFaceStorageWriter`"][0]
     headline = Headline(
-        what=f"A durable checkpoint of {options.megabytes} MB",
+        what=f"A durable checkpoint of {options.megabytes} MB, median",
         foundry=f"{once:.2f} s",
-        beside=f"{theirs:.2f} s torch's writer, {raw:.2f} s raw write",
+        beside=f"{theirs:.2f} s torch's `HuggingFaceStorageWriter`, {raw:.2f} s raw write",
     )
     notes = [
         f"{options.megabytes} MB in {NUM_TENSORS} tensors; {options.repeats} saves after a first. Verifying reads "

@@ -179,6 +179,19 @@ def best_peer(values: Mapping[str, Sequence[float]], choose: Callable[[Iterable[
     return choose(medians) if medians else float("nan")
 
 
+def describe_peer(values: Mapping[str, Sequence[float]], best: float, word: str) -> str:
+    """Describe the best peer for the short table: its median, its model, its name and how many peers took part.
+
+    Args:
+        values: of each round, by side.
+        best: from `best_peer`.
+        word: `fastest` or `least`.
+    """
+    peers = {side: median(own) for side, own in values.items() if side in PEERS}
+    names = [title(side) for side, middle in peers.items() if middle == best]
+    return f"{best:,.0f} (transformers' Llama, {names[0]}, {word} of {len(peers)} peers)" if names else "no peer"
+
+
 def title(side: str) -> str:
     """A side as tables name it."""
     return PEERS[side][0] if side in PEERS else side

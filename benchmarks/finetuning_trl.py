@@ -1,42 +1,49 @@
-"""SFT, DPO and GRPO beside TRL's trainers: same weights, rows, order and hyperparameters, each run its own process.
+"""SFT, DPO and GRPO beside TRL's trainers: same weights, rows and hyperparameters, each run in a new process.
 
-    python -m pip install trl  # no dependency of foundry's
-    python benchmarks/finetuning_trl.py [sft] [dpo] [grpo] [--steps 50] [--seeds 42 1] [--at-once 1] [--bases FOLDER]
+    python -m pip install trl  # not a dependency of foundry
+    python benchmarks/finetuning_trl.py [sft] [dpo] [grpo] [--steps 50] [--seeds 42 1] [--only SIDE] [--bases FOLDER]
 
-foundry's side is `run()` of a composed configuration. For each method shown are: useful tokens (no padding; in GRPO
-those that were generated, all of which are trained on) per second of CPU time without the first steps, the
-largest resident set, how far it grew from before the first step, and by how much losses of a step differ from TRL's.
-Of GRPO, whose two sides draw different answers, the mean reward of each quarter of the run. Every run has one thread.
-`--at-once 2` runs two side by side, for a machine that has nothing else to do. Times are compared only within one call.
+TRL runs with its defaults and with its settings for speed; foundry runs with its own decoder and with transformers'
+(model=hf). foundry's side is `run()` of a composed configuration. The sides run in turn, a round for each seed, on one
+thread. For each side are shown:
+
+- useful tokens per second of CPU time: tokens without padding (GRPO: generated tokens), over all steps from the first
+  one, and the pass of the reference model if the run makes one before its first step;
+- CPU seconds of the whole process, which include imports and the preparation of data;
+- the largest resident set, and its growth from before the first step;
+- the largest relative difference of a step's loss from TRL's, if both take the same samples in the same order.
 """
 
 import json
 import random
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-from comparison import HERE, NUM_WARMUP, QUIET, TRAINED_ALIKE, call, speeds
+from comparison import HERE, QUIET, TRAINED_ALIKE, Measured, call, in_turn, losses_apart, speeds
 from records import Column, Headline, Row, Values, finish, parser
+
+SEQ_LEN = 512
+"""Most tokens of a conversation, and the length of packed rows on both sides."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How one is run on both sides.
+    """Settings of a fine-tuning method on both sides.
 
     Attributes:
-        base: the weights that it starts from, see `make_bases`.
-        lr: constant.
-        batch_size: samples of a step: conversations, pairs or answers.
-        per_gpu_batch_size: of a microbatch.
-        overrides: foundry's own.
-        job: what TRL's side is told besides.
-        packs: whether foundry can put several samples into a row.
+        base: initial weights, see `make_bases`.
+        lr: constant learning rate.
+        batch_size: samples of a step: conversations, pairs or completions.
+        per_gpu_batch_size: samples of a microbatch, except for the sides of `AT_A_TIME`.
+        overrides: foundry's.
+        trl: TRL's sides by name, each with the settings that differ from `finetuning_trl_theirs.settings`.
+        job: further entries of the job file.
+        packs: whether foundry also runs with `data.packing=true`.
     """
 
     base: str
@@ -44,18 +51,49 @@ class Method:
     batch_size: int
     per_gpu_batch_size: int
     overrides: tuple[str, ...]
-    job: dict[str, Any] = field(default_factory=dict)
+    trl: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"TRL": {}})
+    job: Mapping[str, Any] = field(default_factory=dict)
     packs: bool = False
 
+    @property
+    def read_each_step(self) -> int:
+        """Rows of the dataset that a step reads: with groups of completions one row makes several samples."""
+        return self.batch_size // int(self.job.get("num_generations", 1))
+
+
+PADDING_FREE, BY_LENGTH, PACKED = "TRL, padding_free", "TRL, group_by_length", "TRL, packing"
+ANOTHER_ORDER = {BY_LENGTH, PACKED}
+"""Sides whose steps have other samples than TRL's default, so that their losses cannot be compared."""
+
+TRL_SFT: dict[str, dict[str, Any]] = {
+    "TRL": {},
+    PADDING_FREE: {"padding_free": True},
+    BY_LENGTH: {"train_sampling_strategy": "group_by_length"},
+    # A packed row is a sample to TRL: an epoch, in steps of 8 rows.
+    PACKED: {
+        "packing": True,
+        "max_length": SEQ_LEN,
+        "gradient_accumulation_steps": 8,
+        "max_steps": -1,
+        "num_train_epochs": 1,
+    },
+}
+TRL_DPO: dict[str, dict[str, Any]] = {
+    "TRL": {},
+    "TRL, precompute_ref_log_probs": {"precompute_ref_log_probs": True},
+}
 
 METHODS = {
-    "sft": Method("ragged", 3e-4, 32, 8, ("data=chats", "objective=sft", "data.seq_len=512"), packs=True),
+    "sft": Method(
+        "ragged", 3e-4, 32, 8, ("data=chats", "objective=sft", f"data.seq_len={SEQ_LEN}"), TRL_SFT, packs=True
+    ),
     "dpo": Method(
         "sums",
         2e-5,
         16,
         16,
         ("data=preferences", "objective=dpo", "objective.ref_policy_kl_penalty=0.1", "data.seq_len=160"),
+        TRL_DPO,
         {"beta": 0.1},
     ),
     "grpo": Method(
@@ -79,50 +117,74 @@ METHODS = {
             "objective.use_rloo=false",
             "objective.ref_policy_kl_penalty=0",
         ),
-        {"num_generations": 8, "max_new_tokens": 48, "beta": 0.0},
+        job={"num_generations": 8, "max_new_tokens": 48, "beta": 0.0},
     ),
 }
+AT_A_TIME = {
+    PADDING_FREE: 2,
+    BY_LENGTH: 2,
+    PACKED: 1,
+    "foundry, packed": 2,
+    "foundry, model=hf, packed": 2,
+}
+"""Samples or packed rows of a microbatch, of the sides that are fastest with fewer than the method's."""
+
 COLUMNS = [
+    Column(key="at_a_time", heading="at a time", format=".0f"),
     Column(key="speed", heading="useful tokens/s of CPU time", spread=True),
-    Column(key="of_speed", heading="of TRL", format=".2f"),
+    Column(key="of_speed", heading="of the fastest TRL", format=".2f"),
+    Column(key="process", heading="whole process, CPU s", format=".0f"),
     Column(key="peak_mib", heading="peak, MiB"),
-    Column(key="of_peak_mib", heading="of TRL", format=".2f"),
+    Column(key="of_peak_mib", heading="of the least TRL", format=".2f"),
     Column(key="grown_mib", heading="grown, MiB"),
-    Column(key="of_grown_mib", heading="of TRL", format=".2f"),
+    Column(key="of_grown_mib", heading="of the least TRL", format=".2f"),
     Column(key="apart", heading="losses apart", format=".1e"),
-    Column(key="losses", heading="loss, first to last step"),
-    Column(key="rewards", heading="mean reward by quarters of the run"),
 ]
+TITLES = {
+    "SFT": "SFT of ragged conversations",
+    "DPO": "DPO with the pass of the reference",
+    "GRPO": "GRPO, generated tokens",
+}
+"""Names of the methods in the short table."""
+
 COMMON = (*TRAINED_ALIKE, "precision=fp32", *QUIET)
 
 
-def make_bases(folder: Path, wanted: set[str]) -> None:
-    """Train the models that methods start from, and export them: one from scratch, and one that adds numbers.
+def make_bases(folder: Path, names: set[str], more: Sequence[str] = ()) -> None:
+    """Train and export the initial models.
 
-    `ragged` has 2 million parameters that have taken no step worth the name, `sums` has 0.36 million and is right about
-    half the time.
+    Args:
+        folder: for run directories and exports.
+        names: `ragged` has 2 million parameters, after one step at a rate near 0; `sums` has 0.36 million and gives
+            about 0.8 of its sums right.
+        more: overrides of the training of `sums`.
     """
     quiet = ("tracking=none", "tracking.progress=false")
-    if "ragged" in wanted:
+    if "ragged" in names:
         sizes = ("model.hidden_size=192", "model.intermediate_size=512", "model.num_layers=4", "model.num_heads=4")
         small = ("data.form=text", "data.num_rows=400", "data.seq_len=512", "hparams.max_steps=1", "hparams.lr=1e-9")
         call("-m", "foundry", "data=arithmetic", *small, *sizes, *quiet, f"hydra.run.dir={folder / 'ragged'}")
-    if "sums" in wanted:
+    if "sums" in names:
         texts = folder / "texts"
-        call("-m", "foundry", "experiment=pretrain_arithmetic", *quiet, f"hydra.run.dir={texts}")
+        call("-m", "foundry", "experiment=pretrain_arithmetic", *more, *quiet, f"hydra.run.dir={texts}")
         base = ("experiment=sft_arithmetic", f"model.path={texts}", f"hydra.run.dir={folder / 'sums'}")
-        call("-m", "foundry", *base, *quiet)
-    for name in wanted:
+        call("-m", "foundry", *base, *more, *quiet)
+    for name in names:
         call("-m", "foundry.export", f"run={folder / name}", f"out={folder / f'{name}_hf'}")
 
 
-def write_rows(folder: Path, count: int) -> None:
-    """Ragged conversations, half of them below 65 tokens and a few above 350; sums as pairs and as prompts."""
+def write_rows(folder: Path, counts: Mapping[str, int]) -> None:
+    """Write ragged conversations (half of them below 65 tokens, a few above 350), pairs of sums, and prompts.
+
+    Args:
+        folder: for a JSONL file a method and one of two held-out rows.
+        counts: rows by method: an epoch, so that a pass over the dataset is no longer than training.
+    """
     from foundry.data.arithmetic import Sum
 
     generator = random.Random(0)
     rows = dict[str, list[dict[str, str]]](sft=[], dpo=[], grpo=[])
-    for number in range(count):
+    for number in range(max(counts.values())):
         length = min(400, max(4, int(generator.lognormvariate(3.6, 1.0))))
         words = " ".join(str(generator.randrange(100)) for _ in range(length // 3 + 1))
         rows["sft"].append({"prompt": f"Count to {number}", "completion": words[:length]})
@@ -131,15 +193,31 @@ def write_rows(folder: Path, count: int) -> None:
         wrong = one.worked(number % (len(str(one.a)) - 1))
         rows["dpo"].append({"prompt": one.question, "chosen": one.worked(), "rejected": wrong})
         rows["grpo"].append({"prompt": one.question, "answer": one.worked()})
-    for name, own in rows.items():
+    for name, count in counts.items():
+        own = rows[name][:count]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
         (folder / f"{name}_held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own[:2]))
 
 
-def runs_of(folder: Path, name: str, steps: int, seed: int, only: Sequence[str]) -> dict[str, Path]:
-    """The job files of one method and seed by side, TRL's first."""
+def sides_of(folder: Path, name: str) -> dict[str, tuple[str, ...]]:
+    """The overrides of each side's model by side, TRL's sides first."""
     method = METHODS[name]
     model = folder / method.base
+    own = ("model=base", f"model.path={model}")
+    # Not model=base: the order of rows depends on the special tokens that a folder names, and a run does not.
+    hf = ("model=hf", f"model.path={model}_hf", f"data.tokenizer={model / 'tokenizer.json'}")
+    sides = dict.fromkeys(method.trl, own) | {"foundry": own, "foundry, model=hf": hf}
+    if method.packs:
+        packed = "data.packing=true"
+        sides |= {"foundry, packed": (*own, packed), "foundry, model=hf, packed": (*hf, packed)}
+    return sides
+
+
+def measure(folder: Path, name: str, side: str, model: Sequence[str], steps: int, seed: int) -> Measured:
+    """Run a side in a new process; the side `order` writes the rows in foundry's order instead."""
+    at_a_time = AT_A_TIME.get(side, METHODS[name].per_gpu_batch_size)
+    method, own_folder = METHODS[name], folder / f"{name}_{seed}_{side.replace(', ', '_')}"
+    own_folder.mkdir()
     overrides = [
         f"data.path={folder / name}.jsonl",
         f"data.validation_path={folder / name}_held_out.jsonl",
@@ -148,76 +226,137 @@ def runs_of(folder: Path, name: str, steps: int, seed: int, only: Sequence[str])
         f"hparams.max_steps={steps}",
         f"hparams.seed={seed}",
         f"hparams.global_batch_size={method.batch_size}",
-        f"hparams.per_gpu_batch_size={method.per_gpu_batch_size}",
+        f"hparams.per_gpu_batch_size={at_a_time}",
     ]
-    own = ("model=base", f"model.path={model}")
-    # Not model=base: the order of rows depends on the special tokens that a folder names, and a run does not.
-    hf = ("model=hf", f"model.path={model}_hf", f"data.tokenizer={model / 'tokenizer.json'}")
-    sides: dict[str, tuple[str, ...]] = {"TRL": own, "foundry": own, "foundry, model=hf": hf}
-    if method.packs:
-        packed = "data.packing=true"
-        sides |= {"foundry, packed": (*own, packed), "foundry, model=hf, packed": (*hf, packed)}
-    group = method.job.get("num_generations")
-    order = folder / f"{name}_{seed}_order"
-    jobs = dict[str, Path]()
-    for side, model_overrides in {"order": own, **sides}.items():
-        own_folder = order if side == "order" else folder / f"{name}_{seed}_{side.replace(', ', '_')}"
-        own_folder.mkdir()
-        jobs[side] = own_folder / "job.json"
-        job = {
-            **method.job,
-            "method": name,
-            "folder": str(own_folder),
-            "steps": steps,
-            "seed": seed,
-            "num_warmup": NUM_WARMUP,
-            "lr": method.lr,
-            "batch_size": method.batch_size,
-            "per_gpu_batch_size": method.per_gpu_batch_size,
-            "read_each_step": method.batch_size // (group or 1),
-            "num_answers": method.batch_size if group else None,
-            "model": f"{model}_hf",
-            "rows": f"{folder / name}.jsonl",
-            "order": str(order / "order.json"),
-            "only_order": side == "order",
-            "overrides": [*model_overrides, *method.overrides, *COMMON, *overrides],
-        }
-        jobs[side].write_text(json.dumps(job))
-    call(HERE / "finetuning_trl_own.py", jobs.pop("order"))
-    return {side: file for side, file in jobs.items() if side == "TRL" or not only or side in only}
+    job = {
+        **method.job,
+        "method": name,
+        "folder": str(own_folder),
+        "steps": steps,
+        "seed": seed,
+        "lr": method.lr,
+        "batch_size": method.batch_size,
+        "per_gpu_batch_size": at_a_time,
+        "read_each_step": method.read_each_step,
+        "num_answers": method.batch_size if "num_generations" in method.job else None,
+        "model": f"{folder / method.base}_hf",
+        "rows": f"{folder / name}.jsonl",
+        "order": str(folder / f"{name}_{seed}_order" / "order.json"),
+        "only_order": side == "order",
+        "overrides": [*model, *method.overrides, *COMMON, *overrides],
+        "trl": method.trl.get(side, {}),
+    }
+    file, measured = own_folder / "job.json", own_folder / "measured.json"
+    file.write_text(json.dumps(job))
+    call(HERE / ("finetuning_trl_theirs.py" if side in method.trl else "finetuning_trl_own.py"), file)
+    return json.loads(measured.read_text()) if measured.exists() else {}
 
 
-def measure(side: str, job: Path) -> dict[str, Any]:
-    """Run it, and what it wrote."""
-    call(HERE / ("finetuning_trl_theirs.py" if side == "TRL" else "finetuning_trl_own.py"), job)
-    measured: dict[str, Any] = json.loads((job.parent / "measured.json").read_text())
-    return measured
+def compare(
+    folder: Path, name: str, steps: int, seeds: Sequence[int], only: Sequence[str]
+) -> dict[str, list[Measured]]:
+    """Measure the sides of a method in turn, a round for each seed.
+
+    Args:
+        folder: with bases and rows.
+        name: of the method.
+        steps: of each run.
+        seeds: of the order of rows and of sampling.
+        only: sides to run in addition to TRL's default; empty: all.
+    """
+    sides = sides_of(folder, name)
+    chosen = [side for side in sides if side == "TRL" or not only or side in only]
+    for seed in seeds:
+        measure(folder, name, "order", sides["foundry"], steps, seed)
+    return in_turn(
+        chosen, len(seeds), lambda side, number: measure(folder, name, side, sides[side], steps, seeds[number])
+    )
 
 
-def rows_of(name: str, found: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """What the runs of one method came to, by side, a run for each seed; TRL's side is the first."""
-    theirs, rows = found["TRL"], list[Row]()
-    for side, own in found.items():
-        speed, others = speeds(own, "cpu_seconds"), speeds(theirs, "cpu_seconds")
-        values: dict[str, Values] = {"speed": speed, "of_speed": [fmean(speed) / fmean(others)]}
+def rows_of(name: str, found: Mapping[str, Sequence[Measured]]) -> list[Row]:
+    """Rows of a method's table: speed and memory of each side, beside the best of TRL's sides.
+
+    Raises:
+        RuntimeError: a side took other samples than TRL, or computed other losses from the same ones.
+    """
+    peers, apart = METHODS[name].trl.keys() & found.keys(), dict[str, float]()
+    speed = {side: speeds(runs, "cpu_seconds") for side, runs in found.items()}
+    fastest = max(median(speed[side]) for side in peers)
+    if name != "grpo":
+        if len({tuple(run["tokens"] for run in runs) for runs in found.values()}) > 1:
+            raise RuntimeError(f"the sides of {name} have counted different numbers of useful tokens")
+        rounds = range(len(found["TRL"]))
+        alike = {side: runs for side, runs in found.items() if side not in ANOTHER_ORDER}
+        each = [losses_apart({side: [runs[number]] for side, runs in alike.items()}) for number in rounds]
+        apart = {side: max(one[side] for one in each) for side in alike}
+    rows = list[Row]()
+    for side, runs in found.items():
+        values: dict[str, Values] = {"speed": speed[side], "of_speed": [median(speed[side]) / fastest]}
+        values["at_a_time"] = [AT_A_TIME.get(side, METHODS[name].per_gpu_batch_size)]
+        values["process"] = [run["process_cpu_seconds"] for run in runs]
         for key in ("peak_mib", "grown_mib"):
-            size, other = ([one[key] for one in runs] for runs in (own, theirs))
-            values |= {key: size, f"of_{key}": [fmean(size) / fmean(other)]}
-        if name == "grpo":
-            values["rewards"] = "; ".join(" ".join(f"{mean:.3f}" for mean in quarters(one)) for one in own)
-        else:
-            pairs = [zip(a["losses"], b["losses"], strict=True) for a, b in zip(own, theirs, strict=True)]
-            values["apart"] = [max(abs(a - b) / abs(b) for both in pairs for a, b in both)]
-            values["losses"] = f"{own[0]['losses'][0]:.4f} to {own[0]['losses'][-1]:.4f}"
+            least = min(median(run[key] for run in found[peer]) for peer in peers)
+            size = [run[key] for run in runs]
+            values |= {key: size, f"of_{key}": [median(size) / least]}
+        if side in ANOTHER_ORDER:
+            values["apart"] = "another order"
+        elif side != "TRL" and apart:
+            values["apart"] = [apart[side]]
         rows.append(Row(case=name.upper(), side=side, values=values))
     return rows
 
 
-def quarters(run: dict[str, Any]) -> list[float]:
-    """The mean reward of each quarter of a run."""
+def note_of(name: str, found: Mapping[str, Sequence[Measured]]) -> str:
+    """A sentence about the course of the runs: losses of the first seed, or rewards of GRPO by quarters of the run."""
+    if name == "grpo":
+        courses = [
+            f"{side} {'; '.join(' '.join(f'{mean:.3f}' for mean in quarters(run)) for run in runs)}"
+            for side, runs in found.items()
+        ]
+        return f"GRPO: mean reward by quarters of the run, a run for each seed: {', '.join(courses)}."
+    losses = found["TRL"][0]["losses"]
+    prepared = {side: median(run["prepared_cpu_seconds"] for run in runs) for side, runs in found.items()}
+    passes = ", ".join(f"{side} {seconds:.1f} s" for side, seconds in prepared.items() if seconds > 0.05)
+    course = f"{name.upper()}: loss {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps of TRL"
+    return f"{course}; the reference's pass over all pairs before the first step: {passes}." if passes else f"{course}."
+
+
+def quarters(run: Mapping[str, Any]) -> list[float]:
+    """The mean reward of each quarter of a run; fewer means if it has fewer than four steps."""
     rewards = run["rewards"]
     cuts = [len(rewards) * part // 4 for part in range(5)]
-    return [fmean(rewards[start:end]) for start, end in pairwise(cuts)]
+    return [fmean(rewards[start:end]) for start, end in pairwise(cuts) if end > start]
+
+
+def headline_of(rows: Sequence[Row]) -> Headline:
+    """The line of a method in the short table: the fastest side of each of foundry's models, and TRL's best sides."""
+
+    def tokens(row: Row) -> float:
+        speed = row.values["speed"]
+        assert speed is not None
+        assert not isinstance(speed, str)
+        return median(speed)
+
+    peers = [row for row in rows if row.side.startswith("TRL")]
+    same_order = [row for row in peers if row.side not in ANOTHER_ORDER]
+    hf = [row for row in rows if row.side.startswith("foundry, model=hf")]
+    own = [row for row in rows if row.side.startswith("foundry") and row not in hf]
+    plain = [row for row in peers if row.side == "TRL"]
+    fastest = {max(group, key=tokens).side: max(map(tokens, group)) for group in (own, hf, peers, same_order, plain)}
+
+    def listed(name: str) -> str:
+        """The fastest sides of foundry or TRL, each with its settings."""
+        words = {"foundry": "own decoder", "TRL": "default"} | {
+            side: f"{side}, another order" for side in ANOTHER_ORDER
+        }
+        shown = {side: words.get(side, side) for side in fastest if side.startswith(name)}
+        return ", ".join(f"{fastest[side]:,.0f} ({each.removeprefix(f'{name}, ')})" for side, each in shown.items())
+
+    return Headline(
+        what=f"{TITLES[rows[0].case]}, useful tokens per CPU-second",
+        foundry=listed("foundry"),
+        beside=f"TRL: {listed('TRL')}",
+    )
 
 
 def main() -> None:
@@ -225,52 +364,37 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("methods", nargs="*", metavar="sft|dpo|grpo", default=list(METHODS))
     made.add_argument("--steps", type=int, default=50)
+    made.add_argument("--sft-steps", type=int, help="another number of steps for SFT")
     made.add_argument("--grpo-steps", type=int, help="another number of steps for GRPO")
-    made.add_argument("--seeds", type=int, nargs="+", default=[42], help="of GRPO; the others take the first")
-    made.add_argument("--at-once", type=int, default=1, choices=(1, 2))
-    made.add_argument("--only", nargs="+", default=[], help="of foundry's sides, such as 'foundry, packed'")
-    made.add_argument("--bases", type=Path, help="folder where bases are, or are kept for the next time")
+    made.add_argument("--seeds", type=int, nargs="+", default=[42, 1], help="a round for each")
+    made.add_argument(
+        "--only", nargs="+", default=[], help="sides in addition to TRL's default, such as 'foundry, packed'"
+    )
+    made.add_argument("--bases", type=Path, help="folder of bases: missing ones are trained and kept there")
     options = made.parse_args()
-    names = options.methods
-    steps_of = dict.fromkeys(METHODS, options.steps) | ({"grpo": options.grpo_steps} if options.grpo_steps else {})
-    rows = list[Row]()
+    names, seeds = options.methods, options.seeds[:1] if options.smoke else options.seeds
+    steps_of = dict.fromkeys(METHODS, 2 if options.smoke else options.steps)
+    for name in () if options.smoke else ("sft", "grpo"):
+        steps_of[name] = getattr(options, f"{name}_steps") or steps_of[name]
+    rows, notes, headlines = list[Row](), list[str](), list[Headline]()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         bases = folder if options.bases is None else options.bases.absolute()
         bases.mkdir(exist_ok=True)
-        wanted = {METHODS[name].base for name in names}
-        make_bases(bases, {name for name in wanted if not (bases / f"{name}_hf").exists()})
-        for name in wanted if bases != folder else ():
+        needed = {METHODS[name].base for name in names}
+        missing = {name for name in needed if not (bases / f"{name}_hf").exists()}
+        make_bases(bases, missing, ("debug=fast",) if options.smoke else ())
+        for name in needed if bases != folder else ():
             for suffix in ("", "_hf"):
                 (folder / f"{name}{suffix}").symlink_to(bases / f"{name}{suffix}")
-        write_rows(folder, max(steps_of.values()) * 32)
+        write_rows(folder, {name: steps_of[name] * METHODS[name].read_each_step for name in names})
         for name in names:
-            found: dict[str, list[dict[str, Any]]] = {}
-            for seed in options.seeds if name == "grpo" else options.seeds[:1]:
-                jobs = runs_of(folder, name, steps_of[name], seed, options.only)
-                with ThreadPoolExecutor(options.at_once) as pool:
-                    for side, measured in zip(jobs, pool.map(measure, jobs, jobs.values()), strict=True):
-                        found.setdefault(side, []).append(measured)
-            rows += rows_of(name, found)
-    fastest = {
-        name: max((row for row in rows if row.case == name.upper() and row.side != "TRL"), key=_times_trl)
-        for name in names
-    }
-    headlines = [
-        Headline(
-            what=f"{name.upper()}, useful tokens per second",
-            foundry=f"{_times_trl(row):.2f} times TRL's ({row.side})",
-            beside="TRL",
-        )
-        for name, row in fastest.items()
-    ]
-    finish(options, case="method", columns=COLUMNS, rows=rows, chart="speed", headlines=headlines)
-
-
-def _times_trl(row: Row) -> float:
-    ratio = row.values["of_speed"]
-    assert ratio is not None
-    return float(ratio[0])
+            found = compare(folder, name, steps_of[name], seeds, options.only)
+            own = rows_of(name, found)
+            rows += own
+            notes.append(note_of(name, found))
+            headlines += [] if options.only else [headline_of(own)]
+    finish(options, case="method", columns=COLUMNS, rows=rows, chart="speed", notes=notes, headlines=headlines)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,14 @@ from foundry.environments.protocol import Answer
 
 
 class Measured(TrainerCallback):
-    """Notes every step; `tokens` of a step are known beforehand, or are what has been generated for it."""
+    """Callback that times every step and counts useful tokens.
 
-    def __init__(self, tokens: list[int] | None) -> None:
-        self.meter, self.rewards, self._tokens = Meter(), list[float](), tokens
-        self._generated = 0
+    Args:
+        tokens: of the whole run, if they are known before it; 0 if they are generated.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.meter, self.rewards, self._uncounted = Meter(), list[float](), tokens
 
     def reward(self, prompts: Any, completions: Any, completion_ids: Any, answer: Any, **others: Any) -> list[float]:
         """A reward function of GRPOTrainer: foundry's environment."""
@@ -32,19 +35,20 @@ class Measured(TrainerCallback):
         scores = Arithmetic().score([Answer(text, prompt, {"answer": right}, False) for text, prompt, right in asked])
         rewards = [float(one["correct"] or 0) for one in scores]
         self.rewards.append(sum(rewards) / len(rewards))
-        self._generated = sum(map(len, completion_ids))
+        self._uncounted = sum(map(len, completion_ids))
         return rewards
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.meter.start()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.meter.step(self._generated if self._tokens is None else self._tokens[state.global_step - 1])
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.meter.step(self._uncounted)
+        self._uncounted = 0
 
 
 def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What the three trainers are told alike."""
-    return {
+    """Settings of the three trainers, with those of the side last."""
+    common = {
         "output_dir": str(folder / "out"),
         "max_steps": job["steps"],
         "per_device_train_batch_size": job["per_gpu_batch_size"],
@@ -64,28 +68,40 @@ def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "disable_tqdm": True,
     }
+    return {**common, **job["trl"]}
 
 
-def in_order(kind: Any) -> Any:
-    """A trainer that reads its rows as they come."""
+def in_order(kind: Any, meter: Meter) -> Any:
+    """Derive a trainer that reads its rows in the given order, unless its settings group them by length.
+
+    Args:
+        kind: class of the trainer.
+        meter: times the pass of the reference model, if there is one.
+    """
 
     class InOrder(kind):  # type: ignore[misc]
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            if self.args.train_sampling_strategy == "group_by_length":
+                return super()._get_train_sampler(*args, **kwargs)
             return SequentialSampler(self.train_dataset)
+
+        def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+            with meter.preparing():
+                return super()._precompute_ref_logps(*args, **kwargs)
 
     return InOrder
 
 
 def build(job: dict[str, Any], folder: Path, rows: list[dict[str, Any]]) -> tuple[Any, Measured]:
-    """The trainer of the method, and what measures it."""
+    """Build the trainer of the method and the callback that measures it."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(job["model"])
     common: dict[str, Any] = {
         "model": AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
         "processing_class": tokenizer,
     }
-    told, method, batch = settings(job, folder), job["method"], job["batch_size"]
+    told, method = settings(job, folder), job["method"]
     if method == "grpo":
-        measured = Measured(None)
+        measured = Measured(0)
         assert [len(tokenizer(row["prompt"])["input_ids"]) for row in rows] == [row["tokens"] for row in rows]
         filters = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_completion_length": job["max_new_tokens"]}
         args = GRPOConfig(
@@ -93,20 +109,15 @@ def build(job: dict[str, Any], folder: Path, rows: list[dict[str, Any]]) -> tupl
         )
         trainer = GRPOTrainer(reward_funcs=measured.reward, args=args, train_dataset=Dataset.from_list(rows), **common)
     elif method == "sft":
-        measured = Measured(_by_step([len(row["input_ids"]) - 1 for row in rows], batch))
-        args = SFTConfig(completion_only_loss=True, max_length=None, **told)
-        trainer = in_order(SFTTrainer)(args=args, train_dataset=Dataset.from_list(rows), **common)
+        measured = Measured(sum(len(row["input_ids"]) - 1 for row in rows))
+        args = SFTConfig(completion_only_loss=True, **{"max_length": None, **told})
+        trainer = in_order(SFTTrainer, measured.meter)(args=args, train_dataset=Dataset.from_list(rows), **common)
     else:
-        lengths = [len(row["prompt"] + row[name]) for row in rows for name in ("chosen", "rejected")]
-        measured = Measured(_by_step(lengths, 2 * batch))
+        measured = Measured(sum(len(row["prompt"] + row[name]) for row in rows for name in ("chosen", "rejected")))
         args = DPOConfig(beta=job["beta"], max_length=None, **told)
-        trainer = in_order(DPOTrainer)(args=args, train_dataset=Dataset.from_list(rows), **common)
+        trainer = in_order(DPOTrainer, measured.meter)(args=args, train_dataset=Dataset.from_list(rows), **common)
     trainer.add_callback(measured)
     return trainer, measured
-
-
-def _by_step(lengths: list[int], size: int) -> list[int]:
-    return [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
 
 
 def main() -> None:
@@ -116,7 +127,7 @@ def main() -> None:
     trainer, measured = build(job, folder, json.loads(Path(job["order"]).read_text()))
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    measured.meter.write(folder / "measured.json", job["num_warmup"], losses=losses, rewards=measured.rewards)
+    measured.meter.write(folder / "measured.json", 0, losses=losses, rewards=measured.rewards)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ it grew from before the first step, which leaves libraries, weights and data out
 
 from statistics import median
 
-from comparison import best_peer, call, losses_apart, title
-from language_model import OWN, comparison_parser, train_chosen
+from comparison import best_peer, call, describe_peer, losses_apart, title
+from language_model import HF, OWN, comparison_parser, train_chosen
 from records import Column, Headline, Row, finish
 
 COLUMNS = [
@@ -39,10 +39,10 @@ def main() -> None:
             values = {"peak": peak[side], "grown": grown[side], **ratios, "apart": [apart[side]]}
             rows.append(Row(case=case, side=title(side), values=values))
         if OWN in by_side:
-            own = f"{median(peak[OWN]):,.0f} MiB"
-            headlines.append(
-                Headline(what=f"Peak memory of training, {case}", foundry=own, beside=f"{least_peak:,.0f} least peer")
-            )
+            what = f"Peak memory of training above `import torch`, {case}, MiB"
+            own = f"{median(peak[OWN]):,.0f} (own decoder)"
+            own += f", {median(peak[HF]):,.0f} (model=hf)" if HF in peak else ""
+            headlines.append(Headline(what=what, foundry=own, beside=describe_peer(peak, least_peak, "least")))
     notes = [f"A process that has imported torch and nothing else has {imported:,.0f} MiB."]
     finish(
         options,

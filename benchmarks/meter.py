@@ -4,7 +4,8 @@ import json
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,58 @@ class Meter:
         self._times: list[tuple[float, float]] = []
         self._tokens: list[int] = []
         self._resident_mib = 0.0
+        self._prepared = (0.0, 0.0)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Time a pass over all samples that a run makes before its first step, such as that of a reference model."""
+        begin = _clocks()
+        yield
+        self._prepared = (_clocks()[0] - begin[0], _clocks()[1] - begin[1])
 
     def start(self) -> None:
         """Model, data and optimizer are there; the first step comes next."""
+        self._times.append(_clocks())
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self._resident_mib = pages * os.sysconf("SC_PAGE_SIZE") / _MIB
 
     def step(self, tokens: int) -> None:
         """A step over so many tokens that are no padding is done."""
-        self._times.append((time.perf_counter(), time.process_time()))
+        self._times.append(_clocks())
         self._tokens.append(tokens)
 
     def write(self, file: Path, num_warmup: int, **more: Sequence[float]) -> None:
-        """Write what was measured, without the first `num_warmup` steps where it is about time."""
-        (wall, cpu), (last_wall, last_cpu) = self._times[num_warmup - 1], self._times[-1]
+        """Write the measurements to a JSON file.
+
+        Args:
+            file: to write.
+            num_warmup: number of first steps that are left out of tokens and seconds. 0 keeps all steps, and adds the
+                seconds of `preparing`.
+            **more: further entries of the file.
+        """
+        (wall, cpu), (last_wall, last_cpu) = self._times[num_warmup], self._times[-1]
+        prepared_wall, prepared_cpu = (0.0, 0.0) if num_warmup else self._prepared
         peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         measured: dict[str, Any] = {
             "tokens": sum(self._tokens[num_warmup:]),
-            "wall_seconds": last_wall - wall,
-            "cpu_seconds": last_cpu - cpu,
+            "wall_seconds": last_wall - wall + prepared_wall,
+            "cpu_seconds": last_cpu - cpu + prepared_cpu,
+            "prepared_cpu_seconds": self._prepared[1],
+            "process_cpu_seconds": _cpu_seconds_with_children(),
             "peak_mib": peak_mib,
             "grown_mib": peak_mib - self._resident_mib,
             "device_peak_mib": torch.cuda.max_memory_allocated() / _MIB if torch.cuda.is_available() else None,
             **more,
         }
         file.write_text(json.dumps(measured))
+
+
+def _clocks() -> tuple[float, float]:
+    """Wall time and CPU time of this process, in seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+def _cpu_seconds_with_children() -> float:
+    """CPU time of this process since its start, imports included, and of its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -222,15 +222,16 @@ def main() -> None:
 
 
 def headlines(measured: Mapping[tuple[str, str], Mapping[str, float]]) -> list[Headline]:
-    """Of the table `policies`: how often, and for how much."""
+    """Headlines of the table `policies`: success with its interval, and the cost of training."""
     own, beside = (measured.get((AROUND, side)) for side in (DIFFUSION, REGRESSION))
     if own is None or beside is None:
         return []
+    success, other = (f"{one['success']:.2f} ({one['low']:.2f} to {one['high']:.2f})" for one in (own, beside))
     return [
         Headline(
-            what="A diffusion policy from nothing, share of episodes in which it does its task",
-            foundry=f"{own['success']:.2f} after {own['cpu']:.0f} CPU-seconds",
-            beside=f"{beside['success']:.2f} regression",
+            what="A diffusion policy from nothing, share of episodes with success (95 % interval)",
+            foundry=f"{success} after {own['cpu']:.0f} CPU-seconds",
+            beside=f"{other} foundry's regression after {beside['cpu']:.0f}",
         )
     ]
 

@@ -146,7 +146,7 @@ class Record:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """What every benchmark takes: `--smoke` and `--out`.
+    """Build the parser of the arguments that all benchmarks take: `--smoke`, `--out` and `--conditions`.
 
     Args:
         description: the script's docstring.
@@ -154,6 +154,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works: its figures mean nothing")
     made.add_argument("--out", type=Path, help="the record's file; default: benchmarks/results, with --smoke none")
+    made.add_argument("--conditions", help="state of the machine for the record, such as 'beside other busy processes'")
     return made
 
 
@@ -169,7 +170,7 @@ def finish(options: argparse.Namespace, **fields: Any) -> Record:
         "command": _command(),
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
-        "conditions": f"load {os.getloadavg()[2]:.1f}",
+        "conditions": ", ".join(filter(None, [f"load {os.getloadavg()[2]:.1f}", options.conditions])),
         "machine": describe_machine(),
         "versions": _versions(),
     }
@@ -204,10 +205,11 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _command() -> str:
-    """What was typed, but for the file of the record."""
+    """The command line, without folders and the options that describe the record."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    if "--out" in words:
-        del words[words.index("--out") : words.index("--out") + 2]
+    for option in ("--out", "--conditions", "--bases"):
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
     threads = os.environ.get("OMP_NUM_THREADS")
     before = f"OMP_NUM_THREADS={threads} " if threads else ""
     return f"{before}python benchmarks/{shlex.join(words)}"

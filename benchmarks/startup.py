@@ -135,8 +135,9 @@ def main() -> None:
     cells = {row.side: COLUMNS[0].cell(row.values["processor"]).partition(" ")[0] for row in rows}
     headline = Headline(
         what="Processor seconds to a first step",
-        foundry=cells[WITHOUT],
-        beside=", ".join(f"{cells[title(side)]} {title(side)}" for side in PEERS if title(side) in cells),
+        foundry=f"{cells[WITHOUT]} without trackers, {cells.get(WITH_ALL)} with MLflow and plots",
+        beside=", ".join(f"{cells[title(side)]} {title(side)}" for side in PEERS if title(side) in cells)
+        + ", without trackers",
     )
     finish(
         options, case="measured", side="command", columns=COLUMNS, rows=rows, chart="processor", headlines=[headline]

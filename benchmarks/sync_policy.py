@@ -266,12 +266,16 @@ def main() -> None:
             "apart": None if difference is None else [difference],
         }
         rows.append(Row(case=strategy, side=f"{side}, {policy}" if strategy != NONE else "no exchange", values=values))
-    every, last = (found[f"foundry fsdp {policy}"][0]["received"] / 1e6 for policy in ("every", "last"))
+    last, every, peer_last, peer_every = (
+        f"{found[f'{side} fsdp {policy}'][0]['received'] / 1e6:,.0f}"
+        for side in ("foundry", "PyTorch")
+        for policy in ("last", "every")
+    )
     headlines = [
         Headline(
             what=f"Bytes a rank receives a step, FSDP2 x {options.ranks}, {options.microbatches} microbatches",
-            foundry=f"{last:,.0f} MB with gradient_sync=last",
-            beside=f"{every:,.0f} MB with every",
+            foundry=f"{last} MB with gradient_sync=last, {every} with every",
+            beside=f"{peer_last} and {peer_every} MB PyTorch's own calls",
         )
     ]
     notes = [f"{options.microbatches} microbatches of {ROWS} rows of {options.seq_len} tokens a window and rank."]

@@ -11,7 +11,7 @@ wall and of CPU time, and the ratio to the fastest peer.
 
 from statistics import median
 
-from comparison import best_peer, losses_apart, speeds, title
+from comparison import best_peer, describe_peer, losses_apart, speeds, title
 from language_model import CASES, OWN, comparison_parser, train_chosen
 from records import Column, Headline, Row, finish
 
@@ -39,12 +39,8 @@ def main() -> None:
             values = {"wall": wall[side], "cpu": cpu[side], **ratios, "apart": [apart[side]]}
             rows.append(Row(case=case, side=title(side), values=values))
         if OWN in by_side:
-            own = f"{median(wall[OWN]):,.0f} tokens/s"
-            headlines.append(
-                Headline(
-                    what=f"Training a language model, {case}", foundry=own, beside=f"{most_wall:,.0f} fastest peer"
-                )
-            )
+            own, beside = f"{median(wall[OWN]):,.0f} (own decoder)", describe_peer(wall, most_wall, "fastest")
+            headlines.append(Headline(what=f"Training a language model, {case}, tokens/s", foundry=own, beside=beside))
     finish(options, case="precision, vocabulary", columns=COLUMNS, rows=rows, chart="wall", headlines=headlines)
 
 

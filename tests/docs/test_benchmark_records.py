@@ -1,6 +1,7 @@
 """What benchmarks leave: how sides are compared, their records, and the pages that are made of these."""
 
 import importlib
+import json
 
 import pytest
 from support.scripts import ROOT
@@ -64,6 +65,67 @@ def test_the_page_about_robots_says_how_often_told_policies_have_succeeded(load_
         (found,) = [each for each in text.splitlines() if each.startswith(line)]
         cells = [cell.strip(" *") for cell in found.split("|")[2:4]]
         assert cells == [told[side], told[f"{side}, told another colour"]]
+
+
+def finetuning_run(tokens, seconds, losses=(2.0, 1.0)):
+    """The measurements of one side and round of finetuning_trl.py."""
+    memory = {"peak_mib": 100 * seconds, "grown_mib": 10 * seconds}
+    clocks = {"cpu_seconds": seconds, "process_cpu_seconds": seconds + 5, "prepared_cpu_seconds": 0.0}
+    return {"tokens": tokens, "losses": list(losses), **clocks, **memory}
+
+
+def test_finetuning_compares_with_the_fastest_and_the_smallest_of_trls_sides(load_benchmark):
+    benchmark = load_benchmark("finetuning_trl")
+    rounds = {"TRL": 10, "TRL, padding_free": 5, "foundry": 8, "foundry, model=hf": 8, "foundry, packed": 4}
+    found = {side: [finetuning_run(100, seconds)] * 2 for side, seconds in rounds.items()}
+    found["TRL, packing"] = [finetuning_run(100, 6, losses=[9.0])] * 2
+    rows = {row.side: row.values for row in benchmark.rows_of("sft", found)}
+    assert {side: values["of_speed"][0] for side, values in rows.items()} == {
+        "TRL": 0.5,
+        "TRL, padding_free": 1.0,
+        "foundry": 5 / 8,
+        "foundry, model=hf": 5 / 8,
+        "foundry, packed": 1.25,
+        "TRL, packing": pytest.approx(5 / 6),
+    }
+    assert rows["foundry"]["of_peak_mib"] == [1.6]
+    assert rows["TRL, packing"]["apart"] == "another order"
+    headline = benchmark.headline_of(benchmark.rows_of("sft", found))
+    assert headline.foundry == "25 (packed), 12 (model=hf)"
+    assert headline.beside == "TRL: 20 (padding_free), 10 (default)"
+    found["TRL, packing"] = [finetuning_run(100, 2, losses=[9.0])] * 2
+    headline = benchmark.headline_of(benchmark.rows_of("sft", found))
+    assert headline.beside == "TRL: 50 (packing, another order), 20 (padding_free), 10 (default)"
+
+
+@pytest.mark.parametrize("run", [finetuning_run(99, 5), finetuning_run(100, 5, losses=[2.0, 1.1])])
+def test_finetuning_refuses_a_side_with_other_tokens_or_losses(load_benchmark, run):
+    benchmark = load_benchmark("finetuning_trl")
+    with pytest.raises(RuntimeError, match=r"useful tokens|foundry does not train as TRL does"):
+        benchmark.rows_of("sft", {"TRL": [finetuning_run(100, 10)], "foundry": [run]})
+
+
+def test_meter_adds_the_pass_before_the_first_step(load_benchmark, monkeypatch, tmp_path):
+    module, clock = load_benchmark("meter"), [0.0]
+    monkeypatch.setattr(module, "_clocks", lambda: (clock[0], 2 * clock[0]))
+    meter = module.Meter()
+
+    def work(seconds):
+        clock[0] += seconds
+
+    with meter.preparing():
+        work(5)
+    work(100)  # imports and data
+    meter.start()
+    for seconds in (3, 1, 1):
+        work(seconds)
+        meter.step(10)
+    found = []
+    for num_warmup in (0, 1):
+        meter.write(tmp_path / "measured.json", num_warmup)
+        measured = json.loads((tmp_path / "measured.json").read_text())
+        found.append([measured[key] for key in ("tokens", "wall_seconds", "cpu_seconds")])
+    assert found == [[30, 10, 20], [20, 2, 4]]
 
 
 def test_a_table_has_medians_and_spreads(load_benchmark):
