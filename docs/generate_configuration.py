@@ -92,7 +92,7 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _options(group: str) -> dict[str, dict[str, Any]]:
-    """The options of a group: the comment at the top of the file, the schema it fills, and what it sets."""
+    """Options of a group: comment at the top of the file, schema, other options that it extends, and values it sets."""
     found = {}
     for path in sorted((Path(config_dir()) / group).glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def _options(group: str) -> dict[str, dict[str, Any]]:
         comment = [line[1:].strip() for line in text.splitlines() if line.startswith("# ") and "@package" not in line]
         found[path.stem] = {
             "schema": schema,
-            "alias": "" if schema else ", ".join(names),
+            "extends": [name for name in names if name != "_self_" and not name.startswith("/")],
             "comment": " ".join(comment),
             "chooses": {key.removeprefix("override /"): value for key, value in overrides.items()},
             "sets": _flat(content, "" if "@package _global_" in text else group),
@@ -114,9 +114,12 @@ def _options(group: str) -> dict[str, dict[str, Any]]:
 
 
 def _option_line(group: str, name: str, option: Mapping[str, Any]) -> str:
-    if option["alias"]:
-        return f"- `{group}={name}`: another name of `{option['alias']}`"
+    extended = " and ".join(f"`{base}`" for base in option["extends"])
+    if extended and not (option["schema"] or option["chooses"] or option["sets"]):
+        return f"- `{group}={name}`: another name of {extended}"
     parts = [f"- `{group}={name}`: {option['comment']}"]
+    if extended:
+        parts.append(f"Begins with {extended}.")
     if option["chooses"]:
         parts.append("Chooses " + ", ".join(f"`{key}={value}`" for key, value in option["chooses"].items()) + ".")
     if option["sets"]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.command import command, quoted
-from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.errors import ConfigError, Violation, contrast, shown
 from foundry.config.frozen import read_recorded
 from foundry.config.outputs import check_new_file
 from foundry.config.resume_compat import Difference, differences
@@ -160,7 +160,8 @@ class Comparison:
         step, name, one, other = first
         before = [number for number in steps if number < step]
         how_far = f"the same to step {before[-1]}, " if before else ""
-        return f"curves      {how_far}different at step {step}: {one_line(name)} {_text(one)} and {_text(other)}"
+        values = " and ".join(contrast(one, other, _text))
+        return f"curves      {how_far}different at step {step}: {one_line(name)} {values}"
 
 
 def compare(run: Path, against: Path) -> Comparison:
@@ -246,7 +247,7 @@ def _table(
         yield f"{title:<12}{none}"
         yield ""
         return
-    cells = [[one_line(name), _text(one), _text(other)] for name, one, other in rows]
+    cells = [[one_line(name), *contrast(one, other, _text)] for name, one, other in rows]
     for row, (_, one, other) in zip(cells, rows, strict=True):
         first, second = _number(one), _number(other)
         if with_difference and first is not None and second is not None and first != second:

@@ -10,6 +10,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from foundry.config.command import answer_alone
+from foundry.config.errors import ConfigError
+from foundry.config.start_dir import check_start_dir
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.names import MLFLOW, MLFLOW_PENDING
 from foundry.run_dir.redact import masked_text, one_line
@@ -143,6 +145,11 @@ def main(arguments: Sequence[str]) -> int:
     """The command; 0 when nothing is pending any more, 1 when MLflow did not take it, 2 for an error."""
     if answer_alone(arguments, lambda: _HELP):
         return 0
+    try:
+        check_start_dir()
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     given = dict(argument.partition("=")[::2] for argument in arguments)
     run_dir = Path(given.get("dir", "").replace("\0", ""))
     if not given.get("dir") or not given.keys() <= {"dir", "uri"} or not run_dir.is_dir():

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
@@ -13,10 +13,11 @@ from typing import Any
 from foundry.checkpoint.folder import CheckpointError, Manifest, list_put_aside, read_manifest
 from foundry.checkpoint.rng import seed_rng, set_rng_state
 from foundry.checkpoint.verification import damage_together, together, verify_newest
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.resume_compat import Difference, differences
+from foundry.config.errors import ConfigError, Violation, contrast
+from foundry.config.resume_compat import REMEDY, Difference, differences
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
+from foundry.config.setting import OnResume
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import MANIFEST, list_checkpoints, parse_step
 from foundry.run_dir.files import UnsafeFileError, read_text
@@ -143,24 +144,42 @@ def check_data(
     Raises:
         ConfigError: the content, the tokenizer or the number of samples is another.
     """
+    was = resume_point.manifest.data
     changed = changed_data(resume_point.manifest, now)
+    differing = _differing_settings(resume_point.manifest, settings)
     wrong: list[Violation] = []
     for name in changed:
         # The rest follows from what comes first, but for a tokenizer that was chosen.
         if name != changed[0] and (name != "tokenizer" or settings.get("tokenizer") is None):
             continue
-        key = next((f"data.{key}" for key in _DATA_KEYS[name] if key in settings), "data")
-        was, is_now = (str(text[name])[:_DIGEST_SHOWN] for text in (resume_point.manifest.data, now))
-        message = (
-            f"gives other data than the checkpoint was trained on ({name} {was} -> {is_now}); give that, start from "
-            "scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn"
+        keys = [key for key in (*differing, *_DATA_KEYS[name]) if (key == "tokenizer") == (name == "tokenizer")]
+        key = next((f"data.{key}" for key in keys if key in settings and key != "_target_"), "data")
+        texts = contrast(was[name], now[name], _digest)
+        wrong.append(
+            Violation(key, f"gives other data than the checkpoint was trained on ({name} {' -> '.join(texts)})")
         )
-        wrong.append(Violation(key, message))
+    _refuse(wrong, on_changed)
+    return str(now["order"] if "content" in changed else was.get("order", now["order"]))
+
+
+def _differing_settings(manifest: Manifest, settings: Mapping[str, Any]) -> list[str]:
+    """Settings of the data whose values differ from the checkpoint's, first those that say where it lies."""
+    recorded = manifest.config.get("data")
+    found = list(differences({"data": recorded or settings}, {"data": settings}))
+    found.sort(key=lambda difference: not difference.locates_data)
+    return [one.key.split(".")[1] for one in found if one.on_resume is not OnResume.same]
+
+
+def _digest(value: object) -> str:
+    return str(value)[:_DIGEST_SHOWN]
+
+
+def _refuse(wrong: Sequence[Violation], on_changed: OnChangedConfig) -> None:
+    """Raise for violations with the remedy, or only warn of them if `on_changed` says so."""
     if wrong and on_changed is OnChangedConfig.error:
-        raise ConfigError(wrong)
+        raise ConfigError(Violation(one.key, f"{one.message}; {REMEDY}") for one in wrong)
     for violation in wrong:
         log.warning("resumed although %s", violation)
-    return str(now["order"] if "content" in changed else resume_point.manifest.data.get("order", now["order"]))
 
 
 def check_base(resume_point: ResumePoint, now: Mapping[str, Any], on_changed: OnChangedConfig) -> None:
@@ -179,12 +198,9 @@ def check_base(resume_point: ResumePoint, now: Mapping[str, Any], on_changed: On
         return
     message = (
         f"leads to another base than the adapters of the checkpoint were trained with, at {was.get('path')} (digest "
-        f"{was.get('digest')} -> {now['digest']}); give that, start from scratch in another hydra.run.dir, or set "
-        "checkpoint.on_changed_config=warn"
+        f"{was.get('digest')} -> {now['digest']})"
     )
-    if on_changed is OnChangedConfig.error:
-        raise ConfigError(Violation("model.init_from", message))
-    log.warning("resumed although model.init_from %s", message)
+    _refuse([Violation("model.init_from", message)], on_changed)
 
 
 def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from foundry import __version__
 from foundry.config.errors import ConfigError, Violation, nearest
 from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
+from foundry.config.start_dir import check_start_dir
 from foundry.run_dir.redact import one_line
 
 Options = TypeVar("Options")
@@ -61,6 +62,7 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
     try:
         with output_may_close():
             if not answer_alone(overrides, lambda: help_text(schema, name, doc)):
+                check_start_dir()
                 run(parse_options(schema, overrides))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

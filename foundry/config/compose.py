@@ -22,7 +22,7 @@ from foundry.config.hydra_internals import ConfigLoaderImpl, cache_interpolation
 from foundry.config.resolvers import register_resolvers
 from foundry.config.schemas.root import Config
 from foundry.config.secrets import check_overrides, check_secrets
-from foundry.config.start_dir import anchor_paths
+from foundry.config.start_dir import anchor_paths, check_start_dir
 from foundry.config.store import register_schemas
 
 CONFIG_NAME = "config"
@@ -101,6 +101,7 @@ def _checked(
     from foundry.config.holes import check_hydra
     from foundry.config.override_errors import includes_schemas
 
+    check_start_dir()
     try:
         config = compose(overrides)
     except Exception as error:  # Hydra's, OmegaConf's, YAML's, ANTLR's, and what these did not expect

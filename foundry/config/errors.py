@@ -1,12 +1,14 @@
 """What foundry says when a configuration cannot be run."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from foundry.run_dir.redact import one_line
 
 _LONGEST_VALUE, _LONGEST_LINE = 60, 400
+_BEFORE_DIFFERENCE = 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,28 @@ def shown(value: object) -> str:
         return shortened(_visible(str(value)), _LONGEST_VALUE)
     except ValueError:  # Python prints no integer of more than 4300 digits
         return "a number of thousands of digits"
+
+
+def contrast(was: object, now: object, show: Callable[[object], str] = shown) -> tuple[str, str]:
+    """Return two different values as short texts that differ.
+
+    Args:
+        was: one value.
+        now: the other.
+        show: gives the text of a value. If both texts are the same, the values are written in full, and cut to the
+            passage where they first differ.
+    """
+    texts = show(was), show(now)
+    if texts[0] != texts[1]:
+        return texts
+    write = str if isinstance(was, str) and isinstance(now, str) else repr
+    whole = [_visible(write(value)) for value in (was, now)]
+    if whole[0] == whole[1]:  # a secret is masked in both
+        return texts
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False)))
+    begin = max(0, same - _BEFORE_DIFFERENCE)
+    one, other = (f"{'…' if begin else ''}{text[begin : begin + _LONGEST_VALUE]}" for text in whole)
+    return one, other
 
 
 def listed(items: Sequence[object], most: int) -> str:

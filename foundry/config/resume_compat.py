@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from foundry.config.errors import Violation
+from foundry.config.errors import Violation, contrast, shown
 from foundry.config.frozen import plain
 from foundry.config.names import settings
 from foundry.config.schemas.root import Config
@@ -13,6 +13,8 @@ from foundry.config.setting import OnResume
 
 _KIND = ("_target_", "strategy")
 """The settings that say which schema a group has."""
+REMEDY = "give that, start from scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn"
+"""End of an error about a resumed run that differs from its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,12 @@ class Difference:
     is_gone: bool = False
 
     def __str__(self) -> str:
-        now = "no longer a setting" if self.is_gone else _shown(self.now)
-        return f"{self.key}: {_shown(self.was)} -> {now}"
+        was, now = self._texts
+        return f"{self.key}: {was} -> {'no longer a setting' if self.is_gone else now}"
+
+    @property
+    def _texts(self) -> tuple[str, str]:
+        return contrast(self.was, self.now, _shown)
 
     @property
     def on_resume(self) -> OnResume:
@@ -67,19 +73,14 @@ class Difference:
 
     def violation(self) -> Violation:
         """What to tell a user who resumes with it."""
-        return Violation(
-            self.key,
-            f"is {_shown(self.now)} but the checkpoint was trained with {_shown(self.was)}; give that, start from "
-            "scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn",
-        )
+        was, now = self._texts
+        return Violation(self.key, f"is {now} but the checkpoint was trained with {was}; {REMEDY}")
 
     def of_finished(self, run_dir: object) -> Violation:
         """What to tell a user who asks a finished run for the result with it."""
-        return Violation(
-            self.key,
-            f"is {_shown(self.now)} but {run_dir} holds a finished run with {_shown(self.was)}; give that, "
-            "or choose another hydra.run.dir",
-        )
+        was, now = self._texts
+        message = f"is {now} but {run_dir} holds a finished run with {was}; give that, or choose another hydra.run.dir"
+        return Violation(self.key, message)
 
 
 def differences(
@@ -131,4 +132,4 @@ def _of_groups() -> dict[str, OnResume]:
 
 
 def _shown(value: Any) -> str:
-    return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "not set" if value is None else shown(value)

@@ -1,4 +1,4 @@
-"""Paths that are meant from where the command was started, for jobs that Hydra moves into their own directories."""
+"""The folder in which a command was started, and the paths that are relative to it."""
 
 import os
 from collections.abc import Iterator
@@ -9,12 +9,28 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry.config.errors import ConfigError, Violation
 from foundry.config.sources import is_url, listed_paths
 
 _FOLDERS = ("data.cache_dir",)
 _SQLITE = "sqlite:///"
 _DEFAULT_URI = f"{_SQLITE}mlflow.db"
 _NO_PATHS = ("auto", "never")
+
+
+def check_start_dir() -> None:
+    """Refuse a current folder that no longer exists: relative paths, Hydra and torch need one.
+
+    Raises:
+        ConfigError: it was deleted, or its file system is gone.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:
+        message = (
+            f"cannot be read ({error.strerror}): deleted, moved or unmounted. Enter a folder with cd and start again"
+        )
+        raise ConfigError(Violation("current folder", message)) from None
 
 
 def anchor_paths(composed: DictConfig) -> None:

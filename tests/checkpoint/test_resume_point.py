@@ -7,9 +7,11 @@ import os
 import pytest
 from support.checkpoint_parts import ALONE, Net, rewrite_manifest, write
 
-from foundry.checkpoint.folder import FORMAT, problems, read_manifest
-from foundry.checkpoint.resume_point import find_resume_point
+from foundry.checkpoint.folder import FORMAT, Manifest, problems, read_manifest
+from foundry.checkpoint.resume_point import ResumePoint, check_base, check_data, find_resume_point
 from foundry.config.errors import ConfigError
+from foundry.config.resume_compat import REMEDY
+from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.run_dir.checkpoints import MANIFEST, list_checkpoints
 
 SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"
@@ -173,3 +175,49 @@ def test_state_that_is_missing_is_a_line(tmp_path):
     for ask in (lambda: state["schedule"], lambda: state["best"]["value"]):
         with pytest.raises(ConfigError, match=r"manifest has no (schedule|value) in its state"):
             ask()
+
+
+FILES = "33199e76c6d9" + "0" * 52
+DATA = {"path": "a.txt", "validation_path": None, "weights": None, "seq_len": 16, "tokenizer": None}
+IDENTITY = {"content": f"{FILES}-16", "order": "x", "samples": 9, "tokenizer": "a" * 64}
+CHANGES = {
+    "path": ({"path": "b.txt"}, {"content": "4" * 64}, "data.path", "(content 33199e76c6d9 -> 444444444444)"),
+    "validation": ({"validation_path": "b.txt"}, {"content": "4" * 64}, "data.validation_path", "-> 444444444444)"),
+    "file": ({}, {"content": "4" * 64}, "data.path", "(content 33199e76c6d9 -> 444444444444)"),
+    "weights": ({"weights": [0.5, 0.5]}, {"content": f"{FILES}-16-[0.5, 0.5]"}, "data.weights", "…00000-16-[0."),
+    "length": ({"seq_len": 32}, {"content": f"{FILES}-32"}, "data.seq_len", "-16 -> …0000000-32)"),
+    "template": ({"chat_template": "chatml"}, {"content": f"{FILES}-16-<"}, "data.chat_template", "…00000-16-<)"),
+    "tokenizer": ({"tokenizer": "t.json"}, {"tokenizer": "b" * 64}, "data.tokenizer", "(tokenizer aaaaaaaaaaaa -> bbb"),
+    "samples": ({"held_out": 0.2}, {"samples": 8}, "data.held_out", "(samples 9 -> 8)"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("on_changed", OnChangedConfig)
+def test_other_data_is_explained_by_the_setting_and_the_passage_that_differ(name, on_changed, caplog):
+    changed, identity, key, texts = CHANGES[name]
+    point = ResumePoint(None, Manifest(step=1, config={"data": DATA}, data=IDENTITY))
+    if on_changed is OnChangedConfig.error:
+        with pytest.raises(ConfigError) as refused:
+            check_data(point, IDENTITY | identity, DATA | changed, on_changed)
+        (violation,) = refused.value.violations
+        assert violation.key == key
+        assert violation.message.endswith(REMEDY)
+        message = violation.message
+    else:
+        check_data(point, IDENTITY | identity, DATA | changed, on_changed)
+        (message,) = caplog.messages
+        assert message.startswith(f"resumed although {key}: ")
+        assert "on_changed_config" not in message
+    assert texts in message
+    one, _, other = message.partition(") ")[0].rpartition("(")[2].split(" ", 1)[1].partition(" -> ")
+    assert one != other
+
+
+def test_a_remedy_that_is_set_is_not_recommended_for_another_base(caplog):
+    point = ResumePoint(None, Manifest(step=1, base={"digest": "aa", "path": "old"}))
+    check_base(point, {"digest": "bb", "path": "new"}, OnChangedConfig.warn)
+    (message,) = caplog.messages
+    assert message.endswith("at old (digest aa -> bb)")
+    with pytest.raises(ConfigError, match="or set checkpoint"):
+        check_base(point, {"digest": "bb", "path": "new"}, OnChangedConfig.error)

@@ -5,10 +5,15 @@ import json
 from dataclasses import MISSING, fields, is_dataclass, replace
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from support.composition import configure
+from support.examples import examples
 
+from foundry.config.errors import contrast
 from foundry.config.frozen import plain
 from foundry.config.resume_compat import differences
+from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import encode
 
 
@@ -104,3 +109,33 @@ def test_settings_of_a_users_own_part_have_no_defaults():
     assert (difference.key, difference.is_allowed) == ("model.own", False)
     (difference,) = differences(recorded(config), was, config)
     assert (difference.key, difference.is_gone, difference.is_allowed) == ("model.own", False, False)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "shown"),
+    [
+        (0.1234567, 0.1234568, ("0.1234567", "0.1234568")),
+        (16, "16", ("16", "'16'")),
+        (None, "not set", ("None", "'not set'")),
+        ([0.1] * 40 + [0.2] + [0.1] * 40, [0.1] * 40 + [0.3] + [0.1] * 40, ("0.2", "0.3")),
+        ("a" * 99 + "b" + "c" * 99, "a" * 99 + "d" + "c" * 99, ("ab", "ad")),
+        (1, 2, ("1", "2")),
+    ],
+)
+def test_different_values_are_shown_differently(was, now, shown):
+    (difference,) = differences({"key": was}, {"key": now})
+    texts = str(difference).removeprefix("key: ").split(" -> ")
+    assert texts[0] != texts[1]
+    assert [part in text for part, text in zip(shown, texts, strict=True)] == [True, True]
+    assert max(map(len, texts)) <= 61
+
+
+VALUES = st.one_of(st.text(max_size=300), st.floats(), st.integers(), st.lists(st.floats(), max_size=40))
+
+
+@given(VALUES, VALUES)
+@settings(max_examples=examples(200))
+def test_any_two_values_are_contrasted_by_different_texts(was, now):
+    assume(one_line(repr(was)) != one_line(repr(now)))  # a masked secret is the same in both
+    one, other = contrast(was, now)
+    assert one != other

@@ -64,6 +64,34 @@ def test_every_field_is_in_the_tables():
     assert {key for key in keys if not key.rpartition(".")[2].startswith("_") and f"| `{key}` |" not in text} == set()
 
 
+OPTIONS = {
+    "defaults: [plain]  # alias": "another name of `plain`",
+    "defaults: [plain, _self_]": "another name of `plain`",
+    "# Faster.\ndefaults: [plain]\nlr: 2": "Faster. Begins with `plain`. Sets `hparams.lr=2`.",
+    "# Faster.\ndefaults: [plain, other]\nlr: 2": "Faster. Begins with `plain` and `other`. Sets `hparams.lr=2`.",
+    "# Other.\ndefaults: [plain, override /data: text]": "Other. Begins with `plain`. Chooses `data=text`.",
+    "# Whole.\ndefaults: [/schema/hparams/HParams@_here_]": "Whole.",
+    "# Both.\ndefaults: [/schema/hparams/HParams@_here_, plain]": "Both. Begins with `plain`.",
+}
+
+
+@pytest.mark.parametrize(("text", "line"), OPTIONS.items())
+def test_only_an_option_that_changes_nothing_is_another_name(text, line, tmp_path, monkeypatch):
+    script = load_script("generate_configuration")
+    monkeypatch.setattr(script, "config_dir", lambda: str(tmp_path))
+    (tmp_path / "hparams").mkdir()
+    (tmp_path / "hparams" / "new.yaml").write_text(text)
+    (option,) = script._options("hparams").values()
+    assert script._option_line("hparams", "new", option) == f"- `hparams=new`: {line}"
+
+
+def test_options_called_another_name_compose_to_the_same():
+    aliases = re.findall(r"^- `(\w+)=(\w+)`: another name of `(\w+)`$", PAGE.read_text(), re.MULTILINE)
+    assert ("precision", "amp_bf16", "amp_bfloat16") in aliases
+    for group, name, other in aliases:
+        assert composed(f"{group}={name}") == composed(f"{group}={other}")
+
+
 def test_types_are_said_in_words():
     generated = load_script("generate_configuration").tables()
     assert "<class" not in generated

@@ -79,6 +79,17 @@ NEMO_DIVERGENCES = {"kl_type", "topk", "zero_outside_topk", "mixed_kl_weight"}
 OTHER_DIVERGENCES = {"beta", "temperature", "ratio", "kd_ratio", "ce_ratio"}
 COUNTS = {"global_valid_toks", "global_valid_seqs"}
 """What the loss was divided by, which follows from the masks."""
+KNOWN = {
+    "grpo_adv": NEMO_ADVANTAGES | TRL_ADVANTAGES,
+    "kl": {"kl_type"},
+    "sft": set[str](),
+    "kd": NEMO_DIVERGENCES | OTHER_DIVERGENCES,
+    "sampling": {"temperature", "top_k", "top_p"},
+    "lr": {"learning_rate", "min_learning_rate", "warmup_steps", "total_steps", "lr_scheduler"},
+    "lora": {"patterns", "alpha", "lora_alpha", "use_rslora", "rslora", "dim", "r", "rank"},
+    "trainer": {"val_check_interval", "patience", "min_delta"},
+}
+"""Settings by kind of case, of those kinds whose settings are the same in every system."""
 TRL_IMPORTANCE_WEIGHTS = {"token_truncate": ImportanceWeights.tis, "token_mask": ImportanceWeights.icepop}
 IMPORTANCE_WEIGHTS = {
     None: ImportanceWeights.plain,
@@ -111,14 +122,24 @@ def read_cases(path: Path) -> Iterator[Case]:
 
 
 def not_offered(case: Case) -> str | None:
-    """Why foundry does not do what a case's configuration asks for; None: it does."""
+    """Return the reason why foundry cannot compute a case; None if it can."""
+    kind, config = case["id"].split("/")[0], case["config"]
+    if unknown := sorted(config.keys() - known_settings(kind, config) - COUNTS):
+        return f"settings that are not known here: {', '.join(unknown)}"
     kinds = {"dpo": _dpo, "grpo_adv": _advantages, "grpo_loss": _policy, "kd": _divergence}
-    reasons = kinds.get(case["id"].split("/")[0])
-    return None if reasons is None else next(reasons(case["config"]), None)
+    return next(kinds[kind](config), None) if kind in kinds else None
+
+
+def known_settings(kind: str, config: Case) -> set[str]:
+    """Return the settings that the check of a kind reads; any other may change the numbers, also by false or null."""
+    if kind == "dpo":
+        return TRL_DPO if "loss_type" in config else NEMO_DPO
+    if kind == "grpo_loss":
+        return NEMO_POLICY if is_nemo_policy(config) else TRL_POLICY
+    return KNOWN.get(kind, set(config))
 
 
 def _dpo(config: Case) -> Iterator[str]:
-    yield from _unknown(config, TRL_DPO if "loss_type" in config else NEMO_DPO)
     types = _loss_types(config)
     if "sft" in types:
         yield "its SFT term is a mean over the tokens of a microbatch; foundry's are means over pairs"
@@ -129,14 +150,12 @@ def _dpo(config: Case) -> Iterator[str]:
 
 
 def _advantages(config: Case) -> Iterator[str]:
-    yield from _unknown(config, NEMO_ADVANTAGES | TRL_ADVANTAGES)
     if config.get("scale_rewards") == "batch" or config.get("normalize_advantages"):
         yield "a deviation over prompts, which makes an advantage depend on the other prompts of the batch"
 
 
 def _policy(config: Case) -> Iterator[str]:
     if is_nemo_policy(config):
-        yield from _unknown(config, NEMO_POLICY)
         return
     loss = config.get("loss_type", "dapo")
     if loss == "dr_grpo":
@@ -148,21 +167,11 @@ def _policy(config: Case) -> Iterator[str]:
     mode = config.get("vllm_importance_sampling_mode")
     if config.get("vllm_importance_sampling_correction") and mode not in TRL_IMPORTANCE_WEIGHTS:
         yield f"weights of whole sequences ({mode}) beside ratios of tokens"
-    yield from _unknown(config, TRL_POLICY)
 
 
 def _divergence(config: Case) -> Iterator[str]:
-    yield from _unknown(config, NEMO_DIVERGENCES | OTHER_DIVERGENCES)
     if config.get("kl_type", "forward") not in {kind.value for kind in Divergence}:
         yield f"the divergence {config['kl_type']}"
-
-
-def _unknown(config: Case, known: set[str]) -> Iterator[str]:
-    """A setting that is not known here and asks for something may mean anything."""
-    unknown = config.keys() - known - COUNTS
-    asked = [name for name in sorted(unknown) if config[name] not in (None, False, "none")]
-    if asked:
-        yield f"settings that are not known here: {', '.join(asked)}"
 
 
 def is_nemo_policy(config: Case) -> bool:

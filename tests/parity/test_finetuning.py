@@ -5,7 +5,7 @@ that are not in the files can be run too.
 """
 
 import pytest
-from finetuning_cases import finetuning_cases, not_offered
+from finetuning_cases import COUNTS, OWN_FOLDER, finetuning_cases, known_settings, not_offered, read_cases
 from finetuning_checks import CHECKS
 
 
@@ -17,6 +17,22 @@ def test_golden(case):
     if reason := not_offered(case):
         pytest.skip(f"not offered: {reason}")
     CHECKS[kind](case)
+
+
+OWN_CASES = list(read_cases(OWN_FOLDER / "finetuning.json"))
+
+
+@pytest.mark.parametrize("value", [False, None, "none", 0, 0.0, "", True, 1])
+@pytest.mark.parametrize("kind", CHECKS)
+def test_a_case_with_an_unknown_setting_is_not_compared_whatever_its_value(kind, value):
+    case = next(case for case in OWN_CASES if case["id"].startswith(f"{kind}/") and not not_offered(case))
+    config = case["config"] | {"unknown": value}
+    assert not_offered(case | {"config": config}) == "settings that are not known here: unknown"
+
+
+def test_every_setting_of_the_recorded_cases_is_known():
+    for case in OWN_CASES:
+        assert case["config"].keys() <= known_settings(case["id"].split("/")[0], case["config"]) | COUNTS, case["id"]
 
 
 def test_there_are_cases_of_every_kind():
