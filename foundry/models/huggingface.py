@@ -25,6 +25,7 @@ from foundry.models.initialisation import draw_weights, matrix_draws, resolve_st
 from foundry.models.keyed_draws import Draw
 from foundry.models.kv_cache import Cache
 from foundry.models.plain_head import has_plain_head
+from foundry.models.stored_types import REMEDY, find_quantisation, find_wrong_types, folder_types
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs, read_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss, read_loss
 from foundry.models.transformer import to_compute_dtype
@@ -311,6 +312,7 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
     except (ValueError, OSError) as error:
         raise ConfigError(Violation("model.path", f"{path!r}: {_one_line(error)}")) from error
     _check_kernels(path, config)
+    _check_quantisation(path, config)
     _check_fields(config, config.model_type, fields)
     try:
         for name, value in fields.items():
@@ -350,6 +352,7 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     load: Any = AutoModelForCausalLM.from_pretrained
     model: PreTrainedModel
     try:
+        types = folder_types(Path(path).expanduser())
         model, loading = load(
             str(Path(path).expanduser()),
             config=config,
@@ -364,7 +367,16 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     if missing := sorted(loading["missing_keys"]):
         message = f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}"
         raise ConfigError(Violation("model.path", message))
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    if wrong := find_wrong_types(types, loading["unexpected_keys"], ignored, _integral_buffers(model)):
+        raise ConfigError(Violation("model.path", f"{path!r} {wrong}; {REMEDY}"))
     return model
+
+
+def _integral_buffers(model: PreTrainedModel) -> set[str]:
+    """Buffers without fractions by the names that a folder may have for them, with and without the inner model's."""
+    names = {name for name, buffer in model.named_buffers() if not buffer.dtype.is_floating_point}
+    return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -385,6 +397,11 @@ def _check_fields(config: PreTrainedConfig, architecture: str, fields: dict[str,
     ]
     if unknown:
         raise ConfigError(unknown)
+
+
+def _check_quantisation(path: str, config: PreTrainedConfig) -> None:
+    if (method := find_quantisation(config)) is not None:
+        raise ConfigError(Violation("model.path", f"{path!r} is quantised by {method}, which is not read; {REMEDY}"))
 
 
 def _check_kernels(path: str, config: PreTrainedConfig) -> None:
