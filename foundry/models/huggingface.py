@@ -38,6 +38,10 @@ _DROPOUTS = {
 """What architectures call them in their configs."""
 
 
+_ROUTER_LOGITS = "output_router_logits"
+"""Field by which configs of mixtures of experts ask for the auxiliary loss that balances the experts."""
+
+
 class HuggingFaceCausalLM(nn.Module):
     """A causal language model of transformers, with fresh weights or those of a local folder; weights are fp32.
 
@@ -83,8 +87,12 @@ class HuggingFaceCausalLM(nn.Module):
             hf_config = _folder_config(path, fields)
         _check_sizes(hf_config, vocab_size, max_seq_len)
         hf_config.use_cache = False
+        self._asks_router_loss = bool(getattr(hf_config, _ROUTER_LOGITS, False))
         self._own_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
         self._replaced = _set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
+        if self._asks_router_loss:  # nobody reads that loss, and with a cache transformers fails to compute it
+            self._replaced[_ROUTER_LOGITS] = True
+            setattr(hf_config, _ROUTER_LOGITS, False)
         self.config = hf_config
         self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(hf_config)
         self._stds: tuple[float, float] | None = None
@@ -153,9 +161,18 @@ class HuggingFaceCausalLM(nn.Module):
             per_token=per_token,
         )
 
+    def training_warning(self) -> str | None:
+        """Say that a mixture of experts is trained without the auxiliary loss for which its config asks."""
+        if not self._asks_router_loss:
+            return None
+        return (
+            f"the config of this {self.config.model_type} has {_ROUTER_LOGITS}=true but objectives here have no "
+            "auxiliary loss of the router: nothing balances the experts while they are trained"
+        )
+
     def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":
         """An empty cache for `forward`, arguments as those of `Cache`; None where the architecture has another kind."""
-        if getattr(self.causal_lm, "_is_stateful", False):
+        if getattr(self.causal_lm, "_is_stateful", False) or not self.causal_lm._supports_default_dynamic_cache():
             return None
         return TransformersCache(self.config, length, padding)
 
