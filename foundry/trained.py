@@ -1,5 +1,6 @@
 """What a run trains: model, optimizers, averages and objective, at the values where the run starts or resumes."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,12 +44,15 @@ from foundry.parts import (
 )
 from foundry.run_dir.folder import RunFolder
 from foundry.training.ema import WeightAverage
+from foundry.training.model_hooks import hook
 from foundry.training.protocols import (
     ComparingObjective,
     Objective,
     PrecomputingObjective,
     Schedule,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,8 @@ def build_trained(setup: Setup) -> Trained:
     if is_adapted:  # beside which adapters are drawn, and of which a digest is taken
         initial = InitialModel(initial.whole())
     model = initial.model
+    if (training_warning := hook(model, "training_warning")) is not None and (line := training_warning()) is not None:
+        log.warning(line)
     base = adapt(model, config, resolve_weights(config.model))
     if resume_point is not None and base is not None:
         check_base(resume_point, base.facts(), config.checkpoint.on_changed_config)

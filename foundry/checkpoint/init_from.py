@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from foundry.checkpoint.folder import CheckpointError
-from foundry.checkpoint.shard import local_chunks
+from foundry.checkpoint.shard import DTYPES, local_chunks
 from foundry.checkpoint.tensors import load_weights, tied_names
 from foundry.checkpoint.verification import damage_together
 from foundry.config.errors import ConfigError, Violation, listed
@@ -18,6 +18,9 @@ from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import MANIFEST, find
 from foundry.run_dir.names import CHECKPOINTS
 from foundry.training.model_hooks import hook
+
+_READ_TYPES = tuple(DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
+"""Types of weights that are read; another one, such as float8, is quantised."""
 
 
 def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.init_from") -> None:
@@ -73,7 +76,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def compare_files(files: Iterable[Path], model: nn.Module) -> str:
-    """What of .safetensors files does not fit a model, by names and shapes; empty where they have all its weights.
+    """Describe how names, shapes or types of .safetensors files do not fit a model; empty if all weights are there.
 
     Raises:
         CheckpointError: a file is none, or damaged.
@@ -82,11 +85,13 @@ def compare_files(files: Iterable[Path], model: nn.Module) -> str:
     tied, buffers = tied_names(model), {name for name, _ in model.named_buffers()}
     unknown, misshapen, found = list[str](), list[str](), set[str]()
     for stored, name, slices in _stored(files, model):
-        shape = tuple(slices.get_shape())
+        shape, dtype = tuple(slices.get_shape()), slices.get_dtype()
         if name not in wanted:
             unknown += [stored] if name not in tied else []
         elif shape != tuple(wanted[name].shape):
             misshapen.append(f"{stored} {shape} instead of {tuple(wanted[name].shape)}")
+        elif dtype not in (*_READ_TYPES, DTYPES.get(wanted[name].dtype)):
+            misshapen.append(f"{stored} as {dtype} instead of {', '.join(_READ_TYPES)}")
         found.add(name)
     missing = [name for name in wanted if name not in found | tied | buffers]
     wrong = [("lacks", missing), ("has besides", unknown), ("has", misshapen)]

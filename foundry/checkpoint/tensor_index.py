@@ -3,7 +3,8 @@
     checkpoints/step_00000200/tensors.json   by name: type, and the file, place, offsets and sizes of each part
 
 It is made of the headers of all shards when a checkpoint is published, and of those of an older checkpoint, which has
-none, when it is read. With it a rank opens only the files that hold its own parts.
+none, when it is read. With it a rank opens only the files that hold its own parts. The header of each file that is
+opened must agree with it, so that a shard that another program has rewritten is not read at the old places.
 """
 
 import json
@@ -11,7 +12,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,6 +49,10 @@ class _Part:
     sizes: tuple[int, ...]
 
 
+_Header = dict[str, tuple[str, int, list[int], list[int]]]
+"""Header of a file by tensor: safetensors' word for the type, begin, offsets and sizes as of `_Part`."""
+
+
 @dataclass(frozen=True)
 class TensorIndex:
     """The tensors of one checkpoint.
@@ -61,6 +66,7 @@ class TensorIndex:
     folder: Path
     entries: Mapping[str, tuple[str, list[tuple[str, int, list[int], list[int]]]]]
     num_bytes: Mapping[str, int]
+    _headers: dict[str, _Header] = field(default_factory=dict, repr=False)
 
     def shapes(self) -> dict[str, torch.Size]:
         """The shapes of all tensors."""
@@ -83,7 +89,7 @@ class TensorIndex:
             chunks: by the tensor's name, what is to be filled and where it begins in the whole, as a slice of its rows.
 
         Raises:
-            CheckpointError: the files do not hold all of it.
+            CheckpointError: the files do not hold all of it, or the header of one disagrees with the index.
         """
         by_file: dict[str, list[tuple[_Part, str]]] = defaultdict(list)
         missing = {name: chunk.local.numel() for name, chunk in chunks.items()}
@@ -96,6 +102,7 @@ class TensorIndex:
             raise CheckpointError(f"{self.folder} does not hold all of {short[0]}, or parts of it twice")
         for file, wanted in sorted(by_file.items()):
             with open_regular(self.folder / file, "rb", buffering=0) as stream:
+                self._check_header(stream, file, wanted)
                 for part, name in sorted(wanted, key=lambda pair: pair[0].begin):
                     _copy(stream, part, self.dtype(name), chunks[name])
 
@@ -107,6 +114,21 @@ class TensorIndex:
             if min(begin, *sizes, *offsets, 0) < 0 or begin + math.prod(sizes) * width > self.num_bytes[file]:
                 raise CheckpointError(f"{self.folder} has a part of {name} beyond the end of {file}")
             yield part
+
+    def _check_header(self, stream: IO[bytes], file: str, wanted: list[tuple[_Part, str]]) -> None:
+        """Compare the header of a file, read once, with the index.
+
+        Raises:
+            CheckpointError: the file has a tensor in another type, shape or place, or not at all.
+        """
+        if file not in self._headers:
+            self._headers[file] = _read_header(stream, self.folder / file)
+        for part, name in wanted:
+            listed = self.entries[name][0], part.begin, list(part.offsets), list(part.sizes)
+            if (found := self._headers[file].get(name)) != listed:
+                has = "lacks it" if found is None else f"has {_described(found)}"
+                message = f"{INDEX} lists {name} as {_described(listed)} but {file} {has}"
+                raise CheckpointError(f"{self.folder}: {message}; another program has rewritten the file, restore it")
 
 
 def read_index(folder: Path, world: World | None = None) -> TensorIndex:
@@ -142,16 +164,39 @@ def build_index(folder: Path) -> str:
     entries: dict[str, tuple[str, list[Any]]] = {}
     for file in sorted(path.name for path in folder.iterdir() if path.name.endswith(_TENSORS)):
         with open_regular(folder / file, "rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > os.fstat(stream.fileno()).st_size:
-                raise CheckpointError(f"{folder / file} is no .safetensors file")
-            header = json.loads(stream.read(size))
-        offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-        for name, entry in header.items():
-            here = offsets[name]["saved_offsets"] if name in offsets else [0] * len(entry["shape"])
-            part = (file, 8 + size + entry["data_offsets"][0], here, entry["shape"])
-            entries.setdefault(name, (entry["dtype"], []))[1].append(part)
+            header = _read_header(stream, folder / file)
+        for name, (dtype, begin, offsets, sizes) in header.items():
+            entries.setdefault(name, (dtype, []))[1].append((file, begin, offsets, sizes))
     return json.dumps(entries, separators=(",", ":"))
+
+
+def _read_header(stream: IO[bytes], path: Path) -> _Header:
+    """Read the header of an opened .safetensors file.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    size = int.from_bytes(stream.read(8), "little")
+    if size > os.fstat(stream.fileno()).st_size:
+        raise CheckpointError(f"{path} is no .safetensors file")
+    try:
+        header = json.loads(stream.read(size))
+        saved = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        parts = _Header()
+        for name, entry in header.items():
+            sizes, (begin, end) = list(entry["shape"]), entry["data_offsets"]
+            if end - begin != math.prod(sizes) * _NAMES[entry["dtype"]].itemsize:
+                raise ValueError(f"the bytes of {name} are not those of its type and shape")
+            offsets = saved[name]["saved_offsets"] if name in saved else [0] * len(sizes)
+            parts[name] = entry["dtype"], 8 + size + begin, list(offsets), sizes
+        return parts
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a header that cannot be read: {error}") from None
+
+
+def _described(entry: tuple[str, int, list[int], list[int]]) -> str:
+    dtype, begin, offsets, sizes = entry
+    return f"{dtype} {sizes} at byte {begin}" + (f" from {offsets} on" if any(offsets) else "")
 
 
 def _read_text(folder: Path) -> tuple[str, dict[str, int]]:

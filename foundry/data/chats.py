@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.schemas.data import EncodingErrors, OnBadRow, TrainOn
 from foundry.config.sources import listed_paths
 from foundry.data.cached_folder import cached_folder
@@ -36,6 +36,10 @@ from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from foundry.run_dir.names import TOKENIZER
 
 _COLUMNS = ("messages", "prompt", "completion")
+_FOR_TEMPLATE = ("tools", "chat_template_kwargs", "documents")
+"""Columns that chat templates of others are given beside the messages; foundry gives them the messages alone."""
+_WEIGHTS = ("weight", "train", "training", "train_detail")
+"""Keys of a message by which other programs learn an answer more, less, in part or not at all."""
 log = logging.getLogger(__name__)
 
 
@@ -188,7 +192,7 @@ def find_rows(
     rows, held = list[FileRows](), list[FileRows]()
     for key, sources, of_split in ((PATH, found.train, rows), (VALIDATION_PATH, found.validation, held)):
         for files in sources:
-            of_split.append(FileRows(files, columns, key, len(places), reads_all, called, utf8))
+            of_split.append(FileRows(files, columns, key, len(places), reads_all, called, utf8, also=_FOR_TEMPLATE))
             places += map(str, files)
     train: list[Iterable[Row]] = [each if held else _Share(each, held_out, is_held=False) for each in rows]
     validation: list[Iterable[Row]] = [*held] or [_Share(each, held_out, is_held=True) for each in rows]
@@ -364,7 +368,23 @@ def _texts(rows: Iterable[Row], encode: Callable[[Row], Sequence[Sequence[Segmen
 
 
 def _conversation_segments(num_trained: int | None, template: ChatTemplate, row: Row) -> list[list[Segment]]:
+    check_template_columns(template, row.columns)
     return [trained_segments(template, read_messages(row.columns), num_trained)]
+
+
+def check_template_columns(template: ChatTemplate, columns: Mapping[str, Any]) -> None:
+    """Refuse a row that the chat template would render with more than its messages.
+
+    Raises:
+        BadRowError: it has tools, or other variables for the template.
+    """
+    for name in _FOR_TEMPLATE:
+        value = columns.get(name)
+        is_empty = not value or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null"))
+        # Many rows have documents that are not for the template.
+        if not is_empty and (name != "documents" or name in template.source):
+            message = f"has {name}, but the chat template is given messages only; write them into a message of the row"
+            raise BadRowError(f"with {name}", message)
 
 
 def trained_segments(
@@ -373,14 +393,20 @@ def trained_segments(
     """A conversation whose last answers are trained; None: all are.
 
     Raises:
-        BadRowError: there is no answer, one of these is empty, or the template does not take the messages.
+        BadRowError: there is no answer, one of these is empty or has a weight, or the template does not take the
+            messages.
     """
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "none"
         raise BadRowError("no assistant turn", f"has no assistant turn (its roles: {roles})")
-    if not all(answer.strip() for answer in answers[-(num_trained or 0) :]):
-        raise BadRowError("empty answer", "has an empty answer")
+    for answer in answers[-(num_trained or 0) :]:
+        if not answer["content"].strip():
+            raise BadRowError("empty answer", "has an empty answer")
+        if weighted := [name for name in _WEIGHTS if name in answer and answer[name] != 1]:
+            message = f"has {weighted[0]}={shown(answer[weighted[0]])} in an answer, but all are learnt alike; end the "
+            message += "conversation before it, or set data.train_on=last if only the last one is to be learnt"
+            raise BadRowError(f"with {weighted[0]} in an answer", message)
     try:
         return template.segments(messages, num_trained=num_trained)
     except ValueError as error:

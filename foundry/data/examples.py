@@ -31,6 +31,8 @@ IGNORED_TARGET = -100
 """A target that counts for nothing, as models have it."""
 
 _FORMAT = 1
+_RULES = 2
+"""Version of the rules by which rows are refused; rows that were encoded under earlier ones are read again."""
 _STATISTICS = "statistics.json"
 _SPLITS = ("train", "validation")
 _ROWS = "{}_rows.npy"
@@ -278,7 +280,8 @@ def encode_rows(
     settings = f"examples{kept} {_FORMAT} {max_tokens} {described} {tokenizer.to_str()}"
     fingerprint = hashlib.sha256(settings.encode(errors="surrogateescape")).hexdigest()[:32]
     encoder = _Encoder(encode, tokenizer, max_tokens)
-    folder = cached_folder(cache_dir, fingerprint, partial(_fill, read, encoder, keeps_rows, num_rows))
+    name = hashlib.sha256(f"{fingerprint} rules {_RULES}".encode()).hexdigest()[:32]
+    folder = cached_folder(cache_dir, name, partial(_fill, read, encoder, keeps_rows, num_rows))
     train, validation = (_open(folder, split) for split in _SPLITS)
     statistics = RowStatistics(**json.loads(read_text(folder / _STATISTICS)))
     rows = tuple(np.load(folder / _ROWS.format(split), allow_pickle=False) for split in _SPLITS if keeps_rows)

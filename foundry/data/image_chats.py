@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from foundry.config.schemas.data import OnBadRow, PictureFit, TrainOn
 from foundry.data.cached_folder import cached_folder
 from foundry.data.chat import ChatTemplate, Segment
-from foundry.data.chats import RowForm, RowSource, chat_splits, find_rows, read_messages, trained_segments
+from foundry.data.chats import (
+    RowForm,
+    RowSource,
+    chat_splits,
+    check_template_columns,
+    find_rows,
+    read_messages,
+    trained_segments,
+)
 from foundry.data.examples import BadRowError
 from foundry.data.file_digests import file_digests
 from foundry.data.picture_examples import RowPictures
@@ -162,4 +170,5 @@ def _segments(
         raise BadRowError("without a picture", f"{has}; give the path of a file, from this file's folder on")
     if (reason := wrong.get(str(file))) is not None:
         raise BadRowError("picture cannot be read", f"has image {row.columns['image']}, which {reason}")
+    check_template_columns(template, row.columns)
     return [trained_segments(template, read_messages(row.columns), num_trained)]

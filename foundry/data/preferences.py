@@ -6,7 +6,7 @@ from typing import Any
 
 from foundry.config.schemas.data import EncodingErrors, OnBadRow
 from foundry.data.chat import ChatTemplate, Segment
-from foundry.data.chats import RowForm, as_messages, chat_splits, find_rows, trained_segments
+from foundry.data.chats import RowForm, as_messages, chat_splits, check_template_columns, find_rows, trained_segments
 from foundry.data.examples import BadRowError
 from foundry.data.rows import Row
 from foundry.data.splits import DataSplits
@@ -87,6 +87,7 @@ def _pair_segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
         BadRowError: an answer is missing or empty, both are the same, there is no prompt, or the template does not take
             the messages or renders two prompts.
     """
+    check_template_columns(template, row.columns)
     prompt, *answers = _read_pair(row.columns)
     if answers[0] == answers[1]:
         raise BadRowError("chosen equals rejected", "has the same answer as chosen and as rejected")

@@ -19,6 +19,7 @@ from foundry.data.chats import (
     RowSource,
     as_messages,
     check_rows,
+    check_template_columns,
     checked_messages,
     find_rows,
     mix_rows,
@@ -194,6 +195,7 @@ class _Reader:
         try:
             if row.wrong is not None:
                 raise BadRowError("cannot be read", row.wrong)
+            check_template_columns(self.template, row.columns)
             messages, columns = read_prompt(row.columns)
             return _rendered(self.template, messages), columns
         except BadRowError as error:

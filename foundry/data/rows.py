@@ -54,6 +54,7 @@ class FileRows:
         reads_all: read all columns; else, of a table, no others than `columns`.
         called: what some columns are called in the files, by their names here; dots lead into others.
         utf8: what becomes of what is none.
+        also: columns that are read besides if a table has them.
     """
 
     files: Sequence[Path]
@@ -63,6 +64,7 @@ class FileRows:
     reads_all: bool = False
     called: Mapping[str, str] = field(default_factory=dict)
     utf8: Utf8 = STRICT
+    also: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         """The rows in order.
@@ -158,7 +160,7 @@ def _table_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
         if not (found := list(dict.fromkeys(path[0] for path in paths))):
             listed, wanted = ", ".join(sorted(names)) or "none", ", ".join(wished)
             raise ConfigError(Violation(rows.key, f"{file} has the columns {listed}; none of {wanted} is there"))
-        number = 0
+        number, found = 0, list(dict.fromkeys([*found, *(name for name in rows.also if name in names)]))
         for batch in table.batches(names if rows.reads_all else found):
             columns = [column_values(column, rows.utf8, file, number + 1) for column in batch.columns]
             for values in zip(*columns, strict=True):

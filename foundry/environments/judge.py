@@ -42,7 +42,8 @@ class Judgement:
 class Judge:
     """Scores answers by an environment; whatever it does, the run goes on.
 
-    An answer whose scores are None or NaN, or that the environment raises at, hangs at or dies of, has no reward.
+    An answer has no reward if a score is None, NaN or too large (`_is_number`), or if the environment raises at it,
+    hangs at it or dies of it.
     Where that happens in a call with several answers, each of them is scored again by itself.
 
     Args:
@@ -112,15 +113,26 @@ class Judge:
         return [self._weighed(scores) for scores in scored]
 
     def _weighed(self, scores: Mapping[str, float | None]) -> Judgement:
-        numbers = {name: float(value) for name, value in scores.items() if value is not None and math.isfinite(value)}
+        numbers = {name: float(value) for name, value in scores.items() if value is not None and _is_number(value)}
         if wrong := [name for name, value in scores.items() if value is not None and name not in numbers]:
-            return Judgement(None, numbers, "no_number", f"scores {wrong[0]} as {scores[wrong[0]]}")
+            value = scores[wrong[0]]
+            return Judgement(None, numbers, "no_number", f"scores {wrong[0]} as {value}{_why_none(value)}")
         if len(numbers) < len(scores) or not numbers:
             return Judgement(None, numbers)
         reward = sum(self._weights.get(name, 1.0) * value for name, value in numbers.items())
-        if not math.isfinite(reward):
-            return Judgement(None, numbers, "no_number", f"scores and weights come to {reward}")
+        if not _is_number(reward):
+            return Judgement(None, numbers, "no_number", f"scores and weights come to {reward}{_why_none(reward)}")
         return Judgement(reward, numbers)
+
+
+def _is_number(value: float) -> bool:
+    """Whether a mean and a deviation can be computed of a value: its square is finite in float64."""
+    return math.isfinite(value * value)
+
+
+def _why_none(value: float | None) -> str:
+    """Explain that a finite value is too large; empty for NaN and infinity, which explain themselves."""
+    return ", whose square is not finite in float64" if value is not None and math.isfinite(value) else ""
 
 
 def build_judge(node: Any) -> Judge | None:

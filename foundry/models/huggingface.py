@@ -25,6 +25,7 @@ from foundry.models.initialisation import draw_weights, matrix_draws, resolve_st
 from foundry.models.keyed_draws import Draw
 from foundry.models.kv_cache import Cache
 from foundry.models.plain_head import has_plain_head
+from foundry.models.stored_types import REMEDY, find_quantisation, find_wrong_types, folder_types
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs, read_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss, read_loss
 from foundry.models.transformer import to_compute_dtype
@@ -35,6 +36,10 @@ _DROPOUTS = {
     "attention_dropout": ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"),
 }
 """What architectures call them in their configs."""
+
+
+_ROUTER_LOGITS = "output_router_logits"
+"""Field by which configs of mixtures of experts ask for the auxiliary loss that balances the experts."""
 
 
 class HuggingFaceCausalLM(nn.Module):
@@ -82,8 +87,12 @@ class HuggingFaceCausalLM(nn.Module):
             hf_config = _folder_config(path, fields)
         _check_sizes(hf_config, vocab_size, max_seq_len)
         hf_config.use_cache = False
+        self._asks_router_loss = bool(getattr(hf_config, _ROUTER_LOGITS, False))
         self._own_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
         self._replaced = _set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
+        if self._asks_router_loss:  # nobody reads that loss, and with a cache transformers fails to compute it
+            self._replaced[_ROUTER_LOGITS] = True
+            setattr(hf_config, _ROUTER_LOGITS, False)
         self.config = hf_config
         self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(hf_config)
         self._stds: tuple[float, float] | None = None
@@ -152,9 +161,18 @@ class HuggingFaceCausalLM(nn.Module):
             per_token=per_token,
         )
 
+    def training_warning(self) -> str | None:
+        """Say that a mixture of experts is trained without the auxiliary loss for which its config asks."""
+        if not self._asks_router_loss:
+            return None
+        return (
+            f"the config of this {self.config.model_type} has {_ROUTER_LOGITS}=true but objectives here have no "
+            "auxiliary loss of the router: nothing balances the experts while they are trained"
+        )
+
     def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":
         """An empty cache for `forward`, arguments as those of `Cache`; None where the architecture has another kind."""
-        if getattr(self.causal_lm, "_is_stateful", False):
+        if getattr(self.causal_lm, "_is_stateful", False) or not self.causal_lm._supports_default_dynamic_cache():
             return None
         return TransformersCache(self.config, length, padding)
 
@@ -311,6 +329,7 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
     except (ValueError, OSError) as error:
         raise ConfigError(Violation("model.path", f"{path!r}: {_one_line(error)}")) from error
     _check_kernels(path, config)
+    _check_quantisation(path, config)
     _check_fields(config, config.model_type, fields)
     try:
         for name, value in fields.items():
@@ -350,6 +369,7 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     load: Any = AutoModelForCausalLM.from_pretrained
     model: PreTrainedModel
     try:
+        types = folder_types(Path(path).expanduser())
         model, loading = load(
             str(Path(path).expanduser()),
             config=config,
@@ -364,7 +384,16 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     if missing := sorted(loading["missing_keys"]):
         message = f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}"
         raise ConfigError(Violation("model.path", message))
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    if wrong := find_wrong_types(types, loading["unexpected_keys"], ignored, _integral_buffers(model)):
+        raise ConfigError(Violation("model.path", f"{path!r} {wrong}; {REMEDY}"))
     return model
+
+
+def _integral_buffers(model: PreTrainedModel) -> set[str]:
+    """Buffers without fractions by the names that a folder may have for them, with and without the inner model's."""
+    names = {name for name, buffer in model.named_buffers() if not buffer.dtype.is_floating_point}
+    return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -385,6 +414,11 @@ def _check_fields(config: PreTrainedConfig, architecture: str, fields: dict[str,
     ]
     if unknown:
         raise ConfigError(unknown)
+
+
+def _check_quantisation(path: str, config: PreTrainedConfig) -> None:
+    if (method := find_quantisation(config)) is not None:
+        raise ConfigError(Violation("model.path", f"{path!r} is quantised by {method}, which is not read; {REMEDY}"))
 
 
 def _check_kernels(path: str, config: PreTrainedConfig) -> None:

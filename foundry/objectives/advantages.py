@@ -52,7 +52,7 @@ def group_advantages(
         peers = own.expand(len(own), -1)
         if use_rloo:
             peers = peers[~torch.eye(len(own), dtype=torch.bool, device=own.device)].view(len(own), -1)
-        mean, deviation = _mean_and_std(peers, torch.finfo(rewards.dtype).eps)
+        mean, deviation = mean_and_std(peers, torch.finfo(rewards.dtype).eps)
         difference = own - mean
         scaled = torch.where(deviation > 0, difference / (deviation + epsilon), difference)
         baseline[members], std[members] = mean, deviation
@@ -72,10 +72,19 @@ def penalized_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, penalty: float)
     return rewards - penalty * kl.masked_fill(~mask, 0.0).sum(-1)
 
 
-def _mean_and_std(values: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
-    """Mean and sample standard deviation of each row, (rows,); a deviation that rounding can explain is 0."""
+def mean_and_std(values: Tensor, rounding: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Mean and sample standard deviation of each row, (rows,); finite if the squares of the values are.
+
+    Args:
+        values: (rows, columns) float64.
+        rounding: relative error of the values; a deviation that it can explain is 0.
+    """
     differences = values - values[:, :1]
-    shift = differences.mean(-1, keepdim=True)
-    variance = (differences - shift).square().sum(-1) / max(values.shape[-1] - 1, 1)
-    std = variance.sqrt()
-    return (values[:, :1] + shift).squeeze(-1), std.where(std > 8 * rounding * values.abs().amax(-1), 0.0)
+    # A power of two, which changes no bit of the result and keeps the sum of squares finite.
+    scale = torch.frexp(differences.abs().amax(-1, keepdim=True)).exponent.to(values.dtype).exp2()
+    scaled = differences / scale
+    shift = scaled.mean(-1, keepdim=True)
+    variance = (scaled - shift).square().sum(-1) / max(values.shape[-1] - 1, 1)
+    std = variance.sqrt() * scale.squeeze(-1)
+    mean = (values[:, :1] + shift * scale).squeeze(-1)
+    return mean, std.where(std > 8 * rounding * values.abs().amax(-1), 0.0)

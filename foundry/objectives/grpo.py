@@ -11,7 +11,7 @@ from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType,
 from foundry.models.lora import adapters_off
 from foundry.models.sampling import filtered
 from foundry.models.token_log_probs import IGNORED_TARGET
-from foundry.objectives.advantages import group_advantages, penalized_rewards
+from foundry.objectives.advantages import group_advantages, mean_and_std, penalized_rewards
 from foundry.objectives.kl import kl_estimate
 from foundry.objectives.policy_gradient import (
     Completions,
@@ -266,6 +266,6 @@ def _describe(rewards: Tensor, rollout: Rollout) -> dict[str, float]:
     """Of groups: the mean deviation of their rewards, and the share of those from which nothing can be learnt."""
     groups = [rewards[rollout.group == group] for group in sorted(set(rollout.group.tolist()))]
     scored = [own[~own.isnan()] for own in groups]
-    deviations = torch.stack([own.std() if len(own) > 1 else own.new_zeros(()) for own in scored])
+    deviations = torch.stack([mean_and_std(own[None])[1][0] if len(own) > 1 else own.new_zeros(()) for own in scored])
     without = [len(own) < 2 or bool((own - own[0]).abs().max() <= 1e-9) for own in scored]
     return {"reward_std": float(deviations.mean()), "groups_without_variance": sum(without) / len(without)}

@@ -36,6 +36,10 @@ class ModelHooks(Protocol):
         """
         ...
 
+    def training_warning(self) -> str | None:
+        """Say in a line how training this model differs from its author's; None if it does not."""
+        ...
+
     def flops_per_sample(self, seq_len: int) -> float:
         """FLOPs of a forward and backward pass over one sample, for FLOP/s and MFU; no argument without tokens."""
         ...
@@ -70,6 +74,7 @@ Name = Literal[
     "get_fsdp_block_types",
     "initial_weights",
     "tensor_parallel_plan",
+    "training_warning",
     "flops_per_sample",
     "export_state",
     "hf_config",

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from support.checkpoint_parts import Net, assert_same, rewrite_manifest, write
 
 from foundry.checkpoint.folder import CheckpointError, problems, read_manifest
@@ -119,3 +121,44 @@ def test_an_index_that_foundry_has_not_written_is_a_line(tmp_path, content):
     with pytest.raises(CheckpointError) as caught:
         load_weights(folder, model)
     assert "\n" not in str(caught.value)
+
+
+REWRITTEN = {
+    "another order": lambda tensors, info: ({"A": torch.zeros(2), **tensors}, info),
+    "another type": lambda tensors, info: ({name: t.bfloat16() for name, t in tensors.items()}, info),
+    "another type of the same size": lambda tensors, info: ({n: t.view(torch.int32) for n, t in tensors.items()}, info),
+    "another shape": lambda tensors, info: ({name: t.mT.contiguous() for name, t in tensors.items()}, info),
+    "without offsets": lambda tensors, info: (tensors, {}),
+    "fewer tensors": lambda tensors, info: ({"b": tensors["b"]}, info),
+    "another name": lambda tensors, info: ({f"{name}_": t for name, t in tensors.items()}, info),
+    "more metadata": lambda tensors, info: (tensors, {**info, "note": "written by another program"}),
+}
+
+
+@pytest.mark.parametrize("rewrite", REWRITTEN.values(), ids=REWRITTEN)
+def test_a_shard_that_disagrees_with_the_index_is_refused(tmp_path, rewrite):
+    tensors = {"a": torch.randn(4, 3), "b": torch.randn(4, 90)}
+    shard = tmp_path / "shard-00000.safetensors"
+    write_shard(shard, {name: Chunk(tensor, (4, 0)) for name, tensor in tensors.items()})
+    write_shard(tmp_path / "shard-00001.safetensors", {name: Chunk(tensor, (0, 0)) for name, tensor in tensors.items()})
+    (tmp_path / INDEX).write_text(build_index(tmp_path))
+    targets = {name: Chunk(torch.zeros(8, tensor.shape[1]), (0, 0)) for name, tensor in tensors.items()}
+    read_index(tmp_path).fill(targets)
+    assert all(chunk.local.equal(torch.cat([tensors[name]] * 2)) for name, chunk in targets.items())
+    with safe_open(shard, framework="pt") as opened:
+        changed, metadata = rewrite(tensors, opened.metadata())
+    save_file(changed, shard, metadata)
+    with pytest.raises(CheckpointError, match=r"tensors\.json lists a as F32 \[4, 3\] .*shard-00000\.safetensors"):
+        read_index(tmp_path).fill({"a": targets["a"]})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F9", "shape": [1], "data_offsets": [0, 4]}}',
+     b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}',
+     b'{"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}', b"[" * 100_000],
+)  # fmt: skip
+def test_a_header_that_cannot_be_read_is_a_line(tmp_path, header):
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match=r"a\.safetensors has a header that cannot be read"):
+        build_index(tmp_path)

@@ -1,6 +1,7 @@
 """Conversations in files, as rows of tokens of their own lengths."""
 
 import json
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +18,8 @@ from foundry.config.schemas.data import OnBadRow, TrainOn
 from foundry.data.chats import chat_files
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
+from foundry.data.preferences import preference_files
+from foundry.data.prompts import prompt_files
 
 ROWS = [
     {"messages": [{"role": "user", "content": "?" * (n % 7 + 1)}, {"role": "assistant", "content": f"answer {n}"}]}
@@ -24,10 +27,10 @@ ROWS = [
 ]
 
 
-def load(path, **changes):
+def load(path, read=chat_files, **changes):
     options = {"seed": 0, "seq_len": 64, "vocab_size": 257, "tokenizer": None, "held_out": 0.2}
     options["cache_dir"] = str(Path(path).parent / "cache")
-    return chat_files(path=str(path), **options | changes)
+    return read(path=str(path), **options | changes)
 
 
 def write(path, rows):
@@ -158,6 +161,12 @@ def turns(*contents):
     return {"messages": [{"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, contents, strict=False)]}
 
 
+def weighted(**keys):
+    """Two answers, of which the first has these keys."""
+    messages = [*turns("a", "b")["messages"], *turns("c", "d")["messages"]]
+    return {"messages": [messages[0], {**messages[1], **keys}, *messages[2:]]}
+
+
 BAD = {
     "no JSON": ('{"messages": [', "is not JSON", "cannot be read"),
     "no object": ("[1, 2]", "holds list, not an object", "cannot be read"),
@@ -177,6 +186,9 @@ BAD = {
     "empty": ({"messages": []}, "has no assistant turn (its roles: none)", "no assistant turn"),
     "empty answer": (turns("a", " \n"), "has an empty answer", "empty answer"),
     "an empty answer first": (turns("a", "", "b", "c"), "has an empty answer", "empty answer"),
+    "tools": ({**turns("a", "b"), "tools": [{"name": "f"}]}, "has tools, but the chat template", "with tools"),
+    "weight": (weighted(weight=0), "has weight=0 in an answer, but all are learnt alike", "with weight in an"),
+    "train": (weighted(train=False), "has train=False in an answer", "with train in an answer"),
     "too long": (turns("a", "b" * 64), "more than data.seq_len=64", "longer than seq_len"),
 }
 
@@ -209,6 +221,72 @@ def test_bad_rows_are_named_by_file_and_line_or_skipped(bad):
         counts = skipped.notes["skipped_rows"]
         assert sum(counts.values()) == len(kinds)
         assert all(sum(count for name, count in counts.items() if name.startswith(BAD[kind][2])) for _, kind in kinds)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        ({"tools": TOOLS}, "with tools"),
+        ({"tools": json.dumps(TOOLS)}, "with tools"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "with chat_template_kwargs"),
+        ({"documents": [{"title": "a"}]}, None),
+        ({"tools": None, "documents": None}, None),
+        ({"tools": []}, None),
+        ({"tools": "[]"}, None),
+        ({"topic": "a"}, None),
+    ],
+)
+def test_a_row_with_variables_for_the_template_is_refused(tmp_path, form, columns, kind):
+    path, rows = tmp_path / f"rows.{form}", [*ROWS[:6], {**ROWS[6], **columns}]
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist([{**dict.fromkeys(columns), **row} for row in rows]), path)
+    else:
+        write(path, rows)
+    if kind is None:
+        assert load(path).notes["rows"] == 7
+        return
+    with pytest.raises(
+        ConfigError, match=rf"{path}:7 has {kind.removeprefix('with ')}, but the chat template is given"
+    ):
+        load(path)
+    assert load(path, on_bad_row=OnBadRow.skip).notes["skipped_rows"] == {kind: 1}
+
+
+def test_documents_are_refused_if_the_template_renders_them(tmp_path):
+    source = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(source + "{% if documents %}{{ documents }}{% endif %}")
+    path = write(tmp_path / "rows.jsonl", [*ROWS[:6], {**ROWS[6], "documents": [{"title": "a"}]}])
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:7 has documents, but"):
+        load(path, chat_template=str(tmp_path / "own.jinja"))
+
+
+@pytest.mark.parametrize("name", ["weight", "train", "training", "train_detail"])
+@pytest.mark.parametrize(
+    ("value", "is_alike"),
+    [(1, True), (1.0, True), (True, True), (None, True), (0, False), (0.5, False), (2, False), (False, False)],
+)  # fmt: skip
+def test_an_answer_that_is_learnt_has_no_weight_of_its_own(tmp_path, name, value, is_alike):
+    path = write(tmp_path / "rows.jsonl", [*ROWS[:6], weighted(**{name: value})])
+    options = {"held_out": 0.1, "on_bad_row": OnBadRow.skip}
+    assert load(path, **options).notes["skipped_rows"] == ({} if is_alike else {f"with {name} in an answer": 1})
+    assert load(path, **options, train_on=TrainOn.last).notes["skipped_rows"] == {}
+
+
+@pytest.mark.parametrize(
+    ("read", "row"),
+    [
+        (preference_files, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+        (partial(prompt_files, max_new_tokens=4), {"prompt": "a", "answer": "b"}),
+    ],
+)
+def test_preferences_and_prompts_have_no_tools_either(tmp_path, read, row):
+    path = write(tmp_path / "rows.jsonl", [*[row] * 6, {**row, "tools": TOOLS}])
+    with pytest.raises(ConfigError, match=rf"{path}:7 has tools, but the chat template is given messages only"):
+        load(path, read=read)
 
 
 @pytest.mark.parametrize(

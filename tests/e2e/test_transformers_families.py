@@ -66,3 +66,21 @@ def test_it_is_trained_exported_and_loaded(family, tmp_path, cache):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [type(model).__name__]
     prompt = AutoTokenizer.from_pretrained(tmp_path / "hf")("2 times", return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] <= prompt["input_ids"].shape[1] + 2
+
+
+def test_a_mixture_of_experts_is_warned_of_its_lost_loss_and_sampled(tmp_path, cache, caplog):
+    config = json.dumps({**FAMILIES["mixtral"], "output_router_logits": True}).replace('"', "")
+    given = ["model.architecture=mixtral", f"+model.config={config}", f"data.cache_dir={cache}"]
+    steps = [
+        "hparams.max_steps=2",
+        "evaluation.interval=null",
+        "checkpoint.interval=null",
+        "evaluation.write_samples=true",
+    ]
+    train(configure("model=hf", *given, *RUN, write_text(tmp_path), *steps), tmp_path / "run")
+    (line,) = [text for text in caplog.messages if "output_router_logits=true" in text]
+    assert "mixtral" in line
+    assert (tmp_path / "run" / "plots" / "samples.txt").read_text()
+    model = restore(tmp_path / "run", "last", ema=True).model
+    assert model.hf_config().output_router_logits is True
+    assert model.causal_lm.config.output_router_logits is False

@@ -6,13 +6,17 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.composition import configure
 
 from foundry.config.errors import ConfigError, shown
 from foundry.config.rollouts import check_environment
-from foundry.environments.judge import build_judge
+from foundry.environments.judge import Judge, build_judge
 from foundry.environments.protocol import Answer
 from foundry.environments.worker import Worker
+from foundry.objectives.advantages import group_advantages, mean_and_std
 
 ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evaluators.exact_match.ExactMatch"
 OWN = """
@@ -116,6 +120,35 @@ def test_whatever_an_own_environment_does_the_others_are_scored(own, caplog, per
     assert line.startswith("environment Length: ValueError: no judge at home, at the answer raise to how long?")
 
 
+class Scorer:
+    def __init__(self, values):
+        self.values = values
+
+    def score(self, answers):
+        return [{"score": self.values[answer.text]} for answer in answers]
+
+
+@settings(deadline=None)
+@given(values=st.lists(st.floats() | st.sampled_from([1.3e154, -1.3e154, 1e300, 1e308]), min_size=2, max_size=8))
+def test_rewards_have_a_finite_deviation_or_count_as_none(values):
+    texts = {str(number): value for number, value in enumerate(values)}
+    judged = Judge(Scorer(texts), weights={}, name="Scorer", answers_per_call=8).judge([*map(Answer, texts)])
+    assert [one.reward is not None for one in judged] == [math.isfinite(value * value) for value in values]
+    rewards = torch.tensor([math.nan if one.reward is None else one.reward for one in judged], dtype=torch.float64)
+    scored = rewards[~rewards.isnan()]
+    assert len(scored) < 2 or all(part.isfinite().all() for part in mean_and_std(scored[None]))
+    assert group_advantages(rewards, torch.zeros(len(rewards))).advantage.isfinite().all()
+    assert all(math.isfinite(value) for one in judged for value in one.scores.values())
+
+
+def test_a_reward_too_large_to_square_is_warned_of_once(caplog):
+    judge = Judge(Scorer({"a": 1e300, "b": 1e308, "c": 1.0}), weights={"score": 2.0}, name="Scorer")
+    with caplog.at_level(logging.WARNING):
+        assert [one.reward for one in judge.judge([*map(Answer, "abc")])] == [None, None, 2.0]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("environment Scorer: scores score as 1e+300, whose square is not finite in float64, at the")
+
+
 @pytest.mark.long
 def test_an_environment_that_hangs_at_everything_is_not_asked_about_everything(own, monkeypatch):
     judge = build_judge({"_target_": own, "timeout_seconds": 0.2})
@@ -182,7 +215,7 @@ def test_a_pattern_that_never_ends_costs_its_answer_alone(option):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("own_settings", "message"),
     [
         ({"timeout_seconds": "soon"}, "timeout_seconds: is soon but must be a number"),
         ({"timeout_seconds": -1}, "timeout_seconds: is -1 but must be above 0"),
@@ -195,7 +228,7 @@ def test_a_pattern_that_never_ends_costs_its_answer_alone(option):
         ({"weights": {"length": 2}, "timeout_seconds": 5, "answers_per_call": 64, "unit": "any"}, None),
     ],
 )
-def test_settings_of_an_own_environment_that_no_schema_has_read(settings, message):
-    config = replace(configure(ANSWERED), environment={"_target_": "lengths.Length", **settings})
+def test_settings_of_an_own_environment_that_no_schema_has_read(own_settings, message):
+    config = replace(configure(ANSWERED), environment={"_target_": "lengths.Length", **own_settings})
     found = [str(violation).removeprefix("environment.") for violation in check_environment(config)]
     assert (found == []) if message is None else found[0].startswith(message)

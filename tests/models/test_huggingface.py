@@ -148,3 +148,20 @@ def test_a_folder_trains_from_the_first_step(tmp_path):
         data=StdlibText(seq_len=16),
     )
     assert all(module.training for module in build_model(config).modules())
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "granitemoe", "minimax"])
+def test_experts_that_ask_for_an_auxiliary_loss_answer_with_and_without_a_cache(architecture):
+    experts = (
+        {"num_local_experts": 2} if architecture != "qwen3_moe" else {"num_experts": 2, "moe_intermediate_size": 8}
+    )
+    model = make(architecture, {**LLAMA, **experts, "num_experts_per_tok": 1, "output_router_logits": True}).eval()
+    tokens = torch.randint(61, (1, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = model(tokens).logits[:, -1:]
+        if (cache := model.new_cache(8)) is not None:
+            model(tokens[:, :5], cache=cache)
+            torch.testing.assert_close(model(tokens[:, 5:], cache=cache).logits, whole)
+    assert "output_router_logits=true" in model.training_warning()
+    assert model.hf_config().output_router_logits is True
+    assert make(architecture, {**LLAMA, **experts}).training_warning() is None
