@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.models.base_files import check_weights
 from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
@@ -345,6 +346,7 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
+    check_weights(Path(path).expanduser(), config)
     if isinstance(torch.empty(0), FakeTensor):
         return _without_weights(config)
     load: Any = AutoModelForCausalLM.from_pretrained
