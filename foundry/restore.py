@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from torch import nn
 
 from foundry.checkpoint.folder import CheckpointError, problems
-from foundry.checkpoint.tensors import load_weights
+from foundry.checkpoint.tensors import load_weights, require_shapes
 from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation, format_reason, shown
 from foundry.config.frozen import load_config
@@ -82,9 +82,10 @@ def restore(
     is_adapted = isinstance(config.peft, LoRA)
     model = _build_adapted(config, run_dir, folder, trust=trust) if is_adapted else _build(config, run_dir, trust=trust)
     model = model.to(dtype=dtype)
-    allocate(model.parameters(), device)
-    model = model.to(device)
     try:
+        require_shapes(folder, model, trained_only=is_adapted)  # config.yaml may ask for more memory than there is
+        allocate(model.parameters(), device)
+        model = model.to(device)
         load_weights(folder, model, ema=ema, trained_only=is_adapted)
     except CheckpointError as error:
         raise ConfigError(Violation("which", str(error))) from error

@@ -138,6 +138,23 @@ def load_weights(
     _accept(model, targets)
 
 
+def require_shapes(folder: Path, model: nn.Module, *, trained_only: bool = False) -> None:
+    """Check that a checkpoint has a model's weights in the model's shapes, for a model that has no memory yet.
+
+    Args:
+        folder: the checkpoint.
+        model: its parameters may be on the meta device.
+        trained_only: as in `collect`.
+
+    Raises:
+        CheckpointError: the checkpoint lacks weights of the model, has others, or has them in another shape.
+    """
+    weights = _weights(model, trained_only)
+    index, stored = find_weights(folder, weights, ema=False)
+    with readable(folder):
+        _require_shapes(index, {stored[name]: tensor for name, tensor in weights.items()})
+
+
 def find_weights(
     folder: Path, names: Iterable[str], *, ema: bool, world: World | None = None
 ) -> tuple[TensorIndex, dict[str, str]]:
@@ -222,10 +239,14 @@ def _check_names(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> N
 
 def _read(index: TensorIndex, targets: Mapping[str, Tensor]) -> None:
     """Fill the targets in place."""
+    _require_shapes(index, targets)
+    index.fill(local_chunks(targets))
+
+
+def _require_shapes(index: TensorIndex, targets: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
         if target.shape != (shape := index.shape(name)):
             raise CheckpointError(f"{index.folder} has {name} as {tuple(shape)}, this run as {tuple(target.shape)}")
-    index.fill(local_chunks(targets))
 
 
 def _accept(inner: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -19,6 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.models.base_files import check_weights
+from foundry.models.base_sizes import bounded_modules, check_own_sizes, check_sizes
 from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
@@ -81,6 +83,7 @@ class HuggingFaceCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         fields = dict(config or {})
+        check_own_sizes(fields)
         if path is None:
             hf_config = _fresh_config(architecture, {"vocab_size": vocab_size, **fields})
         else:
@@ -324,6 +327,7 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
         message = f"{path!r} is not a folder with a config.json; a model is read from local files only"
         raise ConfigError(Violation("model.path", message))
     folder = str(Path(path).expanduser())
+    check_sizes(Path(folder))
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
@@ -359,26 +363,29 @@ def _set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[st
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
     build: Any = AutoModelForCausalLM.from_config
-    model: PreTrainedModel = build(config, dtype=torch.float32, trust_remote_code=False)
+    with bounded_modules():
+        model: PreTrainedModel = build(config, dtype=torch.float32, trust_remote_code=False)
     return model
 
 
 def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
+    check_weights(Path(path).expanduser(), config)
     if isinstance(torch.empty(0), FakeTensor):
         return _without_weights(config)
     load: Any = AutoModelForCausalLM.from_pretrained
     model: PreTrainedModel
     try:
         types = folder_types(Path(path).expanduser())
-        model, loading = load(
-            str(Path(path).expanduser()),
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,  # any other file of weights is unpickled
-            output_loading_info=True,
-        )
+        with bounded_modules():
+            model, loading = load(
+                str(Path(path).expanduser()),
+                config=config,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,  # any other file of weights is unpickled
+                output_loading_info=True,
+            )
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(Violation("model.path", f"{path!r}: {_one_line(error)}")) from error
     if missing := sorted(loading["missing_keys"]):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from foundry.checkpoint.folder import CheckpointError
-from foundry.checkpoint.tensors import collect, load_weights, read_source_tensors, restore_into
+from foundry.checkpoint.tensors import collect, load_weights, read_source_tensors, require_shapes, restore_into
 from foundry.training.ema import WeightAverage
 
 
@@ -179,3 +179,12 @@ def test_tensors_of_the_source_are_kept_and_are_no_part_of_the_model(tmp_path):
     assert_same(model.state_dict(), other.state_dict())
     assert_same(read_source_tensors(folder), source)
     assert read_source_tensors(write(tmp_path, 4, model)) == {}
+
+
+def test_shapes_are_compared_before_a_model_has_memory(tmp_path):
+    folder = write(tmp_path, 1, nn.Linear(4, 3))
+    with torch.device("meta"):
+        require_shapes(folder, nn.Linear(4, 3))
+        for other in (nn.Linear(10**6, 10**6), nn.Linear(4, 3, bias=False), nn.Sequential(nn.Linear(4, 3))):
+            with pytest.raises(CheckpointError, match=r"this run|lacks"):
+                require_shapes(folder, other)
