@@ -22,7 +22,7 @@ class Violation:
     message: str
 
     def __str__(self) -> str:
-        return shortened(_visible(f"{self.key}: {self.message}"), _LONGEST_LINE)
+        return shortened(visible(f"{self.key}: {self.message}"), _LONGEST_LINE)
 
 
 class ConfigError(Exception):
@@ -54,7 +54,7 @@ def shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     try:
-        return shortened(_visible(str(value)), _LONGEST_VALUE)
+        return shortened(visible(str(value)), _LONGEST_VALUE)
     except ValueError:  # Python prints no integer of more than 4300 digits
         return "a number of thousands of digits"
 
@@ -93,7 +93,7 @@ def first_line(message: str) -> str:
     return " ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines[0] if lines else "unknown error")
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Text in one line, without secrets; characters that cannot be printed as their numbers."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in one_line(text))
 

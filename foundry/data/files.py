@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from foundry.data.nested import require_unique
+
 ROWS: Mapping[str, str] = {
     ".jsonl": "json",
     ".json": "json",
@@ -150,8 +152,10 @@ class Table:
         """Record batches of at most 1,024 rows.
 
         Raises:
+            ValueError: the file has one of these columns twice.
             pyarrow.ArrowException: the file is damaged.
         """
+        require_unique(self.schema, columns)
         for batch in self.read(list(columns)):
             for start in range(0, len(batch), _ROWS_PER_BATCH):
                 yield batch.slice(start, _ROWS_PER_BATCH)

@@ -1,6 +1,7 @@
 """Columns inside others, named with dots: `message.text` is `text` of the object, or of the struct, `message`."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -36,18 +37,35 @@ def path_in(schema: Any, name: str) -> tuple[str, ...] | None:
     Args:
         schema: pyarrow's.
         name: with dots between them.
+
+    Raises:
+        ValueError: the table has this column twice.
     """
     if name in schema.names:
+        require_unique(schema, [name])
         return (name,)
     column, *inside = name.split(".")
     if column not in schema.names:
         return None
+    require_unique(schema, [column])
     kind = schema.field(column).type
     for part in inside:
         if part not in _fields_of(kind):
             return None
         kind = kind.field(part).type
     return (column, *inside)
+
+
+def require_unique(schema: Any, columns: Iterable[str]) -> None:
+    """Check that a table has each of these columns once.
+
+    Raises:
+        ValueError: it has one of them several times.
+    """
+    counts = Counter(schema.names)
+    for name in columns:
+        if counts[name] > 1:
+            raise ValueError(f"it has {counts[name]} columns {name!r}; rename or delete one")
 
 
 def type_at(schema: Any, path: tuple[str, ...]) -> Any:
@@ -60,8 +78,8 @@ def type_at(schema: Any, path: tuple[str, ...]) -> Any:
 
 def names_of(schema: Any) -> Iterator[str]:
     """All names that lead to something in a table."""
-    for name in schema.names:
-        yield from _names_below(name, schema.field(name).type)
+    for column in schema:
+        yield from _names_below(column.name, column.type)
 
 
 def _names_below(name: str, kind: Any) -> Iterator[str]:

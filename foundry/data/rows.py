@@ -1,7 +1,6 @@
 """Rows of JSON, JSONL, Parquet, Arrow and CSV files, read one after another, each with its place."""
 
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.foreign import ForeignData
 from foundry.data.files import ROWS, STRICT, TABLES, Utf8, column_values, open_bytes, opened_table, suffix_of
 from foundry.data.nested import path_in, value_at
 
@@ -97,19 +97,17 @@ def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> I
     Raises:
         ConfigError: the file cannot be read.
     """
-    from pyarrow import ArrowException  # type: ignore[import-untyped]
 
-    try:
-        yield from read(file)
-    except ConfigError:
-        raise
-    except UnicodeDecodeError as error:
-        where = f"line {line_of(error)}, byte {error.start} is {error.object[error.start : error.start + 1]!r}"
-        message = f"{file} is not text in UTF-8 ({where}); {_CONVERT}"
-        raise ConfigError(Violation(key, message)) from error
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError, MemoryError, ArrowException) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(Violation(key, f"{file} cannot be read: {reason}; repair it or leave it out")) from error
+    def refuse(reason: str) -> ConfigError:
+        return ConfigError(Violation(key, f"{file} cannot be read: {reason}; repair it or leave it out"))
+
+    with ForeignData(refuse):
+        try:
+            yield from read(file)
+        except UnicodeDecodeError as error:
+            where = f"line {line_of(error)}, byte {error.start} is {error.object[error.start : error.start + 1]!r}"
+            message = f"{file} is not text in UTF-8 ({where}); {_CONVERT}"
+            raise ConfigError(Violation(key, message)) from error
 
 
 def line_of(error: UnicodeDecodeError) -> int:

@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from foundry.config.errors import ConfigError
+from foundry.data.chats import chat_files
 from foundry.data.files import suffix_of
+from foundry.data.prompts import prompt_files
 from foundry.data.text import text_files
 
 ROWS = [f"Document {number}: the dog runs over the hill.\n" for number in range(30)]
 
 
-def load(path, **changes):
+def load(path, read=text_files, **changes):
     options = {"seed": 0, "seq_len": 8, "vocab_size": 300, "tokenizer": None, "held_out": 0.2}
     options["cache_dir"] = str(Path(str(path).partition("*")[0] + "cache"))
-    return text_files(path=str(path), **options | changes)
+    options |= {"max_new_tokens": 2} if read is prompt_files else {}
+    return read(path=str(path), **options | changes)
 
 
 def refusal(path, **changes):
@@ -129,6 +132,28 @@ def test_what_is_broken_is_named_with_its_place(tmp_path, name, validation):
     assert named in violation.message
     assert str(broken) in violation.message
     assert not list(tmp_path.glob("**/*.npy"))
+
+
+@pytest.mark.parametrize("read", [text_files, chat_files, prompt_files], ids=lambda read: read.__name__)
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet", ".arrow", ".csv.gz"])
+def test_a_column_that_is_there_twice_is_refused_by_name(tmp_path, suffix, read):
+    name = {text_files: "text", chat_files: "completion", prompt_files: "prompt"}[read]
+    table = pa.Table.from_arrays([pa.array(ROWS)] * 3, names=[name, "other", name])
+    path = tmp_path / f"rows{suffix}"
+    if "sv" in suffix:
+        write(path, (f"{name},other,{name}\n" + "a,b,c\n" * 30).replace(",", "\t" if suffix == ".tsv" else ","))
+    else:
+        write(path, table)
+    violation = refusal(path, read=read)
+    assert violation.key == "data.path"
+    assert f"it has 2 columns {name!r}" in violation.message
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".arrow"])
+def test_a_column_that_nobody_reads_may_be_there_twice(tmp_path, suffix):
+    table = pa.Table.from_arrays([pa.array(ROWS)] * 3, names=["text", "other", "other"])
+    content = "text,other,other\n" + "the dog runs over the hill,b,c\n" * 30 if suffix == ".csv" else table
+    assert len(load(write(tmp_path / f"rows{suffix}", content)).train) > 0
 
 
 def test_one_broken_file_among_many_is_the_one_named(tmp_path):

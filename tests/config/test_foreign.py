@@ -1,0 +1,61 @@
+"""Every exception that foreign data raises in a library is one error of its reader, with one line."""
+
+import builtins
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.foreign import ForeignData
+
+
+class ReaderError(RuntimeError):
+    pass
+
+
+class PanicException(BaseException):  # as pyo3 names it
+    pass
+
+
+KINDS = [
+    kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type)
+    if issubclass(kind, Exception) and not issubclass(kind, (UnicodeError, BaseExceptionGroup))
+]
+
+
+@given(kind=st.sampled_from([*KINDS, PanicException]), message=st.text())
+def test_any_exception_is_the_readers_error_with_one_line(kind, message):
+    with pytest.raises(ReaderError) as refused, ForeignData(lambda reason: ReaderError(f"cannot be read: {reason}")):
+        raise kind(message)
+    line = str(refused.value)
+    assert line.isprintable()
+    assert line != "cannot be read: "
+    assert isinstance(refused.value.__cause__, kind)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KeyError("a"), "KeyError: 'a'"),
+        (ValueError("is no number"), "is no number"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ValueError("half \ud800 of a\npair"), "half \\ud800 of a pair"),
+    ],
+)
+def test_the_reason_names_the_type_if_the_message_needs_it(error, reason):
+    with pytest.raises(ReaderError) as refused, ForeignData(ReaderError):
+        raise error
+    assert str(refused.value) == reason
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError(Violation("data.path", "is wrong")), LookupError("own"), KeyboardInterrupt(), SystemExit(3)]
+)
+def test_errors_of_the_reader_and_interruptions_stay_as_they_are(error):
+    with pytest.raises(type(error)) as raised, ForeignData(ReaderError, LookupError):
+        raise error
+    assert raised.value is error
