@@ -72,7 +72,7 @@ def contrast(was: object, now: object, show: Callable[[object], str] = shown) ->
     if texts[0] != texts[1]:
         return texts
     write = str if isinstance(was, str) and isinstance(now, str) else repr
-    whole = [_visible(write(value)) for value in (was, now)]
+    whole = [visible(write(value)) for value in (was, now)]
     if whole[0] == whole[1]:  # a secret is masked in both
         return texts
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False)))

@@ -38,9 +38,13 @@ def contents(folder):
         ("foundry.sample", ["run=run", *PROMPT, "out=run/checkpoints/x"], "out: is run/checkpoints/x, and checkpoints"),
         ("foundry.export", ["run=run", "out=full"], "out: is full, which exists and is not an empty folder; choose"),
         ("foundry.export", ["run=run", "out=run/checkpoints/x"], "out: is run/checkpoints/x, and checkpoints belongs"),
-        ("foundry.diff", ["run=run", "against=run", "picture=curves.png"], "picture: is curves.png, which exists; choose"),
+        (
+            "foundry.diff",
+            ["run=run", "against=run", "picture=curves.png"],
+            "picture: is curves.png, which exists; choose",
+        ),
         ("foundry.report", ["dir=sweep"], f"dir: is sweep, where report.csv {HOLDS}"),
-        ("foundry.plan", [*TINY_LM, "hydra.run.dir=plans"], "which holds files of another origin, such as schedule.csv"),
+        ("foundry.plan", [*TINY_LM, "hydra.run.dir=plans"], "which holds files of another origin, such as sch"),
     ],
 )
 def test_command_keeps_what_was_there(run_command, folder, module, words, message):
