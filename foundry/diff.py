@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import command, quoted
+from foundry.config.command import check_writable, command, quoted
 from foundry.config.errors import ConfigError, Violation, contrast, shown
 from foundry.config.frozen import read_recorded
-from foundry.config.outputs import check_new_file
 from foundry.config.resume_compat import Difference, differences
 from foundry.config.setting import setting
 from foundry.run_dir.names import CONFIG, METRICS, PLAN, RESULT, STATUS
@@ -263,9 +262,10 @@ def main(options: DiffOptions) -> None:
     """Compare and leave with the exit code."""
     picture = None if options.picture is None else Path(options.picture).expanduser()
     if picture is not None:
-        check_new_file("picture", picture)
-        if picture.suffix != ".png":
-            raise ConfigError(Violation("picture", f"is {shown(picture)}, which is no .png file; choose another"))
+        check_writable("picture", picture.parent)
+        if picture.suffix != ".png" or picture.exists():
+            wrong = "exists" if picture.exists() else "is no .png file"
+            raise ConfigError(Violation("picture", f"is {shown(picture)}, which {wrong}; choose another"))
     compared = compare(*(Path(text).expanduser() for text in (options.run, options.against)))
     for line in compared.lines():
         sys.stdout.write(f"{line}\n")

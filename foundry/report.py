@@ -3,7 +3,6 @@
 Exit code 0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from foundry.config.command import command
 from foundry.config.setting import setting
 from foundry.sweeps.reading import read_sweep
 from foundry.sweeps.report import read_settled, report, watch
-from foundry.sweeps.report_files import PICTURE, check_files
+from foundry.sweeps.report_files import PICTURE
 from foundry.sweeps.results import Which
 from foundry.sweeps.table import show
 
@@ -38,8 +37,6 @@ def main(options: ReportOptions) -> None:
         show(sweep, console)
         sys.exit(sweep.exit_code)
     read_settled(folder, options.which)
-    if os.access(folder, os.W_OK):  # else only the table is shown
-        check_files(folder)
     sys.exit(report(folder, console, which=options.which, picture=options.picture))
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from foundry.config.command import command, folder_option
+from foundry.config.command import check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.outputs import check_new_stem, check_writable
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.config.store import group_schemas
@@ -22,7 +21,7 @@ class _OwnOptions:
 
     run: str = setting("???", "run directory")
     which: str = setting("last", "last, best, or the number of a step")
-    out: str | None = setting(None, "new file to write, without suffix; null: samples in the run directory's plots/")
+    out: str | None = setting(None, "file to write, without suffix; null: samples in the run directory's plots/")
     ema: bool = setting(True, "use the averaged weights where the run kept them")
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
     dtype: WeightsDtype | None = setting(None, "of the floating-point weights; null: as they were trained")
@@ -51,12 +50,8 @@ def sample(options: SampleOptions) -> Path:
     from foundry.restore import build_part, explained, restore
 
     run_dir = folder_option("run", options.run)
-    if options.out is None:
-        stem = run_dir / PLOTS / "samples"
-        check_writable("out", stem.parent)
-    else:
-        stem = folder_option("out", options.out)
-        check_new_stem("out", stem)
+    stem = folder_option("out", options.out) if options.out else run_dir / PLOTS / "samples"
+    check_writable("out", stem.parent)
     dtype = None if options.dtype is None else getattr(torch, options.dtype.value)
     restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype)
     offered = {"world": World(0, 0, 1, 1, restored.device), "tokenizer": restored.data.tokenizer}

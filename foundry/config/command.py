@@ -165,6 +165,24 @@ def folder_option(key: str, text: str) -> Path:
         raise ConfigError(Violation(key, f"is {text}: {error}")) from None
 
 
+def check_writable(key: str, folder: Path) -> None:
+    """Say before any work is done that a folder cannot be made, or cannot be written into.
+
+    Args:
+        key: of the option that names it.
+        folder: which may not be there yet.
+
+    Raises:
+        ConfigError: why not.
+    """
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path) or path == path.parent)
+    if not there.is_dir():
+        what = "a broken symbolic link" if there.is_symlink() else "no folder"
+        raise ConfigError(Violation(key, f"is {folder} but {there} is {what}; choose another"))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(Violation(key, f"is {folder} but {there} cannot be written into; choose another"))
+
+
 def answer_alone(arguments: Sequence[str], write_help: Callable[[], str]) -> bool:
     """Answer `--help` and `--version`, where one of them is asked for; whether one was, so that nothing is to be done.
 

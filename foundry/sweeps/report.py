@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from foundry.config.errors import ConfigError
 from foundry.launch.slurm_unwatched import settle_unwatched
 from foundry.run_dir.redact import one_line
 from foundry.sweeps.mlflow_parent import try_to_close_parent
@@ -34,7 +33,7 @@ def report(folder: Path, console: Console, *, which: Which = Which.last, picture
     show(sweep, console)
     try:
         files = write_files(sweep, picture=picture)
-    except (ConfigError, OSError) as error:  # somebody else's files or sweep
+    except OSError as error:  # somebody else's sweep
         _say(console, f"no files written: {error}")
     except Exception as error:  # somebody else's numbers, which no picture can show
         _say(console, f"not all files written: {type(error).__name__}: {error}")

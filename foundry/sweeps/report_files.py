@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry.config.outputs import check_own_files
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.strict_json import encode
 from foundry.sweeps.results import JobReport, SweepReport
@@ -18,23 +17,12 @@ CSV, JSON, PICTURE = "report.csv", "report.json", "report.png"
 _FACTS = ("job", "state", "step", "total_steps", "seconds", "note", "run_dir")
 
 
-def check_files(folder: Path) -> None:
-    """Refuse a directory in which a report would replace files that no report has written.
-
-    Raises:
-        ConfigError: with the file.
-    """
-    check_own_files("dir", folder, JSON, ["counts", "jobs"], CSV, PICTURE)
-
-
 def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
     """Write all of them, or all but the picture, which takes longest.
 
     Raises:
-        ConfigError: the directory has files of these names that no report has written.
         OSError: the directory cannot be written to.
     """
-    check_files(sweep.folder)
     files = [write_csv(sweep), write_json(sweep)]
     return [*files, write_picture(sweep)] if picture else files
 
