@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_writable, command, quoted
+from foundry.config.command import check_output, command, quoted
 from foundry.config.errors import ConfigError, Violation, contrast, shown
 from foundry.config.frozen import read_recorded
 from foundry.config.resume_compat import Difference, differences
@@ -262,10 +262,9 @@ def main(options: DiffOptions) -> None:
     """Compare and leave with the exit code."""
     picture = None if options.picture is None else Path(options.picture).expanduser()
     if picture is not None:
-        check_writable("picture", picture.parent)
-        if picture.suffix != ".png" or picture.exists():
-            wrong = "exists" if picture.exists() else "is no .png file"
-            raise ConfigError(Violation("picture", f"is {shown(picture)}, which {wrong}; choose another"))
+        check_output("picture", picture)
+        if picture.suffix != ".png":
+            raise ConfigError(Violation("picture", f"is {shown(picture)}, which is no .png file; choose another"))
     compared = compare(*(Path(text).expanduser() for text in (options.run, options.against)))
     for line in compared.lines():
         sys.stdout.write(f"{line}\n")

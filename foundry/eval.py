@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_writable, command, folder_option, quoted
+from foundry.config.command import check_output, check_output_folder, command, folder_option, quoted
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.peft import LoRA
@@ -22,6 +22,7 @@ from foundry.config.setting import setting
 from foundry.config.success import MOST_EPISODES, Told
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, STATISTICS, TASKS, TOKENIZER
+from foundry.run_dir.outputs import has_keys
 from foundry.run_dir.strict_json import encode
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class EvalOptions:
         None,
         "what lm_eval measures instead: its tasks by name, YAML files of one's own, or folders of them; needs lm_eval",
     )
-    out: str | None = setting(None, "file to write; null: eval.json in the run directory, of tasks eval_tasks.json")
+    out: str | None = setting(
+        None, "new file to write, or an earlier result; null: eval.json in the run directory, of tasks eval_tasks.json"
+    )
     ema: bool = setting(True, "use the averaged weights where the run kept them")
     trust: bool = setting(False, "run code that is not foundry's: of parts that config.yaml names, of files of tasks")
     max_samples: int | None = setting(None, "held-out samples and prompts, or of each task; null: all", ge=1)
@@ -64,7 +67,7 @@ class EvalOptions:
     )
     against: str | None = setting(None, "another run directory, whose policy is compared on the same episodes")
     against_which: str | None = setting(None, "its checkpoint; null: as `which`")
-    record: str | None = setting(None, "folder for a moving picture of each episode; null: none are drawn")
+    record: str | None = setting(None, "new or empty folder for a moving picture of each episode; null: none are drawn")
     instruction: Told = setting(
         Told.own, "what a policy is told: own; other: another than the episode's, whose success is still measured"
     )
@@ -88,7 +91,7 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     name = EVALUATION if options.tasks is None else TASKS
     out = path / name if options.out is None else folder_option("out", options.out)
     if options.out is not None or path.is_dir():
-        check_writable("out", out.parent)
+        check_output("out", out, own=name, is_earlier=has_keys("checkpoint"))
     if not overrides:
         _refuse_given(options, ("config_dir",), "is given without a group to find there, such as simulator=...")
     simulator = [override for override in overrides if _has([override], "simulator")]
@@ -224,7 +227,7 @@ def _measure_policy(path: Path, options: EvalOptions, simulator: Sequence[str]) 
         _refuse_given(options, ("against_which",), "is given without against")
     record = None if options.record is None else folder_option("record", options.record)
     if record is not None:
-        check_writable("record", record)
+        check_output_folder("record", record)
     from foundry.policy_eval import evaluate_policy
 
     return evaluate_policy(

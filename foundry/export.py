@@ -5,7 +5,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_writable, command, folder_option
+from foundry.config.command import check_output_folder, command, folder_option
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
@@ -61,9 +61,7 @@ def export(options: ExportOptions) -> Path:
         ConfigError: there is no such run or checkpoint, `out` holds files, or there are no adapters to be merged.
     """
     out = folder_option("out", options.out)
-    check_writable("out", out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(Violation("out", f"is {out}, which exists and is not an empty folder; choose another"))
+    check_output_folder("out", out)
     from foundry.checkpoint.export_files import write_weights
     from foundry.config.frozen import load_config, save_config
     from foundry.config.schemas.peft import LoRA

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foundry.composed_command import run_composed
+from foundry.config.command import check_output
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import STATUS
+from foundry.run_dir.outputs import has_keys, is_picture
 from foundry.run_dir.strict_json import encode
 
 if TYPE_CHECKING:
@@ -122,6 +124,8 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
         raise ConfigError(Violation(f"{_PREFIX}min", f"is {options.min:g} but must be below max={options.max:g}"))
     if (run_dir / STATUS).exists():
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
+    for name, is_earlier in ((NUMBERS, has_keys("suggestion", "rates")), (PICTURE, is_picture)):
+        check_output(name, run_dir / name, is_earlier=is_earlier)
     processes = config.distributed.nproc_per_node
     if processes == 1 or detect().launcher != "single":
         found = ramp(config, options, run_dir)

@@ -11,6 +11,7 @@ from typing import Any
 from hydra.utils import to_absolute_path
 
 from foundry.composed_command import run_composed
+from foundry.config.command import check_output
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.resolvers import world_size
 from foundry.config.schemas.distributed import resolve_distributed
@@ -55,6 +56,8 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
 
     if (run_dir / STATUS).exists():
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
+    for name, is_earlier in report.RECOGNIZERS.items():
+        check_output(name, run_dir / name, own=name, is_earlier=is_earlier)
     step_seconds = options.step_seconds or (_measured(options.measured) if options.measured else None)
     data, ranks = build_data(config), world_size(config.distributed.nproc_per_node)
     budget = build_budget(config, data, config.distributed.dp_size(ranks))

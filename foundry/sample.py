@@ -7,12 +7,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from foundry.config.command import check_writable, command, folder_option
+from foundry.config.command import check_output, check_writable, command, folder_option
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.config.store import group_schemas
 from foundry.run_dir.names import PLOTS
+
+_SUFFIXES = (".txt", ".png")
+"""Of the files that samples are written to: texts and pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class _OwnOptions:
 
     run: str = setting("???", "run directory")
     which: str = setting("last", "last, best, or the number of a step")
-    out: str | None = setting(None, "file to write, without suffix; null: samples in the run directory's plots/")
+    out: str | None = setting(None, "new file to write, without suffix; null: samples in the run directory's plots/")
     ema: bool = setting(True, "use the averaged weights where the run kept them")
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
     dtype: WeightsDtype | None = setting(None, "of the floating-point weights; null: as they were trained")
@@ -51,7 +54,11 @@ def sample(options: SampleOptions) -> Path:
 
     run_dir = folder_option("run", options.run)
     stem = folder_option("out", options.out) if options.out else run_dir / PLOTS / "samples"
-    check_writable("out", stem.parent)
+    if options.out:
+        for suffix in _SUFFIXES:
+            check_output("out", Path(f"{stem}{suffix}"))
+    else:
+        check_writable("run", stem.parent)
     dtype = None if options.dtype is None else getattr(torch, options.dtype.value)
     restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype)
     offered = {"world": World(0, 0, 1, 1, restored.device), "tokenizer": restored.data.tokenizer}

@@ -25,6 +25,7 @@ from foundry.config.errors import ConfigError, Violation, nearest
 from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
 from foundry.config.start_dir import check_start_dir
+from foundry.run_dir.outputs import Recognizer, folder_refusal, refusal
 from foundry.run_dir.redact import one_line
 
 Options = TypeVar("Options")
@@ -181,6 +182,34 @@ def check_writable(key: str, folder: Path) -> None:
         raise ConfigError(Violation(key, f"is {folder} but {there} is {what}; choose another"))
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(Violation(key, f"is {folder} but {there} cannot be written into; choose another"))
+
+
+def check_output(key: str, path: Path, *, own: str | None = None, is_earlier: Recognizer | None = None) -> None:
+    """Refuse, before any work, a file that a command may not write; `foundry.run_dir.outputs` has the rules.
+
+    Args:
+        key: of the option that names it.
+        path: of the file.
+        own: as of `refusal`.
+        is_earlier: as of `refusal`.
+
+    Raises:
+        ConfigError: with the reason and the remedy.
+    """
+    check_writable(key, path.parent)
+    if (reason := refusal(path, own=own, is_earlier=is_earlier)) is not None:
+        raise ConfigError(Violation(key, reason))
+
+
+def check_output_folder(key: str, folder: Path) -> None:
+    """Refuse, before any work, a folder that a command may not fill: it must be new or empty, and none of a run's.
+
+    Raises:
+        ConfigError: with the reason and the remedy.
+    """
+    check_writable(key, folder)
+    if (reason := folder_refusal(folder)) is not None:
+        raise ConfigError(Violation(key, reason))
 
 
 def answer_alone(arguments: Sequence[str], write_help: Callable[[], str]) -> bool:

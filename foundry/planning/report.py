@@ -11,6 +11,8 @@ from rich.console import Console
 
 from foundry.models.lora import count_by_kind
 from foundry.run_dir.files import replaced_atomically
+from foundry.run_dir.names import PLAN
+from foundry.run_dir.outputs import Recognizer, has_columns, has_keys, is_picture
 from foundry.tracking.humanize import count, duration
 from foundry.tracking.plot_style import save_figure
 from foundry.tracking.schedule_figure import schedule_figure
@@ -18,6 +20,12 @@ from foundry.training.events import Phase, PlannedUpdate
 
 CSV, PICTURE = "schedule.csv", "schedule.png"
 """The files in a run directory."""
+RECOGNIZERS: Mapping[str, Recognizer] = {
+    PLAN: has_keys("total_steps", "phases"),
+    CSV: has_columns(*(item.name for item in fields(PlannedUpdate))),
+    PICTURE: is_picture,
+}
+"""Recognise the files of an earlier plan by their content."""
 
 _MEMORY_PARTS = {
     "weights": "weights",

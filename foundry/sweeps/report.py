@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from foundry.config.errors import ConfigError
 from foundry.launch.slurm_unwatched import settle_unwatched
 from foundry.run_dir.redact import one_line
 from foundry.sweeps.mlflow_parent import try_to_close_parent
@@ -27,12 +28,14 @@ def report(folder: Path, console: Console, *, which: Which = Which.last, picture
         0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
 
     Raises:
-        ConfigError: there are no jobs in the folder.
+        ConfigError: there are no jobs in the folder, or a file of the report's name that no report has written.
     """
     sweep = read_sweep(folder, which)
     show(sweep, console)
     try:
         files = write_files(sweep, picture=picture)
+    except ConfigError:  # a file that no report has written is kept
+        raise
     except OSError as error:  # somebody else's sweep
         _say(console, f"no files written: {error}")
     except Exception as error:  # somebody else's numbers, which no picture can show

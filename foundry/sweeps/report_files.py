@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry.run_dir.files import write_atomically
+from foundry.config.errors import ConfigError, Violation
+from foundry.run_dir.files import UnsafeFileError, write_atomically
+from foundry.run_dir.outputs import Recognizer, has_columns, has_keys, is_picture, refusal
 from foundry.run_dir.strict_json import encode
 from foundry.sweeps.results import JobReport, SweepReport
 
@@ -15,14 +17,26 @@ CSV, JSON, PICTURE = "report.csv", "report.json", "report.png"
 """The files in a sweep's directory."""
 
 _FACTS = ("job", "state", "step", "total_steps", "seconds", "note", "run_dir")
+_RECOGNIZERS: Mapping[str, Recognizer] = {
+    CSV: has_columns("job", "state", "run_dir"),
+    JSON: has_keys("metric", "direction", "counts", "jobs"),
+    PICTURE: is_picture,
+}
 
 
 def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
     """Write all of them, or all but the picture, which takes longest.
 
     Raises:
+        ConfigError: a file by one of these names is there, and no report has written it.
         OSError: the directory cannot be written to.
     """
+    if folders := [path for name in _RECOGNIZERS if (path := sweep.folder / name).is_dir()]:
+        raise UnsafeFileError(folders[0], "a folder")
+    written = [name for name in _RECOGNIZERS if picture or name != PICTURE]
+    reasons = [refusal(sweep.folder / name, is_earlier=_RECOGNIZERS[name]) for name in written]
+    if wrong := [Violation(name, why) for name, why in zip(written, reasons, strict=True) if why is not None]:
+        raise ConfigError(wrong)
     files = [write_csv(sweep), write_json(sweep)]
     return [*files, write_picture(sweep)] if picture else files
 

@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from foundry.run_dir.files import replaced_atomically
+from foundry.run_dir.outputs import PICTURE_METADATA
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -238,4 +239,4 @@ def save_figure(figure: "Figure", path: Path) -> None:
     """Write a PNG; the file is whole at any time."""
     with replaced_atomically(path) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of a name in another script: a box is drawn
-        figure.savefig(file, dpi=120, format="png")
+        figure.savefig(file, dpi=120, format="png", metadata=PICTURE_METADATA)

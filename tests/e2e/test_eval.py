@@ -114,10 +114,10 @@ def test_chats_are_sampled_in_their_template(runs, tmp_path, capsys):
     options = {"run": str(runs / "sft"), "max_new_tokens": 5}
     one = sample(SampleOptions(**options, prompt="Count 7", out=str(tmp_path / "one"))).read_text()
     assert one.startswith("user: Count 7\nassistant: ")
-    plain = sample(SampleOptions(**options, prompt="Count 7", chat=False, out=str(tmp_path / "one"))).read_text()
+    plain = sample(SampleOptions(**options, prompt="Count 7", chat=False, out=str(tmp_path / "plain"))).read_text()
     assert plain.startswith("Count 7")
-    two = sample(SampleOptions(**options, prompts=["Count 7", "Count 8"], temperature=0, out=str(tmp_path / "one")))
-    again = sample(SampleOptions(**options, prompt="Count 8", temperature=0, out=str(tmp_path / "two"))).read_text()
+    two = sample(SampleOptions(**options, prompts=["Count 7", "Count 8"], temperature=0, out=str(tmp_path / "two")))
+    again = sample(SampleOptions(**options, prompt="Count 8", temperature=0, out=str(tmp_path / "again"))).read_text()
     assert two.read_text().endswith(f"\n\n{again}")
     for wrong, message in (
         ({}, "prompt: has no value"),

@@ -1,0 +1,101 @@
+"""Which paths a command may write its output to, so that no file of a run or of the user is lost.
+
+An output is written to a path where nothing is, or replaces an output of the same command, which is recognised by its
+content. Inside a run directory the names of the run's own files and folders are reserved, even if they are not there
+yet.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from foundry.run_dir import names
+from foundry.run_dir.files import open_regular, read_text
+from foundry.run_dir.marker import MARK, is_ours
+
+Recognizer = Callable[[Path], bool]
+"""Tells if a file is an earlier output of the same kind."""
+
+PICTURE_METADATA = {"Software": "foundry"}
+"""Text chunks of each PNG file that foundry draws, by which it recognises them."""
+
+_RESERVED = {value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)} | {MARK}
+_HEAD_BYTES = 4096
+
+
+def refusal(path: Path, *, own: str | None = None, is_earlier: Recognizer | None = None) -> str | None:
+    """Return the reason why an output may not be written to a path, with the remedy; None if it may.
+
+    Args:
+        path: file or folder to write.
+        own: name of the command's output in a run directory, which is not reserved for this command.
+        is_earlier: recognises a file that may be replaced; None: no file is replaced.
+    """
+    if (run_dir := _reserving(path, own)) is not None:
+        return f"is {path}, which is reserved for the files of {run_dir}; choose another path"
+    if not os.path.lexists(path):
+        return None
+    if is_earlier is not None and is_earlier(path):
+        return None
+    kind = "exists" if is_earlier is None else "exists and is not an earlier output of this command"
+    return f"is {path}, which {kind}; choose another path, or move it away"
+
+
+def folder_refusal(folder: Path) -> str | None:
+    """Return the reason why a folder of outputs may not be written, with the remedy; None if it may.
+
+    Args:
+        folder: to make, or to fill if it is empty.
+    """
+    if (run_dir := _reserving(folder, None)) is not None:
+        return f"is {folder}, which is reserved for the files of {run_dir}; choose another"
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        return f"is {folder}, which exists and is not an empty folder; choose another"
+    return None
+
+
+def has_keys(*keys: str) -> Recognizer:
+    """Return a recognizer of JSON files with an object that has these keys."""
+
+    def recognize(path: Path) -> bool:
+        try:
+            content = json.loads(read_text(path))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(content, dict) and content.keys() >= set(keys)
+
+    return recognize
+
+
+def has_columns(*columns: str) -> Recognizer:
+    """Return a recognizer of CSV files with these columns, whose names need no quotes."""
+    return lambda path: set(columns) <= set(_head(path).partition(b"\n")[0].decode(errors="replace").split(","))
+
+
+def is_picture(path: Path) -> bool:
+    """Whether a file is a PNG that foundry has drawn."""
+    head = _head(path)
+    chunks = (b"tEXt" + f"{key}\0{text}".encode() for key, text in PICTURE_METADATA.items())
+    return head.startswith(b"\x89PNG") and all(chunk in head for chunk in chunks)
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a regular file; empty if it cannot be read."""
+    try:
+        with open_regular(path, "rb") as file:
+            content: bytes = file.read(_HEAD_BYTES)
+    except (OSError, ValueError):
+        return b""
+    return content
+
+
+def _reserving(path: Path, own: str | None) -> Path | None:
+    """The run, plan or sweep directory whose own files a path would be among."""
+    place = path.parent.resolve() / path.name
+    for folder in place.parents:
+        first, *rest = place.relative_to(folder).parts
+        is_own = first == names.PLOTS if rest else first == own
+        if first in _RESERVED and not is_own and is_ours(folder):
+            return folder
+    return None
