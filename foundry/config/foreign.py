@@ -21,7 +21,8 @@ class ForeignData:
     """
 
     def __init__(self, refuse: Callable[[str], Exception], *passes: type[Exception]) -> None:
-        self._refuse, self._passes = refuse, (ConfigError, *passes)
+        self._refuse = refuse
+        self._passes: tuple[type[Exception], ...] = (ConfigError, *passes)
 
     def __enter__(self) -> None:
         """Nothing to do."""
