@@ -3,12 +3,14 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.foreign import ForeignData
 from foundry.data.tokenizer import config_value, tokenizer_file
 from foundry.run_dir.files import in_hub_cache, read_text
 from foundry.run_dir.names import CHAT_TEMPLATE
@@ -121,10 +123,9 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], *, for_answer: bool = False, with_spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
+        with ForeignData(lambda reason: ValueError(f"is refused by the chat template: {reason}")):
             render: Any = render_jinja_template
             rendered, spans = render(
                 [[dict(message) for message in messages]],
@@ -133,8 +134,7 @@ class ChatTemplate:
                 add_generation_prompt=for_answer,
                 **self.variables,
             )
-        except (TemplateError, TypeError, KeyError) as error:
-            raise ValueError(f"is refused by the chat template: {' '.join(str(error).split())}") from None
+            rendered[0].encode()  # half of a surrogate pair is no text
         return rendered[0], list(spans[0]) if with_spans else []
 
 
@@ -190,28 +190,37 @@ def read_template(choice: str | None) -> str:
 
 
 def _check_syntax(template: ChatTemplate) -> None:
-    from jinja2 import TemplateError
+    from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    try:
-        _compile_jinja_template(template.source)
-    except TemplateError as error:
-        line = getattr(error, "lineno", None)
-        where = "" if line is None else f" in line {line}"
-        message = f"is no Jinja template: {' '.join(str(error).split())}{where}"
-        raise ConfigError(Violation(_KEY, message)) from None
+    with ForeignData(lambda reason: ConfigError(Violation(_KEY, f"is no Jinja template: {reason}"))):
+        "".join((template.source, *template.variables.values())).encode()  # half of a surrogate pair is no text
+        try:
+            _compile_jinja_template(template.source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"{error.message} in line {error.lineno}") from error
 
 
 def template_beside(folder: Path) -> str | None:
-    """The template that transformers, or a run of foundry's, has written beside a tokenizer."""
-    file = folder / CHAT_TEMPLATE
-    if file.is_file():
-        return read_text(in_hub_cache(file))
-    found = config_value(folder / "tokenizer_config.json", "chat_template")
-    if isinstance(found, list):  # several, by name
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("default")
+    """The template that transformers, or a run of foundry's, has written beside a tokenizer.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with ForeignData(partial(_refuse_folder, folder)):
+        file = folder / CHAT_TEMPLATE
+        if file.is_file():
+            return read_text(in_hub_cache(file))
+        found = config_value(folder / "tokenizer_config.json", "chat_template")
+        if isinstance(found, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+            found = named.get("default")
     return found if isinstance(found, str) else None
+
+
+def _refuse_folder(folder: Path, reason: str) -> ConfigError:
+    message = f"is {folder}, whose chat template cannot be read: {reason}; set data.chat_template=plain, or to a file"
+    return ConfigError(Violation("data.tokenizer", message))
 
 
 def _bos_token(folder: Path | None) -> str:

@@ -90,6 +90,66 @@ def test_what_a_template_refuses():
         ChatTemplate("{% generation %}{% endgeneration %}").segments(TURNS, num_trained=None)
 
 
+RAISING = [
+    "{{ 1/0 }}",
+    "{{ 2.0**5000 }}",
+    "{{ 'a'.encode('nope') }}",
+    "{{ (1).to_bytes(0, 'little') }}",
+    "{{ 'a' * -1 + 1 }}",
+    "{{ [1, 2]|random(3) }}",
+    "{{ '\ud800' }}",
+    "{{ messages[0].missing.deeper }}",
+    "{{ '{:d}'.format('x') }}",
+    "{{ range(10**9) }}",
+    "{% include 'other' %}",
+    "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "{% generation %}{{ 1 // 0 }}{% endgeneration %}",
+]
+UNREADABLE = [
+    "{{ " + "[" * 5000 + "]" * 5000 + " }}",
+    "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+    "{{ not " * 3 + "1 }}",
+    "{% break %}",
+    "{{ 10**5000 }}",
+    "{% for m in messages %}",
+    "{{ \ud800 }}",
+    "\ud800",
+    "{{ 1 | no_such_filter }}",
+]
+
+
+@pytest.mark.parametrize("source", [*RAISING, *UNREADABLE], ids=range(len(RAISING) + len(UNREADABLE)))
+def test_any_error_of_a_template_is_a_line(source):
+    with pytest.raises(ValueError, match=r"^is refused by the chat template: .") as refused:
+        ChatTemplate(source, {"bos_token": "", "eos_token": END}).segments(TURNS, num_trained=None)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("source", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_a_template_that_jinja_cannot_compile_is_a_config_error(tmp_path, source):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ConfigError, match=r"^data\.chat_template: is no Jinja template: .*"):
+        resolve_chat_template(None, str(tmp_path), tokenizer, tokenizer.token_to_id(END))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"gr\xfc\xdfe"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": ["a"], "template": "x"}]}'),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b'{"bos_token": "\\ud800"}'),
+        ("tokenizer_config.json", b"\xff"),
+    ],
+)
+def test_a_folder_whose_template_cannot_be_read_is_a_config_error(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ConfigError):
+        resolve_chat_template(None, str(tmp_path), tokenizer, tokenizer.token_to_id(END))
+
+
 def byte_tokenizer(*special):
     tokenizer = train_tokenizer(["a"], 257)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
