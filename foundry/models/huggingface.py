@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.models.config_dropout import put, set_dropouts
 from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
@@ -30,11 +31,6 @@ from foundry.models.token_loss import TokenLoss, project_loss, read_loss
 from foundry.models.transformer import to_compute_dtype
 
 _PREFIX = "causal_lm."
-_DROPOUTS = {
-    "hidden_dropout": ("hidden_dropout", "resid_pdrop", "resid_dropout", "residual_dropout", "dropout"),
-    "attention_dropout": ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"),
-}
-"""What architectures call them in their configs."""
 
 
 class HuggingFaceCausalLM(nn.Module):
@@ -50,7 +46,7 @@ class HuggingFaceCausalLM(nn.Module):
             architecture's own initialisation.
         embedding_init_std: that of embeddings; None: init_std.
         read_weights: take the folder's weights; False: they come from a checkpoint, and the folder has none.
-        hidden_dropout: what the architecture drops of hidden states in training; None: as its config says.
+        hidden_dropout: probability of dropping hidden states in training, see `set_dropouts`; None: as its config says.
         attention_dropout: likewise of attention weights.
         logprob_tile_tokens: positions whose log-probabilities are computed at a time; 0: all.
 
@@ -83,7 +79,7 @@ class HuggingFaceCausalLM(nn.Module):
         _check_sizes(hf_config, vocab_size, max_seq_len)
         hf_config.use_cache = False
         self._own_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
-        self._replaced = _set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
+        self._replaced = set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
         self.config = hf_config
         self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(hf_config)
         self._stds: tuple[float, float] | None = None
@@ -235,7 +231,7 @@ class HuggingFaceCausalLM(nn.Module):
         config.architectures = [type(self.causal_lm).__name__]
         config.dtype = self._own_dtype
         for name, value in self._replaced.items():
-            setattr(config, name, value)
+            put(config, name, value)
         return config
 
     def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -319,23 +315,6 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise _wrong_fields(error) from error
     return config
-
-
-def _set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str, Any]:
-    """Put probabilities into the config under the architecture's names; returns what it had there."""
-    had: dict[str, Any] = {}
-    for name, value in dropouts.items():
-        if value is None:
-            continue
-        own = [field for field in _DROPOUTS[name] if hasattr(config, field)]
-        if not own and value > 0:
-            what = name.replace("_", " ")
-            message = f"is {value} but transformers' {config.model_type} has no {what}; set it to null"
-            raise ConfigError(Violation(f"objective.{name}", message))
-        for field in own[:1]:
-            had[field] = getattr(config, field)
-            setattr(config, field, value)
-    return had
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
