@@ -23,8 +23,9 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
     """Write config.json and, with a tokenizer, what makes `generate()` stop and chats those of the run.
 
     Whatever lay beside the tokenizer that the run was given stays as it was, but for the chat template of the run and
-    the tokens that end its answers, which come before those that ended them. Of a tokenizer of foundry's own the first
-    stop token is the end of a sequence; it pads, on the left, and starts a text without a prompt.
+    the tokens that end its answers, which come before those that ended them; a first or padding token that the base's
+    config has as null stays null. Of a tokenizer of foundry's own the first stop token is the end of a sequence; it
+    pads, on the left, and starts a text without a prompt.
 
     Args:
         config: transformers' config of the model; it gets the special tokens.
@@ -49,7 +50,13 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
         pad = _id(tokenizer, named.get("pad_token"))
         pads = _known(tokenizer, pad, generation.get("pad_token_id"), _of(config, "pad_token_id"))
         firsts = _known(tokenizer, generation.get("bos_token_id"), data.bos_id, _of(config, "bos_token_id"))
-        special = {"bos": [*firsts, ends[0]][0], "eos": ends[0], "pad": [*pads, ends[0]][0]}
+        # null in the config of a base means that its model begins no text with a token, or pads with none.
+        is_base = (source / "config.json").is_file()
+        others = {
+            name: next(iter(ids), None if is_base and _of(config, f"{name}_token_id") is None else ends[0])
+            for name, ids in (("bos", firsts), ("pad", pads))
+        }
+        special = {"eos": ends[0]} | {name: id for name, id in others.items() if id is not None}
         tokens = {f"{name}_token": tokenizer.id_to_token(id) for name, id in special.items()}
         ids = {f"{name}_token_id": id for name, id in special.items()} | ({"eos_token_id": ends} if ends[1:] else {})
         for name, value in ids.items():

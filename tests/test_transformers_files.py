@@ -63,3 +63,37 @@ def test_a_short_model_is_said_nothing_of(tmp_path, caplog):
     theirs.removeHandler(caplog.handler)
     assert caplog.text == ""
     assert read(tmp_path / "tokenizer_config.json")["model_max_length"] == 8
+
+
+BASES = {
+    "all": ({"bos_token_id": 1, "pad_token_id": 2}, {"bos_token_id": 1, "pad_token_id": 2}),
+    "no first": ({"bos_token_id": None, "pad_token_id": 2}, {"pad_token_id": 2}),
+    "no padding": ({"bos_token_id": 1, "pad_token_id": None}, {"bos_token_id": 1}),
+    "neither": ({"bos_token_id": None, "pad_token_id": None}, {}),
+    "nor an end": ({"bos_token_id": None, "pad_token_id": None, "eos_token_id": None}, {}),
+    "wrong": ({"bos_token_id": None, "pad_token_id": -1}, {"pad_token_id": 0}),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("settings", [{}, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None}])
+def test_special_tokens_that_a_base_has_as_null_stay_null(name, settings, tmp_path):
+    ids, expected = BASES[name]
+    files = {"config": {}} | ({"tokenizer_config": settings} if settings else {})
+    source = write(tmp_path / "source", **files)
+    (tmp_path / "out").mkdir()
+    save_for_transformers(LlamaConfig(**ids), splits(stop_ids=(0,)), source, tmp_path / "out")
+    assert read(tmp_path / "out" / "generation_config.json") == {"eos_token_id": 0, **expected}
+    found = LlamaConfig.from_pretrained(tmp_path / "out")
+    assert (found.bos_token_id, found.pad_token_id) == (expected.get("bos_token_id"), expected.get("pad_token_id"))
+    tokens = read(tmp_path / "out" / "tokenizer_config.json")
+    assert (tokens.get("bos_token") is None) == (bool(settings) or "bos_token_id" not in expected)
+    assert (tokens.get("pad_token") is None) == ("pad_token_id" not in expected)
+
+
+def test_a_fresh_model_begins_and_pads_with_its_end(tmp_path):
+    save_for_transformers(
+        LlamaConfig(bos_token_id=None, pad_token_id=None), splits(stop_ids=(0,)), tmp_path / "none", tmp_path
+    )
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    assert read(tmp_path / "generation_config.json") == ids

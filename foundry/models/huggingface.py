@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from foundry.config.errors import ConfigError, Violation
 from foundry.models.base_files import check_weights
 from foundry.models.base_sizes import bounded_modules, check_own_sizes, check_sizes
+from foundry.models.config_dropout import put, set_dropouts
 from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
@@ -33,11 +34,6 @@ from foundry.models.token_loss import TokenLoss, project_loss, read_loss
 from foundry.models.transformer import to_compute_dtype
 
 _PREFIX = "causal_lm."
-_DROPOUTS = {
-    "hidden_dropout": ("hidden_dropout", "resid_pdrop", "resid_dropout", "residual_dropout", "dropout"),
-    "attention_dropout": ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"),
-}
-"""What architectures call them in their configs."""
 
 
 _ROUTER_LOGITS = "output_router_logits"
@@ -57,7 +53,7 @@ class HuggingFaceCausalLM(nn.Module):
             architecture's own initialisation.
         embedding_init_std: that of embeddings; None: init_std.
         read_weights: take the folder's weights; False: they come from a checkpoint, and the folder has none.
-        hidden_dropout: what the architecture drops of hidden states in training; None: as its config says.
+        hidden_dropout: probability of dropping hidden states in training, see `set_dropouts`; None: as its config says.
         attention_dropout: likewise of attention weights.
         logprob_tile_tokens: positions whose log-probabilities are computed at a time; 0: all.
 
@@ -92,7 +88,7 @@ class HuggingFaceCausalLM(nn.Module):
         hf_config.use_cache = False
         self._asks_router_loss = bool(getattr(hf_config, _ROUTER_LOGITS, False))
         self._own_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
-        self._replaced = _set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
+        self._replaced = set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
         if self._asks_router_loss:  # nobody reads that loss, and with a cache transformers fails to compute it
             self._replaced[_ROUTER_LOGITS] = True
             setattr(hf_config, _ROUTER_LOGITS, False)
@@ -256,7 +252,7 @@ class HuggingFaceCausalLM(nn.Module):
         config.architectures = [type(self.causal_lm).__name__]
         config.dtype = self._own_dtype
         for name, value in self._replaced.items():
-            setattr(config, name, value)
+            put(config, name, value)
         return config
 
     def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -342,23 +338,6 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise _wrong_fields(error) from error
     return config
-
-
-def _set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str, Any]:
-    """Put probabilities into the config under the architecture's names; returns what it had there."""
-    had: dict[str, Any] = {}
-    for name, value in dropouts.items():
-        if value is None:
-            continue
-        own = [field for field in _DROPOUTS[name] if hasattr(config, field)]
-        if not own and value > 0:
-            what = name.replace("_", " ")
-            message = f"is {value} but transformers' {config.model_type} has no {what}; set it to null"
-            raise ConfigError(Violation(f"objective.{name}", message))
-        for field in own[:1]:
-            had[field] = getattr(config, field)
-            setattr(config, field, value)
-    return had
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
