@@ -1,0 +1,132 @@
+"""Compositions that share the work for the same choices of options are those that Hydra composes."""
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from foundry import compose
+from foundry.config.choices import Choices
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.errors import ConfigError
+from foundry.config.hydra_internals import load_unchecked
+from foundry.config.schemas.root import to_config
+
+OVERRIDES = [
+    [],
+    ["hparams.lr=0.001", "hparams.lr=0.002"],
+    ["scheduler=wsd", "scheduler.decay=0.2"],
+    ["optimizer.weight_decay=0.3", "optimizer=adamw"],
+    ["hparams=diffusion", "model.num_layers=1"],
+    ["experiment=digits_epsilon"],
+    ["model=hf", "+model.config={hidden_size: 32}", "++model.config.extra=[1,2]"],
+    ["~debug", "scheduler.warmup='0.1'"],
+    ["hydra.run.dir=here", "hydra.job.name=mine", "hydra.job.config.override_dirname.item_sep='/'", "hparams.seed=3"],
+    ["+hydra.job.env_set.A=b", "hydra.job.env_copy=[HOME]"],
+]
+REFUSED = [
+    ["hparams.leer=1"],
+    ["hparams.lr=abc"],
+    ["scheduler=wds"],
+    ["hparams.seed=1,2"],
+    ["hparams.lr"],
+    ["+scheduler=wsd"],
+    ["hparams@model=default"],
+    ["~hparams.no"],
+    ["hydra.searchpath=7"],
+]
+
+
+@pytest.fixture
+def loader():
+    install()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        yield GlobalHydra.instance().config_loader()
+
+
+@pytest.fixture
+def loads(loader):
+    """Return `composed(choices, overrides)`, and a list of the overrides that Hydra has composed for it."""
+    calls = []
+
+    def load(overrides):
+        calls.append(overrides)
+        return load_unchecked(loader, CONFIG_NAME, overrides)
+
+    return lambda choices, overrides: choices.compose(load, loader, CONFIG_NAME, overrides, RunMode.RUN), calls
+
+
+def with_two(composed, overrides):
+    """Return choices that have composed other values of the same options twice."""
+    choices = Choices()
+    for _ in range(2):
+        composed(choices, [*overrides, "hparams.max_steps=7"])
+    return choices
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES, ids=" ".join)
+def test_a_shared_composition_is_the_one_that_hydra_makes(loader, loads, overrides):
+    composed, calls = loads
+    choices = with_two(composed, overrides)
+    calls.clear()
+    shared = composed(choices, overrides)
+    assert calls == []
+    expected = load_unchecked(loader, CONFIG_NAME, overrides)
+    assert OmegaConf.to_yaml(shared) == OmegaConf.to_yaml(expected)
+    assert to_config(shared) == to_config(expected)
+    assert OmegaConf.is_struct(shared.hparams) == OmegaConf.is_struct(expected.hparams)
+
+
+@pytest.mark.parametrize("overrides", REFUSED, ids=" ".join)
+def test_a_shared_composition_fails_as_hydra_does(loader, loads, overrides):
+    composed, _ = loads
+    choices = with_two(composed, [])
+    with pytest.raises(Exception, match=r".") as expected:
+        load_unchecked(loader, CONFIG_NAME, overrides)
+    with pytest.raises(type(expected.value)) as shared:
+        composed(choices, overrides)
+    assert str(shared.value) == str(expected.value)
+    assert str(shared.value.__cause__) == str(expected.value.__cause__)
+
+
+def test_a_change_of_one_composition_is_not_in_the_next(loads):
+    composed, _ = loads
+    choices = with_two(composed, [])
+    composed(choices, []).hparams.lr = 7.0
+    assert composed(choices, []).hparams.lr != 7.0
+
+
+def test_the_folder_of_the_process_is_the_one_of_now(loads, monkeypatch, tmp_path):
+    composed, _ = loads
+    choices = with_two(composed, [])
+    monkeypatch.chdir(tmp_path)
+    assert composed(choices, []).hydra.runtime.cwd == str(tmp_path)
+
+
+def test_a_refused_composition_reads_its_options_twice(monkeypatch):
+    """Once to fail, and once for all that finding every error composes."""
+    install()
+    reads = []
+    original = Choices.compose
+
+    def counted(self, load, *arguments):
+        return original(self, lambda overrides: reads.append(overrides) or load(overrides), *arguments)
+
+    monkeypatch.setattr(Choices, "compose", counted)
+    with pytest.raises(ConfigError) as refused:
+        compose(["scheduler=wsd", "hparams.leer=1", "hparams.seed=x", "hparams.lr=-1"])
+    assert len(refused.value.violations) == 3
+    assert len(reads) == 2
+
+
+def test_an_option_edited_between_two_calls_of_the_library_is_seen(tmp_path):
+    option = tmp_path / "scheduler" / "mine.yaml"
+    option.parent.mkdir()
+    for decay in ("0.1", "0.2"):
+        option.write_text(f"defaults: [wsd, _self_]\ndecay: '{decay}'\n")
+        for _ in range(3):
+            assert compose(["scheduler=mine"], config_dir=tmp_path).scheduler.decay == decay
+        option.write_text("defaults: [wsd, _self_]\ndecya: 3\n")
+        with pytest.raises(ConfigError, match="decya"):
+            compose(["scheduler=mine"], config_dir=tmp_path)
