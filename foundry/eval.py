@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from foundry.config.command import check_output, check_output_folder, command, folder_option, quoted
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
+from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
 from foundry.config.schemas.peft import LoRA
 from foundry.config.setting import setting
-from foundry.config.success import MOST_EPISODES, Told
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, STATISTICS, TASKS, TOKENIZER
 from foundry.run_dir.outputs import has_keys

@@ -13,8 +13,9 @@ import torch
 from foundry.config.build import field_of
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.metrics import SUCCESS
+from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
 from foundry.config.schemas.root import Config
-from foundry.config.success import MOST_EPISODES, Told, check_success
+from foundry.config.success import check_success
 from foundry.evaluators.episodes import Episode, Film, Rollouts
 from foundry.evaluators.films import save_gif
 from foundry.evaluators.rates import sign_test

@@ -14,6 +14,7 @@ from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, Violation, first_line
 from foundry.config.holes import check_hydra, holes
 from foundry.config.metrics import check_sweeper
+from foundry.config.plain_nodes import check_plain_nodes
 from foundry.config.rules import RULES, Launch
 from foundry.config.schemas.launcher import check_launcher, resolve_num_tasks
 from foundry.config.schemas.root import Config, to_config
@@ -50,7 +51,7 @@ def check(composed: DictConfig) -> list[Violation]:
     parts = [getattr(sound, item.name) for item in fields(config)]
     own = [v for part in parts if hasattr(part, "check") for v in _until_out_of_bounds(part.check)]
     outside = [*check_launcher(composed), *_until_out_of_bounds(partial(check_sweeper, composed, sound))]
-    single = [*check_secrets(composed), *out, *own, *outside]
+    single = [*check_secrets(composed), *out, *check_plain_nodes(config), *own, *outside]
     launch = Launch(environment, resolve_num_tasks(composed), sound.distributed)
     across = [v for rule in RULES for v in _until_out_of_bounds(partial(rule, sound, launch))]
     wrong_keys = {violation.key for violation in single}

@@ -7,15 +7,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.errors import Violation, nearest
 from foundry.config.schemas.environment import Environment, NoEnvironment
+from foundry.config.schemas.own_evaluators import ExactMatch, HeldOut, Success
 from foundry.config.schemas.root import Config
 
 LOSS = "val_loss"
 NORMS = ("grad_norm", "weight_norm", "update_norm")
 """Of blocks, as in `grad_norm/model.layers.0`: of the gradient before clipping, the weights, what an update changed."""
-HELD_OUT = "foundry.evaluators.held_out.HeldOut"
-EXACT_MATCH = "foundry.evaluators.exact_match.ExactMatch"
+HELD_OUT = HeldOut._target_
+EXACT_MATCH = ExactMatch._target_
 EXACT_MATCH_METRICS = ("exact_match", "ended")
-SUCCESS = "foundry.evaluators.success.Success"
+SUCCESS = Success._target_
 SUCCESS_METRICS = ("success", "success_low", "success_high", "episode_length")
 """The rate, the bounds of its 95 % interval, and the mean number of actions."""
 

@@ -124,7 +124,7 @@ def check_fields(node: object, path: str) -> Iterator[Violation]:
         if is_dataclass(value):
             yield from check_fields(value, key)
         else:
-            yield from _check_value(item, value, key)
+            yield from check_value(item, value, key)
 
 
 def check_unused(node: Any, path: str, names: Iterable[str], needed: str) -> Iterator[Violation]:
@@ -170,7 +170,8 @@ def guarded(node: Any, wrong: Collection[str], path: str) -> Any:
     return copy
 
 
-def _check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violation]:
+def check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violation]:
+    """Yield a violation if a value of the field's type is out of the field's bounds."""
     wrong = _wrong_text(value) if isinstance(value, str) else None
     if isinstance(value, list) and "list[str]" in str(item.type) and not all(isinstance(part, str) for part in value):
         wrong = f"is {shown(value)} but must be a list of texts"

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from importlib import import_module
 from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -37,12 +38,13 @@ def group_schemas(group: str) -> dict[str, type[Any]]:
     """The schemas of a group by class name: every dataclass that its module, or a file of its package, defines."""
     whole = import_module(f"foundry.config.schemas.{group}")
     files = [import_module(f"{whole.__name__}.{file.name}") for file in iter_modules(getattr(whole, "__path__", ()))]
-    return {
-        name: value
-        for module in (whole, *files)
-        for name, value in vars(module).items()
-        if isinstance(value, type) and is_dataclass(value) and value.__module__ == module.__name__
-    }
+    return {schema.__name__: schema for module in (whole, *files) for schema in schemas_in(module)}
+
+
+def schemas_in(module: ModuleType) -> list[type[Any]]:
+    """Every dataclass that a module defines."""
+    own = [value for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]
+    return [value for value in own if value.__module__ == module.__name__]
 
 
 def fill_left_out(composed: DictConfig) -> None:

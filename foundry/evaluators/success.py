@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from foundry.config.metrics import SUCCESS_METRICS
-from foundry.config.success import Told
+from foundry.config.schemas.own_evaluators import Told
 from foundry.data.splits import DataSplits
 from foundry.evaluators.episodes import Episode, Film, Rollouts
 from foundry.evaluators.films import save_gif

@@ -3,7 +3,8 @@
 import copy
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, shown
 from foundry.models.base_files import check_weights
 from foundry.models.base_sizes import bounded_modules, check_own_sizes, check_sizes
 from foundry.models.config_dropout import put, set_dropouts
@@ -36,6 +37,9 @@ from foundry.models.transformer import to_compute_dtype
 _PREFIX = "causal_lm."
 
 
+_REFUSALS = (ValueError, TypeError, RuntimeError, AssertionError, LookupError, AttributeError, ArithmeticError)
+"""Exceptions that constructors of transformers and torch raise at sizes and names that they cannot use."""
+_SIZE = re.compile(r"(size|dim|heads?|layers?|embd|positions|inner|rank|local_experts)$")
 _ROUTER_LOGITS = "output_router_logits"
 """Field by which configs of mixtures of experts ask for the auxiliary loss that balances the experts."""
 
@@ -93,7 +97,10 @@ class HuggingFaceCausalLM(nn.Module):
             self._replaced[_ROUTER_LOGITS] = True
             setattr(hf_config, _ROUTER_LOGITS, False)
         self.config = hf_config
-        self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(hf_config)
+        if path is None:
+            self.causal_lm = _build_fresh(hf_config)
+        else:
+            self.causal_lm = _load(path, hf_config) if read_weights else _build(hf_config)
         self._stds: tuple[float, float] | None = None
         if path is None and init_std is not None:
             self._set_stds(init_std, init_std if embedding_init_std is None else embedding_init_std)
@@ -171,7 +178,8 @@ class HuggingFaceCausalLM(nn.Module):
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":
         """An empty cache for `forward`, arguments as those of `Cache`; None where the architecture has another kind."""
-        if getattr(self.causal_lm, "_is_stateful", False) or not self.causal_lm._supports_default_dynamic_cache():
+        inner: Any = self.causal_lm
+        if getattr(inner, "_is_stateful", False) or not inner._supports_default_dynamic_cache():
             return None
         return TransformersCache(self.config, length, padding)
 
@@ -313,9 +321,49 @@ def _fresh_config(architecture: str, fields: dict[str, Any]) -> PreTrainedConfig
     absent = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
     try:
         config: PreTrainedConfig = AutoConfig.for_model(architecture, **{**absent, **fields})
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except (*_REFUSALS, StrictDataclassError) as error:
         raise _wrong_fields(error) from error
+    if wrong := [*_wrong_numbers(default, fields), *_wrong_divisions(config)]:
+        raise ConfigError(wrong)
     return config
+
+
+def _wrong_numbers(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> Iterator[Violation]:
+    """Find numbers that no model can have, though transformers takes them: negative ones, and sizes of 0.
+
+    Args:
+        usual: the config without these fields; what may be negative or 0 in it may be so here.
+        fields: of the user's; token ids may be any number.
+    """
+    for name, value in fields.items():
+        other, is_size = getattr(usual, name, None), _SIZE.search(name) is not None
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not name.endswith("token_id")
+        is_usually_more = isinstance(other, (int, float)) and other > 0
+        if not is_number or not (is_usually_more or (other is None and is_size)):
+            continue
+        if value < 0 or (value == 0 and is_size):
+            message = f"is {shown(value)} but must be {'at least 1' if is_size else '0 or more'}"
+            yield Violation(f"model.config.{name}", f"{message}; the default is {shown(other)}")
+
+
+def _wrong_divisions(config: PreTrainedConfig) -> Iterator[Violation]:
+    """Find heads and experts that do not fit each other, of which a forward pass alone would fail."""
+
+    def size(name: str) -> int | None:
+        value = getattr(config, name, None)
+        return value if isinstance(value, int) and value > 0 else None
+
+    def wrong(name: str, reason: str) -> Violation:
+        return Violation(f"model.config.{config.attribute_map.get(name, name)}", f"is {size(name)} but must {reason}")
+
+    width, heads, shared = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
+    experts, chosen = size("num_local_experts"), size("num_experts_per_tok")
+    if heads and shared and heads % shared:
+        yield wrong("num_key_value_heads", f"divide the {heads} attention heads")
+    if width and heads and width % heads and not any("head_dim" in name for name in config.to_dict()):
+        yield wrong("num_attention_heads", f"divide the width of {width}")
+    if experts and chosen and chosen > experts:
+        yield wrong("num_experts_per_tok", f"be at most the number of experts, {experts}")
 
 
 def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
@@ -331,11 +379,13 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
     _check_kernels(path, config)
     _check_quantisation(path, config)
     _check_fields(config, config.model_type, fields)
+    if wrong := list(_wrong_numbers(config, fields)):
+        raise ConfigError(wrong)
     try:
         for name, value in fields.items():
             setattr(config, name, value)
         config.validate()
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except (*_REFUSALS, StrictDataclassError) as error:
         raise _wrong_fields(error) from error
     return config
 
@@ -345,6 +395,20 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
     with bounded_modules():
         model: PreTrainedModel = build(config, dtype=torch.float32, trust_remote_code=False)
     return model
+
+
+def _build_fresh(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model of a user's fields, some of which only its constructors refuse.
+
+    Raises:
+        ConfigError: they do, such as for heads that do not divide the width.
+    """
+    try:
+        return _build(config)
+    except torch.OutOfMemoryError:
+        raise
+    except _REFUSALS as error:
+        raise _wrong_fields(error) from error
 
 
 def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
@@ -446,7 +510,8 @@ def _matmul_weights(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 def _wrong_fields(error: Exception) -> ConfigError:
-    return ConfigError(Violation("model.config", _one_line(error)))
+    reason = f"{type(error).__name__}: {_one_line(error)}"
+    return ConfigError(Violation("model.config", f"has fields that transformers refuses: {reason}"))
 
 
 def _one_line(error: Exception) -> str:

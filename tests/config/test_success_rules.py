@@ -36,12 +36,12 @@ def test_without_episodes_nobody_measures_success():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("episodes=0", "episodes: is 0 but must be a whole number from 1 on"),
-        ("episodes=2.5", "episodes: is 2.5 but must be a whole number from 1 on"),
-        ("at_a_time=true", "at_a_time: is True but must be a whole number from 1 on"),
-        ("first_episode=-1", "first_episode: is -1 but must be a whole number from 0 on"),
+        ("episodes=0", "episodes: is 0 but must be at least 1"),
+        ("episodes=2.5", "episodes: is 2.5 but must be a whole number"),
+        ("at_a_time=true", "at_a_time: is True but must be a whole number"),
+        ("first_episode=-1", "first_episode: is -1 but must be at least 0"),
         ("first_episode=4294967290", "first_episode: leads to episode 4294967339 but the last one is 4294967295"),
-        ("instruction=another", "instruction: is another but must be own or other"),
+        ("instruction=another", "instruction: is another but must be one of own, other"),
         ("instruction=other", "instruction: is other but the policy is told nothing; set data.instruction_tokens, or"),
         ("instruction_tokens=4", "instruction_tokens: is 4 but must be data.instruction_tokens=null; set it to"),
         ("epsiodes=3", "epsiodes: is no argument of foundry.evaluators.success.Success; did you mean episodes?"),

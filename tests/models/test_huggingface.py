@@ -123,6 +123,50 @@ def test_config_errors_are_named(arguments, key, named):
     assert "\n" not in str(violation)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "config", "line"),
+    [
+        ("gpt2", {"n_head": 3}, "n_head: is 3 but must divide the width of 32"),
+        ("gpt2", {"n_layer": -1}, "n_layer: is -1 but must be at least 1; the default is 12"),
+        ("gpt2", {"n_embd": 0}, "n_embd: is 0 but must be at least 1; the default is 768"),
+        ("gpt2", {"n_inner": 0}, "n_inner: is 0 but must be at least 1; the default is null"),
+        ("gpt2", {"attn_pdrop": -0.5}, "attn_pdrop: is -0.5 but must be 0 or more; the default is 0.1"),
+        ("gpt2", {"initializer_range": -1.0}, "initializer_range: is -1 but must be 0 or more; the default is 0.02"),
+        ("gpt2", {"attn_pdrop": 2.0}, "config: has fields that transformers refuses: ValueError: dropout prob"),
+        ("gpt2", {"activation_function": "foo"}, "config: has fields that transformers refuses: KeyError: 'foo'"),
+        ("gpt2", {"attn_implementation": "foo"}, "config: has fields that transformers refuses: ValueError"),
+        ("llama", {"num_attention_heads": 0}, "config: has fields that transformers refuses: ZeroDivisionError"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads: is 3 but must divide the 4 attention heads"),
+        ("llama", {"dtype": "foo"}, "config: has fields that transformers refuses: AttributeError"),
+        ("llama", {"pad_token_id": 999}, "config: has fields that transformers refuses: AssertionError"),
+        ("llama", {"head_dim": -8}, "head_dim: is -8 but must be at least 1; the default is 128"),
+        ("mistral", {"sliding_window": -1}, "sliding_window: is -1 but must be 0 or more; the default is 4096"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts: is 0 but must be at least 1; the default is 8"),
+        ("mixtral", {"num_experts_per_tok": 99}, "num_experts_per_tok: is 99 but must be at most the number of"),
+        ("mpt", {"d_model": 16, "n_layers": 1, "n_heads": 3}, "n_heads: is 3 but must divide the width of 16"),
+        ("qwen3", {"layer_types": ["foo", "bar"]}, "config: has fields that transformers refuses: Strict"),
+    ],
+)
+def test_fields_that_no_model_can_have_are_a_line(architecture, config, line):
+    sizes = {"gpt2": ARCHITECTURES["gpt2"], "mpt": {}}.get(architecture, LLAMA)
+    with pytest.raises(ConfigError) as caught:
+        make(architecture, {**sizes, **config})
+    (text,) = str(caught.value).splitlines()
+    assert text.removeprefix("model.").removeprefix("config.").startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("gpt2", {"n_inner": None, "attn_pdrop": 0.0, "bos_token_id": -1}),
+        ("llama", {"num_key_value_heads": None, "attention_dropout": 0.0, "head_dim": 6}),
+        ("qwen3_moe", {"num_experts": 0}),
+    ],
+)
+def test_fields_that_are_null_or_0_on_purpose_are_taken(architecture, config):
+    make(architecture, {**(ARCHITECTURES["gpt2"] if architecture == "gpt2" else LLAMA), **config})
+
+
 def test_a_folder_that_lacks_weights_is_refused(tmp_path):
     from safetensors.torch import save_file
 
@@ -152,10 +196,8 @@ def test_a_folder_trains_from_the_first_step(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "granitemoe", "minimax"])
 def test_experts_that_ask_for_an_auxiliary_loss_answer_with_and_without_a_cache(architecture):
-    experts = (
-        {"num_local_experts": 2} if architecture != "qwen3_moe" else {"num_experts": 2, "moe_intermediate_size": 8}
-    )
-    model = make(architecture, {**LLAMA, **experts, "num_experts_per_tok": 1, "output_router_logits": True}).eval()
+    experts = {"num_experts" if architecture == "qwen3_moe" else "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = make(architecture, {**LLAMA, **experts, "output_router_logits": True}).eval()
     tokens = torch.randint(61, (1, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = model(tokens).logits[:, -1:]

@@ -112,6 +112,9 @@ class Evaluation:
                 if node is not None and (not isinstance(node, dict) or "_target_" not in node):
                     message = "must be a mapping with a _target_; null leaves it out"
                     yield Violation(f"evaluation.{key}.{name}", message)
+                elif node is not None and not _are_names(node.get("metrics", [])):
+                    message = f"is {shown(node['metrics'])} but must be a list of names"
+                    yield Violation(f"evaluation.{key}.{name}.metrics", message)
                 elif node is not None and node.get("torchmetrics") and find_spec("torchmetrics") is None:
                     message = missing_message("torchmetrics", "torchmetrics")
                     yield Violation(f"evaluation.{key}.{name}.torchmetrics", message)
@@ -167,3 +170,7 @@ class Evaluation:
                 "whole number of batches"
             )
         return None
+
+
+def _are_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))

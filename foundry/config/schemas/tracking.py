@@ -96,5 +96,3 @@ class Tracking:
                 continue
             if (extra := EXTRAS.get(str(node["_target_"]))) is not None and find_spec(extra) is None:
                 yield Violation(key, missing_message(extra, extra))
-            if extra == "wandb" and node.get("mode") not in (None, "online", "offline"):
-                yield Violation(f"{key}.mode", f"is {shown(node['mode'])} but must be online, offline or null")

@@ -1,0 +1,68 @@
+"""`tracking.trackers`: settings of foundry's own trackers, whose nodes are chosen by `_target_` and a name."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foundry.config.errors import shown
+from foundry.config.setting import setting
+
+
+def _parse_folder(text: str) -> Path:
+    """Read the path of a folder in the run directory.
+
+    Raises:
+        ValueError: it leads out of the run directory.
+    """
+    path = Path(text)
+    if path.is_absolute() or ".." in path.parts or path == Path():
+        raise ValueError(f"is {shown(text)} but must be a folder in the run directory, such as tensorboard")
+    return path
+
+
+def _parse_mode(text: str) -> str:
+    """Read the mode of Weights & Biases.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    if text not in ("online", "offline"):
+        raise ValueError(f"is {shown(text)} but must be online, offline or null")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard:
+    """Event files in the run directory."""
+
+    _target_: str = "foundry.tracking.tensorboard.TensorBoard"
+    folder: str = setting("tensorboard", "in the run directory", parse=_parse_folder)
+    flush_seconds: float = setting(30.0, "longest time that written events stay in memory", gt=0, le=10**6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandB:
+    """A run in Weights & Biases."""
+
+    _target_: str = "foundry.tracking.wandb.WandB"
+    experiment_name: str = setting("${tracking.experiment_name}", "the project")
+    run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name")
+    mode: str | None = setting(None, "online or offline; null: WANDB_MODE, else online", parse=_parse_mode)
+    entity: str | None = setting(None, "a user or team; null: the key's own")
+    tags: list[str] | None = setting(None, "tags of the run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflow:
+    """A run in MLflow, with settings that `tracking.mlflow=true` has no names for."""
+
+    _target_: str = "foundry.tracking.mlflow.tracker.MLflowTracker"
+    uri: str | None = setting("${tracking.uri}", "tracking URI")
+    experiment_name: str = setting("${tracking.experiment_name}", "the experiment")
+    run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name")
+    tags: dict[str, Any] | None = setting(None, "further tags by name")
+    note: str | None = setting(None, "about the run in words")
+    system_metrics: bool = setting(False, "measure the machine of rank 0")
+    log_model: bool = setting(False, "log the best model of a finished run")
+    finish_seconds: float = setting(60.0, "longest wait for the server at the end of a run", gt=0, le=10**6)
+    model_seconds: float = setting(900.0, "longest wait for a logged model", gt=0, le=10**6)
