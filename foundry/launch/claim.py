@@ -72,8 +72,8 @@ def check_free(given: str, key: str) -> Path:
         key: the setting that says it.
 
     Raises:
-        ConfigError: the path is empty, has control characters, is no directory, cannot be read, or holds files that are not
-            foundry's.
+        ConfigError: the path is empty, has control characters, is no directory, cannot be read, or holds files that are
+            not foundry's.
     """
     if not given:
         raise ConfigError(Violation(key, "is empty; give the path of a folder that is new, empty, or holds the run"))
