@@ -1,7 +1,7 @@
 """Opening a run again: its configuration, data and model, on one process."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
@@ -38,6 +38,10 @@ from foundry.run_dir.strict_json import DamagedFileError, read_object
 
 _BUILT = ("model", "peft", "data", "objective", "simulator")
 """Groups that are built of a run that is opened; of the others nothing is run."""
+
+
+_MOST_LOOKS = 20
+"""At most so many checkpoints in turn that retention deletes while they are read."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,30 @@ def restore(
         ConfigError: there is no such run or checkpoint, it is not whole, or it is not to be trusted.
     """
     run_dir = Path(run_dir)
+    return _look_again(run_dir, which, lambda: _restore(run_dir, which, ema=ema, trust=trust, dtype=dtype))
+
+
+def _look_again(run_dir: Path, which: str, read: Callable[[], Restored]) -> Restored:
+    """Read a checkpoint, and the one in its place if the run that still trains deletes the first meanwhile."""
+    for _ in range(_MOST_LOOKS):
+        before = _identity(run_dir, which)
+        try:
+            return read()
+        except (ConfigError, OSError):
+            if _identity(run_dir, which) == before:
+                raise
+    return read()
+
+
+def _identity(run_dir: Path, which: str) -> Path | None:
+    """The checkpoint that is there now; None if there is none."""
+    try:
+        return find(run_dir, which)
+    except OSError:
+        return None
+
+
+def _restore(run_dir: Path, which: str, *, ema: bool, trust: bool, dtype: torch.dtype | None) -> Restored:
     config, folder, data = _open(run_dir, which, trust=trust)
     device = choose_device()
     is_adapted = isinstance(config.peft, LoRA)
@@ -99,9 +127,13 @@ def open_without_weights(run_dir: Path, which: str, *, trust: bool = False) -> R
     Raises:
         ConfigError: as `restore`.
     """
-    config, folder, data = _open(run_dir, which, trust=trust)
-    model = build_fake(partial(_build, config, run_dir, trust=trust)).model
-    return Restored(config, model.eval(), data, folder, torch.device("cpu"))
+
+    def read() -> Restored:
+        config, folder, data = _open(run_dir, which, trust=trust)
+        model = build_fake(partial(_build, config, run_dir, trust=trust)).model
+        return Restored(config, model.eval(), data, folder, torch.device("cpu"))
+
+    return _look_again(run_dir, which, read)
 
 
 def _open(run_dir: Path, which: str, *, trust: bool) -> tuple[Config, Path, DataSplits]:

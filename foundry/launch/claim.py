@@ -1,6 +1,7 @@
 """Taking a directory for a run, a plan or a sweep, and giving it back as it was where the command is refused."""
 
 import os
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -71,10 +72,14 @@ def check_free(given: str, key: str) -> Path:
         key: the setting that says it.
 
     Raises:
-        ConfigError: the path is empty, no directory, cannot be read, or holds files that are not foundry's.
+        ConfigError: the path is empty, has control characters, is no directory, cannot be read, or holds files that are
+            not foundry's.
     """
     if not given:
         raise ConfigError(Violation(key, "is empty; give the path of a folder that is new, empty, or holds the run"))
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in given.replace("\0", "")):
+        message = f"is {given!r}, which holds a line break or another control character; choose a path without them"
+        raise ConfigError(Violation(key, message))
     folder = Path(os.path.abspath(given))  # noqa: PTH100 # follows no link, as Hydra
     try:
         found = sorted(folder.iterdir())

@@ -21,7 +21,9 @@ _VOCABULARY = frozenset({"bos", "eos", "pad", "unk", "mask", "sep", "cls", "spec
 
 # In each pattern a part that may be long starts in one place only, so that masking a text takes linear time.
 # An address that went through a path has one slash left.
-_USERINFO = re.compile(r"(?:(?<=://)|(?<=\w:/))[^/\s?#'\"]+@")
+_USERINFO = re.compile(r"(?<=:/)(/*)[^/\s?#'\"]+@")
+# A password may hold characters that end the host of an address; a port and a path are no password.
+_ODD_USERINFO = re.compile(r"(?<=:/)(/*)[^/\s?#'\":@]{0,200}:(?!\d{1,5}[/?#])[^\s\"]{0,200}?@")
 _QUERY = re.compile(
     r"([?&;][\w.-]*(?:token|key|secret|password|passwd|pwd|sig|signature|credential)=)[^&;\s'\"]+", re.IGNORECASE
 )
@@ -78,8 +80,15 @@ def masked_text(text: str) -> str:
 @lru_cache(1024)  # a sweep asks for the same settings again and again
 def _masked_by_form(text: str) -> str:
     text = _JWT.sub(lambda found: MASK if found["rest"] else found[0], text)
-    text = _ISSUED.sub(MASK, _QUERY.sub(rf"\1{MASK}", _USERINFO.sub(f"{MASK}@", text)))
+    text = _ISSUED.sub(MASK, _QUERY.sub(rf"\1{MASK}", _masked_userinfo(text)))
     return _ASSIGNED.sub(_masked_assignment, text) if "=" in text else text
+
+
+def _masked_userinfo(text: str) -> str:
+    """`text` with the users and passwords of addresses masked."""
+    for pattern in (_USERINFO, _ODD_USERINFO):
+        text = pattern.sub(rf"\1{MASK}@", text)
+    return text
 
 
 def _masked_assignment(found: re.Match[str]) -> str:

@@ -186,3 +186,10 @@ def test_a_path_that_cannot_be_used_is_a_line(tmp_path, monkeypatch, path, named
     assert named in str(refused.value)
     assert "\n" not in str(refused.value)
     assert {path: path.lstat() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\t", "\x1b", "\x7f", "\u2028"])
+def test_a_folder_with_a_control_character_is_refused(tmp_path, character):
+    with pytest.raises(ConfigError, match="control character; choose a path"):
+        check_free(str(tmp_path / f"a{character}b"), "hydra.run.dir")
+    assert not list(tmp_path.iterdir())

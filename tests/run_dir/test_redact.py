@@ -87,3 +87,20 @@ def test_credentials_inside_texts_are_masked(text, shown):
 def test_flattened():
     config = {"hparams": {"lr": 0.001, "betas": [0.9, 0.95]}, "peft": None, "empty": {}}
     assert flattened(config) == {"hparams.lr": "0.001", "hparams.betas": "[0.9, 0.95]", "peft": "None", "empty": "{}"}
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "s3", "postgresql", "mysql+pymysql", "git+ssh", "HTTP", "x-y.z"])
+@pytest.mark.parametrize("slashes", ["/", "//", "///"])
+@pytest.mark.parametrize(
+    "user", ["bob:S3cret", "S3cret", ":S3cret", "a:x@S3cret", *(f"bob:a{c}S3cret" for c in "'?#/")]
+)
+def test_user_of_any_address_is_masked(scheme, slashes, user):
+    address = f"{scheme}:{slashes}{user}@host/x"
+    for text in (address, f"/home/{address}", f"data.path={address}", f"data.path='{address}'", f"no {address}, b"):
+        assert "S3cret" not in masked_text(text)
+        assert "host/x" in masked_text(text)
+
+
+@pytest.mark.parametrize("text", ["http://host:5000/a?to=b@c", "s3://bucket/a@b", "C:/a b@c", "http://host:80#a@b"])
+def test_address_without_user_is_shown(text):
+    assert masked_text(text) == text

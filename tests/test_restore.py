@@ -1,0 +1,45 @@
+"""Reading a run that still trains."""
+
+import shutil
+
+import pytest
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.restore import _look_again
+from foundry.run_dir.checkpoints import find, step_name
+
+
+def publish(run, step):
+    folder = run / "checkpoints" / step_name(step)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+@pytest.mark.parametrize("deleted", [0, 1, 5])
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), ConfigError(Violation("which", "is not whole"))])
+def test_a_checkpoint_deleted_while_it_is_read_is_looked_for_again(tmp_path, deleted, error):
+    publish(tmp_path, 0)
+    steps = iter(range(1, deleted + 1))
+
+    def read():
+        folder = find(tmp_path)
+        if step := next(steps, None):
+            publish(tmp_path, step)
+            shutil.rmtree(folder)
+            raise error
+        return folder
+
+    assert _look_again(tmp_path, "last", read).name == step_name(deleted)
+
+
+def test_a_damaged_checkpoint_is_read_once(tmp_path):
+    publish(tmp_path, 0)
+    reads = []
+
+    def read():
+        reads.append(1)
+        raise ConfigError(Violation("which", "is not whole"))
+
+    with pytest.raises(ConfigError):
+        _look_again(tmp_path, "last", read)
+    assert len(reads) == 1
