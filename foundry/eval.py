@@ -331,7 +331,7 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
         ConfigError: as `evaluate`.
     """
     from foundry.config.frozen import load_config
-    from foundry.config.sources import refuse_urls
+    from foundry.config.sources import download_hint, refuse_urls
     from foundry.data.episodes import normalised_by
     from foundry.library import compose as compose_run
     from foundry.parts import build_data, build_model, offered_to_data
@@ -339,6 +339,8 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
 
     compose = partial(compose_run, config_dir=_config_dir(options))
     is_transformers = (path / "config.json").is_file()
+    if hint := "" if path.is_dir() else download_hint(options.run):
+        raise ConfigError(Violation("run", f"is {options.run} but there is no such folder{hint}"))
     if judging := [override for override in overrides if _has([override], "evaluation")]:
         opened = _open(path, options, [override for override in overrides if override not in judging])
         return replace(opened, config=replace(opened.config, evaluation=compose(judging).evaluation))

@@ -18,6 +18,7 @@ from foundry.config.frozen import typed_group
 from foundry.config.recorded import foreign_parts, read_settings
 from foundry.config.schemas.data import MODEL_TOKENIZER, MODEL_VOCAB_SIZE
 from foundry.config.schemas.model import Base, HuggingFace
+from foundry.config.sources import download_hint
 from foundry.config.store import writable
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import in_hub_cache
@@ -105,7 +106,7 @@ def resolve_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> DictC
 
 def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterator[Violation]:
     if not folder.is_dir():
-        yield Violation(keys.path, f"is {shown(folder)} but there is no such folder")
+        yield Violation(keys.path, f"is {shown(folder)} but there is no such folder{download_hint(str(folder))}")
         return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.sources import download_hint
 
 
 def class_folders(path: str) -> list[Path]:
@@ -15,8 +16,10 @@ def class_folders(path: str) -> list[Path]:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        what = ", which is a file" if folder.is_file() else " but there is no such folder"
-        raise ConfigError(Violation("data.path", f"is {shown(path)}{what}; give a folder with a folder for each class"))
+        wrong = ", which is a file" if folder.is_file() else " but there is no such folder"
+        hint = download_hint(path, of_data=True)
+        message = f"is {shown(path)}{wrong}; give a folder with a folder for each class{hint}"
+        raise ConfigError(Violation("data.path", message))
     try:
         inside = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:

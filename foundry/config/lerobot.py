@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from foundry.config.errors import ConfigError, Violation, listed, nearest, shown
+from foundry.config.sources import download_hint
 
 INFO = "meta/info.json"
 _MAX_BYTES = 2**26
@@ -124,7 +125,7 @@ def read_info(path: str) -> LeRobotInfo:
     if not file.is_file():
         message = f"is {shown(path)}, which has no {INFO}; give the folder of a LeRobot dataset"
         if not folder.is_dir():
-            message = f"is {shown(path)} but there is no such folder"
+            message = f"is {shown(path)} but there is no such folder{download_hint(path, of_data=True)}"
         elif (folder / "meta/info.jsonl").exists() or (folder / "meta_data").exists():
             message = f"is {shown(path)}, a LeRobot dataset of version 1, which is not read; record or convert it anew"
         raise ConfigError(Violation("data.path", message))

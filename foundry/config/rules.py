@@ -28,7 +28,7 @@ from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.sizes import check_sizes
-from foundry.config.sources import hub_hint, is_url, listed_paths, why_no_url
+from foundry.config.sources import download_hint, hub_hint, is_url, listed_paths, why_no_url
 from foundry.config.success import check_success
 from foundry.config.targets import check_targets
 from foundry.config.tensor_parallel import check_tensor_parallel
@@ -366,7 +366,8 @@ def _missing_paths(node: Any, key: str) -> Iterator[Violation]:
                     wrong = why_no_url(path)
                 else:
                     wrong = None if _exists(path) else "there is no such file or folder"
-                    wrong = f"{wrong}{hub_hint(path)}" if wrong and reads_urls else wrong
+                    hint = hub_hint if reads_urls else download_hint
+                    wrong = wrong and f"{wrong}{hint(path)}"
                 if wrong is not None:
                     yield Violation(f"{key}.{item.name}", f"{verb} {shown(path)} but {wrong}")
 

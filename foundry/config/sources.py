@@ -3,11 +3,13 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from foundry.config.errors import ConfigError, Violation, shown
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w-]*")
+_HUB_NAME = re.compile(r"(?:[A-Za-z0-9](?:[\w-]|\.(?=\d))*/)[A-Za-z0-9](?:[\w-]|\.(?=\d))*")
+"""`OWNER/NAME`. A dot is followed by a digit, as in Qwen2.5: before letters it begins the suffix of a file."""
 
 
 def listed_paths(value: object) -> list[str]:
@@ -51,7 +53,26 @@ def refuse_urls(data: object, run: object) -> None:
 
 def hub_hint(path: str) -> str:
     """What to say besides where a path that is not there may be meant as a name of the Hugging Face hub."""
-    return f"; of the hub it is hf://datasets/{path}" if _HUB_NAME.fullmatch(path) else ""
+    return f"; of the hub it is hf://datasets/{path}" if _is_hub_name(path) else ""
+
+
+def download_hint(path: str, *, of_data: bool = False) -> str:
+    """Return how to download a model or dataset of the Hugging Face hub if a path that is not there may name one.
+
+    Args:
+        path: a folder or file that does not exist, as typed.
+        of_data: it would name a dataset, and not a model.
+    """
+    if not _is_hub_name(path):
+        return ""
+    kind = " --repo-type dataset" if of_data else ""
+    folder = path.rpartition("/")[2]
+    return f"; from the hub, download it with hf download {path}{kind} --local-dir {folder} and give {folder}"
+
+
+def _is_hub_name(path: str) -> bool:
+    """Whether a path may be a name of the Hugging Face hub; one in a folder that exists is a path."""
+    return _HUB_NAME.fullmatch(path) is not None and not Path(path).parent.is_dir()
 
 
 def check_sources(path: object, validation_path: object, weights: Sequence[float] | None) -> Iterator[Violation]:

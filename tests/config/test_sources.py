@@ -6,7 +6,7 @@ import pytest
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import TextFiles
-from foundry.config.sources import refuse_urls
+from foundry.config.sources import download_hint, hub_hint, refuse_urls
 
 TEXT = ["data=text", "data.path=[a.txt,b.jsonl]"]
 
@@ -95,3 +95,59 @@ def test_urls_that_only_a_run_names_are_not_asked():
     with pytest.raises(ConfigError, match=r"data\.path: of runs/x is memory://x/a\.txt, which would be fetched; say t"):
         refuse_urls(data, "runs/x")
     refuse_urls(TextFiles(path="a.txt", tokenizer=None), "runs/x")
+
+
+HUB = "Qwen/Qwen2.5-0.5B"
+MODEL = f"from the hub, download it with hf download {HUB} --local-dir Qwen2.5-0.5B and give Qwen2.5-0.5B"
+DATASET = f"download it with hf download {HUB} --repo-type dataset --local-dir Qwen2.5-0.5B and give Qwen2.5-0.5B"
+NAMED = {
+    "model.path": ["model=base"],
+    "model.path of hf": ["model=hf"],
+    "model.init_from": [],
+    "data.tokenizer": ["data=text", "data.path=a.txt"],
+    "objective.teacher": ["objective=distillation", "data=arithmetic"],
+    "model.backbone.init_from": [
+        "hparams=policy",
+        "model=vla",
+        "simulator.image_size=48",
+        "data.instruction_tokens=24",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_model_of_the_hub_is_answered_with_its_download(compose, name):
+    key = name.partition(" ")[0]
+    with pytest.raises(ConfigError) as refused:
+        compose(*NAMED[name], f"{key}={HUB}")
+    lines = str(refused.value).splitlines()
+    assert [line for line in lines if line.startswith(f"{key}: is {HUB} but") and line.endswith(MODEL)]
+
+
+@pytest.mark.parametrize("words", [["hparams=policy", "data=lerobot"], ["hparams=diffusion", "data=images"]])
+def test_a_dataset_of_the_hub_is_answered_with_its_download(compose, words):
+    with pytest.raises(ConfigError, match=DATASET.replace(".", r"\.")):
+        compose(*words, f"data.path={HUB}")
+
+
+@pytest.mark.parametrize(
+    ("path", "is_name"),
+    [
+        (HUB, True),
+        ("meta-llama/Llama-3.1-8B-Instruct", True),
+        ("gpt2", False),
+        ("data/a.txt", False),
+        ("chats/rows.jsonl", False),
+        ("a/b/c", False),
+        ("/a/b", False),
+        ("./a/b", False),
+        ("../b", False),
+        ("~/models", False),
+        ("there/new", False),
+    ],
+)
+def test_only_owner_and_name_are_a_name_of_the_hub(path, is_name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert bool(download_hint(path)) == is_name
+    assert bool(hub_hint(path)) == is_name
