@@ -50,7 +50,10 @@ def test_runs_side_by_side(run_command):
         (["a=one"], "against: has no value; give it as against=..."),
         (["a=one", "nowhere"], "against: is nowhere, which has no readable config.yaml: it is no run"),
         (["a=one", "a=other", "a=again"], "a: is no option (options: run, against, picture)"),
-        (["a=one", "a=other", "picture=curves.png"], "picture: is curves.png, which exists; choose another"),
+        (
+            ["a=one", "a=other", "picture=curves.png"],
+            "picture: is curves.png, which exists; choose another path, or move it away",
+        ),
         (["a=one", "a=other", "picture=x.jpg"], "picture: is x.jpg, which is no .png file; choose another"),
     ):
         assert run_command(*words, module="foundry.diff", code=2)[1].strip() == line

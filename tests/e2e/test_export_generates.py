@@ -50,7 +50,7 @@ def test_generate_stops_and_says_what_foundry_says(exported):
         tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             theirs = model.generate(**tokens, do_sample=False, max_new_tokens=12)[0]
-        given = {"prompt": chat[0]["content"], "temperature": 0, "max_new_tokens": 12, "out": str(exported / "drawn")}
+        given = {"prompt": chat[0]["content"], "temperature": 0, "max_new_tokens": 12, "out": str(exported / name)}
         ours = sample(SampleOptions(run=str(exported / "run"), **given)).read_text()
         assert tokenizer.decode(theirs, skip_special_tokens=True) == ours.removesuffix("\n")
         assert ours == f"user: Count {name}\nassistant: It is {name}.\n"
@@ -64,7 +64,7 @@ def test_batches_are_padded_and_stop_each_for_itself(exported):
     texts = ["user: Count one\nassistant: ", "one user: Count two\nassistant: "]
     tokens = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     found = tokenizer.batch_decode(model.generate(**tokens, max_new_tokens=12), skip_special_tokens=True)
-    options = {"temperature": 0, "max_new_tokens": 12, "chat": False, "out": str(exported / "drawn")}
+    options = {"temperature": 0, "max_new_tokens": 12, "chat": False, "out": str(exported / "both")}
     ours = sample(SampleOptions(run=str(exported / "run"), prompts=texts, **options)).read_text()
     assert "\n\n".join(found) + "\n" == ours
 

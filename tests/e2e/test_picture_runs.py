@@ -103,8 +103,9 @@ def test_it_is_measured_on_its_scenes_again(finished, tmp_path, monkeypatch):
 
 def test_it_is_asked_about_a_picture(finished, tmp_path, capsys):
     Image.new("RGB", (40, 30), (9, 90, 9)).save(tmp_path / "a.png")
-    asked = {"run": str(finished), "out": str(tmp_path / "answer"), "trust": True, "max_new_tokens": 4}
-    file = sample(SampleOptions(**asked, prompt="which side ?", image=str(tmp_path / "a.png")))
+    asked = {"run": str(finished), "trust": True, "max_new_tokens": 4}
+    out = str(tmp_path / "answer")
+    file = sample(SampleOptions(**asked, prompt="which side ?", image=str(tmp_path / "a.png"), out=out))
     assert file == tmp_path / "answer.png"
     assert file.stat().st_size > 1000
     assert "user: which side ? assistant:\nanswer: " in capsys.readouterr().out
