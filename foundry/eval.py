@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_output, check_output_folder, command, folder_option, quoted
+from foundry.config.command import check_output, check_output_folder, check_writable, command, folder_option, quoted
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
@@ -90,8 +90,10 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     path = folder_option("run", options.run)
     name = EVALUATION if options.tasks is None else TASKS
     out = path / name if options.out is None else folder_option("out", options.out)
-    if options.out is not None or path.is_dir():
+    if options.out is not None or out.exists():
         check_output("out", out, own=name, is_earlier=has_keys("checkpoint"))
+    elif path.is_dir():
+        check_writable("out", path)
     if not overrides:
         _refuse_given(options, ("config_dir",), "is given without a group to find there, such as simulator=...")
     simulator = [override for override in overrides if _has([override], "simulator")]
