@@ -1,4 +1,4 @@
-"""Composing the same choices of options once, whatever values are overridden besides."""
+"""A cache of compositions by their choices of options; overrides of values are applied to a copy."""
 
 import itertools
 import os
@@ -74,7 +74,7 @@ class Choices:
     def open(
         self, loader: ConfigLoader, config_name: str | None, overrides: Sequence[Override]
     ) -> tuple[CachingConfigRepository, Exception | None]:
-        """Return what `hydra_internals.open_repository` does, the same if the folders are the same."""
+        """Return the options and the error of `hydra_internals.open_repository`, once for the same folders."""
         folders = [override.input_line for override in overrides if override.key_or_group == _SEARCHPATH]
         key = (_sources(loader), config_name, *folders)
         if key not in self._opened:
@@ -118,7 +118,7 @@ def _sources(loader: ConfigLoader) -> tuple[tuple[str, str], ...]:
 
 
 def _record(overrides: Sequence[Override], config: DictConfig) -> None:
-    """Write into a configuration what Hydra notes of its overrides and of the process."""
+    """Write overrides, working folder and passed environment variables into a configuration, as Hydra does."""
     own = [override for override in overrides if not override.is_hydra_override()]
     config.hydra.overrides.hydra = [override.input_line for override in overrides if override.is_hydra_override()]
     config.hydra.overrides.task = [override.input_line for override in own]

@@ -68,15 +68,15 @@ def require(owner: Any, name: str, *parameters: str) -> Any:
 
 
 Compose = Callable[[Callable[[list[str]], DictConfig], ConfigLoader, str | None, list[str], RunMode], DictConfig]
-"""`compose(load, loader, config_name, overrides, run_mode)`, where `load(overrides)` is what Hydra would do."""
+"""`compose(load, loader, config_name, overrides, run_mode)`, where `load(overrides)` is Hydra's composition."""
 
 
 def wrap_loading(load: Load, compose_with: Compose) -> None:
     """Have every composition go through `load`; calling it again changes nothing.
 
     Args:
-        load: composes with the function that it is given, checks, and explains errors.
-        compose_with: makes that function from Hydra's own.
+        load: composes, checks the result and explains errors.
+        compose_with: composes overrides with Hydra's function.
 
     Raises:
         UnsupportedHydraError: this Hydra composes in another way.
@@ -120,7 +120,7 @@ def compose_once(compose_with: Compose) -> None:
     it unless it turns out to be a sweep.
 
     Args:
-        compose_with: composes it, with a function of Hydra's.
+        compose_with: composes overrides with Hydra's function.
 
     Raises:
         UnsupportedHydraError: this Hydra asks for the mode in another way.

@@ -38,39 +38,40 @@ REFUSED = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def kept_choices():
+    """Have each composition of this file keep its own."""
+
+
+@pytest.fixture(scope="module")
 def loader():
     install()
     with initialize_config_dir(config_dir(), version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loads(loader):
-    """Return `composed(choices, overrides)`, and a list of the overrides that Hydra has composed for it."""
-    calls = []
+    """Return `composed(overrides)`, and a list of the overrides that Hydra has composed for it."""
+    calls, choices = [], Choices()
 
     def load(overrides):
         calls.append(overrides)
         return load_unchecked(loader, CONFIG_NAME, overrides)
 
-    return lambda choices, overrides: choices.compose(load, loader, CONFIG_NAME, overrides, RunMode.RUN), calls
+    def composed(overrides):
+        return choices.compose(load, loader, CONFIG_NAME, overrides, RunMode.RUN)
 
-
-def with_two(composed, overrides):
-    """Return choices that have composed other values of the same options twice."""
-    choices = Choices()
-    for _ in range(2):
-        composed(choices, [*overrides, "hparams.max_steps=7"])
-    return choices
+    composed([])
+    return composed, calls
 
 
 @pytest.mark.parametrize("overrides", OVERRIDES, ids=" ".join)
 def test_a_shared_composition_is_the_one_that_hydra_makes(loader, loads, overrides):
     composed, calls = loads
-    choices = with_two(composed, overrides)
+    composed([*overrides, "hparams.max_steps=7"])
     calls.clear()
-    shared = composed(choices, overrides)
+    shared = composed(overrides)
     assert calls == []
     expected = load_unchecked(loader, CONFIG_NAME, overrides)
     assert OmegaConf.to_yaml(shared) == OmegaConf.to_yaml(expected)
@@ -81,27 +82,25 @@ def test_a_shared_composition_is_the_one_that_hydra_makes(loader, loads, overrid
 @pytest.mark.parametrize("overrides", REFUSED, ids=" ".join)
 def test_a_shared_composition_fails_as_hydra_does(loader, loads, overrides):
     composed, _ = loads
-    choices = with_two(composed, [])
     with pytest.raises(Exception, match=r".") as expected:
         load_unchecked(loader, CONFIG_NAME, overrides)
     with pytest.raises(type(expected.value)) as shared:
-        composed(choices, overrides)
+        composed(overrides)
     assert str(shared.value) == str(expected.value)
     assert str(shared.value.__cause__) == str(expected.value.__cause__)
 
 
 def test_a_change_of_one_composition_is_not_in_the_next(loads):
     composed, _ = loads
-    choices = with_two(composed, [])
-    composed(choices, []).hparams.lr = 7.0
-    assert composed(choices, []).hparams.lr != 7.0
+    composed([]).hparams.lr = 7.0
+    assert composed([]).hparams.lr != 7.0
 
 
 def test_the_folder_of_the_process_is_the_one_of_now(loads, monkeypatch, tmp_path):
     composed, _ = loads
-    choices = with_two(composed, [])
+    composed([])
     monkeypatch.chdir(tmp_path)
-    assert composed(choices, []).hydra.runtime.cwd == str(tmp_path)
+    assert composed([]).hydra.runtime.cwd == str(tmp_path)
 
 
 def test_a_refused_composition_reads_its_options_twice(monkeypatch):
@@ -125,7 +124,7 @@ def test_an_option_edited_between_two_calls_of_the_library_is_seen(tmp_path):
     option.parent.mkdir()
     for decay in ("0.1", "0.2"):
         option.write_text(f"defaults: [wsd, _self_]\ndecay: '{decay}'\n")
-        for _ in range(3):
+        for _ in range(2):
             assert compose(["scheduler=mine"], config_dir=tmp_path).scheduler.decay == decay
         option.write_text("defaults: [wsd, _self_]\ndecya: 3\n")
         with pytest.raises(ConfigError, match="decya"):

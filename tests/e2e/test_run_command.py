@@ -46,7 +46,7 @@ COMMANDS = [
 
 
 def answers(run, folder, commands):
-    """What the commands answer, one after the other in a folder, without its path, times and speeds."""
+    """Run the commands one after the other; return stdout and stderr of each, without the folder, times and speeds."""
     said = []
     for module, words, code in commands:
         streams = [text.replace(str(folder), "FOLDER") for text in run(*words, module=module, code=code)]
@@ -76,7 +76,7 @@ def test_twenty_commands_in_one_process_answer_as_in_twenty(tmp_path_factory, ca
 
 
 def process_state():
-    """What a command may change of its process."""
+    """Return the state of the process that a command may change."""
     loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     return {
         "hydra": GlobalHydra.instance().is_initialized(),

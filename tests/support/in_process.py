@@ -1,4 +1,4 @@
-"""Commands of foundry within the test process: what `terminal.Shell.run` answers, without a process.
+"""Commands of foundry within the test process, with the answers of `terminal.Shell.run`.
 
 For commands that start no process and are not killed: refusals, pages of help, plans, reports, small runs. Everything
 that a command sets for its process is set back afterwards.
@@ -125,7 +125,7 @@ def _process_state():
 
 
 def _new_threads(before):
-    """Threads of Python, without those of torch."""
+    """Return the threads that Python has started since, without those of torch."""
     return [t for t in threading.enumerate() if t not in before and not isinstance(t, threading._DummyThread)]
 
 
@@ -175,7 +175,7 @@ def _python():
 
 
 def _modules():
-    """Forget modules of the command's folder, and put back those that ran as the main one."""
+    """Forget modules of the command's folder, and put back the one that ran as `__main__`."""
     before = dict(sys.modules)
 
     def restore():
