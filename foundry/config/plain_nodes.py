@@ -1,7 +1,8 @@
-"""Values of foundry's own parts that stand in plain mappings, where composition knows no schema: types and bounds.
+"""Types and bounds of settings in plain mappings: built-in parts that are chosen by `_target_`.
 
-Evaluators and trackers are chosen by a name of the user's own, and any part may stand inside of a user's own part. The
-schema is found by `_target_`. Unknown and missing arguments are the subject of `targets.py`.
+Evaluators and trackers have names that the user chooses, and a built-in part may be nested in a part of the user. No
+schema is composed for these mappings, so it is looked up by `_target_`. `targets.py` checks unknown and missing
+arguments.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,13 +30,13 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def check_plain_nodes(config: Config) -> Iterator[Violation]:
-    """Check the values of every part of foundry's own that stands in a plain mapping."""
+    """Check the settings of every built-in part in a plain mapping."""
     for item in fields(config):
         yield from _check_inside(getattr(config, item.name), item.name)
 
 
 def check_node(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
-    """Check the values of one mapping with a `_target_`; nothing is said about a part that is not foundry's own.
+    """Check the settings of one mapping with a `_target_`; yields nothing if that is not a built-in part.
 
     Args:
         node: the mapping, resolved.
@@ -68,7 +69,7 @@ def _check_inside(value: Any, key: str) -> Iterator[Violation]:
 
 
 def _check_sizes(config: Any, key: str) -> Iterator[Violation]:
-    """Hold the sizes of a transformers config to the bounds that foundry's own decoder has for them."""
+    """Check the sizes in a transformers config against the bounds of the built-in decoder."""
     for name, value in config.items() if isinstance(config, dict) else ():
         item = _sizes().get(str(name))
         if item is not None and value is not None and not isinstance(value, (dict, list)):
@@ -77,14 +78,14 @@ def _check_sizes(config: Any, key: str) -> Iterator[Violation]:
 
 @cache
 def _sizes() -> dict[str, "Field[Any]"]:
-    """Return the numbers of foundry's own decoder by their names here and in other systems."""
+    """Return the numeric fields of the built-in decoder, by name and by alias."""
     numbers = [item for item in fields(Transformer) if item.metadata.get("bounds") and item.type in (int, float)]
     return {name: item for item in numbers for name in (item.name, *item.metadata["aliases"].split(", ")) if name}
 
 
 @cache
 def _schemas() -> dict[str, list[type[Any]]]:
-    """Return the schemas of foundry's own parts by `_target_`; several may share one."""
+    """Return the schemas of built-in parts by `_target_`; several may share one."""
     found: dict[str, list[type[Any]]] = {}
     groups = [schema for group in GROUPS for schema in group_schemas(group).values()]
     for schema in [*groups, *schemas_in(own_evaluators), *schemas_in(own_trackers)]:
@@ -95,9 +96,9 @@ def _schemas() -> dict[str, list[type[Any]]]:
 
 
 def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) -> Iterator[Violation]:
-    """Check a value that a constructor is given as it is: unlike a schema's, it is not converted to the type."""
+    """Check a value that the constructor receives unconverted; a schema would convert the text 5 to a number."""
     if isinstance(value, str) and "${" in value:
-        return  # a text with braces, which assignment would take for an interpolation
+        return  # assignment would take it for an interpolation
     node = writable(schema)
     try:
         node[item.name] = value

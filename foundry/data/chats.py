@@ -37,9 +37,9 @@ from foundry.run_dir.names import TOKENIZER
 
 _COLUMNS = ("messages", "prompt", "completion")
 _FOR_TEMPLATE = ("tools", "chat_template_kwargs", "documents")
-"""Columns that chat templates of others are given beside the messages; foundry gives them the messages alone."""
+"""Columns that transformers passes to a chat template besides the messages; not supported here."""
 _WEIGHTS = ("weight", "train", "training", "train_detail")
-"""Keys of a message by which other programs learn an answer more, less, in part or not at all."""
+"""Keys by which other programs weight or mask an answer in the loss; not supported here."""
 log = logging.getLogger(__name__)
 
 
@@ -373,10 +373,10 @@ def _conversation_segments(num_trained: int | None, template: ChatTemplate, row:
 
 
 def check_template_columns(template: ChatTemplate, columns: Mapping[str, Any]) -> None:
-    """Refuse a row that the chat template would render with more than its messages.
+    """Refuse a row with tools or other variables for the chat template.
 
     Raises:
-        BadRowError: it has tools, or other variables for the template.
+        BadRowError: the row has one.
     """
     for name in _FOR_TEMPLATE:
         value = columns.get(name)

@@ -329,11 +329,11 @@ def _fresh_config(architecture: str, fields: dict[str, Any]) -> PreTrainedConfig
 
 
 def _wrong_numbers(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> Iterator[Violation]:
-    """Find numbers that no model can have, though transformers takes them: negative ones, and sizes of 0.
+    """Find negative numbers and sizes of 0, which transformers accepts and no model can have.
 
     Args:
-        usual: the config without these fields; what may be negative or 0 in it may be so here.
-        fields: of the user's; token ids may be any number.
+        usual: the config without these fields; a field is checked if its default is positive.
+        fields: fields that the user sets. Token ids are not checked.
     """
     for name, value in fields.items():
         other, is_size = getattr(usual, name, None), _SIZE.search(name) is not None
@@ -347,7 +347,7 @@ def _wrong_numbers(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> Iterat
 
 
 def _wrong_divisions(config: PreTrainedConfig) -> Iterator[Violation]:
-    """Find heads and experts that do not fit each other, of which a forward pass alone would fail."""
+    """Find numbers of heads and experts at which the first forward pass would fail."""
 
     def size(name: str) -> int | None:
         value = getattr(config, name, None)
@@ -398,10 +398,10 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _build_fresh(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model of a user's fields, some of which only its constructors refuse.
+    """Build a new model; its constructors refuse some fields, such as an unknown activation.
 
     Raises:
-        ConfigError: they do, such as for heads that do not divide the width.
+        ConfigError: they refuse a field.
     """
     try:
         return _build(config)

@@ -1,4 +1,4 @@
-"""Values of foundry's own parts that are chosen by `_target_` in a plain mapping have types and bounds."""
+"""Settings of built-in parts in plain mappings are checked by type and bounds."""
 
 from dataclasses import MISSING, fields
 

@@ -1,4 +1,4 @@
-"""`evaluation.evaluators`: settings of foundry's own evaluators, whose nodes are chosen by `_target_` and a name."""
+"""`evaluation.evaluators`: settings of the built-in evaluators, which are chosen by `_target_`."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -57,15 +57,15 @@ class ExactMatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Success:
-    """Episodes of a simulator in which a policy acts."""
+    """Success of a policy in simulated episodes."""
 
     _target_: str = "foundry.evaluators.success.Success"
     num_observations: int = setting(2, "observations that the policy is shown", ge=1, le=1024)
     episodes: int = setting(50, "episodes to run", ge=1, le=MOST_EPISODES)
-    at_a_time: int = setting(25, "episodes that share a forward pass, each in a simulator of its own", ge=1, le=10**6)
+    at_a_time: int = setting(25, "episodes that share a forward pass, with a simulator each", ge=1, le=10**6)
     first_episode: int = setting(0, "number of the first episode", ge=0, le=MOST_EPISODES - 1)
     draw: bool = setting(True, "draw the first episodes")
-    instruction_tokens: int | None = setting(None, "tokens of an instruction; null: the policy is told nothing", ge=1)
+    instruction_tokens: int | None = setting(None, "tokens of an instruction; null: none", ge=1)
     instruction: Told = setting(Told.own, "own: the episode's; other: another of the simulator's")
 
 

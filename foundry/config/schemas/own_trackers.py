@@ -1,4 +1,4 @@
-"""`tracking.trackers`: settings of foundry's own trackers, whose nodes are chosen by `_target_` and a name."""
+"""`tracking.trackers`: settings of the built-in trackers, which are chosen by `_target_`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ def _parse_mode(text: str) -> str:
     """Read the mode of Weights & Biases.
 
     Raises:
-        ValueError: there is no such mode.
+        ValueError: it is another text.
     """
     if text not in ("online", "offline"):
         raise ValueError(f"is {shown(text)} but must be online, offline or null")
