@@ -143,7 +143,7 @@ COLUMNS = [
 TITLES = {
     "SFT": "SFT of ragged conversations",
     "DPO": "DPO with the pass of the reference",
-    "GRPO": "GRPO, generated tokens",
+    "GRPO": "GRPO",
 }
 """Names of the methods in the short table."""
 

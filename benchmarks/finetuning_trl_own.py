@@ -5,12 +5,15 @@ python benchmarks/finetuning_trl_own.py JOB.json
 
 import json
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from meter import Meter
 
-from foundry import compose, run, trained
+from foundry import compose, run
+from foundry.columns import join_columns
 from foundry.data.order import GlobalOrder
 from foundry.parts import build_data
 
@@ -41,15 +44,14 @@ class Measured:
         """Likewise."""
 
 
-def time_reference(meter: Meter) -> None:
+def timing_reference(meter: Meter) -> AbstractContextManager[Any]:
     """Time the pass of the reference model over all pairs, which a run of DPO makes before its first step."""
-    join_columns = trained.join_columns
 
     def timed(*arguments: Any) -> Any:
         with meter.preparing():
             return join_columns(*arguments)
 
-    trained.join_columns = timed
+    return patch("foundry.trained.join_columns", timed)
 
 
 def write_order(job: dict[str, Any], file: Path) -> None:
@@ -82,8 +84,8 @@ def main() -> None:
         write_order(job, folder / "order.json")
         return
     measured = Measured(job["num_answers"])
-    time_reference(measured.meter)
-    run(compose(job["overrides"]), folder / "run", observers=[measured])
+    with timing_reference(measured.meter):
+        run(compose(job["overrides"]), folder / "run", observers=[measured])
     more = {"losses": measured.losses, "rewards": measured.rewards}
     measured.meter.write(folder / "measured.json", 0, **more)
 
