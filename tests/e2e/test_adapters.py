@@ -147,7 +147,7 @@ def test_plain_peft_loads_the_adapters_and_transformers_the_merged_model(base, a
     torch.testing.assert_close(merged, logits(run), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(beside, logits(run), atol=1e-5, rtol=1e-5)
     text = sampled(run, tmp_path / "drawn")
-    assert text != sampled(base, tmp_path / "drawn")
+    assert text != sampled(base, tmp_path / "of_base")
     assert greedy(model, tmp_path / "adapter") == text
     assert greedy(load(tmp_path / "merged"), tmp_path / "merged") == text
     one, other = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("adapter", "base"))
