@@ -145,9 +145,8 @@ class DataSplits:
             text = ChatTemplate(self.chat_template, variables).render(
                 [{"role": "user", "content": text}], for_answer=True
             )
-        from foundry.data.tokenizer import encode_texts
-
-        return encode_texts(self.tokenizer, [text])[0]
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its data: content, order, number of samples and digest of the tokenizer."""

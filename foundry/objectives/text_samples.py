@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.data.tokenizer import decode_tokens
 from foundry.objectives.generation import Continuation, Decoding, generate
 from foundry.objectives.picture_answers import PictureAnswers
 from foundry.run_dir.files import write_atomically
@@ -134,17 +133,15 @@ def continue_text(
     if size is not None:
         return _about_pictures(asked, found, data.tokenizer)
     pairs = zip(encoded, found, strict=True)
-    return TextSamples(
-        tuple(decode_tokens(data.tokenizer, [*tokens, *continuation.answer]) for tokens, continuation in pairs)
-    )
+    return TextSamples(tuple(data.tokenizer.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs))
 
 
 def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], tokenizer: Any) -> PictureAnswers:
     """The answers beside the first picture of each prompt."""
     return PictureAnswers(
         images=torch.stack([each.images[0] for each in asked if each.images is not None]),
-        questions=tuple(" ".join(decode_tokens(tokenizer, each.tokens[each.turn :]).split()) for each in asked),
-        answers=tuple(decode_tokens(tokenizer, each.answer) for each in found),
+        questions=tuple(" ".join(tokenizer.decode(each.tokens[each.turn :]).split()) for each in asked),
+        answers=tuple(tokenizer.decode(each.answer) for each in found),
         truths=tuple(each.answer for each in asked),
     )
 
