@@ -1,5 +1,6 @@
 """Tests are where the code is that they are about."""
 
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def test_a_file_of_tests_named_after_a_module_is_in_its_room():
         if folder.parts[:1] != () and folder.parts[0] not in ACROSS and folder not in places.get(name, {folder}):
             strayed.append(f"{path.relative_to(ROOT)}: {name}.py is in {sorted(map(str, places[name]))}")
     assert strayed == []
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Pytest imports them by name, and refuses a second file of the same name."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_what_warm_processes_have_imported_is_there():
