@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from support.tiny import TINY_LM
+from support.tiny import PLOTS, TINY_LM
 
 _RUN = """
 import sys
@@ -53,7 +53,7 @@ def test_the_page_of_help_imports_no_rule_no_launcher_and_no_sweeper():
 @pytest.mark.long
 @pytest.mark.parametrize("torchcompile", ["false", "auto"])
 def test_one_process_imports_neither_compiler_nor_sharding_and_draws_after_its_first_step(torchcompile, tmp_path):
-    overrides = [*TINY_LM, "tracking.mlflow=true", "tracking.log_every_n_steps=1"]
+    overrides = [*TINY_LM, *PLOTS, "tracking.mlflow=true", "tracking.log_every_n_steps=1"]
     overrides += [f"hparams.torchcompile={torchcompile}"]
     (tmp_path / "script.py").write_text(_RUN.format(later=LATER, overrides=overrides))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
