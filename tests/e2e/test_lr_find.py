@@ -51,7 +51,7 @@ def test_a_ramp_leaves_a_picture_numbers_and_a_line_to_copy(run_command):
         ),
     ],
 )
-def test_errors_say_what_to_do(run_command, overrides, message):
+def test_errors_say_what_to_do(run_command, lm, overrides, message):  # lm has filled the cache, which prints progress
     _, stderr = run_command(*TINY_LM, *overrides, "lr_find.stop_at=100", module="foundry.lr_find", code=2)
     assert stderr.startswith(message)
     assert stderr.count("\n") == 1
