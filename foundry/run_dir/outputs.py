@@ -34,9 +34,10 @@ def refusal(path: Path, *, own: str | None = None, is_earlier: Recognizer | None
     """
     if (run_dir := _reserving(path, own)) is not None:
         return f"is {path}, which is reserved for the files of {run_dir}; choose another path"
-    if not os.path.lexists(path):
+    place = _place(path)
+    if not os.path.lexists(place):
         return None
-    if is_earlier is not None and is_earlier(path):
+    if is_earlier is not None and is_earlier(place):
         return None
     kind = "exists" if is_earlier is None else "exists and is not an earlier output of this command"
     return f"is {path}, which {kind}; choose another path, or move it away"
@@ -50,7 +51,8 @@ def folder_refusal(folder: Path) -> str | None:
     """
     if (run_dir := _reserving(folder, None)) is not None:
         return f"is {folder}, which is reserved for the files of {run_dir}; choose another"
-    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+    place = _place(folder)
+    if os.path.lexists(place) and (not place.is_dir() or any(place.iterdir())):
         return f"is {folder}, which exists and is not an empty folder; choose another"
     return None
 
@@ -90,9 +92,14 @@ def _head(path: Path) -> bytes:
     return content
 
 
+def _place(path: Path) -> Path:
+    """Return the path that is written, also if `..` leads back from a folder that does not exist yet."""
+    return path.parent.resolve() / path.name
+
+
 def _reserving(path: Path, own: str | None) -> Path | None:
     """The run, plan or sweep directory whose own files a path would be among."""
-    place = path.parent.resolve() / path.name
+    place = _place(path)
     for folder in place.parents:
         first, *rest = place.relative_to(folder).parts
         is_own = first == names.PLOTS if rest else first == own

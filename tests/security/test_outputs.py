@@ -25,7 +25,15 @@ COMMANDS = {
     "diff picture": lambda run, path: diff(DiffOptions(run=run, against=run, picture=path)),
 }
 TAKEN = {
-    "eval out": ["run/config.yaml", "run/status.json", "run/checkpoints/x.json", "thesis.txt", "data.json", "link"],
+    "eval out": [
+        "run/config.yaml",
+        "run/status.json",
+        "run/checkpoints/x.json",
+        "thesis.txt",
+        "data.json",
+        "link",
+        "new/../thesis.txt",
+    ],
     "eval record": ["run", "run/checkpoints", "run/checkpoints/new", "run/.hydra", "films", "thesis.txt"],
     "sample out": ["thesis", "drawing", "run/checkpoints/x", "run/.hydra/x", "link/x/y"],
     "export out": ["run", "run/checkpoints/new", "run/transformers", "run/plots", "films", "thesis.txt", "link"],
