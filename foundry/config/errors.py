@@ -71,9 +71,12 @@ def contrast(was: object, now: object, show: Callable[[object], str] = shown) ->
     texts = show(was), show(now)
     if texts[0] != texts[1]:
         return texts
-    write = str if isinstance(was, str) and isinstance(now, str) else repr
-    whole = [visible(write(value)) for value in (was, now)]
-    if whole[0] == whole[1]:  # a secret is masked in both
+    are_texts = isinstance(was, str) and isinstance(now, str)
+    for write in (str, repr) if are_texts else (repr,):  # as text, a line break is a space
+        whole = [visible(write(value)) for value in (was, now)]
+        if whole[0] != whole[1]:
+            break
+    else:  # a secret is masked in both
         return texts
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False)))
     begin = max(0, same - _BEFORE_DIFFERENCE)

@@ -142,6 +142,7 @@ def compose_once(compose_with: Compose) -> None:
         if mode is None:  # Hydra adds this override for a run
             composed.hydra.mode = RunMode.RUN
             composed.hydra.overrides.hydra.append(_RUN)
+            _known.clear()  # one that nobody has asked for may be out of date
             _known[(config_name, *overrides, _RUN)] = composed
         return mode
 

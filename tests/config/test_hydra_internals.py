@@ -139,6 +139,7 @@ def test_a_page_is_written_without_composing_unless_something_else_is_asked_for(
 
 def test_a_run_is_composed_once_and_a_sweep_as_hydra_does_it(loader, monkeypatch):
     monkeypatch.setattr(hydra.Hydra, "get_mode", inspect.unwrap(hydra.Hydra.get_mode))
+    monkeypatch.setattr(internals, "_known", {})
     internals.compose_once(compose_with)
     application, overrides = GlobalHydra.instance().hydra, ["hparams.lr=0.125", "hydra.job.name=mine"]
     assert application.get_mode(CONFIG_NAME, overrides) is None

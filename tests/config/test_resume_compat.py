@@ -120,6 +120,8 @@ def test_settings_of_a_users_own_part_have_no_defaults():
         ([0.1] * 40 + [0.2] + [0.1] * 40, [0.1] * 40 + [0.3] + [0.1] * 40, ("0.2", "0.3")),
         ("a" * 99 + "b" + "c" * 99, "a" * 99 + "d" + "c" * 99, ("ab", "ad")),
         (1, 2, ("1", "2")),
+        ("a\nb", "a b", ("'a\\nb'", "'a b'")),
+        ("\u200b", "\\u200b", ("'\\u200b'", "'\\\\u200b'")),
     ],
 )
 def test_different_values_are_shown_differently(was, now, shown):
