@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
@@ -253,9 +254,12 @@ class Loader:
         return {name: tensor.pin_memory() for name, tensor in microbatch.items()} if self._pin_memory else microbatch
 
     def _read_ahead(self) -> Iterator[Microbatch]:
+        # Of a copy, which does not hold the iterator: in a cycle it would end with the next garbage collection, after
+        # its queues, and wait 5 s for each process.
+        position = copy(self)
         loader = DataLoader(
             cast(Any, self._reader),
-            batch_sampler=cast(Any, self._all_cuts()),
+            batch_sampler=cast(Any, position._all_cuts()),
             collate_fn=cast(Any, _identity),
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,

@@ -1,3 +1,6 @@
+import gc
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
@@ -72,6 +75,19 @@ def test_workers_read_the_same():
     ahead, here = loader(num_workers=2, per_gpu_batch_size=4), loader(per_gpu_batch_size=4)
     for _ in range(6):
         assert window_indices([ahead]) == window_indices([here])
+
+
+def test_processes_that_read_ahead_end_without_a_garbage_collection():
+    one = loader(num_workers=2)
+    gc.disable()
+    try:
+        one.next_window()
+        before = multiprocessing.active_children()
+        one.rewind(0)
+        assert len(before) == 2
+        assert not any(process.is_alive() for process in before)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("max_samples", [None, 10, 100])
