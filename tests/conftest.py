@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 from pathlib import Path
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items):
     """Folders whose files take longest come first, so that no test process waits long for the other's last file."""
     rooms = {name: place for place, name in enumerate(("slurm", "e2e", "parity", "distributed", "launch"))}
     items.sort(key=lambda item: rooms.get(item.path.parent.name, len(rooms)))
+
+
+def pytest_collection_finish():
+    """Collect garbage less often, and look at modules and tests no more: one tenth of the time of the suite."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def pytest_runtest_setup(item):

@@ -80,6 +80,7 @@ def save_beside_training(world, run_dir):
     return total, checkpointer.failed_saves
 
 
+@pytest.mark.long
 def test_collectives_of_training_continue_during_a_save(tmp_path):
     from foundry.checkpoint.folder import problems
     from foundry.run_dir.checkpoints import list_checkpoints

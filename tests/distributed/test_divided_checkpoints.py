@@ -112,6 +112,7 @@ def test_every_degree_reads_every_other_bit_for_bit(tmp_path):
             check_same(read(tmp_path, f"{name} of {other}"), saved[other])
 
 
+@pytest.mark.long
 def test_a_part_is_written_once(tmp_path):
     """What ranks hold alike, such as norms, has one writer, and files together are as large as the tensors."""
     import json

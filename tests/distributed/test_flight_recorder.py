@@ -50,6 +50,7 @@ def reduce_and_dump(world, folder):
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_the_ranks_files_say_which_collectives_each_has_begun(tmp_path):
     for soft, hard in spawn(reduce_and_dump, 2, tmp_path):

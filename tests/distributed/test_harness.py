@@ -20,6 +20,7 @@ def process_id(world):
     return os.getpid()
 
 
+@pytest.mark.long
 def test_calls_share_ranks_unless_fresh_ones_are_started():
     first = run_ranks(process_id, 2)
     assert run_ranks(process_id, 2) == first
@@ -53,13 +54,14 @@ def test_failure_reports_tracebacks_of_all_ranks(call):
         call(fail, 2, (0, 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "args", "message"),
     [
         (fail, ((1,),), "rank 1: Traceback.*ValueError: from rank 1"),
-        pytest.param(leave, (), "rank 1: ended without a word", marks=pytest.mark.long),
-        pytest.param(hang, (), "rank 1: nothing heard within 2 s", marks=pytest.mark.long),
-        pytest.param(return_lambda, (), "rank 0: Traceback.*[Pp]ickl", marks=pytest.mark.long),
+        (leave, (), "rank 1: ended without a word"),
+        (hang, (), "rank 1: nothing heard within 2 s"),
+        (return_lambda, (), "rank 0: Traceback.*[Pp]ickl"),
     ],
 )
 def test_next_call_after_a_failure_has_new_ranks(function, args, message):

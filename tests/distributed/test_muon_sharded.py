@@ -112,9 +112,8 @@ def different_tensors(world):
     return found
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 4]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_equal_gradients_give_equal_updates_bit_for_bit(num_ranks):
     for found in run_ranks(different_tensors, num_ranks):
         assert not any(found.values()), found

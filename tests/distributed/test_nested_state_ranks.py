@@ -80,7 +80,9 @@ def save_and_restore(world, root, config, kind):
     return wrong
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.long) if name == "hsdp" else name for name in LAYOUTS]
+)
 def test_it_is_restored_bit_for_bit(tmp_path, layout):
     world_size, *case = LAYOUTS[layout]
     assert run_ranks(save_and_restore, world_size, tmp_path, *case) == [[]] * world_size

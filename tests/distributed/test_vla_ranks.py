@@ -87,7 +87,7 @@ def check(world, grad_checkpointing, expected_answers, expected_loss, expected):
             torch.testing.assert_close(2 * found[name], gradient, rtol=1e-4, atol=1e-5, msg=message)
 
 
-@pytest.mark.parametrize("grad_checkpointing", [False, True])
+@pytest.mark.parametrize("grad_checkpointing", [pytest.param(False, marks=pytest.mark.long), True])
 def test_two_ranks_compute_what_one_process_does(grad_checkpointing):
     from foundry.parallel.gradient_sync import LocalSync
     from foundry.parallel.wrap import Parallel

@@ -54,7 +54,9 @@ def status(shell):
     [
         ("fail", [], 1, "ValueError: first line$", "in fail"),
         ("ask_for_memory", [], 1, MEMORY, "in ask_for_memory"),
-        ("kill_a_data_worker", ["data.num_workers=1"], 1, WORKER, "DataWorkerError"),
+        pytest.param(
+            "kill_a_data_worker", ["data.num_workers=1"], 1, WORKER, "DataWorkerError", marks=pytest.mark.long
+        ),
         pytest.param("hang", [], 74, STALLED, "in hang", marks=pytest.mark.long),  # waits for ten seconds
     ],
 )

@@ -110,10 +110,10 @@ def test_a_command_leaves_the_process_as_it_was(run_command, words, code):
 
 def test_a_module_of_one_folder_is_not_that_of_the_next(run_command):
     words = ["optimizer=sgd", "optimizer._target_=own.part", *RUN, "hydra.run.dir=run"]
-    for number in (1, 2):
-        (run_command.cwd / "own.py").write_text(f"def part(*, model, lr, **rest):\n    raise ValueError('{number}')\n")
-        _, stderr = run_command(*words[:-1], f"hydra.run.dir={number}", code=1)
-        assert stderr.rstrip().endswith(f"ValueError: {number}")
+    for text in ("one", "another"):  # Python takes a file of the same size and second for the same
+        (run_command.cwd / "own.py").write_text(f"def part(*, model, lr, **rest):\n    raise ValueError('{text}')\n")
+        _, stderr = run_command(*words[:-1], f"hydra.run.dir={text}", code=1)
+        assert stderr.rstrip().endswith(f"ValueError: {text}")
 
 
 def test_an_exit_code_that_is_not_expected_shows_the_output(run_command):

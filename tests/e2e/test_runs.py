@@ -214,6 +214,7 @@ def test_torchrun_is_one_run(cold_shell, alone):
     assert_one_run(cold_shell, *message, alone)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_slurm_step_is_one_run(shell, alone):
     step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}

@@ -102,7 +102,8 @@ FAULTS = {
 SOUND = {"four": 2.5, "fork": 2.5, "flood": 2.5, "sixsix": 3.0}
 
 
-@pytest.mark.parametrize("per_call", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("per_call", [4, 1])
 def test_whatever_an_own_environment_does_the_others_are_scored(own, caplog, per_call):
     node = {"_target_": own, "unit": 2, "weights": {"fits": 0.5}, "timeout_seconds": 2.0, "answers_per_call": per_call}
     judge = build_judge(node)

@@ -40,7 +40,16 @@ def started(kind):
     return Worker({"_target_": f"{__name__}.{kind.__name__}"}, timeout_seconds=30)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGTERM,
+        *(
+            pytest.param(number, marks=pytest.mark.long)
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+        ),
+    ],
+)
 def test_a_signal_that_stops_a_run_costs_no_answer_its_reward(signum):
     worker = started(Slow)
     process = worker._process

@@ -65,6 +65,7 @@ def test_a_config_error_comes_back_as_one():
     assert [violation.key for violation in caught.value.violations] == ["model.width", "seed"]
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_named():
     with pytest.raises(WorkerFailed, match=r"rank 1 failed: killed by SIGKILL: out of memory\?"):
         run_local(2, die_silently)

@@ -63,7 +63,10 @@ with Watchdog(0.6, rank=0, start_timeout_seconds={start}, when_started=lambda: d
 """
 
 
-@pytest.mark.parametrize(("start", "said", "setting"), [(30, "started\n", "timeout"), (0.3, "", "start_timeout")])
+@pytest.mark.parametrize(
+    ("start", "said", "setting"),
+    [pytest.param(30, "started\n", "timeout", marks=pytest.mark.long), (0.3, "", "start_timeout")],
+)
 def test_the_first_step_has_a_limit_of_its_own(start, said, setting):
     code = COMPILING.format(start=start)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)

@@ -13,6 +13,7 @@ from functools import cache
 import pytest
 import torch
 from parity_parts import differences, run_all, weights
+from support.examples import selection
 
 from foundry.parts import build_model
 
@@ -34,6 +35,10 @@ OPTIMIZERS = {
     "sgd": ["optimizer=sgd", "hparams.lr=0.1"],
 }
 TOLERANCES = {"muon": 2e-5, "adamw": 1e-5, "sgd": 1e-5}
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.long) if processes > 2 else name
+    for name, (processes, *_) in list(LAYOUTS.items())[1:]
+]
 CASES = [("lm", "muon")]
 LONG_CASES = [("lm", "sgd"), *((task, "adamw") for task in ("lm", "diffusion", "policy", "vlm", "vla"))]
 if os.environ.get("FOUNDRY_ALL_LAYOUTS"):
@@ -50,6 +55,8 @@ def trained(configure, tmp_path_factory):
     def train(task, optimizer):
         runs, jobs = {}, []
         for layout, (processes, microbatch, overrides) in LAYOUTS.items():
+            if processes > 2 and not selection.is_all:
+                continue
             config = configure(
                 task,
                 *overrides,
@@ -69,7 +76,7 @@ def trained(configure, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("task", "optimizer"), CASES)
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+@pytest.mark.parametrize("layout", OTHERS)
 def test_final_weights_agree(trained, task, optimizer, layout, record_property):
     first, other = weights(*trained(task, optimizer, "1 x 4")), weights(*trained(task, optimizer, layout))
     found, largest = differences(first, other)
@@ -84,7 +91,7 @@ def norms(run_dir):
     return {(line["step"], key): value for line in lines for key, value in line.items() if "_norm/" in key}
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+@pytest.mark.parametrize("layout", OTHERS)
 def test_norms_by_block_agree(trained, layout):
     expected = norms(trained("lm", "muon", "1 x 4")[1])
     assert {step for step, _ in expected} == {1, 10, 20}
@@ -96,7 +103,7 @@ def test_norms_by_block_agree(trained, layout):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+@pytest.mark.parametrize("layout", OTHERS)
 def test_averaged_weights_and_held_out_loss_agree(trained, layout):
     first, other = trained("diffusion", "adamw", "1 x 4"), trained("diffusion", "adamw", layout)
     assert differences(weights(*first, ema=True), weights(*other, ema=True))[0] < 1e-5

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from attacks import CANARY, SECRET, hydra_targets, places, spoilt, targets
+from attacks import CANARY, SECRET, places, spoilt, targets
 from safetensors.torch import load_file
 from support.composition import configure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry.config.command import command
-from foundry.config.errors import ConfigError
 from foundry.config.frozen import load_config
-from foundry.config.recorded import own_targets
-from foundry.config.store import GROUPS
 from foundry.export import ExportOptions, export
 from foundry.sample import SampleOptions, sample
 from foundry.train import train
@@ -55,24 +52,6 @@ def settings_of(run_dir):
 
 def write(run_dir, settings):
     (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
-
-
-def test_no_hostile_target_is_built(lm, tmp_path, ask):
-    canary, good, tried = tmp_path / "canary", settings_of(lm), 0
-    own = {target for group in GROUPS for target in own_targets(group)} | set(hydra_targets(good))
-    for name, attack in targets(canary).items():
-        for place, change in places(attack, name):
-            bad = spoilt(good, change)
-            write(lm, bad)
-            with pytest.raises(ConfigError) as refused:
-                load_config(lm)
-            message = str(refused.value)
-            assert all("trust=true" in line for line in message.splitlines()), place
-            assert message.count("\n") < 6, place
-            assert all(target in message for target in set(hydra_targets(bad)) - own), place
-            assert not canary.exists(), place
-            tried += 1
-    assert tried >= 500
 
 
 @pytest.mark.parametrize("name", COMMANDS)

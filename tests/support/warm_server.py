@@ -65,3 +65,4 @@ def _import_all():
 if str(Path(__file__).parents[1]) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     _import_all()
     gc.freeze()  # so that those who fork do not collect, and copy, all of it again
+    gc.set_threshold(10_000, 10, 10)

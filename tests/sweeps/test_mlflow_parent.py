@@ -88,6 +88,7 @@ def test_one_parent_from_the_first_job_to_the_last(sweep):
     assert parent().info.end_time == before.info.end_time, "nothing is left to do"
 
 
+@pytest.mark.long
 def test_a_picture_that_cannot_be_drawn_leaves_no_run_open(sweep, caplog):
     (sweep / "report.csv").mkdir()
     client, _ = store_of(sweep / "0").connect()

@@ -92,6 +92,7 @@ def message(sweep, *words):
     return [str(violation) for violation in refusals(jobs, results)]
 
 
+@pytest.mark.long
 def test_hundreds_of_wrong_jobs_are_one_line(sweep, option_reads):
     (line,) = message(sweep, "optimizer=adamw,sgd", "optimizer.momentum=range(0,0.0995,0.001)", "hparams.max_steps=9")
     assert len(option_reads) < 10  # per choice of options, and not per job

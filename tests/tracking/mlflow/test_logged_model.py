@@ -114,8 +114,7 @@ def test_what_cannot_be_exported_is_a_warning(events, with_database, caplog):
     assert not client.get_run(run_id).outputs.model_outputs
 
 
-def test_what_is_measured_later_goes_to_the_same_run_or_waits(events, with_database, black_hole):
-    uri = f"sqlite:///{with_database}/mlflow.db"
+def test_what_is_measured_later_goes_to_the_same_run(events, with_database):
     assert send_metrics(events.run_dir, {"eval/loss": 1.0}, step=3) is None, "the run is kept nowhere"
     tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
     tracker.on_start(events.start())
@@ -126,6 +125,14 @@ def test_what_is_measured_later_goes_to_the_same_run_or_waits(events, with_datab
     run = client_of(with_database).get_run(destination.run_id)
     assert (run.info.status, run.data.metrics["eval/loss"]) == ("FINISHED", 1.0)
 
+
+@pytest.mark.long
+def test_what_is_measured_later_waits_if_no_server_answers(events, with_database, black_hole):
+    uri = f"sqlite:///{with_database}/mlflow.db"
+    tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
+    tracker.on_start(events.start())
+    tracker.on_end(events.end())
+    destination = Destination.load(events.run_dir)
     replace(destination, uri=black_hole).save(events.run_dir)
     refused = send_metrics(events.run_dir, {"eval/loss": 2.0}, step=3)
     assert refused.startswith(f"MLflow: not sent: mlflow.json says {black_hole}, which is not {uri}")

@@ -52,6 +52,7 @@ def test_one_that_is_killed_is_started_anew_and_nothing_is_missed(events, with_d
     assert os.getpid() in processes._idle, "for the next run of this process"
 
 
+@pytest.mark.long
 def test_one_that_hangs_is_ended_and_what_it_was_given_is_sent_later(events, with_database, caplog):
     tracker, process = begun(events, finish_seconds=1.0, tags={"api_key": "hunter2hunter2"})
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()

@@ -1,0 +1,32 @@
+"""No group of a stranger's settings can name what is then built."""
+
+import random
+
+import pytest
+import yaml
+from attacks import CANARY, SECRET, hydra_targets, places, spoilt, targets
+from support.examples import examples
+
+from foundry.config.errors import ConfigError
+from foundry.config.frozen import load_config
+from foundry.config.recorded import own_targets
+from foundry.config.store import GROUPS
+
+
+def test_no_hostile_target_is_built(lm, tmp_path, monkeypatch):
+    monkeypatch.setenv(CANARY, SECRET)
+    canary, good = tmp_path / "canary", yaml.safe_load((lm / "config.yaml").read_text())
+    own = {target for group in GROUPS for target in own_targets(group)} | set(hydra_targets(good))
+    attempts = [(place, change) for name, attack in targets(canary).items() for place, change in places(attack, name)]
+    assert len(attempts) >= 500
+    for place, change in random.Random(0).sample(attempts, examples(len(attempts))):
+        bad = spoilt(good, change)
+        (lm / "config.yaml").write_text(yaml.safe_dump(bad))
+        with pytest.raises(ConfigError) as refused:
+            load_config(lm)
+        message = str(refused.value)
+        assert all("trust=true" in line for line in message.splitlines()), place
+        assert message.count("\n") < 6, place
+        assert all(target in message for target in set(hydra_targets(bad)) - own), place
+        assert SECRET not in message, place
+        assert not canary.exists(), place
