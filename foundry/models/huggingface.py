@@ -6,12 +6,11 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, masking_utils
@@ -20,9 +19,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.foreign import ForeignData
 from foundry.models.base_files import check_weights
 from foundry.models.base_sizes import bounded_modules, check_own_sizes, check_sizes
-from foundry.models.config_dropout import put, set_dropouts
+from foundry.models.config_dropout import find_wrong_dropouts, put, set_dropouts
 from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
@@ -35,10 +35,7 @@ from foundry.models.token_loss import TokenLoss, project_loss, read_loss
 from foundry.models.transformer import to_compute_dtype
 
 _PREFIX = "causal_lm."
-
-
-_REFUSALS = (ValueError, TypeError, RuntimeError, AssertionError, LookupError, AttributeError, ArithmeticError)
-"""Exceptions that constructors of transformers and torch raise at sizes and names that they cannot use."""
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _SIZE = re.compile(r"(size|dim|heads?|layers?|embd|positions|inner|rank|local_experts)$")
 _ROUTER_LOGITS = "output_router_logits"
 """Field by which configs of mixtures of experts ask for the auxiliary loss that balances the experts."""
@@ -89,6 +86,7 @@ class HuggingFaceCausalLM(nn.Module):
         else:
             hf_config = _folder_config(path, fields)
         _check_sizes(hf_config, vocab_size, max_seq_len)
+        _check_first_step(hf_config, fields, path)
         hf_config.use_cache = False
         self._asks_router_loss = bool(getattr(hf_config, _ROUTER_LOGITS, False))
         self._own_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
@@ -97,10 +95,7 @@ class HuggingFaceCausalLM(nn.Module):
             self._replaced[_ROUTER_LOGITS] = True
             setattr(hf_config, _ROUTER_LOGITS, False)
         self.config = hf_config
-        if path is None:
-            self.causal_lm = _build_fresh(hf_config)
-        else:
-            self.causal_lm = _load(path, hf_config) if read_weights else _build(hf_config)
+        self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(path, hf_config)
         self._stds: tuple[float, float] | None = None
         if path is None and init_std is not None:
             self._set_stds(init_std, init_std if embedding_init_std is None else embedding_init_std)
@@ -319,11 +314,9 @@ def _fresh_config(architecture: str, fields: dict[str, Any]) -> PreTrainedConfig
     _check_fields(default, architecture, fields)
     # The defaults are those of a large vocabulary.
     absent = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
-    try:
+    with ForeignData(_refuse_fields):
         config: PreTrainedConfig = AutoConfig.for_model(architecture, **{**absent, **fields})
-    except (*_REFUSALS, StrictDataclassError) as error:
-        raise _wrong_fields(error) from error
-    if wrong := [*_wrong_numbers(default, fields), *_wrong_divisions(config)]:
+    if wrong := list(_wrong_numbers(default, fields)):
         raise ConfigError(wrong)
     return config
 
@@ -346,21 +339,26 @@ def _wrong_numbers(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> Iterat
             yield Violation(f"model.config.{name}", f"{message}; the default is {shown(other)}")
 
 
-def _wrong_divisions(config: PreTrainedConfig) -> Iterator[Violation]:
-    """Find numbers of heads and experts at which the first forward pass would fail."""
+def _wrong_divisions(config: PreTrainedConfig, is_new: bool) -> Iterator[tuple[str, str]]:
+    """Yield names of numbers of heads and experts at which the first forward pass would fail, each with the reason.
+
+    Args:
+        config: of the model.
+        is_new: also compare heads with the width; configs of folders may leave out the width of a head.
+    """
 
     def size(name: str) -> int | None:
-        value = getattr(config, name, None)
+        value = vars(config).get(config.attribute_map.get(name, name))
         return value if isinstance(value, int) and value > 0 else None
 
-    def wrong(name: str, reason: str) -> Violation:
-        return Violation(f"model.config.{config.attribute_map.get(name, name)}", f"is {size(name)} but must {reason}")
+    def wrong(name: str, reason: str) -> tuple[str, str]:
+        return config.attribute_map.get(name, name), f"{size(name)} but must {reason}"
 
     width, heads, shared = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
     experts, chosen = size("num_local_experts"), size("num_experts_per_tok")
     if heads and shared and heads % shared:
         yield wrong("num_key_value_heads", f"divide the {heads} attention heads")
-    if width and heads and width % heads and not any("head_dim" in name for name in config.to_dict()):
+    if is_new and width and heads and width % heads and not any("head_dim" in name for name in config.to_dict()):
         yield wrong("num_attention_heads", f"divide the width of {width}")
     if experts and chosen and chosen > experts:
         yield wrong("num_experts_per_tok", f"be at most the number of experts, {experts}")
@@ -372,65 +370,47 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
         raise ConfigError(Violation("model.path", message))
     folder = str(Path(path).expanduser())
     check_sizes(Path(folder))
-    try:
+    with ForeignData(partial(_refuse_folder, path)):
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise ConfigError(Violation("model.path", f"{path!r}: {_one_line(error)}")) from error
+        if type(getattr(config, "vocab_size", None)) is not int:
+            raise ValueError(f"{config.model_type} has no vocab_size, so that it is no language model")
     _check_kernels(path, config)
     _check_quantisation(path, config)
     _check_fields(config, config.model_type, fields)
     if wrong := list(_wrong_numbers(config, fields)):
         raise ConfigError(wrong)
-    try:
+    with ForeignData(_refuse_fields):
         for name, value in fields.items():
             setattr(config, name, value)
         config.validate()
-    except (*_REFUSALS, StrictDataclassError) as error:
-        raise _wrong_fields(error) from error
     return config
 
 
-def _build(config: PreTrainedConfig) -> PreTrainedModel:
+def _build(path: str | None, config: PreTrainedConfig) -> PreTrainedModel:
     build: Any = AutoModelForCausalLM.from_config
-    with bounded_modules():
+    refuse = _refuse_fields if path is None else partial(_refuse_folder, path)
+    with ForeignData(refuse, *_OUT_OF_MEMORY), bounded_modules():
         model: PreTrainedModel = build(config, dtype=torch.float32, trust_remote_code=False)
     return model
-
-
-def _build_fresh(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a new model; its constructors refuse some fields, such as an unknown activation.
-
-    Raises:
-        ConfigError: they refuse a field.
-    """
-    try:
-        return _build(config)
-    except torch.OutOfMemoryError:
-        raise
-    except _REFUSALS as error:
-        raise _wrong_fields(error) from error
 
 
 def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     check_weights(Path(path).expanduser(), config)
     if isinstance(torch.empty(0), FakeTensor):
-        return _without_weights(config)
+        return _without_weights(path, config)
     load: Any = AutoModelForCausalLM.from_pretrained
     model: PreTrainedModel
-    try:
+    with ForeignData(partial(_refuse_folder, path), *_OUT_OF_MEMORY), bounded_modules():
         types = folder_types(Path(path).expanduser())
-        with bounded_modules():
-            model, loading = load(
-                str(Path(path).expanduser()),
-                config=config,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,  # any other file of weights is unpickled
-                output_loading_info=True,
-            )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(Violation("model.path", f"{path!r}: {_one_line(error)}")) from error
+        model, loading = load(
+            str(Path(path).expanduser()),
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # any other file of weights is unpickled
+            output_loading_info=True,
+        )
     if missing := sorted(loading["missing_keys"]):
         message = f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}"
         raise ConfigError(Violation("model.path", message))
@@ -446,9 +426,9 @@ def _integral_buffers(model: PreTrainedModel) -> set[str]:
     return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
 
 
-def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+def _without_weights(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a folder for a plan, which reads no weights: nothing is known of their values."""
-    model = _build(config)
+    model = _build(path, config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.empty_like(parameter))
@@ -494,6 +474,24 @@ def _check_sizes(config: PreTrainedConfig, vocab_size: int, max_seq_len: int) ->
         raise ConfigError(violations)
 
 
+def _check_first_step(config: PreTrainedConfig, fields: Mapping[str, Any], path: str | None) -> None:
+    """Refuse values with which a model can be built and fails in its first step.
+
+    Args:
+        config: of the model.
+        fields: fields that the user sets.
+        path: folder of the config; None for a new model.
+    """
+    violations = []
+    for name, reason in (*_wrong_divisions(config, is_new=path is None), *find_wrong_dropouts(config)):
+        if path is None or name in fields:
+            violations.append(Violation(f"model.config.{name}", f"is {reason}"))
+        else:
+            violations += _refuse_folder(path, f"{name} is {reason}").violations
+    if violations:
+        raise ConfigError(violations)
+
+
 def _attention_layers(config: Any) -> int:
     """How many of the layers attend; hybrids list the kind of each, recurrent ones under other names."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -509,13 +507,15 @@ def _matmul_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     return [*matrices, head] if head in embeddings else matrices
 
 
-def _wrong_fields(error: Exception) -> ConfigError:
-    reason = f"{type(error).__name__}: {_one_line(error)}"
+def _refuse_fields(reason: str) -> ConfigError:
     return ConfigError(Violation("model.config", f"has fields that transformers refuses: {reason}"))
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _refuse_folder(path: str, reason: str) -> ConfigError:
+    message = (
+        f"is {path}, from which transformers builds no model: {reason}; correct its files or choose another folder"
+    )
+    return ConfigError(Violation("model.path", message))
 
 
 def _near(name: str, known: Iterable[str]) -> str:
