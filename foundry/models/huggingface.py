@@ -4,7 +4,7 @@ import copy
 import difflib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -388,7 +388,7 @@ def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
 
 def _build(path: str | None, config: PreTrainedConfig) -> PreTrainedModel:
     build: Any = AutoModelForCausalLM.from_config
-    refuse = _refuse_fields if path is None else partial(_refuse_folder, path)
+    refuse: Callable[[str], ConfigError] = _refuse_fields if path is None else partial(_refuse_folder, path)
     with ForeignData(refuse, *_OUT_OF_MEMORY), bounded_modules():
         model: PreTrainedModel = build(config, dtype=torch.float32, trust_remote_code=False)
     return model
