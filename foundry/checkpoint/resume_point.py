@@ -53,7 +53,11 @@ class ResumePoint:
         return ForeignData(self._state_error)
 
     def _state_error(self, reason: str) -> ConfigError:
-        return ConfigError(Violation(_KEY, f"leads to {self.folder}, which holds no state of a run: {reason}"))
+        return ConfigError(
+            Violation(
+                _KEY, f"leads to {self.folder}, which holds no state of a run: {reason}; choose another checkpoint"
+            )
+        )
 
 
 def find_resume_point(resume: str, run_dir: Path, world: World) -> ResumePoint | None:
