@@ -78,9 +78,10 @@ def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
     if resume_point is None:
         seed_rng(config.hparams.seed + 1 + world.rank)
     else:
-        trainer.load_state_dict(resume_point.state)
-        trainer.source.load_tensors(read_source_tensors(resume_point.folder, world))
-        restore_rng(resume_point, world, config.hparams.seed)
+        with resume_point.reading():
+            trainer.load_state_dict(resume_point.state)
+            trainer.source.load_tensors(read_source_tensors(resume_point.folder, world))
+            restore_rng(resume_point, world, config.hparams.seed)
     if world.is_main:
         write_architecture(config, trained.unwrapped, setup.run_dir)
     return trainer, _describe(setup, trained, step=trainer.progress.steps)

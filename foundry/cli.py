@@ -25,7 +25,7 @@ from foundry.config.help import list_groups, write_page, write_sweep_page
 from foundry.config.hydra_internals import compose_once, take_over, write_help
 from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
-from foundry.launch.claim import Refused, run_job
+from foundry.launch.claim import Refused, describe_disk_error, run_job
 from foundry.launch.local import WorkerFailed, format_trace
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.log import log_to_file
@@ -114,5 +114,6 @@ def enter(task: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        sys.stderr.write(printable(format_trace(error)))
+        line = describe_disk_error(error)
+        sys.stderr.write(printable(format_trace(error)) if line is None else f"{line}\n")
         sys.exit(error.exit_code if isinstance(error, WorkerFailed) else 1)

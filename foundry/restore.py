@@ -16,6 +16,7 @@ from foundry.checkpoint.folder import CheckpointError, problems
 from foundry.checkpoint.tensors import load_weights, require_shapes
 from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation, format_reason, shown
+from foundry.config.foreign import ForeignData
 from foundry.config.frozen import load_config
 from foundry.config.schemas.data import Episodes, Tokenised
 from foundry.config.schemas.model import HuggingFace
@@ -24,7 +25,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.data.splits import DataSplits
 from foundry.data.statistics import Statistics
-from foundry.data.tokenizer import usual_end
+from foundry.data.tokenizer import count_ids, parse_tokenizer, usual_end
 from foundry.initial_model import find_base, read_base
 from foundry.models.initialisation import InitialModel, allocate
 from foundry.models.lora import add_adapters
@@ -272,15 +273,9 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
             return DataSplits(train=[], validation=[], fingerprint="", statistics=statistics)
         data: DataSplits = build_part(config, "data", seed=config.hparams.seed)
         return data
-    from tokenizers import Tokenizer
-
     tokens = _tokens_per_sample(run_dir / PLAN) if statistics is None else None
-    try:
-        tokenizer = Tokenizer.from_str(read_text(file))
-    except OSError as error:
-        raise ConfigError(Violation("run", f"{run_dir} cannot be read: {error}")) from None
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ConfigError(Violation("run", f"{file} is no tokenizer: {error}")) from None
+    with ForeignData(lambda reason: ConfigError(Violation("run", f"{file} is no tokenizer: {reason}"))):
+        tokenizer = parse_tokenizer(read_text(file))
     return DataSplits(
         train=[],
         validation=[],
@@ -323,7 +318,7 @@ def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
     except (OSError, DamagedFileError) as error:
         raise ConfigError(Violation("run", str(error))) from None
     stop, first = content["eos_token_id"], content.get("bos_token_id")
-    known = tokenizer.get_vocab_size(with_added_tokens=True)
+    known = count_ids(tokenizer)
     for item in stop if first is None else [*stop, first]:
         if type(item) is not int or not 0 <= item < known:
             raise ConfigError(Violation("run", f"{file} has {shown(item)}, which is no token of {TOKENIZER}"))

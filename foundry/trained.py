@@ -152,7 +152,8 @@ def build_trained(setup: Setup) -> Trained:
             restore_into(folder, parallel.model, ema, optimizers, trained_only=is_adapted, world=world)
         except CheckpointError as error:
             raise ConfigError(Violation("checkpoint.resume", str(error))) from error
-        schedule = reconcile(schedule, resume_point.state["schedule"], config.checkpoint.scheduler_on_resume)
+        with resume_point.reading():
+            schedule = reconcile(schedule, resume_point.state["schedule"], config.checkpoint.scheduler_on_resume)
     return Trained(
         unwrapped=model,
         base=base,

@@ -109,6 +109,8 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
     """
     from transformers import AutoTokenizer
 
+    from foundry.data.tokenizer import encode_texts
+
     try:
         load: Any = AutoTokenizer.from_pretrained
         # No length, of which the probe, that no model reads, would be said to have more than a small one.
@@ -116,7 +118,7 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
     except Exception as error:
         log.warning("transformers cannot load the tokenizer of %s: %s", out, " ".join(str(error).split()))
         return
-    if loaded.convert_tokens_to_ids(loaded.tokenize(_PROBE)) != tokenizer.encode(_PROBE, add_special_tokens=False).ids:
+    if loaded.convert_tokens_to_ids(loaded.tokenize(_PROBE)) != encode_texts(tokenizer, [_PROBE])[0]:
         message = "AutoTokenizer makes a %s of %s, which cuts words otherwise than the run did; load it by %s instead"
         log.warning(message, type(loaded).__name__, out, "PreTrainedTokenizerFast.from_pretrained")
 

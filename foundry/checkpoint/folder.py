@@ -117,6 +117,10 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
+_COUNTS = frozenset({"step", "samples", "tokens", "world_size", "format"})
+_FROM_ONE = frozenset({"world_size", "format"})
+
+
 def partial_path(run_dir: Path, step: int) -> Path:
     """Where a step's checkpoint is written before it is published."""
     return run_dir / CHECKPOINTS / f".{step_name(step)}.partial"
@@ -208,13 +212,22 @@ def read_manifest(folder: Path) -> Manifest:
     if checksum != found:
         raise DamagedError(f"{MANIFEST} does not have the checksum {checksum} that it names")
     known = {item.name: content[item.name] for item in fields(Manifest) if item.name in content}
-    if wrong := [name for name, kind in _TYPES.items() if name in known and not isinstance(known[name], kind)]:
+    if wrong := [name for name, value in known.items() if not _fits(name, value)]:
         raise CheckpointError(f"{MANIFEST} has no {wrong[0]} that foundry has written")
     try:
         known["files"] = {name: _parse_facts(name, facts) for name, facts in known.get("files", {}).items()}
         return Manifest(**known)
     except TypeError:
         raise CheckpointError(f"{MANIFEST} names no step") from None
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Return whether a field of a manifest has its type; whole numbers count something, so that none is negative."""
+    if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
+        return False
+    if name not in _COUNTS or not isinstance(value, int):
+        return True
+    return int(name in _FROM_ONE) <= value < 2**63
 
 
 def _check_format(content: Mapping[str, Any]) -> None:
@@ -232,7 +245,7 @@ def _parse_facts(name: str, facts: Any) -> FileFacts:
     if not name or name.startswith(".") or {"/", "\\", "\0"} & set(name) or name == MANIFEST:
         raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
     size, checksum = (facts.get(key) if isinstance(facts, dict) else None for key in ("bytes", "checksum"))
-    if not isinstance(size, int) or not isinstance(checksum, str):
+    if type(size) is not int or size < 0 or not isinstance(checksum, str):
         raise CheckpointError(f"{MANIFEST} does not say size and checksum of {name}")
     return FileFacts(size, checksum)
 

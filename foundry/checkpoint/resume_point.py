@@ -14,12 +14,13 @@ from foundry.checkpoint.folder import CheckpointError, Manifest, list_put_aside,
 from foundry.checkpoint.rng import seed_rng, set_rng_state
 from foundry.checkpoint.verification import damage_together, together, verify_newest
 from foundry.config.errors import ConfigError, Violation, contrast
+from foundry.config.foreign import ForeignData
 from foundry.config.resume_compat import REMEDY, Difference, differences
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
 from foundry.parallel.process_group import World
-from foundry.run_dir.checkpoints import MANIFEST, list_checkpoints, parse_step
+from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, list_checkpoints, parse_step
 from foundry.run_dir.files import UnsafeFileError, read_text
 from foundry.run_dir.names import CHECKPOINTS
 
@@ -46,6 +47,17 @@ class ResumePoint:
     def state(self) -> dict[str, Any]:
         """The trainer's state; what it lacks is a ConfigError when it is asked for."""
         return _Told({key: _told(value) for key, value in self.manifest.state.items()})
+
+    def reading(self) -> ForeignData:
+        """Return the context in which the state is read: what does not fit a run is a ConfigError."""
+        return ForeignData(self._state_error)
+
+    def _state_error(self, reason: str) -> ConfigError:
+        return ConfigError(
+            Violation(
+                _KEY, f"leads to {self.folder}, which holds no state of a run: {reason}; choose another checkpoint"
+            )
+        )
 
 
 def find_resume_point(resume: str, run_dir: Path, world: World) -> ResumePoint | None:
@@ -94,6 +106,9 @@ def _list_checkpoints(run_dir: Path) -> list[str]:
     """The names of those there are, or were; the folder must be the run's own, since checkpoints are deleted in it."""
     if (run_dir / CHECKPOINTS).is_symlink():
         raise UnsafeFileError(run_dir / CHECKPOINTS, "a symbolic link", "a folder of the run directory")
+    for path in (run_dir / CHECKPOINTS / name for name in (LATEST, BEST)):
+        if os.path.lexists(path) and not path.is_symlink():
+            raise UnsafeFileError(path, "a folder" if path.is_dir() else "a file", "a symbolic link to a checkpoint")
     return [folder.name for folder in (*list_checkpoints(run_dir), *list_put_aside(run_dir))]
 
 

@@ -49,7 +49,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """
     torch.set_rng_state(_decode(state["torch"]))
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate((version, tuple(internal), None if gauss is None else float(gauss)))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(_decode(state["cuda"]), device)
     if "numpy" in state:

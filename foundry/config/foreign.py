@@ -7,13 +7,16 @@ from typing import TypeGuard
 from foundry.config.errors import ConfigError, shortened, visible
 
 _LONGEST_REASON = 300
+# Messages of torch, C++ and the kernel about host memory; Python's MemoryError and numpy's are classes of their own.
+_HOST_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc", "std::bad_array_new_length", "Cannot allocate memory")
 
 
 class ForeignData:
     """Context in which any exception of the body becomes the error of a reader.
 
     No library lists the exceptions that damaged or hostile data can raise in it, so that none is named here. The body
-    is a call of the library and a check of its result, since an error of our own code would become a line, too.
+    is a call of the library and a check of its result, since an error of our own code would become a line, too. A
+    `RuntimeError` about memory passes: `memory_explained` says how to need less.
 
     Args:
         refuse: makes the error from the reason, which is one line.
@@ -33,6 +36,8 @@ class ForeignData:
         """Raise the reader's error in place of another one."""
         if isinstance(error, self._passes) or not (isinstance(error, Exception) or is_panic(error)):
             return
+        if isinstance(error, RuntimeError) and is_out_of_host_memory(error):
+            return
         raise self._refuse(reason_of(error)) from error
 
 
@@ -43,6 +48,11 @@ def reason_of(error: BaseException) -> str:
     message = shortened(visible(str(error)), _LONGEST_REASON)
     is_sentence = isinstance(error, (ValueError, OSError)) or type(error).__module__ != "builtins"
     return message if message and is_sentence else ": ".join(filter(None, (type(error).__name__, message)))
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Return whether torch or the system could not allocate host memory, which has no exception of its own."""
+    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _HOST_MEMORY)
 
 
 def is_panic(error: BaseException | None) -> TypeGuard[BaseException]:

@@ -15,6 +15,7 @@ from typing import Any, Self, cast
 import omegaconf.base
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigNode, ConfigStore
@@ -23,6 +24,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigSource
 from hydra.plugins.plugin import Plugin
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -210,6 +212,30 @@ def open_repository(
     except Exception as error:  # whatever Hydra, OmegaConf or a file system says of such a folder
         return repository, error
     return repository, None
+
+
+def answer_long_names() -> None:
+    """Have Hydra find no group and no option by a name that no file can have; calling it again changes nothing.
+
+    Hydra asks the file system for each key and each value of the command line, and passes on the OSError of its answer.
+    """
+    Plugins.instance()  # registers the sources, whose modules it loads anew
+    source = SourcesRegistry.instance().resolve("pkg")
+    for name in ("is_group", "is_config"):
+        original = require(source, name, "self", "config_path")
+        if not hasattr(original, "__wrapped__"):
+            setattr(source, name, _false_if_unusable(original))
+
+
+def _false_if_unusable(exists: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(exists)
+    def answer(self: ConfigSource, config_path: str) -> bool:
+        try:
+            return exists(self, config_path)
+        except OSError:
+            return False
+
+    return answer
 
 
 def require_loader(loader: ConfigLoader) -> ConfigLoaderImpl:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.foreign import ForeignData
-from foundry.data.tokenizer import config_value, tokenizer_file
+from foundry.data.tokenizer import config_value, encode_texts, tokenizer_file
 from foundry.run_dir.files import in_hub_cache, read_text
 from foundry.run_dir.names import CHAT_TEMPLATE
 
@@ -236,6 +236,6 @@ def resolve_stop_ids(template: ChatTemplate, tokenizer: Tokenizer, end: int) -> 
         answer = template.segments(example, num_trained=1)[-1].text
     except ValueError:  # a template that wants more of a conversation
         return (end,)
-    last = tokenizer.encode(answer, add_special_tokens=False).ids[-1:]
+    last = encode_texts(tokenizer, [answer])[0][-1:]
     special = [token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special]
     return tuple(dict.fromkeys([end, *(token for token in last if token in special)]))

@@ -25,6 +25,7 @@ from foundry.data.rows import Row, RowSplits
 from foundry.data.splits import Prompt
 from foundry.data.token_cache import ArrayWriter, batches, token_dtype
 from foundry.data.token_sequences import TokenArray
+from foundry.data.tokenizer import decode_tokens, encode_texts
 from foundry.run_dir.files import read_text
 
 IGNORED_TARGET = -100
@@ -202,7 +203,7 @@ class LastAnswers(Sequence[Prompt]):
         begin = int(before[-1]) + 1 if len(before) else 0
         said = np.flatnonzero(trained[:begin])
         turn = int(said[-1]) + 1 if len(said) else 0
-        answer: str = self._tokenizer.decode(tokens[begin:stop], skip_special_tokens=True)
+        answer = decode_tokens(self._tokenizer, tokens[begin:stop])
         return Prompt(tuple(tokens[:begin]), answer, index, turn=turn)
 
 
@@ -354,12 +355,12 @@ class _Encoder:
             texts = [self._texts(row) for row in batch]
             used = [found for found in texts if not isinstance(found, BadRowError)]
             flat = [text for found in used for example in found for text, _ in example]
-            ids = iter(self.tokenizer.encode_batch(flat, add_special_tokens=False))
+            ids = iter(encode_texts(self.tokenizer, flat))
             for row, found in zip(batch, texts, strict=True):
                 if isinstance(found, BadRowError):
                     yield row, found
                     continue
-                encoded = [[(next(ids).ids, is_trained) for _, is_trained in example] for example in found]
+                encoded = [[(next(ids), is_trained) for _, is_trained in example] for example in found]
                 yield row, self._joined(encoded)
 
     def _texts(self, row: Row) -> Sequence[Texts] | BadRowError:

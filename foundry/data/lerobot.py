@@ -7,7 +7,6 @@ are in these rows, or frames of videos. `meta/stats.json` is not read: statistic
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,12 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.foreign import ForeignData
 from foundry.config.lerobot import LeRobotInfo, read_info
 from foundry.data.cached_folder import cached_folder
 from foundry.data.episodes import Recording, episode_splits
 from foundry.data.file_digests import file_digests
+from foundry.data.nested import require_unique
 from foundry.data.pictures import decode_picture, fitted, video_frames
 from foundry.data.splits import DataSplits
 
@@ -32,6 +33,7 @@ _IMAGES = "images.npy"
 _TASKS, _TASK_INDEX = "meta/tasks.parquet", "task_index"
 _TASK_NAMES = ("task", "__index_level_0__")
 _ROWS_AT_A_TIME = 256
+_MOST_NUMBER, _MOST_FRAMES = 2**53, 2**60
 _TOLERANCE = 0.25
 """By how much of the time between two frames a picture may come earlier or later than its row says."""
 
@@ -198,11 +200,12 @@ def _read_tasks(info: LeRobotInfo, task_index: NDArray[Any]) -> dict[str, Any]:
         _refuse(info, f"has no {_TASKS}, which says what was to be done; leave out data.instruction_tokens")
     with _explained(info, file):
         table = pq.read_table(file)
-    # The text is the index of a table of pandas, to which some versions of LeRobot give no name.
-    name = next((name for name in _TASK_NAMES if name in table.column_names), None)
-    if name is None or _TASK_INDEX not in table.column_names:
-        _refuse(info, f"has no columns {_TASK_NAMES[0]} and {_TASK_INDEX} in {_TASKS}")
-    texts = dict(zip(table[_TASK_INDEX].to_pylist(), table[name].to_pylist(), strict=True))
+        # The text is the index of a table of pandas, to which some versions of LeRobot give no name.
+        name = next((name for name in _TASK_NAMES if name in table.column_names), None)
+        if name is None or _TASK_INDEX not in table.column_names:
+            _refuse(info, f"has no columns {_TASK_NAMES[0]} and {_TASK_INDEX} in {_TASKS}")
+        require_unique(table.schema, [name, _TASK_INDEX])
+        texts = dict(zip(table[_TASK_INDEX].to_pylist(), table[name].to_pylist(), strict=True))
     if not all(type(number) is int and isinstance(text, str) for number, text in texts.items()):
         _refuse(info, f"has tasks in {_TASKS} that are no texts with a number")
     tasks = sorted(set(texts.values()))
@@ -231,11 +234,9 @@ def _read_episodes(info: LeRobotInfo, video_key: str | None) -> _Episodes:
     for file in _episode_files(info):
         for batch in _batches(info, file, columns):
             for name in columns:
-                found[name] += batch.column(name).to_pylist()
+                found[name] += _numbers(info, name, batch.column(name))
     if not found["episode_index"]:
         _refuse(info, "has no episodes in meta/episodes")
-    if any(value is None or value < 0 for name in columns for value in found[name]):
-        _refuse(info, "does not say in meta/episodes where each episode is")
     order = np.argsort(np.array(found["episode_index"], dtype=np.int64), kind="stable").tolist()
     rows = [[found[name][row] for name in columns] for row in order]
     if [row[0] for row in rows] != list(range(len(rows))):
@@ -246,10 +247,30 @@ def _read_episodes(info: LeRobotInfo, video_key: str | None) -> _Episodes:
     videos = None
     if video_key is not None:
         videos = [_Place(info.video_file(video_key, row[4], row[5]), float(row[6])) for row in rows]
+    if sum(found["length"]) > _MOST_FRAMES:
+        _refuse(info, f"has {sum(found['length'])} frames in meta/episodes, more than {_MOST_FRAMES}")
     for file in (*files, *(place.file for place in videos or ())):
-        if not file.is_file():
+        with _explained(info, file):
+            is_there = file.is_file()
+        if not is_there:
             _refuse(info, f"has no {file.relative_to(info.folder)}, which meta/episodes names")
     return _Episodes(np.array([row[1] for row in rows], dtype=np.int64), files, videos)
+
+
+def _numbers(info: LeRobotInfo, name: str, column: pa.Array) -> list[Any]:
+    """Return a column of the table of episodes: whole numbers from 0 on, or seconds.
+
+    Raises:
+        ConfigError: it has another type, or a value that is missing, negative or not finite.
+    """
+    is_time = name.endswith("timestamp")
+    if not (pa.types.is_integer(column.type) or (is_time and pa.types.is_floating(column.type))):
+        kind = "numbers" if is_time else "whole numbers"
+        _refuse(info, f"has {name} of type {column.type} in meta/episodes, not {kind}")
+    values: list[Any] = column.to_pylist()
+    if not all(value is not None and 0 <= value < _MOST_NUMBER for value in values):
+        _refuse(info, f"does not say {name} of each episode in meta/episodes as a number from 0 on")
+    return values
 
 
 def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, int]) -> dict[str, NDArray[Any]]:
@@ -285,10 +306,10 @@ def _rows(
     """Some rows of the data files at a time, and which frame of all each of them is."""
     for file in episodes.files:
         for batch in _batches(info, file, ["episode_index", "frame_index", *columns]):
-            episode, frame = (
-                _vectors(info, name, batch.column(name), 1)[:, 0].astype(np.int64)
-                for name in ("episode_index", "frame_index")
-            )
+            places = [_vectors(info, name, batch.column(name), 1)[:, 0] for name in ("episode_index", "frame_index")]
+            if not np.isfinite(places).all():
+                _refuse(info, f"has frames in {file.name} without a number")
+            episode, frame = (place.astype(np.int64) for place in places)
             is_known = (episode >= 0) & (episode < len(episodes.lengths))
             if not is_known.all() or (frame < 0).any() or (frame >= episodes.lengths[episode]).any():
                 _refuse(info, f"has frames in {file.name} that meta/episodes does not know")
@@ -306,10 +327,8 @@ def _vectors(info: LeRobotInfo, name: str, column: pa.Array, width: int) -> NDAr
         values = values.flatten()
     if values.null_count or len(values) != len(column) * width:
         _refuse(info, f"has rows of {name} that have not {width} numbers")
-    try:
+    with ForeignData(lambda _: _wrong(info, f"has rows of {name} that are no numbers")):
         return np.asarray(values.to_numpy(zero_copy_only=False)).astype(np.float64).reshape(len(column), width)
-    except (ValueError, TypeError):
-        _refuse(info, f"has rows of {name} that are no numbers")
 
 
 def _fill(shape: tuple[int, ...], fill: Callable[[NDArray[np.uint8]], None], folder: Path) -> tuple[str, ...]:
@@ -367,24 +386,19 @@ def _batches(info: LeRobotInfo, file: Path, columns: list[str]) -> Iterator[pa.R
     with _explained(info, file), pq.ParquetFile(file) as parquet:
         if missing := [name for name in columns if name not in parquet.schema_arrow.names]:
             _refuse(info, f"has no column {missing[0]} in {file.relative_to(info.folder)}")
+        require_unique(parquet.schema_arrow, columns)
         yield from parquet.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns)
 
 
-@contextmanager
-def _explained(info: LeRobotInfo, file: Path) -> Iterator[None]:
-    """Say in a line which file of the folder pyarrow or the decoder cannot read.
+def _explained(info: LeRobotInfo, file: Path) -> ForeignData:
+    """Return the context in which pyarrow or the decoder reads a file of the folder; its errors are ConfigErrors."""
+    name = file.relative_to(info.folder)
+    return ForeignData(lambda reason: _wrong(info, f"has {name}, which cannot be read: {reason}"))
 
-    Raises:
-        ConfigError: instead of their errors.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (OSError, ValueError, pa.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
-        _refuse(info, f"has {file.relative_to(info.folder)}, which cannot be read: {reason}")
+
+def _wrong(info: LeRobotInfo, message: str) -> ConfigError:
+    return ConfigError(Violation("data.path", f"is {info.folder}, which {message}"))
 
 
 def _refuse(info: LeRobotInfo, message: str) -> NoReturn:
-    raise ConfigError(Violation("data.path", f"is {info.folder}, which {message}"))
+    raise _wrong(info, message)

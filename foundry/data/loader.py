@@ -20,6 +20,7 @@ from foundry.data.order import GlobalOrder
 from foundry.data.packing import Pack, deal, first_fit_decreasing
 from foundry.data.splits import BatchedDataset, Dataset, PackedDataset, PositionedDataset
 from foundry.training.protocols import Microbatch, Window
+from foundry.training.state_values import read_count
 
 _KEYED = "keyed"
 _REAP_SECONDS = 1.0
@@ -200,7 +201,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after `state["samples"]` samples, in the kind of order in which these were read."""
-        self.samples, self._skipped = int(state["samples"]), int(state["skipped"])
+        self.samples, self._skipped = read_count(state, "samples"), read_count(state, "skipped")
         # Runs of earlier versions have read datasets of any size by tables.
         self._reader.order.is_keyed &= state.get("order") == _KEYED
         self._ahead = None

@@ -30,6 +30,7 @@ from foundry.data.mixture import parts_of
 from foundry.data.rows import Row
 from foundry.data.splits import DataSplits, Prompt
 from foundry.data.token_cache import batches
+from foundry.data.tokenizer import encode_texts
 
 _FORMAT = 1
 _SHOWN = 5
@@ -183,9 +184,9 @@ class _Reader:
         for batch in batches(rows):
             rendered = [self._render(row) for row in batch]
             texts = [text for text, _ in filter(None, rendered)]
-            ids = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+            ids = iter(encode_texts(self.tokenizer, texts))
             for row, one in zip(batch, rendered, strict=True):
-                if one is not None and self._fits(row, tokens := next(ids).ids):
+                if one is not None and self._fits(row, tokens := next(ids)):
                     answer = one[1].get("answer")
                     yield Prompt(tuple(tokens), None if answer is None else str(answer), number, one[1])
                     number += 1

@@ -135,8 +135,11 @@ class DataSplits:
             as_chat: put it into the chat template, where there is one.
 
         Raises:
+            ConfigError: the tokenizer fails at it.
             ValueError: the template refuses it.
         """
+        from foundry.data.tokenizer import encode_texts
+
         if as_chat and self.chat_template is not None:
             from foundry.data.chat import ChatTemplate
 
@@ -145,8 +148,17 @@ class DataSplits:
             text = ChatTemplate(self.chat_template, variables).render(
                 [{"role": "user", "content": text}], for_answer=True
             )
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return encode_texts(self.tokenizer, [text])[0]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens.
+
+        Raises:
+            ConfigError: the tokenizer fails at them.
+        """
+        from foundry.data.tokenizer import decode_tokens
+
+        return decode_tokens(self.tokenizer, tokens)
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its data: content, order, number of samples and digest of the tokenizer."""

@@ -17,7 +17,14 @@ from foundry.data.corpus import Corpus
 from foundry.data.mixture import parts_of
 from foundry.data.reading_progress import ReadingProgress, utf8_bytes
 from foundry.data.token_sequences import TokenArray
-from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer, usual_end
+from foundry.data.tokenizer import (
+    END_OF_DOCUMENT,
+    count_ids,
+    encode_texts,
+    load_tokenizer,
+    train_tokenizer,
+    usual_end,
+)
 from foundry.run_dir.files import read_text
 from foundry.run_dir.names import TOKENIZER
 
@@ -147,11 +154,10 @@ class _Encoded(NamedTuple):
 
 def _encode(progress: ReadingProgress, tokenizer: Tokenizer, end: int, texts: Iterable[str], file: Path) -> _Encoded:
     """Write the tokens of all documents, each ended by the token `end`; a batch of documents at a time is in memory."""
-    documents, counts = 0, np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
+    documents, counts = 0, np.zeros(count_ids(tokenizer), np.int64)
     with ArrayWriter(file, token_dtype(tokenizer)) as writer:
         for batch in batches(progress.over(texts, utf8_bytes), size=len):
-            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-            tokens = np.array([token for encoding in encodings for token in (*encoding.ids, end)])
+            tokens = np.array([token for ids in encode_texts(tokenizer, batch) for token in (*ids, end)])
             counts += np.bincount(tokens, minlength=len(counts))
             writer.append(tokens)
             documents += len(batch)
@@ -160,7 +166,7 @@ def _encode(progress: ReadingProgress, tokenizer: Tokenizer, end: int, texts: It
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     """The smallest type that holds every token."""
-    return np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+    return np.dtype(np.uint16 if count_ids(tokenizer) <= 2**16 else np.uint32)
 
 
 class ArrayWriter:

@@ -1,13 +1,15 @@
 """Byte-level BPE tokenizers: trained on text, or read from a file or folder."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.foreign import ForeignData
 from foundry.run_dir.checkpoints import run_of
 from foundry.run_dir.files import in_hub_cache, read_text
 from foundry.run_dir.names import TOKENIZER
@@ -21,6 +23,8 @@ _DECLARATIONS = (
     ("config.json", "eos_token_id"),
 )
 _KEY = "data.tokenizer"
+_MOST_IDS = 2**32
+"""Ids of the tokenizers library are unsigned integers of 32 bits."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -63,23 +67,60 @@ def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
             f"{path!r} has no tokenizer.json; give the file or its folder, as AutoTokenizer.save_pretrained writes it"
         )
         raise ConfigError(Violation(_KEY, message))
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more specific
-        message = f"{str(file)!r} is not a tokenizer.json of the tokenizers library: {' '.join(str(error).split())}"
-        raise ConfigError(Violation(_KEY, message)) from error
     declared = _declared_end(file.parent) if file.name == "tokenizer.json" else None
-    if declared is not None:
-        end = _resolve_id(tokenizer, declared, file.parent)
-    else:
-        if usual_end(tokenizer) is None:
+    with ForeignData(partial(_refuse_file, file)):
+        tokenizer = parse_tokenizer(file.read_text(encoding="utf-8"))
+        if declared is None and usual_end(tokenizer) is None:
             tokenizer.add_special_tokens([END_OF_DOCUMENT])
-        usual = usual_end(tokenizer)
-        assert usual is not None
-        end = usual
-    model_entries = config_value(file.parent / "config.json", "vocab_size")
-    _check_entries(tokenizer.get_vocab_size(), vocab_size, path, model_entries)
+        end = usual_end(tokenizer) if declared is None else _resolve_id(tokenizer, declared, file.parent)
+    assert end is not None
+    _check_entries(tokenizer, vocab_size, path, config_value(file.parent / "config.json", "vocab_size"))
     return tokenizer, end
+
+
+def parse_tokenizer(content: str) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json, which neither truncates nor pads: samples have lengths of their own.
+
+    Call it inside `ForeignData`: the library raises plain exceptions and panics.
+    """
+    tokenizer = Tokenizer.from_str(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def count_ids(tokenizer: Tokenizer) -> int:
+    """Return the highest id plus 1: the entries of an embedding, more than the tokens if ids are left out."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of each text, without those that a tokenizer puts around a text.
+
+    Raises:
+        ConfigError: the tokenizer fails at one of the texts.
+    """
+    with ForeignData(partial(_refuse_use, "encode a text")):
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def decode_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Return the text of tokens, without special tokens.
+
+    Raises:
+        ConfigError: the tokenizer fails at them.
+    """
+    with ForeignData(partial(_refuse_use, "decode tokens")):
+        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def _refuse_file(file: Path, reason: str) -> ConfigError:
+    return ConfigError(Violation(_KEY, f"is {file}, which is no tokenizer of the tokenizers library: {reason}"))
+
+
+def _refuse_use(action: str, reason: str) -> ConfigError:
+    return ConfigError(Violation(_KEY, f"cannot {action}: {reason}; choose another tokenizer"))
 
 
 def tokenizer_file(path: str) -> Path:
@@ -102,10 +143,8 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
     """
     if not (file := run_of(weights) / TOKENIZER).is_file():
         return
-    try:
-        own = Tokenizer.from_str(read_text(in_hub_cache(file)))
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ConfigError(Violation(_KEY, f"{file} is no tokenizer: {' '.join(str(error).split())}")) from None
+    with ForeignData(partial(_refuse_file, file)):
+        own = parse_tokenizer(read_text(in_hub_cache(file)))
     if _content(own) == _content(tokenizer):
         return
     own.add_special_tokens([END_OF_DOCUMENT])  # which data adds where a tokenizer has no end of a document
@@ -162,20 +201,24 @@ def _resolve_id(tokenizer: Tokenizer, end: str | int, folder: Path) -> int:
     if isinstance(end, str):
         token = tokenizer.token_to_id(end)
     else:
-        token = end if end >= 0 and tokenizer.id_to_token(end) is not None else None
+        token = end if 0 <= end < _MOST_IDS and tokenizer.id_to_token(end) is not None else None
     if token is None:
         message = f"is {folder}, which declares {end!r} to end a sequence, which is no token of its tokenizer.json"
         raise ConfigError(Violation(_KEY, message))
     return token
 
 
-def _check_entries(entries: int, vocab_size: int, path: str, known: Any) -> None:
+def _check_entries(tokenizer: Tokenizer, vocab_size: int, path: str, known: Any) -> None:
+    entries = count_ids(tokenizer)
+    count = f"{entries} entries"
+    if entries > tokenizer.get_vocab_size():
+        count += f" ({tokenizer.get_vocab_size()} tokens with ids up to {entries - 1})"
     if isinstance(known, int) and entries > known:
         message = (
-            f"{path!r} has a tokenizer of {entries} entries but a model of {known}; give the model as many with "
+            f"{path!r} has a tokenizer of {count} but a model of {known}; give the model as many with "
             f"transformers' resize_token_embeddings({entries}), or choose another data.tokenizer"
         )
         raise ConfigError(Violation(_KEY, message))
     if entries > vocab_size:
-        message = f"is {vocab_size} but data.tokenizer={path!r} has {entries} entries; set data.vocab_size={entries}"
+        message = f"is {vocab_size} but data.tokenizer={path!r} has {count}; set data.vocab_size={entries}"
         raise ConfigError(Violation("data.vocab_size", message))

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from foundry import stop_signals
-from foundry.config.errors import shortened, shown
+from foundry.config.errors import shortened, shown, visible
+from foundry.config.foreign import ForeignData
 from foundry.environments.protocol import Answer
 
 _START_SECONDS = 600.0
@@ -22,6 +23,8 @@ _START_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
 """Between two looks at whether the process is still there."""
 _LONGEST_MESSAGE = 300
+_LONGEST_REPLY = 2**26
+"""Bytes; an environment that writes into the connection without an end would take all memory."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -51,6 +54,7 @@ class Worker:
     def __init__(self, node: Mapping[str, Any], timeout_seconds: float) -> None:
         self._node, self._timeout = dict(node), timeout_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._requests = 0
         self._start()
 
     def score(self, answers: Sequence[Answer]) -> list[dict[str, float | None]]:
@@ -65,8 +69,8 @@ class Worker:
         reply = self._ask({"answers": [vars(answer) for answer in answers]}, self._timeout, slow)
         if "raised" in reply:
             raise FaultError("raised", reply["raised"])
-        scores: list[dict[str, float | None]] = reply["scores"]
-        return scores
+        with ForeignData(self._disturbed):
+            return _checked(reply["scores"], len(answers))
 
     def close(self) -> None:
         """End the process, and those that it has started."""
@@ -98,7 +102,9 @@ class Worker:
         assert process is not None
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
+            self._requests += 1
+            numbered = {**request, "number": self._requests}
+            process.stdin.write(json.dumps(numbered, default=str).encode() + b"\n")
             process.stdin.flush()
             line = self._read_line(time.monotonic() + seconds)
         except BrokenPipeError:
@@ -106,10 +112,17 @@ class Worker:
         except TimeoutError:
             self.close()
             raise FaultError("timed_out", slow) from None
+        if len(line) > _LONGEST_REPLY:
+            raise self._disturbed(f"more than {_LONGEST_REPLY} bytes")
         if not line.endswith(b"\n"):
             raise FaultError("died", f"{self._ended()} in the environment's process")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        with ForeignData(self._disturbed):
+            return _parse_reply(line, self._requests)
+
+    def _disturbed(self, reason: str) -> FaultError:
+        """End the process, whose connection holds something else than a reply: the next one might, too."""
+        self.close()
+        return FaultError("died", f"wrote into the connection of the environment's process ({reason})")
 
     def _ended(self) -> str:
         """End the process, which answers no more; what has become of it."""
@@ -130,10 +143,10 @@ class Worker:
         """
         assert self._process is not None
         assert self._process.stdout is not None
-        line, stream = b"", self._process.stdout.fileno()
+        line, stream = bytearray(), self._process.stdout.fileno()
         with selectors.DefaultSelector() as selector:
             selector.register(stream, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
+            while not line.endswith(b"\n") and len(line) <= _LONGEST_REPLY:
                 left = deadline - time.monotonic()
                 if selector.select(max(0.0, min(left, _LOOK_SECONDS))):
                     part = os.read(stream, 2**16)
@@ -144,7 +157,19 @@ class Worker:
                     raise TimeoutError
                 elif self._process.poll() is not None:  # what it has started may hold the pipe
                     break
-        return line
+        return bytes(line)
+
+
+def _parse_reply(line: bytes, number: int) -> dict[str, Any]:
+    """Return the reply to the request of this number.
+
+    Raises:
+        ValueError: the line is another one.
+    """
+    reply = json.loads(line)
+    if not isinstance(reply, dict) or reply.get("number") != number:
+        raise ValueError(f"{shown(reply)} is no reply to request {number}")
+    return {**reply, "raised": visible(str(reply["raised"]))} if "raised" in reply else reply
 
 
 def _serve() -> None:
@@ -160,10 +185,10 @@ def _serve() -> None:
     sys.path[:] = first["path"]
     own = os.getpid()
 
-    def reply(content: Mapping[str, Any]) -> None:
+    def reply(number: int, **content: Any) -> None:
         if os.getpid() != own:  # the environment has forked, and both have come back
             os._exit(0)
-        replies.write(json.dumps(content) + "\n")
+        replies.write(json.dumps({"number": number, **content}) + "\n")
         replies.flush()
 
     try:
@@ -173,15 +198,16 @@ def _serve() -> None:
         if not callable(getattr(environment, "score", None)):
             raise TypeError(f"{first['node']['_target_']} has no method score(answers)")
     except BaseException as error:  # sys.exit() and the like are an environment's fault as any other
-        reply({"raised": _described(error)})
+        reply(first["number"], raised=_described(error))
         return
-    reply({"ready": True})
+    reply(first["number"], ready=True)
     for line in requests:
+        request = json.loads(line)
         try:
-            answers = [Answer(**answer) for answer in json.loads(line)["answers"]]
-            reply({"scores": _checked(environment.score(answers), len(answers))})
+            answers = [Answer(**answer) for answer in request["answers"]]
+            reply(request["number"], scores=_checked(environment.score(answers), len(answers)))
         except BaseException as error:
-            reply({"raised": _described(error)})
+            reply(request["number"], raised=_described(error))
 
 
 def _checked(scores: Any, count: int) -> list[dict[str, float | None]]:
@@ -194,6 +220,8 @@ def _checked(scores: Any, count: int) -> list[dict[str, float | None]]:
     if not is_list or not all(isinstance(one, Mapping) for one in scores):
         wanted = "a list of one mapping" if count == 1 else f"a list of {count} mappings"
         raise TypeError(f"score(answers) returned {shown(scores)}, not {wanted} from names to numbers")
+    if wrong := [name for one in scores for name in one if not str(name).isprintable()]:
+        raise TypeError(f"score(answers) returned the name {shown(wrong[0])}, which cannot be printed")
     return [{str(name): _number(name, value) for name, value in one.items()} for one in scores]
 
 
@@ -221,7 +249,7 @@ def _end_first() -> None:
 
 
 def _described(error: BaseException) -> str:
-    message = shortened(" ".join(str(error).split()), _LONGEST_MESSAGE)
+    message = shortened(visible(str(error)), _LONGEST_MESSAGE)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

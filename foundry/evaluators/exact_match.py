@@ -11,6 +11,7 @@ from torch import nn
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH_METRICS, reward_metric_names
 from foundry.data.splits import DataSplits, Prompt
+from foundry.data.tokenizer import decode_tokens
 from foundry.environments.judge import Judge
 from foundry.environments.protocol import Answer
 from foundry.evaluators.torch_metrics import TorchMetrics
@@ -97,7 +98,7 @@ class ExactMatch:
                         images=seen or None,
                     )
                 if world.leads_share:
-                    texts = [self._data.tokenizer.decode(one.answer, skip_special_tokens=True) for one in found]
+                    texts = [decode_tokens(self._data.tokenizer, one.answer) for one in found]
                     measured += self._measured(prompts, found, texts, context)
                     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start):
                         if prompt.answer is not None:
@@ -136,7 +137,7 @@ class ExactMatch:
         if self._judge is None:
             return measured
         answers = [
-            Answer(text, tokenizer.decode(prompt.tokens), prompt.own_columns, not continuation.is_ended)
+            Answer(text, decode_tokens(tokenizer, prompt.tokens), prompt.own_columns, not continuation.is_ended)
             for prompt, text, continuation in zip(prompts, texts, found, strict=True)
         ]
         for one, judgement in zip(measured, self._judge.judge(answers, context.beat), strict=True):

@@ -1,5 +1,6 @@
 """Taking a directory for a run, a plan or a sweep, and giving it back as it was where the command is refused."""
 
+import errno
 import os
 import unicodedata
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from foundry.run_dir.files import UnsafeFileError, open_regular, replaced_atomic
 from foundry.run_dir.lock import LOCK, is_held
 from foundry.run_dir.marker import MARK, is_ours, mark
 from foundry.run_dir.names import CONFIG, LOG, PLAN, STATUS, TOKENIZER
+from foundry.run_dir.redact import one_line
 
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _HYDRA_FILES = ("config.yaml", "hydra.yaml", "overrides.yaml")
 _OWN_FILES = (LOCK, MARK, CONFIG, PLAN, TOKENIZER)
 
@@ -171,7 +174,10 @@ def run_job(
     given, key = _resolve_directory(config, job_dir_key, job_subdir_key)
     log_name = f"{config.hydra.job.name}.log"
     with claimed(given, key, output_subdir=config.hydra.output_subdir, log_name=log_name) as taken:
-        result = run()
+        try:
+            result = run()  # an error of the job is in the result
+        except OSError as error:
+            raise _unusable(taken.folder, key, error) from error
     if isinstance(error_of(result), ConfigError) and not (taken.folder / STATUS).exists():
         taken.release()
     return result
@@ -194,6 +200,15 @@ def _content(path: Path, *, max_bytes: int | None = None) -> bytes | None:
             return content
     except FileNotFoundError:
         return None
+
+
+def describe_disk_error(error: BaseException) -> str | None:
+    """Return a line about a disk that takes no more files, whichever file came first; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _OF_THE_DISK:
+        return None
+    place = "the run" if error.filename is None else one_line(os.fsdecode(error.filename))
+    remedy = "free some space, or choose a folder on another disk with hydra.run.dir or data.cache_dir"
+    return f"{place} cannot be written: {error.strerror}; {remedy}"
 
 
 def _unusable(folder: Path, key: str, error: Exception) -> ConfigError:

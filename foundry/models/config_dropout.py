@@ -1,12 +1,13 @@
 """Dropout of transformers models: the fields of their configs, which each architecture names in its own way."""
 
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, shown
 
 _DROPOUT = re.compile("drop")
 _ATTENTION = re.compile("attention|attn")
@@ -42,6 +43,14 @@ def set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str
         for name in own:
             had[name] = put(config, name, value)
     return had
+
+
+def find_wrong_dropouts(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
+    """Yield the dotted names of fields that are no probabilities, each with the reason."""
+    for name in _fields(config):
+        value = operator.attrgetter(name)(config)
+        if not 0 <= value <= 1:
+            yield name, f"{shown(value)} but must be a probability from 0 to 1"
 
 
 def put(config: PreTrainedConfig, name: str, value: Any) -> Any:

@@ -1,27 +1,23 @@
 """Any causal language model of transformers, behind the forward pass that objectives expect."""
 
 import copy
-import difflib
 import inspect
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, masking_utils
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, masking_utils
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.foreign import ForeignData
 from foundry.models.base_files import check_weights
-from foundry.models.base_sizes import bounded_modules, check_own_sizes, check_sizes
+from foundry.models.base_sizes import bounded_modules
 from foundry.models.config_dropout import put, set_dropouts
 from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
@@ -29,17 +25,14 @@ from foundry.models.initialisation import draw_weights, matrix_draws, resolve_st
 from foundry.models.keyed_draws import Draw
 from foundry.models.kv_cache import Cache
 from foundry.models.plain_head import has_plain_head
-from foundry.models.stored_types import REMEDY, find_quantisation, find_wrong_types, folder_types
+from foundry.models.stored_types import REMEDY, find_wrong_types, folder_types
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs, read_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss, read_loss
 from foundry.models.transformer import to_compute_dtype
+from foundry.models.transformers_config import refuse_fields, refuse_folder, resolve_config
 
 _PREFIX = "causal_lm."
-
-
-_REFUSALS = (ValueError, TypeError, RuntimeError, AssertionError, LookupError, AttributeError, ArithmeticError)
-"""Exceptions that constructors of transformers and torch raise at sizes and names that they cannot use."""
-_SIZE = re.compile(r"(size|dim|heads?|layers?|embd|positions|inner|rank|local_experts)$")
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _ROUTER_LOGITS = "output_router_logits"
 """Field by which configs of mixtures of experts ask for the auxiliary loss that balances the experts."""
 
@@ -82,13 +75,9 @@ class HuggingFaceCausalLM(nn.Module):
         logprob_tile_tokens: int = 0,
     ) -> None:
         super().__init__()
-        fields = dict(config or {})
-        check_own_sizes(fields)
-        if path is None:
-            hf_config = _fresh_config(architecture, {"vocab_size": vocab_size, **fields})
-        else:
-            hf_config = _folder_config(path, fields)
-        _check_sizes(hf_config, vocab_size, max_seq_len)
+        hf_config = resolve_config(
+            path, architecture, dict(config or {}), vocab_size=vocab_size, max_seq_len=max_seq_len
+        )
         hf_config.use_cache = False
         self._asks_router_loss = bool(getattr(hf_config, _ROUTER_LOGITS, False))
         self._own_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
@@ -97,10 +86,7 @@ class HuggingFaceCausalLM(nn.Module):
             self._replaced[_ROUTER_LOGITS] = True
             setattr(hf_config, _ROUTER_LOGITS, False)
         self.config = hf_config
-        if path is None:
-            self.causal_lm = _build_fresh(hf_config)
-        else:
-            self.causal_lm = _load(path, hf_config) if read_weights else _build(hf_config)
+        self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(path, hf_config)
         self._stds: tuple[float, float] | None = None
         if path is None and init_std is not None:
             self._set_stds(init_std, init_std if embedding_init_std is None else embedding_init_std)
@@ -310,127 +296,31 @@ def _to_compute_dtype(module: nn.Module, args: tuple[Any, ...], output: Tensor) 
     return to_compute_dtype(output)
 
 
-def _fresh_config(architecture: str, fields: dict[str, Any]) -> PreTrainedConfig:
-    known = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
-    if architecture not in known:
-        message = f"{architecture!r} is not a causal language model of transformers{_near(architecture, known)}"
-        raise ConfigError(Violation("model.architecture", message))
-    default = CONFIG_MAPPING[architecture]()
-    _check_fields(default, architecture, fields)
-    # The defaults are those of a large vocabulary.
-    absent = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
-    try:
-        config: PreTrainedConfig = AutoConfig.for_model(architecture, **{**absent, **fields})
-    except (*_REFUSALS, StrictDataclassError) as error:
-        raise _wrong_fields(error) from error
-    if wrong := [*_wrong_numbers(default, fields), *_wrong_divisions(config)]:
-        raise ConfigError(wrong)
-    return config
-
-
-def _wrong_numbers(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> Iterator[Violation]:
-    """Find negative numbers and sizes of 0, which transformers accepts and no model can have.
-
-    Args:
-        usual: the config without these fields; a field is checked if its default is positive.
-        fields: fields that the user sets. Token ids are not checked.
-    """
-    for name, value in fields.items():
-        other, is_size = getattr(usual, name, None), _SIZE.search(name) is not None
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not name.endswith("token_id")
-        is_usually_more = isinstance(other, (int, float)) and other > 0
-        if not is_number or not (is_usually_more or (other is None and is_size)):
-            continue
-        if value < 0 or (value == 0 and is_size):
-            message = f"is {shown(value)} but must be {'at least 1' if is_size else '0 or more'}"
-            yield Violation(f"model.config.{name}", f"{message}; the default is {shown(other)}")
-
-
-def _wrong_divisions(config: PreTrainedConfig) -> Iterator[Violation]:
-    """Find numbers of heads and experts at which the first forward pass would fail."""
-
-    def size(name: str) -> int | None:
-        value = getattr(config, name, None)
-        return value if isinstance(value, int) and value > 0 else None
-
-    def wrong(name: str, reason: str) -> Violation:
-        return Violation(f"model.config.{config.attribute_map.get(name, name)}", f"is {size(name)} but must {reason}")
-
-    width, heads, shared = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
-    experts, chosen = size("num_local_experts"), size("num_experts_per_tok")
-    if heads and shared and heads % shared:
-        yield wrong("num_key_value_heads", f"divide the {heads} attention heads")
-    if width and heads and width % heads and not any("head_dim" in name for name in config.to_dict()):
-        yield wrong("num_attention_heads", f"divide the width of {width}")
-    if experts and chosen and chosen > experts:
-        yield wrong("num_experts_per_tok", f"be at most the number of experts, {experts}")
-
-
-def _folder_config(path: str, fields: dict[str, Any]) -> PreTrainedConfig:
-    if not (Path(path).expanduser() / "config.json").is_file():
-        message = f"{path!r} is not a folder with a config.json; a model is read from local files only"
-        raise ConfigError(Violation("model.path", message))
-    folder = str(Path(path).expanduser())
-    check_sizes(Path(folder))
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise ConfigError(Violation("model.path", f"{path!r}: {_one_line(error)}")) from error
-    _check_kernels(path, config)
-    _check_quantisation(path, config)
-    _check_fields(config, config.model_type, fields)
-    if wrong := list(_wrong_numbers(config, fields)):
-        raise ConfigError(wrong)
-    try:
-        for name, value in fields.items():
-            setattr(config, name, value)
-        config.validate()
-    except (*_REFUSALS, StrictDataclassError) as error:
-        raise _wrong_fields(error) from error
-    return config
-
-
-def _build(config: PreTrainedConfig) -> PreTrainedModel:
+def _build(path: str | None, config: PreTrainedConfig) -> PreTrainedModel:
     build: Any = AutoModelForCausalLM.from_config
-    with bounded_modules():
+    refuse: Callable[[str], ConfigError] = refuse_fields if path is None else partial(refuse_folder, path)
+    with ForeignData(refuse, *_OUT_OF_MEMORY), bounded_modules():
         model: PreTrainedModel = build(config, dtype=torch.float32, trust_remote_code=False)
     return model
-
-
-def _build_fresh(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a new model; its constructors refuse some fields, such as an unknown activation.
-
-    Raises:
-        ConfigError: they refuse a field.
-    """
-    try:
-        return _build(config)
-    except torch.OutOfMemoryError:
-        raise
-    except _REFUSALS as error:
-        raise _wrong_fields(error) from error
 
 
 def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     check_weights(Path(path).expanduser(), config)
     if isinstance(torch.empty(0), FakeTensor):
-        return _without_weights(config)
+        return _without_weights(path, config)
     load: Any = AutoModelForCausalLM.from_pretrained
     model: PreTrainedModel
-    try:
+    with ForeignData(partial(refuse_folder, path), *_OUT_OF_MEMORY), bounded_modules():
         types = folder_types(Path(path).expanduser())
-        with bounded_modules():
-            model, loading = load(
-                str(Path(path).expanduser()),
-                config=config,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,  # any other file of weights is unpickled
-                output_loading_info=True,
-            )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(Violation("model.path", f"{path!r}: {_one_line(error)}")) from error
+        model, loading = load(
+            str(Path(path).expanduser()),
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # any other file of weights is unpickled
+            output_loading_info=True,
+        )
     if missing := sorted(loading["missing_keys"]):
         message = f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}"
         raise ConfigError(Violation("model.path", message))
@@ -446,52 +336,13 @@ def _integral_buffers(model: PreTrainedModel) -> set[str]:
     return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
 
 
-def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+def _without_weights(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a folder for a plan, which reads no weights: nothing is known of their values."""
-    model = _build(config)
+    model = _build(path, config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.empty_like(parameter))
     return model
-
-
-def _check_fields(config: PreTrainedConfig, architecture: str, fields: dict[str, Any]) -> None:
-    known = {*config.to_dict(), *config.attribute_map, "attn_implementation"}
-    unknown = [
-        Violation(f"model.config.{name}", f"is not a field of transformers' {architecture} config{_near(name, known)}")
-        for name in fields
-        if name not in known
-    ]
-    if unknown:
-        raise ConfigError(unknown)
-
-
-def _check_quantisation(path: str, config: PreTrainedConfig) -> None:
-    if (method := find_quantisation(config)) is not None:
-        raise ConfigError(Violation("model.path", f"{path!r} is quantised by {method}, which is not read; {REMEDY}"))
-
-
-def _check_kernels(path: str, config: PreTrainedConfig) -> None:
-    """Refuse a folder that would have transformers fetch code: the attention of a hub, which it names by a `/`."""
-    attention = getattr(config, "_attn_implementation", None)
-    if "/" in str(attention):
-        message = f"{path!r} asks for the code {attention!r} of a hub; give one with +model.config.attn_implementation="
-        raise ConfigError(Violation("model.path", message))
-
-
-def _check_sizes(config: PreTrainedConfig, vocab_size: int, max_seq_len: int) -> None:
-    violations = []
-    if config.vocab_size < vocab_size:
-        message = (
-            f"is {vocab_size} but the model knows {config.vocab_size} tokens; set data.vocab_size={config.vocab_size}"
-        )
-        violations.append(Violation("data.vocab_size", message))
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and positions < max_seq_len:
-        message = f"is {max_seq_len} but the model has {positions} positions; set data.seq_len={positions}"
-        violations.append(Violation("data.seq_len", message))
-    if violations:
-        raise ConfigError(violations)
 
 
 def _attention_layers(config: Any) -> int:
@@ -507,17 +358,3 @@ def _matmul_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     output_embeddings: Any = model.get_output_embeddings
     head = output_embeddings().weight
     return [*matrices, head] if head in embeddings else matrices
-
-
-def _wrong_fields(error: Exception) -> ConfigError:
-    reason = f"{type(error).__name__}: {_one_line(error)}"
-    return ConfigError(Violation("model.config", f"has fields that transformers refuses: {reason}"))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.foreign import ForeignData
 from foundry.config.schemas.peft import LoRA
 from foundry.models.fsdp_block import find_blocks
 
@@ -109,7 +111,7 @@ def add_adapters(model: nn.Module, settings: LoRA, seed: int) -> list[str]:
         The full names of the layers.
 
     Raises:
-        ConfigError: as `resolve_targets`.
+        ConfigError: as `resolve_targets`; or peft cannot add adapters to these layers.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -123,10 +125,15 @@ def add_adapters(model: nn.Module, settings: LoRA, seed: int) -> list[str]:
         target_modules="|".join(map(re.escape, names)),
         fan_in_fan_out=not any(isinstance(model.get_submodule(name), nn.Linear) for name in names),
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), ForeignData(partial(_refuse, names), torch.OutOfMemoryError, MemoryError):
         torch.manual_seed(seed + _SEED_OFFSET)
         inject_adapter_in_model(config, model, _ADAPTER)
     return names
+
+
+def _refuse(names: Sequence[str], reason: str) -> ConfigError:
+    message = f"chooses {count_by_kind(names)}, to which peft cannot add adapters: {reason}; name other layers"
+    return ConfigError(Violation(_KEY, f"{message}, or train all weights with peft=none"))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -131,17 +131,17 @@ def continue_text(
         images=None if size is None else [each.images for each in asked if each.images is not None],
     )
     if size is not None:
-        return _about_pictures(asked, found, data.tokenizer)
+        return _about_pictures(asked, found, data)
     pairs = zip(encoded, found, strict=True)
-    return TextSamples(tuple(data.tokenizer.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs))
+    return TextSamples(tuple(data.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs))
 
 
-def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], tokenizer: Any) -> PictureAnswers:
+def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], data: Any) -> PictureAnswers:
     """The answers beside the first picture of each prompt."""
     return PictureAnswers(
         images=torch.stack([each.images[0] for each in asked if each.images is not None]),
-        questions=tuple(" ".join(tokenizer.decode(each.tokens[each.turn :]).split()) for each in asked),
-        answers=tuple(tokenizer.decode(each.answer) for each in found),
+        questions=tuple(" ".join(data.decode(each.tokens[each.turn :]).split()) for each in asked),
+        answers=tuple(data.decode(each.answer) for each in found),
         truths=tuple(each.answer for each in asked),
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry.data.splits import Prompt
+from foundry.data.tokenizer import decode_tokens
 from foundry.environments.judge import Judgement
 from foundry.environments.protocol import Answer
 from foundry.models.token_log_probs import IGNORED_TARGET
@@ -142,8 +143,8 @@ def _rows(
         tokens[number, :end] = own[:-1]
         targets[number, start:end] = own[start + 1 :]
         sampler[number, start:end] = torch.tensor(one.log_probs)
-        text = tokenizer.decode(one.answer, skip_special_tokens=True)
-        answer = Answer(text, tokenizer.decode(prompt.tokens), prompt.own_columns, not one.is_ended)
+        text = decode_tokens(tokenizer, one.answer)
+        answer = Answer(text, decode_tokens(tokenizer, prompt.tokens), prompt.own_columns, not one.is_ended)
         answers.append(Completion(answer, end))
     return answers, tokens, targets, sampler
 

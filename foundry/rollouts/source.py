@@ -25,6 +25,7 @@ from foundry.parallel.process_group import World
 from foundry.parallel.whole_weights import gathered
 from foundry.rollouts.completions import Completion, Completions, complete, place
 from foundry.training.protocols import Microbatch, Window
+from foundry.training.state_values import read_count
 
 _STREAM = "rollout"
 _MOST_UNREWARDED = 3
@@ -175,7 +176,7 @@ class RolloutSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self._loader.load_state_dict(state["prompts"])
-        self._update, self._metrics = int(state["update"]), dict(state["metrics"])
+        self._update, self._metrics = read_count(state, "update"), dict(state["metrics"])
 
     def tensors(self) -> dict[str, Tensor]:
         """The rollout, between two of its updates."""

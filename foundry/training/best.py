@@ -8,6 +8,7 @@ from foundry.config.errors import ConfigError
 from foundry.config.metrics import check_metric
 from foundry.config.schemas.checkpoint import KeepBest
 from foundry.config.schemas.evaluation import Mode
+from foundry.training.state_values import read_optional_count, read_optional_number
 
 
 class Best:
@@ -63,4 +64,4 @@ class Best:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self.step, self.value = state["step"], state["value"]
+        self.step, self.value = read_optional_count(state, "step"), read_optional_number(state, "value")

@@ -10,6 +10,7 @@ from foundry.config.errors import ConfigError
 from foundry.config.metrics import check_metric
 from foundry.config.schemas.evaluation import EarlyStopping as Settings
 from foundry.config.schemas.evaluation import Mode, PatienceUnit
+from foundry.training.state_values import read_count, read_optional_number
 
 
 class EarlyStopping:
@@ -75,9 +76,9 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self.best = state["best"]
-        self.wait = int(state["wait"])
-        self._best_epoch = int(state["best_epoch"])
+        self.best = read_optional_number(state, "best")
+        self.wait = read_count(state, "wait")
+        self._best_epoch = read_count(state, "best_epoch")
 
     def _improves(self, value: float) -> bool:
         if self.best is None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry.training.sharded import local_part
+from foundry.training.state_values import read_count
 
 
 class WeightAverage:
@@ -55,7 +56,7 @@ class WeightAverage:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from `state_dict()`."""
-        self._updates = int(state["updates"])
+        self._updates = read_count(state, "updates")
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch.optim import SGD, Optimizer
 from foundry.config.schemas.guard import Guard, SpikeAction
 from foundry.parallel.precision import LossScaler
 from foundry.parallel.process_group import World
+from foundry.training.state_values import read_count, read_numbers
 
 log = logging.getLogger(__name__)
 
@@ -177,12 +178,12 @@ class UpdateGuard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; a window of another size keeps the latest losses."""
         self._pending.clear()
-        self._in_a_row = int(state["in_a_row"])
+        self._in_a_row = read_count(state, "in_a_row")
         self._bad_in_a_row.fill_(self._in_a_row)
         self._failed.fill_(False)
         if self._window is not None:
             self._window.losses.clear()
-            self._window.losses.extend(state["losses"])
+            self._window.losses.extend(read_numbers(state, "losses"))
 
     def _is_fault(self, loss: float, grad_norm: float) -> bool:
         if math.isfinite(loss) and not math.isfinite(grad_norm) and self._scaler is not None:

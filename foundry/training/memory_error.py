@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from foundry.config.build import field_of
+from foundry.config.foreign import is_out_of_host_memory
 from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolved
 from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.precision import PrecisionMode
@@ -25,8 +26,6 @@ from foundry.training.throughput import peak_memory_bytes
 _TILE_TOKENS = 1024
 """Logits of so few tokens are small beside a block's activations, and their matrix products still fill a GPU."""
 
-# What torch, C++ and the kernel say of memory in the host; Python's MemoryError and numpy's are classes of their own.
-_HOST_MESSAGES = ("DefaultCPUAllocator", "std::bad_alloc", "std::bad_array_new_length", "Cannot allocate memory")
 _WANTED = re.compile(r"(?:Tried|[Uu]nable) to allocate ([\d.]+ [KMGTPE]?i?B)|tried to allocate (\d+) bytes")
 
 
@@ -100,9 +99,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory did not suffice, a device's or the host's."""
     if isinstance(error, OutOfMemoryError):
         return False  # it has been explained
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _HOST_MESSAGES)
-    )
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_out_of_host_memory(error)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from foundry.training.state_values import read_count, read_optional_count
+
 
 @dataclass(kw_only=True)
 class Progress:
@@ -40,6 +42,6 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; one without tokens is of a run whose samples all have the same number."""
-        self.steps, self.samples = state["steps"], state["samples"]
+        self.steps, self.samples = read_count(state, "steps"), read_count(state, "samples")
         constant = None if self.tokens_per_sample is None else self.samples * self.tokens_per_sample
-        self.tokens = state.get("tokens", constant)
+        self.tokens = read_optional_count({"tokens": constant, **state}, "tokens")

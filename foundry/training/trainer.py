@@ -28,6 +28,7 @@ from foundry.training.profiling import StepProfiler
 from foundry.training.progress import Progress
 from foundry.training.protocols import CheckpointManager, SaveError, Schedule, StopRule, Window, WindowSource
 from foundry.training.signals import Boundary, SignalHandler
+from foundry.training.state_values import read_optional_number
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
 
@@ -191,8 +192,8 @@ class Trainer:
         self.best.load_state_dict(state["best"])
         if "compiling" in state:
             self.compiling.load_state_dict(state["compiling"])
-        self._loss, self._stop_reason = state["loss"], state["stop_reason"]
-        self._seconds_before = state.get("seconds", 0.0)
+        self._loss, self._stop_reason = read_optional_number(state, "loss"), state["stop_reason"]
+        self._seconds_before = read_optional_number({"seconds": 0.0, **state}, "seconds") or 0.0
 
     def _advance(self) -> "_Measured":
         """One optimizer step and what is due at its boundary."""

@@ -135,6 +135,33 @@ def test_a_manifest_without_a_step_is_not_damage(tmp_path):
     assert list_checkpoints(tmp_path) == [folder]
 
 
+VALUES = ["x", [1], {}, True, -1, 1.5, 1e300, 2**63, 10**400]
+
+
+@pytest.mark.parametrize("name", ["step", "samples", "tokens", "world_size", "format"])
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_a_number_of_a_manifest_that_counts_nothing_is_refused_and_changes_nothing(tmp_path, name, value):
+    rewrite_manifest(write(tmp_path, 1, Net(1)), **{name: value})
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        find_resume_point("auto", tmp_path, ALONE)
+    (violation,) = refused.value.violations
+    assert violation.key == "checkpoint.resume"
+    assert str(violation).isprintable()
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_link_that_is_something_else_is_refused_before_a_checkpoint_is_written(tmp_path, name, kind, resume):
+    path = tmp_path / "checkpoints" / name
+    path.parent.mkdir()
+    path.mkdir() if kind == "folder" else path.touch()
+    with pytest.raises(ConfigError, match=rf"checkpoint\.resume: .*checkpoints/{name} is a {kind}"):
+        find_resume_point(resume, tmp_path, ALONE)
+
+
 @pytest.mark.parametrize("put_aside", [False, True])
 def test_where_none_is_whole_the_run_does_not_start_from_scratch(tmp_path, put_aside):
     folders = [write(tmp_path, step, Net(step)) for step in (1, 2)]

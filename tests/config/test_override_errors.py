@@ -12,8 +12,17 @@ def ramp(start, increment, over_samples):
     return f"hparams.batch_ramp={{start: {start}, increment: {increment}, over_samples: {over_samples}}}"
 
 
+LONG = "a" * 256
+"""A word that is no name of a file."""
+
 # (words, errors, what the answer must contain)
 CASES = [
+    ([f"{LONG}=1"], 1, "is neither a group nor a key"),
+    ([f"+{LONG}=1", "hparams.leer=1"], 2, "did you mean hparams.lr?"),
+    ([f"data={LONG}"], 1, "has no option"),
+    ([f"data.{LONG}=1"], 1, "is no key of data"),
+    ([f"{LONG}/{LONG}=1"], 1, LONG[:20]),
+    ([f"~{LONG}"], 1, LONG[:20]),
     (["hparams.leer=1e-3"], 1, "did you mean hparams.lr?"),
     (["hparms.lr=1e-3"], 1, "hparms"),
     (["lr=1e-3"], 1, "did you mean hparams.lr?"),

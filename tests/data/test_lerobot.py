@@ -12,9 +12,9 @@ import pytest
 from support.lerobot_parts import CAMERA, FPS, LENGTHS, SIZE, recorded, smooth_picture, write_by_hand
 
 from foundry.config.errors import ConfigError
-from foundry.config.lerobot import read_info
+from foundry.config.lerobot import LeRobotInfo, read_info
 from foundry.data.episodes import held_out_episodes
-from foundry.data.lerobot import lerobot, read_recording
+from foundry.data.lerobot import _read_episodes, lerobot, read_recording
 from foundry.data.lerobot_writing import ACTION_KEY, IMAGE_KEY, STATE_KEY, Episode, write_lerobot
 
 HAS_AV = importlib.util.find_spec("av") is not None
@@ -322,6 +322,60 @@ DAMAGES = {
         "has no frame in episode 2",
     ),
 }
+
+
+WRONG_COLUMNS = {
+    "text": lambda count: pa.array(["a"] * count),
+    "numbers as text": lambda count: pa.array(["1"] * count),
+    "lists": lambda count: pa.array([[1]] * count),
+    "structs": lambda count: pa.array([{"a": 1}] * count),
+    "nan": lambda count: pa.array([float("nan")] * count),
+    "infinity": lambda count: pa.array([float("inf")] * count),
+    "negative": lambda count: pa.array([-1] * count),
+    "missing": lambda count: pa.nulls(count, pa.int64()),
+    "2**62": lambda count: pa.array([2**62] * count),
+    "2**63": lambda count: pa.array([2**63] * count, pa.uint64()),
+    "booleans": lambda count: pa.array([True] * count),
+    "times": lambda count: pa.array([1] * count, pa.timestamp("s")),
+    "bytes": lambda count: pa.array([b"a"] * count),
+    "decimals": lambda count: pa.array([1] * count).cast(pa.decimal128(20)),
+}
+PLACES = ["episode_index", "length", "data/chunk_index", "data/file_index"]
+PLACES += [f"videos/{CAMERA}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("values", WRONG_COLUMNS)
+def test_a_table_of_episodes_with_other_values_is_refused_in_a_line(name, values, folder):
+    (folder / "meta/episodes/chunk-000").mkdir(parents=True)
+    columns = {place: pa.array([0, 1]) for place in PLACES} | {name: WRONG_COLUMNS[values](2)}
+    pq.write_table(pa.table(columns), folder / "meta/episodes/chunk-000/file-000.parquet")
+    info = LeRobotInfo(folder, 10.0, {}, "data.parquet", "video.mp4")
+    with pytest.raises(ConfigError) as refused:
+        _read_episodes(info, CAMERA)
+    (violation,) = refused.value.violations
+    assert violation.key == "data.path"
+    assert name in str(violation)
+    assert "meta/episodes" in str(violation)
+    assert str(violation).isprintable()
+
+
+@pytest.mark.parametrize("name", ["length", "data/chunk_index"])
+def test_a_column_that_a_table_has_twice_is_refused_by_name(name, folder, tmp_path):
+    write_by_hand(folder)
+    file = folder / "meta/episodes/chunk-000/file-000.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.append_column(name, table[name]), file)
+    with pytest.raises(ConfigError, match=f"cannot be read: it has 2 columns '{name}'"):
+        read(folder, tmp_path)
+
+
+@pytest.mark.parametrize("template", ["x" * 100_000, "x/" * 50_000 + "y", "x" * 300 + "/{chunk_index:03d}"])
+def test_a_path_that_no_file_can_have_is_refused_in_a_line(template, folder, tmp_path):
+    write_by_hand(folder, change_info=path(template))
+    with pytest.raises(ConfigError, match=r"^data\.path: is ") as refused:
+        read(folder, tmp_path)
+    assert len(str(refused.value)) <= 400
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

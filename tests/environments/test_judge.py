@@ -74,6 +74,22 @@ class Length:
                 return {"length": None, "fits": 1}
             case "odd":
                 return 7
+            case "half":
+                raise ValueError("half \\ud800 of a pair")
+            case "half name":
+                return {"\\ud800": 1.0}
+            case "write" | "forge" | "deep" | "end":
+                written = {
+                    "write": b"x\\n",
+                    "forge": b'{"number": -1, "scores": [{"length": 9}]}\\n',
+                    "deep": b"[" * 10**5 + b"\\n",
+                    "end": b"x" * 10**4,
+                }
+                for number in range(3, 20):
+                    try:
+                        os.write(number, written[answer.text])
+                    except OSError:
+                        pass
         return {"length": len(answer.text) / self.unit, "fits": len(answer.text) < answer.columns["most"]}
 """
 
@@ -99,6 +115,10 @@ FAULTS = {
     "text": ("raised", "TypeError: score(answers) returned 0.5 as length, not a number"),
     "odd": ("raised", "TypeError: score(answers) returned [7], not a list of one mapping from names to numbers"),
 }
+FAULTS |= {
+    "half": ("raised", "ValueError: half \\ud800 of a pair"),
+    "half name": ("raised", "TypeError: score(answers) returned the name \\ud800, which cannot be printed"),
+}
 SOUND = {"four": 2.5, "fork": 2.5, "flood": 2.5, "sixsix": 3.0}
 
 
@@ -119,6 +139,17 @@ def test_whatever_an_own_environment_does_the_others_are_scored(own, caplog, per
     assert [len(one.message) < 400 for text, one in found if text == "long"] == [True]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("environment Length: ValueError: no judge at home, at the answer raise to how long?")
+
+
+@pytest.mark.parametrize("text", ["write", "forge", "deep", "end"])
+def test_an_environment_that_writes_into_its_connection_costs_its_own_answer_alone(own, text):
+    judge = build_judge({"_target_": own, "unit": 2, "timeout_seconds": 2.0})
+    judged = judge.judge([Answer(each, columns={"most": 5}) for each in ("four", text, "four", "sixsix")])
+    judge.close()
+    assert [one.fault for one in judged] == ["", "died", "", ""]
+    assert [one.reward for one in judged if not one.fault] == [3.0, 3.0, 3.0]
+    assert judged[1].message.startswith("wrote into the connection of the environment's process (")
+    assert judged[1].message.isprintable()
 
 
 class Scorer:

@@ -1,5 +1,6 @@
 """A directory is taken only where it is foundry's to write into, and a refused command leaves what was there."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -8,9 +9,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from foundry.config.errors import ConfigError
-from foundry.launch.claim import check_free, claim
+from foundry.launch.claim import check_free, claim, describe_disk_error, run_job
 from foundry.run_dir.marker import MARK, is_ours
 from foundry.run_dir.status import write_status
 
@@ -159,6 +161,59 @@ def test_a_link_or_a_pipe_among_the_files_is_refused(tmp_path, name, kind):
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir: is .*remove it"):
         claim(str(tmp_path / "run"), KEY, output_subdir=".hydra")
     assert target.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENAMETOOLONG]
+)
+@pytest.mark.parametrize("had_run", [False, True])
+def test_a_disk_that_hydra_cannot_write_to_is_a_line_and_the_folder_is_given_back(
+    tmp_path, monkeypatch, number, had_run
+):
+    run_dir = tmp_path / "run"
+    if had_run:
+        run_dir.mkdir()
+        write_status(run_dir, state="finished")
+    before = snapshot(tmp_path)
+
+    def write_and_fail(**given):
+        (run_dir / ".hydra").mkdir()
+        raise OSError(number, os.strerror(number), str(run_dir / ".hydra" / "config.yaml"))
+
+    monkeypatch.setattr("foundry.launch.claim.hydra_run_job", write_and_fail)
+    config = OmegaConf.create(
+        {"hydra": {"run": {"dir": str(run_dir)}, "output_subdir": ".hydra", "job": {"name": "x"}}}
+    )
+    with pytest.raises(ConfigError) as refused:
+        run_job(config=config, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=None)
+    assert str(refused.value).startswith(f"hydra.run.dir: is {run_dir}, which cannot be used: {os.strerror(number)}")
+    assert snapshot(tmp_path).keys() - {"run/.foundry"} == before.keys()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "r/plan.json"),
+            "r/plan.json cannot be written: No space left",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", "r/\n.lock"),
+            "r/ .lock cannot be written: Read-only file system",
+        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "the run cannot be written: Disk quota exceeded"),
+    ],
+)
+def test_a_disk_that_takes_no_more_files_is_described_in_a_line(error, line):
+    described = describe_disk_error(error)
+    assert described.startswith(line)
+    assert "hydra.run.dir" in described
+    assert described.isprintable()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("x"), OSError("x")])
+def test_any_other_error_is_no_matter_of_the_disk(error):
+    assert describe_disk_error(error) is None
 
 
 @pytest.mark.parametrize(

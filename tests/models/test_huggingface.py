@@ -1,7 +1,14 @@
+import json
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import StdlibText
@@ -26,11 +33,16 @@ ARCHITECTURES = {
 }
 
 
-def make(architecture="llama", config=None, *, path=None, vocab_size=61, max_seq_len=16):
+def make(architecture="llama", config=None, *, path=None, vocab_size=61, max_seq_len=16, read_weights=True):
     torch.manual_seed(0)
     config = ARCHITECTURES.get(architecture) if config is None and path is None else config
     return HuggingFaceCausalLM(
-        path=path, architecture=architecture, config=config, vocab_size=vocab_size, max_seq_len=max_seq_len
+        path=path,
+        architecture=architecture,
+        config=config,
+        vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
+        read_weights=read_weights,
     )
 
 
@@ -132,9 +144,9 @@ def test_config_errors_are_named(arguments, key, named):
         ("gpt2", {"n_inner": 0}, "n_inner: is 0 but must be at least 1; the default is null"),
         ("gpt2", {"attn_pdrop": -0.5}, "attn_pdrop: is -0.5 but must be 0 or more; the default is 0.1"),
         ("gpt2", {"initializer_range": -1.0}, "initializer_range: is -1 but must be 0 or more; the default is 0.02"),
-        ("gpt2", {"attn_pdrop": 2.0}, "config: has fields that transformers refuses: ValueError: dropout prob"),
+        ("gpt2", {"attn_pdrop": 2.0}, "attn_pdrop: is 2 but must be a probability from 0 to 1"),
         ("gpt2", {"activation_function": "foo"}, "config: has fields that transformers refuses: KeyError: 'foo'"),
-        ("gpt2", {"attn_implementation": "foo"}, "config: has fields that transformers refuses: ValueError"),
+        ("gpt2", {"attn_implementation": "foo"}, "config: has fields that transformers refuses: Specified `attn"),
         ("llama", {"num_attention_heads": 0}, "config: has fields that transformers refuses: ZeroDivisionError"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads: is 3 but must divide the 4 attention heads"),
         ("llama", {"dtype": "foo"}, "config: has fields that transformers refuses: AttributeError"),
@@ -144,7 +156,7 @@ def test_config_errors_are_named(arguments, key, named):
         ("mixtral", {"num_local_experts": 0}, "num_local_experts: is 0 but must be at least 1; the default is 8"),
         ("mixtral", {"num_experts_per_tok": 99}, "num_experts_per_tok: is 99 but must be at most the number of"),
         ("mpt", {"d_model": 16, "n_layers": 1, "n_heads": 3}, "n_heads: is 3 but must divide the width of 16"),
-        ("qwen3", {"layer_types": ["foo", "bar"]}, "config: has fields that transformers refuses: Strict"),
+        ("qwen3", {"layer_types": ["foo", "bar"]}, "config: has fields that transformers refuses: Class validation"),
     ],
 )
 def test_fields_that_no_model_can_have_are_a_line(architecture, config, line):
@@ -165,6 +177,69 @@ def test_fields_that_no_model_can_have_are_a_line(architecture, config, line):
 )
 def test_fields_that_are_null_or_0_on_purpose_are_taken(architecture, config):
     make(architecture, {**(ARCHITECTURES["gpt2"] if architecture == "gpt2" else LLAMA), **config})
+
+
+WRONG = {
+    "heads that do not divide": {"num_attention_heads": 3, "head_dim": None},
+    "key heads that do not divide": {"num_attention_heads": 4, "num_key_value_heads": 3},
+    "no key heads": {"num_key_value_heads": 0},
+    "negative key heads": {"num_key_value_heads": -2},
+    "a list of types": {"model_type": ["llama"]},
+    "an unknown type": {"model_type": "nope"},
+    "a negative width": {"hidden_size": -16},
+    "a negative head": {"head_dim": -4},
+    "an unknown rope": {"rope_parameters": {"rope_type": "nope"}},
+    "a list of ropes": {"rope_parameters": [1]},
+    "a vocabulary as text": {"vocab_size": "64"},
+    "no vocabulary": {"vocab_size": None},
+    "an end of another type": {"eos_token_id": ["a"]},
+    "an unknown activation": {"hidden_act": "nope"},
+    "padding beyond the vocabulary": {"pad_token_id": 10**6},
+    "an unknown dtype": {"dtype": "nope"},
+    "a list of dtypes": {"dtype": [1]},
+    "an unknown attention": {"_attn_implementation": "nope"},
+    "attention as a number": {"attn_implementation": 5},
+    "quantization as a list": {"quantization_config": [1]},
+    "dropout that is no probability": {"attention_dropout": 5.0},
+}
+
+
+def write_config(folder, **changes):
+    content = {**make().config.to_dict(), "architectures": ["LlamaForCausalLM"], **changes}
+    (folder / "config.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_folder_with_wrong_settings_is_a_config_error(tmp_path, name):
+    with pytest.raises(ConfigError) as refused:
+        make(path=write_config(tmp_path, **WRONG[name]), read_weights=False)
+    (violation,) = refused.value.violations
+    assert violation.key == "model.path"
+    assert str(violation).isprintable()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "5", "null", "{}", "", "[" * 100_000, '{"model_type": "\\ud800"}'],
+    ids=["list", "number", "null", "empty object", "nothing", "deep", "half of a pair"],
+)
+def test_a_config_that_is_no_object_is_a_config_error(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"^model\.path: "):
+        make(path=str(tmp_path), read_weights=False)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    key=st.sampled_from(sorted({*LlamaConfig().to_dict()} - {"num_hidden_layers"})),
+    value=st.sampled_from(["nope", "\ud800", [1], {}, {"a": 1}, None, -1, True, 0.5, [["a"]]]),
+)
+def test_any_value_of_a_folder_builds_or_is_a_config_error(key, value):
+    with TemporaryDirectory() as folder:
+        path = write_config(Path(folder), **{key: value})
+        with suppress(ConfigError):
+            make(path=path, read_weights=False)
 
 
 def test_a_folder_that_lacks_weights_is_refused(tmp_path):

@@ -125,6 +125,28 @@ def test_patterns_and_megatrons_names_choose_layers_of_blocks(build, patterns, f
     assert resolve_targets(build(), patterns) == [name.format(layer) for layer in (0, 1) for name in found]
 
 
+ATTENTION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+REFUSED = {
+    "mixtral": (["q_proj"], {**ATTENTION, "num_local_experts": 2}),
+    "olmoe": (["*_proj"], {**ATTENTION, "num_experts": 2, "num_experts_per_tok": 2}),
+    "granitemoe": (["*_proj"], {**ATTENTION, "num_local_experts": 2}),
+    "mamba": (["*_proj"], {"hidden_size": 32, "state_size": 8}),
+    "mamba2": (["out_proj"], {"hidden_size": 32, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1}),
+    "falcon_mamba": (["in_proj", "out_proj"], {"hidden_size": 32, "state_size": 8}),
+}
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_layers_to_which_peft_adds_no_adapters_are_a_config_error(architecture):
+    patterns, sizes = REFUSED[architecture]
+    sizes = {**sizes, "num_hidden_layers": 1}
+    model = HuggingFaceCausalLM(path=None, architecture=architecture, config=sizes, vocab_size=64, max_seq_len=16)
+    with pytest.raises(ConfigError, match=r"^peft\.target_modules: chooses .*_proj x 1") as refused:
+        add_adapters(model, LoRA(target_modules=patterns), seed=0)
+    assert "to which peft cannot add adapters: " in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
 @pytest.mark.parametrize(
     ("build", "patterns", "message"),
     [
