@@ -26,6 +26,7 @@ from foundry.data.episodes import Recording, episode_splits
 from foundry.data.file_digests import file_digests
 from foundry.data.pictures import decode_picture, fitted, video_frames
 from foundry.data.splits import DataSplits
+from foundry.run_dir.files import require_regular
 
 _FORMAT = 1
 _IMAGES = "images.npy"
@@ -378,6 +379,7 @@ def _explained(info: LeRobotInfo, file: Path) -> Iterator[None]:
         ConfigError: instead of their errors.
     """
     try:
+        require_regular(file)
         yield
     except ConfigError:
         raise
