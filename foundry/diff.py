@@ -4,6 +4,11 @@ Exit code 0: they are the same in all of that; 1: they are not. Only what their 
 may still be training, or be somebody else's.
 """
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

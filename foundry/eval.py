@@ -1,5 +1,10 @@
 """`python -m foundry.eval run=DIR`: loss, exact match, reward, tasks of a language model; success of a policy."""
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import json
 import math
 import os

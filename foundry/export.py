@@ -1,5 +1,10 @@
 """`python -m foundry.export run=DIR out=DIR`: one folder of safetensors that transformers loads, where it can."""
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path

@@ -5,6 +5,11 @@ ranks (the range test of Smith 2017, arXiv:1506.01186, with an exponential ramp)
 loss falls fastest. Nothing is saved but a picture and the numbers.
 """
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import math
 import sys
 from collections.abc import Sequence

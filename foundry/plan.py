@@ -1,5 +1,10 @@
 """`python -m foundry.plan [overrides]`: say what a run would do, without doing it."""
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import json
 import sys
 from dataclasses import asdict, dataclass

@@ -3,6 +3,11 @@
 Exit code 0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
 """
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,10 @@
 """`python -m foundry.sample run=DIR`: text continuations or pictures from a checkpoint."""
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import inspect
 import sys
 from collections.abc import Callable

@@ -1,5 +1,10 @@
 """`python -m foundry.sync dir=RUN_DIR`: send to MLflow what it missed."""
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import os
 import sys
 import time

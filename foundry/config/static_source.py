@@ -17,6 +17,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from foundry.safe_path import local_remedy
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 _DYNAMIC = {
@@ -115,7 +117,7 @@ def _split(path: str) -> tuple[ModuleSpec, list[str]]:
     if spec is None:
         folders = [entry or "." for entry in sys.path if not entry.endswith((".zip", "-packages", "lib-dynload"))]
         raise NotThere(
-            f"there is no module {first}; Python looks in PYTHONPATH and in the folder where the command is started",
+            f"there is no module {first}; Python looks in PYTHONPATH and in installed packages{local_remedy(first)}",
             among=[found.name for found in pkgutil.iter_modules(folders)],
             word=first,
         )

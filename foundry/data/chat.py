@@ -1,21 +1,26 @@
 """Chat templates: conversations as text, and which of it the model is to say."""
 
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from tokenizers import Tokenizer
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.foreign import ForeignData
+from foundry.data.limited_process import LimitedProcess, LimitExceededError, is_limited, renew_limit
 from foundry.data.tokenizer import config_value, encode_texts, tokenizer_file
 from foundry.run_dir.files import in_hub_cache, read_text
 from foundry.run_dir.names import CHAT_TEMPLATE
 
 Message = Mapping[str, Any]
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 _KEY = "data.chat_template"
 _PLAIN = (
     "{% for message in messages %}"
@@ -36,6 +41,11 @@ _CHATML = (
 )
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 BUILT_IN = {"plain": _PLAIN, "chatml": _CHATML}
+_CPU_SECONDS = 20.0
+"""For one conversation, which takes microseconds."""
+_MEMORY_BYTES = 2**31
+_MAX_CHARACTERS = 2**26
+"""Longest rendered conversation; it is encoded without a limit of time."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -54,6 +64,8 @@ class Segment(NamedTuple):
 @dataclass(frozen=True)
 class ChatTemplate:
     """A Jinja template, as transformers has it.
+
+    One that is not foundry's own is rendered in a process with limits of time and memory.
 
     Attributes:
         source: the template.
@@ -77,19 +89,10 @@ class ChatTemplate:
 
         Raises:
             ValueError: the template refuses the messages, marks no answer, or does not continue its own prompt.
+            ConfigError: it exceeds a limit of time or memory.
         """
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        messages = messages[: answers[-1] + 1]
-        first = 0 if num_trained is None else -num_trained
-        if _GENERATION.search(self.source):
-            text, spans = self._render(messages, with_spans=True)
-        else:
-            text = self.render(messages)
-            spans = [self._answer_by_prefix(messages, index, text) for index in answers[first:]]
-        spans = [(start, end) for start, end in spans[first:] if start < end]
-        if not spans:
-            raise ValueError("has no answer that the chat template marks with {% generation %}")
-        return list(_cut(text, spans))
+        segments: list[Segment] = self._limited("_segments", messages, num_trained)
+        return segments
 
     def render(self, messages: Sequence[Message], *, for_answer: bool = False) -> str:
         """The conversation as text.
@@ -100,7 +103,91 @@ class ChatTemplate:
 
         Raises:
             ValueError: the template refuses the messages.
+            ConfigError: it exceeds a limit of time or memory.
         """
+        text: str = self._limited("_text", messages, for_answer)
+        return text
+
+    def check_syntax(self) -> None:
+        """Compile the template, which computes its constant expressions.
+
+        Raises:
+            ValueError: it is no Jinja template.
+            ConfigError: it exceeds a limit of time or memory.
+        """
+        self._limited("_compile")
+
+    @contextmanager
+    def limited(self, function: Callable[Parameters, Result]) -> Iterator[Callable[Parameters, Result]]:
+        """Yield a function for many conversations, which are rendered in one process with limits for each of them.
+
+        Args:
+            function: renders with this template; takes and returns values that can be pickled.
+        """
+        if self._is_own or is_limited():
+            yield function
+            return
+        process = self._process(function)
+
+        def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+            result: Result = _call(process, *args, **options)
+            return result
+
+        try:
+            yield call
+        finally:
+            process.close()
+
+    def _limited(self, method: str, *args: Any) -> Any:
+        if is_limited():
+            renew_limit(_CPU_SECONDS)
+        if self._is_own or is_limited():
+            return self._apply(method, args)
+        held: tuple[ChatTemplate, LimitedProcess] | None = getattr(_held, "process", None)
+        if held is None or held[0] != self:
+            if held is not None:
+                held[1].close()
+            held = _held.process = self, self._process(self._apply)
+        return _call(held[1], method, args)
+
+    @property
+    def _is_own(self) -> bool:
+        return self.source in BUILT_IN.values()
+
+    def _process(self, function: Callable[..., Any]) -> LimitedProcess:
+        import transformers.utils.chat_template_utils  # noqa: F401 # once, and not in each process
+
+        return LimitedProcess(function, cpu_seconds=_CPU_SECONDS, memory_bytes=_MEMORY_BYTES)
+
+    def _apply(self, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self, method)(*args)
+
+    def _compile(self) -> None:
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        with ForeignData(ValueError, MemoryError):
+            "".join((self.source, *self.variables.values())).encode()  # half of a surrogate pair is no text
+            try:
+                _compile_jinja_template(self.source)
+            except TemplateSyntaxError as error:
+                raise ValueError(f"{error.message} in line {error.lineno}") from error
+
+    def _segments(self, messages: Sequence[Message], num_trained: int | None) -> list[Segment]:
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = messages[: answers[-1] + 1]
+        first = 0 if num_trained is None else -num_trained
+        if _GENERATION.search(self.source):
+            text, spans = self._render(messages, with_spans=True)
+        else:
+            text = self._text(messages)
+            spans = [self._answer_by_prefix(messages, index, text) for index in answers[first:]]
+        spans = [(start, end) for start, end in spans[first:] if start < end]
+        if not spans:
+            raise ValueError("has no answer that the chat template marks with {% generation %}")
+        return list(_cut(text, spans))
+
+    def _text(self, messages: Sequence[Message], for_answer: bool = False) -> str:
         return self._render(messages, for_answer=for_answer)[0]
 
     def _answer_by_prefix(self, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int]:
@@ -109,8 +196,8 @@ class ChatTemplate:
         Raises:
             ValueError: a shorter conversation is not rendered as the start of the whole.
         """
-        before = self.render(messages[:index], for_answer=True)
-        after = whole if index + 1 == len(messages) else self.render(messages[: index + 1])
+        before = self._text(messages[:index], for_answer=True)
+        after = whole if index + 1 == len(messages) else self._text(messages[: index + 1])
         if not (whole.startswith(after) and after.startswith(before)):
             remedy = "mark answers in it with {% generation %}"
             if index + 1 < len(messages):
@@ -125,7 +212,7 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with ForeignData(lambda reason: ValueError(f"is refused by the chat template: {reason}")):
+        with ForeignData(lambda reason: ValueError(f"is refused by the chat template: {reason}"), MemoryError):
             render: Any = render_jinja_template
             rendered, spans = render(
                 [[dict(message) for message in messages]],
@@ -135,7 +222,21 @@ class ChatTemplate:
                 **self.variables,
             )
             rendered[0].encode()  # half of a surrogate pair is no text
+        if len(rendered[0]) > _MAX_CHARACTERS:
+            raise ValueError(f"has more than {_MAX_CHARACTERS} characters when the chat template has rendered it")
         return rendered[0], list(spans[0]) if with_spans else []
+
+
+_held = threading.local()
+"""`process`: the template that this thread has rendered last, and its process."""
+
+
+def _call(process: LimitedProcess, *args: Any, **options: Any) -> Any:
+    try:
+        return process.call(*args, **options)
+    except LimitExceededError as error:
+        message = f"{error} for one conversation; correct the template, or choose another"
+        raise ConfigError(Violation(_KEY, message)) from None
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]]) -> "list[Segment]":
@@ -190,15 +291,8 @@ def read_template(choice: str | None) -> str:
 
 
 def _check_syntax(template: ChatTemplate) -> None:
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     with ForeignData(lambda reason: ConfigError(Violation(_KEY, f"is no Jinja template: {reason}"))):
-        "".join((template.source, *template.variables.values())).encode()  # half of a surrogate pair is no text
-        try:
-            _compile_jinja_template(template.source)
-        except TemplateSyntaxError as error:
-            raise ValueError(f"{error.message} in line {error.lineno}") from error
+        template.check_syntax()
 
 
 def template_beside(folder: Path) -> str | None:

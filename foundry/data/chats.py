@@ -31,7 +31,7 @@ from foundry.data.mixture import Interleaved, Mixture, Sources, describe_sources
 from foundry.data.picture_examples import PictureExamples, PicturePrompts, RowPictures
 from foundry.data.rows import FileRows, Row, RowSplits
 from foundry.data.splits import Dataset, DataSplits, Prompt
-from foundry.data.token_cache import train_with_end, trained_end
+from foundry.data.token_cache import batches, train_with_end, trained_end
 from foundry.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from foundry.run_dir.names import TOKENIZER
 
@@ -270,6 +270,7 @@ def chat_splits(
         cache_dir=cache_dir,
         keeps_rows=pictures is not None,
         num_rows=source.num_rows,
+        limited=template.limited,
     )
     check_rows(source, encoded.statistics, on_bad_row, encoded.train, encoded.validation)
     fingerprint = encoded.fingerprint if source.weights is None else f"{encoded.fingerprint}-{list(source.weights)}"
@@ -347,7 +348,9 @@ def resolve_tokenizer(
     template = ChatTemplate(read_template(chat_template), {"eos_token": END_OF_DOCUMENT, "bos_token": ""})
 
     def fill(folder: Path) -> tuple[str, ...]:
-        trained, _ = train_with_end(_texts(source.splits.train, partial(form.segments, template)), vocab_size)
+        with template.limited(partial(_texts_of_batch, partial(form.segments, template))) as texts_of_batch:
+            texts = (text for batch in batches(source.splits.train) for text in texts_of_batch(batch))
+            trained, _ = train_with_end(texts, vocab_size)
         trained.save(str(folder / TOKENIZER))
         return (TOKENIZER,)
 
@@ -357,14 +360,16 @@ def resolve_tokenizer(
     return tokenizer, trained_end(tokenizer)
 
 
-def _texts(rows: Iterable[Row], encode: Callable[[Row], Sequence[Sequence[Segment]]]) -> Iterator[str]:
-    """What a tokenizer learns from: the texts of the rows that can be used, without the end of a document."""
+def _texts_of_batch(encode: Callable[[Row], Sequence[Sequence[Segment]]], rows: Sequence[Row]) -> list[str]:
+    """Return the texts from which a tokenizer is trained: those of usable rows, without the end of a document."""
+    texts = list[str]()
     for row in rows:
         try:
             examples = encode(row)
         except BadRowError:
             continue
-        yield from (segment.text.replace(END_OF_DOCUMENT, "") for segments in examples for segment in segments)
+        texts += [segment.text.replace(END_OF_DOCUMENT, "") for segments in examples for segment in segments]
+    return texts
 
 
 def _conversation_segments(num_trained: int | None, template: ChatTemplate, row: Row) -> list[list[Segment]]:

@@ -5,6 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,24 @@ Texts = Sequence[tuple[str, bool]]
 
 Encode = Callable[[Row], Sequence[Texts]]
 """The examples of a row, of each row as many; a `BadRowError` says why the row cannot be used."""
+
+
+class BadRowError(ValueError):
+    """A row cannot be used.
+
+    Attributes:
+        kind: a few words, under which such rows are counted.
+    """
+
+    def __init__(self, kind: str, message: str | None = None) -> None:
+        super().__init__(kind if message is None else message)
+        self.kind = kind
+
+
+_Found = Sequence[Texts] | BadRowError
+_EncodeBatch = Callable[[Sequence[Row]], list[_Found]]
+Limited = Callable[[_EncodeBatch], AbstractContextManager[_EncodeBatch]]
+"""Wraps a function that encodes a batch of rows."""
 
 _Tokens = tuple[list[int], list[bool]]
 """The tokens of an example, and which of them are learnt."""
@@ -239,18 +258,6 @@ class EncodedRows:
     rows: tuple[NDArray[np.int64], ...] = ()
 
 
-class BadRowError(ValueError):
-    """A row cannot be used.
-
-    Attributes:
-        kind: a few words, under which such rows are counted.
-    """
-
-    def __init__(self, kind: str, message: str | None = None) -> None:
-        super().__init__(kind if message is None else message)
-        self.kind = kind
-
-
 def encode_rows(
     read: Callable[[], RowSplits],
     encode: Encode,
@@ -261,6 +268,7 @@ def encode_rows(
     cache_dir: str,
     keeps_rows: bool = False,
     num_rows: Callable[[], int] | None = None,
+    limited: Limited = nullcontext,
 ) -> EncodedRows:
     """Rows as examples, from the cache or into it; rows that cannot be used are left out and counted.
 
@@ -273,6 +281,7 @@ def encode_rows(
         cache_dir: the cache's parent folder.
         keeps_rows: keep which of its split's rows each example is of.
         num_rows: counts the rows of both splits; None: nobody has.
+        limited: wraps the function that calls `encode` for a batch of rows, as `ChatTemplate.limited` does.
 
     Raises:
         ConfigError: a file cannot be read, or the cache cannot be written.
@@ -280,7 +289,7 @@ def encode_rows(
     kept = " of rows" if keeps_rows else ""
     settings = f"examples{kept} {_FORMAT} {max_tokens} {described} {tokenizer.to_str()}"
     fingerprint = hashlib.sha256(settings.encode(errors="surrogateescape")).hexdigest()[:32]
-    encoder = _Encoder(encode, tokenizer, max_tokens)
+    encoder = _Encoder(encode, tokenizer, max_tokens, limited)
     name = hashlib.sha256(f"{fingerprint} rules {_RULES}".encode()).hexdigest()[:32]
     folder = cached_folder(cache_dir, name, partial(_fill, read, encoder, keeps_rows, num_rows))
     train, validation = (_open(folder, split) for split in _SPLITS)
@@ -348,22 +357,31 @@ class _Encoder:
     encode: Encode
     tokenizer: Tokenizer
     max_tokens: int
+    limited: Limited
 
     def encoded(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[_Tokens] | BadRowError]]:
         """Each row with the tokens of its examples, or why it cannot be used."""
-        for batch in batches(rows):
-            texts = [self._texts(row) for row in batch]
-            used = [found for found in texts if not isinstance(found, BadRowError)]
-            flat = [text for found in used for example in found for text, _ in example]
-            ids = iter(encode_texts(self.tokenizer, flat))
-            for row, found in zip(batch, texts, strict=True):
-                if isinstance(found, BadRowError):
-                    yield row, found
-                    continue
-                encoded = [[(next(ids), is_trained) for _, is_trained in example] for example in found]
-                yield row, self._joined(encoded)
+        with self.limited(self._texts_of_batch) as texts_of_batch:
+            for batch in batches(rows):
+                yield from self._encoded_batch(batch, texts_of_batch(batch))
 
-    def _texts(self, row: Row) -> Sequence[Texts] | BadRowError:
+    def _texts_of_batch(self, batch: Sequence[Row]) -> list[_Found]:
+        return [self._texts(row) for row in batch]
+
+    def _encoded_batch(
+        self, batch: Sequence[Row], texts: Sequence[_Found]
+    ) -> Iterator[tuple[Row, list[_Tokens] | BadRowError]]:
+        used = [found for found in texts if not isinstance(found, BadRowError)]
+        flat = [text for found in used for example in found for text, _ in example]
+        ids = iter(encode_texts(self.tokenizer, flat))
+        for row, found in zip(batch, texts, strict=True):
+            if isinstance(found, BadRowError):
+                yield row, found
+                continue
+            encoded = [[(next(ids), is_trained) for _, is_trained in example] for example in found]
+            yield row, self._joined(encoded)
+
+    def _texts(self, row: Row) -> _Found:
         try:
             if row.wrong is not None:
                 raise BadRowError("cannot be read", row.wrong)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from foundry.run_dir.files import read_text, write_atomically
+from foundry.run_dir.files import read_text, require_regular, write_atomically
 
 _LARGE_BYTES = 2**26
 """What is smaller altogether is hashed whenever it is asked for: a tenth of a second."""
@@ -34,7 +34,7 @@ def file_digests(files: Sequence[Path], cache_dir: str | None = None) -> list[by
     Raises:
         OSError: a file cannot be read.
     """
-    stats = [file.stat() for file in files]
+    stats = [require_regular(file).stat() for file in files]
     if cache_dir is None or sum(status.st_size for status in stats) < _LARGE_BYTES:
         return [bytes.fromhex(_hash(file)) for file in files]
     paths = [os.path.realpath(file) for file in files]

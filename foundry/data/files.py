@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from foundry.data.nested import require_unique
+from foundry.run_dir.files import require_regular
 
 ROWS: Mapping[str, str] = {
     ".jsonl": "json",
@@ -51,6 +52,7 @@ def open_bytes(file: Path) -> io.BufferedReader:
     Raises:
         OSError: it cannot be read.
     """
+    require_regular(file)
     if file.suffix == ".gz":
         return io.BufferedReader(cast(io.RawIOBase, gzip.open(file, "rb")))
     if file.suffix == ".zst":
@@ -176,6 +178,7 @@ def opened_table(file: Path, utf8: Utf8 = STRICT) -> Iterator[Table]:
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
+    require_regular(file)
     match ROWS[suffix_of(file)]:
         case "parquet":
             with pq.ParquetFile(file) as parquet:

@@ -27,6 +27,7 @@ from foundry.data.file_digests import file_digests
 from foundry.data.nested import require_unique
 from foundry.data.pictures import decode_picture, fitted, video_frames
 from foundry.data.splits import DataSplits
+from foundry.run_dir.files import require_regular
 
 _FORMAT = 1
 _IMAGES = "images.npy"
@@ -390,10 +391,13 @@ def _batches(info: LeRobotInfo, file: Path, columns: list[str]) -> Iterator[pa.R
         yield from parquet.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=columns)
 
 
-def _explained(info: LeRobotInfo, file: Path) -> ForeignData:
-    """Return the context in which pyarrow or the decoder reads a file of the folder; its errors are ConfigErrors."""
+@contextmanager
+def _explained(info: LeRobotInfo, file: Path) -> Iterator[None]:
+    """Have pyarrow or the decoder read a regular file of the folder; its errors are ConfigErrors."""
     name = file.relative_to(info.folder)
-    return ForeignData(lambda reason: _wrong(info, f"has {name}, which cannot be read: {reason}"))
+    with ForeignData(lambda reason: _wrong(info, f"has {name}, which cannot be read: {reason}")):
+        require_regular(file)
+        yield
 
 
 def _wrong(info: LeRobotInfo, message: str) -> ConfigError:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.packages import pip_command
 from foundry.config.schemas.data import PictureFit
+from foundry.run_dir.files import UnsafeFileError, require_regular
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -55,7 +56,7 @@ def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pi
     from PIL import Image, ImageOps
 
     try:
-        with file.open("rb") as stream, Image.open(stream, formats=_FORMATS) as opened:
+        with require_regular(file).open("rb") as stream, Image.open(stream, formats=_FORMATS) as opened:
             if opened.width * opened.height > _MOST_PIXELS:
                 raise ValueError(f"has {opened.width} by {opened.height} pixels, which are too many")
             opened.draft("RGB", (size, size))  # a JPEG is decoded at half its size and so on, where that suffices
@@ -66,7 +67,7 @@ def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pi
                 drawn = picture.convert("RGBA")
                 picture = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn)
             picture = picture.convert("RGB" if channels == 3 else "L")
-    except FileNotFoundError:
+    except (FileNotFoundError, UnsafeFileError):
         raise
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"is no picture: {error}") from None
@@ -110,7 +111,7 @@ def video_frames(file: Path) -> Iterator[tuple[float, Callable[[], Pixels]]]:
     """
     av = import_av()
     try:
-        with av.open(str(file)) as container:
+        with av.open(str(require_regular(file))) as container:
             for frame in container.decode(video=0):
                 yield float(frame.time), partial(frame.to_ndarray, format="rgb24")
     except (av.error.FFmpegError, IndexError) as error:

@@ -1,5 +1,10 @@
 """An environment in a process of its own, which is ended when it takes too long and started again."""
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import contextlib
 import ctypes
 import json
@@ -17,6 +22,7 @@ from foundry import stop_signals
 from foundry.config.errors import shortened, shown, visible
 from foundry.config.foreign import ForeignData
 from foundry.environments.protocol import Answer
+from foundry.safe_path import environment_of_module
 
 _START_SECONDS = 600.0
 """To import what the environment needs, on a busy machine."""
@@ -86,12 +92,17 @@ class Worker:
                     stream.close()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", __name__]
+        command = [sys.executable, "-P", "-m", __name__]
         with stop_signals.held_back():
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=environment_of_module(),
             )
-        first = {"path": sys.path, "node": self._node, "parent": os.getpid()}
+        own = os.environ.get("PYTHONPATH")
+        first = {"path": sys.path, "PYTHONPATH": own, "node": self._node, "parent": os.getpid()}
         reply = self._ask(first, _START_SECONDS, f"was not ready after {_START_SECONDS:g} seconds")
         if "raised" in reply:
             self.close()
@@ -183,6 +194,10 @@ def _serve() -> None:
     _end_with(first["parent"])
     _end_first()
     sys.path[:] = first["path"]
+    if first["PYTHONPATH"] is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = first["PYTHONPATH"]
     own = os.getpid()
 
     def reply(number: int, **content: Any) -> None:

@@ -23,6 +23,7 @@ from foundry.config.environment import STORE, default_variables
 from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.stopped import Stopped
 from foundry.run_dir.ends import NOTES, leave_note
+from foundry.safe_path import VARIABLE
 from foundry.stop_signals import STOP_SIGNALS
 
 _POLL_SECONDS = 0.1
@@ -89,7 +90,8 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         SystemExit: another signal did; its code is 128 + its number.
     """
     # Started here, because starting it lets SIGINT through.
-    resource_tracker.ensure_running()
+    with default_variables({VARIABLE: "1"}):
+        resource_tracker.ensure_running()
     with (
         noted_signals() as noted,
         tempfile.TemporaryDirectory(prefix="foundry-") as name,  # its mode is 0700
@@ -120,7 +122,7 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
 
 def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
     """Start the processes, which hold SIGINT back, as this one does meanwhile."""
-    with interrupts_held():
+    with interrupts_held(), default_variables({VARIABLE: "1"}):
         for rank in range(nproc):
             process = START.Process(target=_work, args=(rank, nproc, *work))
             process.start()

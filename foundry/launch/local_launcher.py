@@ -32,6 +32,7 @@ from foundry.launch.local import begin_session, ended_by, how_it_ended, interrup
 from foundry.run_dir.files import open_regular
 from foundry.run_dir.names import OUTPUT
 from foundry.run_dir.status import read_status, write_status
+from foundry.safe_path import VARIABLE
 
 _POLL_SECONDS = 0.2
 
@@ -221,6 +222,7 @@ def _threads(shares: Sequence[Share], nproc: int) -> AbstractContextManager[None
             "OMP_NUM_THREADS": str(max(1, len(shares[0].cores) // nproc)),
             # As in `foundry.launch.start`: idle threads of one job should not spin away the time of another.
             "GOMP_SPINCOUNT": "10000",
+            VARIABLE: "1",
         }
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import Slurm
 from foundry.launch.slurm_queue import refusal
+from foundry.launch.snapshot import copied_folders
 
 # Settings that are not submitit's.
 _OURS = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
@@ -85,10 +86,11 @@ def _executor(settings: Slurm, code: Path | None) -> Any:
 def _environment_of_job(code: Path | None) -> list[str]:
     # Since Slurm 22.05 srun does not take over the cores that sbatch was asked for.
     lines = ["export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}"]
+    # Without the safe path, `python -m` would look into the working directory first; so would an empty entry.
+    lines += ["export PYTHONSAFEPATH=1"]
     if code is not None:
-        # Without the safe path, `python -m` would look into the working directory first.
-        here, there = shlex.quote(str(Path.cwd())), shlex.quote(str(code))
-        lines += [f'export PYTHONSAFEPATH=1 PYTHONPATH={there}:"$PYTHONPATH":{here}']
+        copied = ":".join(shlex.quote(str(folder)) for folder in (code, *copied_folders(code)))
+        lines += [f'export PYTHONPATH={copied}"${{PYTHONPATH:+:$PYTHONPATH}}"']
     return lines
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from foundry.config.compose import config_dir
@@ -12,7 +13,9 @@ FOLDER = "code"
 
 
 def snapshot(sweep_dir: Path) -> Path:
-    """Copy foundry's source and options, and the git-tracked Python files below the working directory.
+    """Copy foundry's source and options, and the Python files that git tracks in folders of PYTHONPATH.
+
+    Of these folders, those in the working directory are copied.
 
     Args:
         sweep_dir: gets a folder `code`; one that is there already is the sweep's, and stays as it is.
@@ -41,10 +44,25 @@ def snapshot(sweep_dir: Path) -> Path:
     return folder
 
 
+def copied_folders(code: Path) -> list[Path]:
+    """Return the folders of a copy that stand for entries of `sys.path` in the working directory."""
+    copied = [code / folder for folder in _import_folders() if folder != Path()]
+    return [folder for folder in copied if folder.is_dir()]
+
+
+def _import_folders() -> list[Path]:
+    """The entries of `sys.path` in the working directory, relative to it."""
+    here = Path.cwd()
+    entries = [Path(entry).resolve() for entry in sys.path if entry]
+    return [entry.relative_to(here) for entry in entries if entry.is_relative_to(here) and entry.is_dir()]
+
+
 def _tracked() -> list[str]:
-    """The Python files below the working directory that git tracks and that are there; none where git knows nothing."""
+    """The existing Python files in `_import_folders` that git tracks; none if this is not a git repository."""
     try:
         message = subprocess.run(["git", "ls-files", "-z", "--", "*.py"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [name for name in message.stdout.split("\0") if name and Path(name).is_file()]
+    folders = _import_folders()
+    names = [name for name in message.stdout.split("\0") if name and Path(name).is_file()]
+    return [name for name in names if any(Path(name).is_relative_to(folder) for folder in folders)]

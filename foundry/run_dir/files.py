@@ -76,6 +76,20 @@ def open_regular(path: Path, mode: str = "r", *, permissions: int = 0o666, **opt
     return os.fdopen(descriptor, mode.replace("x", "w"), **options)
 
 
+def require_regular(path: Path) -> Path:
+    """Return the path of a file that a user names, if it can be read without waiting for another program.
+
+    Symbolic links are followed: data may be kept on another disk.
+
+    Raises:
+        UnsafeFileError: it is a pipe, a device, a socket or a folder.
+        OSError: it is missing.
+    """
+    if not stat.S_ISREG(mode := path.stat().st_mode):
+        raise _unsafe(path, mode)
+    return path
+
+
 def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """The content of a regular file.
 

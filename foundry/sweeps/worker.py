@@ -6,6 +6,11 @@ what it has just written there, and on the command line `trust=true` says as muc
 The exit code is the run's: 0 finished, 1 failed, 2 refused by the data or the machine, 128 + n stopped by signal n.
 """
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import json
 import logging
 import logging.config

@@ -1,11 +1,14 @@
 """Which bytes of a conversation are learnt."""
 
 import json
+import os
+import re
 
 import pytest
 from tokenizers import AddedToken
 
 from foundry.config.errors import ConfigError
+from foundry.data import chat
 from foundry.data.chat import ChatTemplate, read_template, resolve_chat_template, resolve_stop_ids
 from foundry.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 
@@ -188,3 +191,67 @@ def test_stop_tokens_are_the_end_of_a_document_and_of_a_turn():
     for choice, expected in (("plain", (end,)), ("chatml", (end, turn))):
         template = resolve_chat_template(choice, None, tokenizer, end)
         assert resolve_stop_ids(template, tokenizer, end) == expected
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"),
+    [
+        (ENDLESS, "more than 0.1 s"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "more than 0.1 s",
+        ),
+        ("{{ ([range(99999) | list] * 99999) | map('sum') | list }}", "more than 0.1 s"),
+        ("{{ 9 ** (9 ** 9) }}", "more than 0.1 s"),
+        ("{{ 'a' * 10000000000 }}", "more than 64 MiB"),
+        ("{{ 'a' | replace('a', 'b' * 1000000000) }}", "more than 64 MiB"),
+        ("{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "64 MiB"),
+        ("{{ '%1000000000d' % 1 }}", "more than 64 MiB"),
+        ("{{ 'a'.ljust(1000000000) }}", "more than 64 MiB"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_a_config_error(source, limit, monkeypatch):
+    monkeypatch.setattr(chat, "_CPU_SECONDS", 0.1 if limit.endswith(" s") else 20.0)
+    monkeypatch.setattr(chat, "_MEMORY_BYTES", 2**26)
+    template = ChatTemplate("{% if messages | length > 1 %}" + source + "{% endif %}")
+    with pytest.raises(ConfigError, match=rf"data\.chat_template: .*{re.escape(limit)}"):
+        template.render(TURNS)
+
+
+def test_a_rendered_conversation_has_a_longest_length(monkeypatch):
+    monkeypatch.setattr(chat, "_MAX_CHARACTERS", 1000)
+    for template in (ChatTemplate("{{ 'a' * 2000 }}"), PLAIN):
+        with pytest.raises(ValueError, match="has more than 1000 characters"):
+            template.render([{"role": "user", "content": "a" * 1001}])
+
+
+def test_the_limits_hold_for_segments_batches_and_the_check_of_the_syntax(monkeypatch):
+    monkeypatch.setattr(chat, "_CPU_SECONDS", 0.1)
+    template = ChatTemplate(ENDLESS)
+    with pytest.raises(ConfigError, match=r"more than 0\.1 s"):
+        template.segments(TURNS, num_trained=None)
+    with pytest.raises(ConfigError, match=r"more than 0\.1 s"), template.limited(template.render) as render:
+        render(TURNS)
+    with pytest.raises(ConfigError, match=r"more than 0\.1 s"):
+        ChatTemplate("{{ 9 ** (9 ** 9) }}").render(TURNS)
+
+
+def test_templates_of_foundrys_own_are_rendered_in_this_process(monkeypatch):
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("another process"))
+    assert "2+2?" in PLAIN.render(TURNS)
+    assert CHATML.segments(TURNS, num_trained=None)
+    with PLAIN.limited(len) as function:
+        assert function is len
+
+
+def test_a_batch_is_rendered_in_one_other_process():
+    def render(batch):
+        return [(UNMARKED.render(messages), os.getpid()) for messages in batch]
+
+    with UNMARKED.limited(render) as limited:
+        (first, one), (second, other) = [*limited([TURNS]), *limited([TURNS[:1]])]
+    assert (first, second) == (UNMARKED.render(TURNS), UNMARKED.render(TURNS[:1]))
+    assert one == other != os.getpid()

@@ -1,5 +1,6 @@
 """A folder of pictures with a folder for each class."""
 
+import os
 import pickle
 import shutil
 
@@ -197,6 +198,8 @@ def test_other_files_are_left_out_with_a_warning(folder, read, caplog):
         (lambda folder: empty(folder / "zebra", but="1.png"), r"data.held_out: is 0.34, which keeps 0 of the 1 images"),
         (lambda folder: shutil.rmtree(folder), r"data.path: is .*pictures but there is no such folder"),
         (lambda folder: broken_link(folder / "zebra" / "0.png"), r"data.path: has .*zebra/0.png, which cannot be read"),
+        (lambda folder: os.mkfifo(folder / "zebra" / "9.png"), r"data.path: has .*zebra/9.png, .* is a named pipe"),
+        (lambda folder: (folder / "zebra" / "9.png").symlink_to("/dev/zero"), r"has .*9.png, .* is a device"),
     ],
 )
 def test_what_cannot_be_read_is_named(harm, message, folder, read):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -307,6 +308,18 @@ DAMAGES = {
     "episodes are missing": (
         lambda f: (f / "meta/episodes/chunk-000/file-001.parquet").unlink(),
         "which are not numbered from 0 on",
+    ),
+    "episodes are a pipe": (
+        lambda f: os.mkfifo(f / "meta/episodes/chunk-000/file-009.parquet"),
+        r"has meta/episodes/chunk-000/file-009\.parquet, which cannot be read: is a named pipe",
+    ),
+    "episodes are a device": (
+        lambda f: (f / "meta/episodes/chunk-000/file-009.parquet").symlink_to("/dev/zero"),
+        r"has meta/episodes/chunk-000/file-009\.parquet, which cannot be read: is a device",
+    ),
+    "a data file is a pipe": (
+        lambda f: (first_data_file(f).unlink(), os.mkfifo(first_data_file(f))),
+        r"has no data/chunk-000/file-000\.parquet, which",
     ),
     "no episodes": (lambda f: [e.unlink() for e in (f / "meta/episodes").rglob("*.parquet")], "has no episodes"),
     "an endless episode": (

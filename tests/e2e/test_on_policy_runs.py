@@ -63,7 +63,7 @@ STUDENT = [
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory, cache):
     """Beside a teacher of twice the student's width."""
-    shell = WarmShell(tmp_path_factory.mktemp("on_policy"), cache)
+    shell = WarmShell(tmp_path_factory.mktemp("on_policy"), cache, {"PYTHONPATH": "."})
     (shell.cwd / "own.py").write_text(MORTAL)
     shell.run(*COMMON, "objective=sft", "model.hidden_size=64", "hydra.run.dir=teacher")
     return shell

@@ -48,12 +48,12 @@ STEPS = ["evaluation.interval='1 steps'", "hparams.max_steps=3"]
 @pytest.fixture
 def shell(tmp_path, cache):
     (tmp_path / "own.py").write_text(OWN)
-    return WarmShell(tmp_path, cache)
+    return WarmShell(tmp_path, cache, {"PYTHONPATH": "."})
 
 
 @pytest.fixture
 def run_command(shell, cache):
-    return Commands(shell.cwd, cache)
+    return Commands(shell.cwd, cache, shell.variables)
 
 
 def read(shell, name, run="run"):

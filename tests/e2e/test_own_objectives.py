@@ -97,7 +97,7 @@ LAYOUTS = {
 @pytest.fixture
 def shell(tmp_path, cache):
     (tmp_path / "own.py").write_text(OWN)
-    return WarmShell(tmp_path, cache)
+    return WarmShell(tmp_path, cache, {"PYTHONPATH": "."})
 
 
 @pytest.mark.long

@@ -76,7 +76,7 @@ SMALL = [*TINY_LM[:6], "data=own", "tracking=none", "evaluation.write_samples=fa
 
 @pytest.fixture
 def run_command(tmp_path, cache):
-    run_command = Commands(tmp_path, cache)
+    run_command = Commands(tmp_path, cache, {"PYTHONPATH": "."})
     (tmp_path / "own.py").write_text(OWN)
     for group, text in {"data": DATA, "scheduler": "_target_: own.Flat\n"}.items():
         (tmp_path / "conf" / group).mkdir(parents=True)
@@ -94,7 +94,14 @@ def run(run_command, *overrides, code=0):
 
 @pytest.mark.long
 def test_a_schedule_needs_no_warm_up_and_data_no_number_of_workers(run_command, shell):
-    shell.run("--config-dir=conf", *SMALL, "scheduler=own", "optimizer=whole", "+data.num_workers=1")
+    shell.run(
+        "--config-dir=conf",
+        *SMALL,
+        "scheduler=own",
+        "optimizer=whole",
+        "+data.num_workers=1",
+        variables={"PYTHONPATH": "."},
+    )
     assert json.loads((run_command.cwd / "run" / "status.json").read_text())["state"] == "finished"
     assert {json.loads(line).get("lr", 4e-3) for line in (run_command.cwd / "run" / "metrics.jsonl").open()} == {4e-3}
 

@@ -91,12 +91,12 @@ def shell(tmp_path, cache):
     (tmp_path / "own.py").write_text(PAIRS)
     (tmp_path / "conf" / "data").mkdir(parents=True)
     (tmp_path / "conf" / "data" / "pairs.yaml").write_text(DATA)
-    return WarmShell(tmp_path, cache)
+    return WarmShell(tmp_path, cache, {"PYTHONPATH": "."})
 
 
 @pytest.fixture
 def run_command(shell, cache):
-    return Commands(shell.cwd, cache)
+    return Commands(shell.cwd, cache, shell.variables)
 
 
 def losses(shell, name):

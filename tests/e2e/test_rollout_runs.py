@@ -67,7 +67,7 @@ OWN_DIGITS = ["environment._target_=own.Digits", "environment.weights={}"]
 @pytest.fixture
 def shell(tmp_path, cache):
     (tmp_path / "own.py").write_text(OWN)
-    return WarmShell(tmp_path, cache)
+    return WarmShell(tmp_path, cache, {"PYTHONPATH": "."})
 
 
 PACKED = ["data.packing=true"]

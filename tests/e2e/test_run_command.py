@@ -112,7 +112,7 @@ def test_a_module_of_one_folder_is_not_that_of_the_next(run_command):
     words = ["optimizer=sgd", "optimizer._target_=own.part", *RUN, "hydra.run.dir=run"]
     for text in ("one", "another"):  # Python takes a file of the same size and second for the same
         (run_command.cwd / "own.py").write_text(f"def part(*, model, lr, **rest):\n    raise ValueError('{text}')\n")
-        _, stderr = run_command(*words[:-1], f"hydra.run.dir={text}", code=1)
+        _, stderr = run_command(*words[:-1], f"hydra.run.dir={text}", code=1, variables={"PYTHONPATH": "."})
         assert stderr.rstrip().endswith(f"ValueError: {text}")
 
 

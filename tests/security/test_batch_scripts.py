@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 from support.composition import compose
@@ -44,11 +45,15 @@ def test_a_folder_of_any_name_is_where_code_is_imported_from(name, tmp_path, mon
     here, code = tmp_path / name, tmp_path / f"code {name}"
     here.mkdir()
     monkeypatch.chdir(here)
-    lines = [*_environment_of_job(code), 'printf "%s" "$PYTHONPATH"']
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, env={"PYTHONPATH": "two words"}, check=True
-    )
-    assert done.stdout == f"{code}:two words:{here}"
+    for folder in (here, code):
+        (folder / "own parts").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(here), str(here / "own parts"), "/elsewhere"])
+    lines = [*_environment_of_job(code), 'printf "%s" "$PYTHONSAFEPATH $PYTHONPATH"']
+    for given, rest in (({"PYTHONPATH": "two words"}, ":two words"), ({}, "")):
+        done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, env=given, check=True)
+        assert done.stdout == f"1 {code}:{code}/own parts{rest}"
+    assert "PYTHONPATH=" not in _environment_of_job(None)[-1]
+    (here / "own parts").rmdir()
     assert sorted(path.name for path in here.iterdir()) == []
 
 

@@ -115,6 +115,7 @@ class Cluster:
         (self.cwd / "own" / "objective").mkdir(parents=True)
         (self.cwd / "own" / "objective" / "own.yaml").write_text("_target_: own_objective.Own\n")
         (self.cwd / "own_objective.py").write_text(OWN)
+        self.environment = {**self.environment, "PYTHONPATH": str(self.cwd)}
         if slow:
             (self.cwd / "slow").touch()
         return ["--config-dir=own", "objective=own"]

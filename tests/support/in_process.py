@@ -44,14 +44,17 @@ _PATCHED = (
 
 
 class Commands:
-    """Runs commands in a folder: `commands("hparams.lr=-1", code=2)` returns (stdout, stderr)."""
+    """Runs commands in a folder: `commands("hparams.lr=-1", code=2)` returns (stdout, stderr).
 
-    def __init__(self, cwd, cache):
-        self.cwd, self.cache = cwd, cache
+    `variables` are set for each command, such as PYTHONPATH=. for parts of a user's own in the folder.
+    """
+
+    def __init__(self, cwd, cache, variables=None):
+        self.cwd, self.cache, self.variables = cwd, cache, variables or {}
 
     def __call__(self, *overrides, module="foundry", code=0, variables=None):
         """Run `python -m <module> <overrides>`, expect an exit code, and return (stdout, stderr)."""
-        environment = {**passed_on(), "FOUNDRY_CACHE": str(self.cache), **(variables or {})}
+        environment = {**passed_on(), "FOUNDRY_CACHE": str(self.cache), **self.variables, **(variables or {})}
         choices = Choices() if any(word.startswith(_OWN_OPTIONS) for word in overrides) else CHOICES
         with _output_file() as stdout, _output_file() as stderr:
             with _captured(stdout, stderr), _process_state(), choices.used():
@@ -59,7 +62,10 @@ class Commands:
                 os.environ.update(environment)
                 os.chdir(self.cwd)
                 sys.argv = [module, *overrides]
-                sys.path[:0] = [str(self.cwd), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+                own = [
+                    str(Path(path).absolute()) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path
+                ]
+                sys.path[:0] = own if environment.get("PYTHONSAFEPATH") else [str(Path.cwd()), *own]
                 importlib.invalidate_caches()
                 ended = _run(module)
             out, err = _text(stdout), _text(stderr)

@@ -89,10 +89,13 @@ class WarmProcess:
 
 
 class WarmShell:
-    """A folder, and commands that run there."""
+    """A folder, and commands that run there.
 
-    def __init__(self, cwd, cache):
-        self.cwd, self.cache, self._number = cwd, cache, 0
+    `variables` are set for each command, such as PYTHONPATH=. for parts of a user's own in the folder.
+    """
+
+    def __init__(self, cwd, cache, variables=None):
+        self.cwd, self.cache, self.variables, self._number = cwd, cache, variables or {}, 0
         self._outputs = tempfile.TemporaryDirectory(prefix="foundry-warm-", ignore_cleanup_errors=True)
 
     def start(self, *overrides, module="foundry", variables=None):
@@ -101,7 +104,7 @@ class WarmShell:
         stem = Path(self._outputs.name) / str(self._number)
         for suffix in (".out", ".err"):
             stem.with_suffix(suffix).touch()
-        environment = {"FOUNDRY_CACHE": str(self.cache), **(variables or {})}
+        environment = {"FOUNDRY_CACHE": str(self.cache), **self.variables, **(variables or {})}
         start_server()
         process = CONTEXT.Process(target=_be, args=(module, overrides, self.cwd, stem, environment))
         process.start()
@@ -140,7 +143,8 @@ def _be(module, overrides, cwd, stem, environment):
     os.chdir(cwd)
     sys.argv = [module, *overrides]
     # As `python -m` does; a folder of the user's own comes before what is installed, and is looked at anew.
-    sys.path[:0] = [str(cwd), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    entries = [str(Path(path).absolute()) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = entries if environment.get("PYTHONSAFEPATH") else [str(Path.cwd()), *entries]
     importlib.invalidate_caches()
     local.START = _Ranks()
     if module != "foundry":

@@ -8,6 +8,7 @@ from typing import Any
 from foundry.config.errors import Violation, nearest, shown
 from foundry.config.packages import missing_message, pip_command
 from foundry.config.setting import setting
+from foundry.safe_path import local_remedy
 
 TABLETOP_STATE_DIMS = {"around": 17, "push": 19, "touch": 17}
 """Numbers in the state of each task of the tabletop, where a policy is told the places of the blocks."""
@@ -124,8 +125,9 @@ class Gymnasium(Simulator):
         yield from check_fetch(self.import_module)
         module = (self.import_module or "").partition(".")[0]
         if module not in ("", FETCH) and find_spec(module) is None:
-            message = f"is {self.import_module}, but there is no such module; install its package or add it to"
-            yield Violation("simulator.import_module", f"{message} PYTHONPATH")
+            remedy = local_remedy(module) or "; install its package or add it to PYTHONPATH"
+            message = f"is {self.import_module}, but there is no such module{remedy}"
+            yield Violation("simulator.import_module", message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from foundry.config.command import quoted
 from foundry.config.frozen import read_recorded
 from foundry.run_dir.names import CHAT_TEMPLATE, TOKENIZER
 from foundry.run_dir.redact import one_line
+from foundry.safe_path import environment_of_module
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -80,8 +80,8 @@ def _export(run_dir: Path, folder: Path, step: int, *, trust: bool) -> str | Non
     words += ["merge=true"] if isinstance(peft, dict) and peft.get("method", "none") != "none" else []
     words += ["trust=true"] if trust else []
     done = subprocess.run(
-        [sys.executable, "-m", "foundry.export", *words],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-P", "-m", "foundry.export", *words],
+        env={**environment_of_module(), "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -6,6 +6,11 @@ line a request and a line a reply. The process ends with its standard input, so 
 are meant for that one it does not see.
 """
 
+if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import json
 import logging
 import os
@@ -19,6 +24,7 @@ from typing import IO, Any
 
 from foundry import stop_signals
 from foundry.run_dir.redact import known, one_line, remember
+from foundry.safe_path import environment_of_module
 from foundry.tracking.mlflow.destination import SHORT_WAITS, Destination
 from foundry.tracking.mlflow.store import MlflowStore, Operation
 from foundry.tracking.mlflow.system_metrics import SystemMetrics
@@ -120,14 +126,13 @@ class RemoteStore:
 
 def _start() -> subprocess.Popen[bytes]:
     """A process that waits for requests; nothing of the run is on its command line."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     with stop_signals.held_back():
         return subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env=environment_of_module(),
         )
 
 

@@ -1,0 +1,96 @@
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from foundry.data.limited_process import LimitedProcess, LimitExceededError, is_limited, renew_limit
+
+
+@pytest.fixture
+def limited():
+    made = []
+
+    def make(function):
+        made.append(LimitedProcess(function, cpu_seconds=0.2, memory_bytes=2**28))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.close()
+
+
+def spin(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return seconds
+
+
+def fail(error):
+    raise error
+
+
+def test_calls_share_a_process_that_is_not_this_one(limited):
+    process = limited(lambda *args, **options: (os.getpid(), is_limited(), args, options))
+    first, second = process.call(1, name="a"), process.call(2)
+    assert first[0] == second[0] != os.getpid()
+    assert first[1:] == (True, (1,), {"name": "a"})
+    assert not is_limited()
+
+
+def test_an_exception_is_raised_here_and_the_process_goes_on(limited):
+    process = limited(fail)
+    for error in (ValueError("no"), KeyError("a"), RecursionError("deep")):
+        with pytest.raises(type(error), match=str(error.args[0])):
+            process.call(error)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: spin(60), r"takes more than 0\.2 s"),
+        (lambda: 9**9**9 if os.getpid() else 0, r"takes more than 0\.2 s"),
+        (lambda: bytes(2**30), "needs more than 256 MiB"),
+        (lambda: [bytes(2**26) for _ in range(2**10)], "needs more than 256 MiB"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ends its process by SIGSEGV"),
+        (lambda: os._exit(3), "ends its process"),
+    ],
+)
+def test_a_call_beyond_a_limit_is_named_and_the_next_is_answered(limited, function, message):
+    process = limited(lambda harmless: "answer" if harmless else function())
+    for _ in range(2):
+        with pytest.raises(LimitExceededError, match=message):
+            process.call(False)
+        assert process.call(True) == "answer"
+
+
+def test_each_of_many_calls_has_the_whole_time(limited):
+    process = limited(spin)
+    assert [process.call(0.08) for _ in range(4)] == [0.08] * 4
+
+    def renewing():
+        for _ in range(4):
+            renew_limit(0.2)
+            spin(0.08)
+        return "done"
+
+    assert limited(renewing).call() == "done"
+
+
+def test_a_process_that_was_idle_is_started_again(limited, monkeypatch):
+    monkeypatch.setattr("foundry.data.limited_process._IDLE_SECONDS", 0.01)
+    process = limited(os.getpid)
+    first = process.call()
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    assert process.call() != first
+
+
+def test_the_process_holds_no_other_file(limited):
+    reading, writing = os.pipe()
+    process = limited(lambda: [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()])
+    assert {name.partition(":")[0] for name in process.call()} == {os.devnull, "socket"}
+    os.close(writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)

@@ -1,0 +1,166 @@
+"""Modules are imported from installed packages and PYTHONPATH; a file in the current folder runs only if asked for."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import foundry
+from foundry import safe_path
+from foundry.environments.protocol import Answer
+from foundry.environments.worker import Worker
+from foundry.launch import local, snapshot
+from foundry.safe_path import VARIABLE, environment_of_module, leave_current_folder, local_remedy
+
+PACKAGE = Path(foundry.__file__).parent
+STARTED = [file for file in sorted(PACKAGE.rglob("*.py")) if "\nif __name__ ==" in file.read_text(encoding="utf-8")]
+HOSTILE = ("torch", "yaml", "omegaconf", "json", "dataclasses", "pathlib", "hydra_plugins/own")
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """A current folder with modules that leave a file `ran` when they are imported."""
+    for name in HOSTILE:
+        file = tmp_path / "folder" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path / "folder")
+    return tmp_path / "ran"
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Sets the import path of a process that was started in a folder."""
+
+    def set_path(*path, variables=()):
+        monkeypatch.setattr(sys, "path", [*path])
+        for name in (VARIABLE, "PYTHONPATH"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables:
+            monkeypatch.setenv(name, value)
+        leave_current_folder()
+        return sys.path
+
+    monkeypatch.setenv(VARIABLE, "restored by monkeypatch")
+    monkeypatch.setenv("PYTHONPATH", "restored by monkeypatch")
+    return set_path
+
+
+def test_the_current_folder_leaves_the_front_of_the_path(tmp_path, start, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    here = str(tmp_path)
+    assert start(here, "/lib", "/site") == ["/lib", "/site"]
+    assert os.environ[VARIABLE] == "1"
+    assert "PYTHONPATH" not in os.environ
+    assert start("", "/lib") == ["/lib"]
+    assert start("/bin", "/lib") == ["/bin", "/lib"]
+    assert start() == []
+
+
+def test_a_folder_of_pythonpath_stays_in_the_path(tmp_path, start, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    here = str(tmp_path)
+    assert start(here, here, "/lib") == [here, "/lib"]
+    assert start(here, "/lib", variables=[(VARIABLE, "1")]) == [here, "/lib"]
+
+
+@pytest.mark.parametrize("before", ["", "/mine"])
+def test_a_checkout_that_is_not_installed_becomes_the_last_entry(before, start, monkeypatch):
+    root = str(PACKAGE.parent)
+    monkeypatch.chdir(root)
+    assert start(root, "/lib", variables=[("PYTHONPATH", before)]) == ["/lib", root]
+    assert os.environ["PYTHONPATH"] == (f"/mine:{root}" if before else root)
+    assert start(root, "/lib", root) == ["/lib", root]
+    assert "PYTHONPATH" not in os.environ
+
+
+@pytest.mark.parametrize("file", STARTED, ids=[file.relative_to(PACKAGE).as_posix() for file in STARTED])
+def test_each_module_that_is_started_leaves_the_current_folder_first(file):
+    docstring, first, *_ = ast.parse(file.read_text(encoding="utf-8")).body
+    assert isinstance(docstring, ast.Expr)
+    expected = (
+        "if __name__ == '__main__':\n    from foundry.safe_path import leave_current_folder\n    leave_current_folder()"
+    )
+    assert ast.unparse(first) == expected
+
+
+def test_leaving_the_current_folder_imports_only_modules_that_python_has_loaded():
+    tree = ast.parse(Path(safe_path.__file__).read_text(encoding="utf-8"))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported == {"os", "sys"}
+    assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
+
+
+def test_a_command_runs_no_module_of_the_current_folder(hostile):
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    command = [sys.executable, "-m", "foundry.report", "dir=."]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert not hostile.exists()
+
+
+def test_an_environments_process_imports_as_this_one_does(hostile, tmp_path, monkeypatch):
+    own = tmp_path / "own"
+    own.mkdir()
+    text = (
+        "import os\nclass Judge:\n    def score(self, answers):\n        return [{'set': 'PYTHONPATH' in os.environ}]\n"
+    )
+    (own / "judge.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(own)])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    worker = Worker({"_target_": "judge.Judge"}, 10.0)
+    assert worker.score([Answer("a")]) == [{"set": 0.0}]
+    worker.close()
+    assert not hostile.exists()
+
+
+def test_ranks_are_started_without_the_current_folder(monkeypatch):
+    seen = []
+
+    class Process:
+        def __init__(self, **options):
+            seen.append(os.environ.get(VARIABLE))
+
+        def start(self):
+            seen.append(os.environ.get(VARIABLE))
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(local, "START", type("Start", (), {"Process": Process}))
+    local._start([], 1, ())
+    assert seen == ["1", "1"]
+    assert VARIABLE not in os.environ
+
+
+def test_a_child_has_the_path_of_this_process(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", "/a b", "/c"])
+    assert environment_of_module()["PYTHONPATH"] == ".:/a b:/c"
+
+
+def test_a_module_in_the_current_folder_is_answered_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").touch()
+    Path("package").mkdir()
+    assert local_remedy("own") == "; own.py is in the current folder: start the command with PYTHONPATH=."
+    assert local_remedy("package").endswith("PYTHONPATH=.")
+    assert local_remedy("missing") == ""
+
+
+def test_a_copy_of_the_code_has_files_from_which_a_run_imports(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("torch.py", "mine/model.py", "mine/inner/part.py", "other/model.py"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", "add", "."], check=True)
+    monkeypatch.setattr(sys, "path", ["/lib", str(tmp_path / "mine")])
+    assert sorted(snapshot._tracked()) == ["mine/inner/part.py", "mine/model.py"]
+    assert snapshot.copied_folders(tmp_path / "code") == []
+    (tmp_path / "code" / "mine").mkdir(parents=True)
+    assert snapshot.copied_folders(tmp_path / "code") == [tmp_path / "code" / "mine"]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "/lib"])
+    assert "torch.py" in snapshot._tracked()
+    assert snapshot.copied_folders(tmp_path / "code") == []
