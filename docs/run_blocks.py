@@ -88,7 +88,12 @@ def _run_block(code: str, directory: Path, environment: Mapping[str, str]) -> st
         bash = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", code],
             cwd=directory,
-            env={"FOUNDRY_CACHE": cache, **environment, "PATH": path},
+            env={
+                "FOUNDRY_CACHE": cache,
+                "OMP_NUM_THREADS": "1",
+                **environment,
+                "PATH": path,
+            },  # other work is beside it
             stdout=message,
             stderr=subprocess.STDOUT,
             start_new_session=True,

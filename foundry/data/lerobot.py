@@ -7,6 +7,7 @@ are in these rows, or frames of videos. `meta/stats.json` is not read: statistic
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
