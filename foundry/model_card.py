@@ -14,7 +14,7 @@ from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import EVALUATION, METRICS, MODEL_CARD, PLAN, RESULT
 from foundry.run_dir.redact import masked, one_line
 from foundry.run_dir.strict_json import DamagedFileError, read_object
-from foundry.tracking.metrics_file import is_evaluation, read_metrics
+from foundry.tracking.metrics_file import is_evaluation, read_step
 from foundry.training.model_hooks import hook
 
 _PLANNED = {
@@ -124,12 +124,12 @@ def _recipe(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _numbers(run_dir: Path, step: int) -> dict[str, Any]:
     """What was measured at this step, during the run and by `foundry.eval`, or else what the run ended with."""
     try:
-        records = read_metrics(run_dir) if (run_dir / METRICS).is_file() else []
+        records = read_step(run_dir, step) if (run_dir / METRICS).is_file() else []
     except (OSError, ValueError):
         records = []
     found: dict[str, Any] = {"step": step}
     for record in records:
-        if record["step"] == step and is_evaluation(record):
+        if is_evaluation(record):
             found |= record
     if len(found) == 1 and (result := _read(run_dir / RESULT)).get("step") == step:
         found |= {name: result[name] for name in ("loss", "val_loss") if name in result}

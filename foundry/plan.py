@@ -143,11 +143,11 @@ def _measured(given: str) -> float:
     Raises:
         ConfigError: it has logged no more than one step.
     """
-    from foundry.tracking.metrics_file import read_metrics
+    from foundry.tracking.metrics_file import read_curve
 
     run_dir = Path(to_absolute_path(str(Path(given).expanduser())))
     try:
-        steps = [line["step_seconds"] for line in read_metrics(run_dir) if "step_seconds" in line][1:]
+        steps = [seconds for _, seconds in read_curve(run_dir, "step_seconds")][1:]
     except FileNotFoundError:
         steps = []
     if not steps:

@@ -366,8 +366,8 @@ def _missing_paths(node: Any, key: str) -> Iterator[Violation]:
                     wrong = why_no_url(path)
                 else:
                     wrong = None if _exists(path) else "there is no such file or folder"
-                    hint = hub_hint if reads_urls else download_hint
-                    wrong = wrong and f"{wrong}{hint(path)}"
+                    hint = hub_hint(path) if reads_urls else download_hint(path)
+                    wrong = wrong and f"{wrong}{hint}"
                 if wrong is not None:
                     yield Violation(f"{key}.{item.name}", f"{verb} {shown(path)} but {wrong}")
 

@@ -95,7 +95,8 @@ def decode(line: str) -> Any:
     Raises:
         ValueError: the line is not JSON.
     """
-    return _floats(json.loads(line))
+    value = json.loads(line)
+    return _floats(value) if any(word in line for word in _SPELLED) else value
 
 
 def _floats(value: Any) -> Any:

@@ -92,7 +92,7 @@ def _curves(sweep: SweepReport) -> tuple[str, list[Curve]]:
 
 def _finite_curves(sweep: SweepReport, metric: str) -> list[Curve]:
     """What was measured of each job, if a number was among it."""
-    curves = [(job, evaluations(job, metric)) for job in sweep.jobs]
+    curves = ((job, evaluations(job, metric)) for job in sweep.jobs)
     return [(job, _thinned(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
 
 

@@ -20,7 +20,7 @@ from foundry.run_dir.sweep_file import read_sweep_file
 from foundry.sweeps.job import Job
 from foundry.sweeps.results import JobReport, SweepReport, Which
 from foundry.tracking.humanize import duration
-from foundry.tracking.metrics_file import read_metrics
+from foundry.tracking.metrics_file import read_curve
 
 NOT_RUNNING = "the sweep is not running; the same command resumes it"
 """Said of jobs that nobody will start."""
@@ -32,10 +32,9 @@ _ON_THIS_MACHINE = ("sequential", "local")  # launchers; a user's YAML built on 
 def evaluations(job: JobReport, metric: str) -> list[tuple[int, float]]:
     """(optimizer step, value) of a metric in metrics.jsonl, ascending."""
     try:
-        records = read_metrics(job.run_dir, having=metric)
+        found = [(step, _float(value)) for step, value in read_curve(job.run_dir, metric)]
     except (OSError, ValueError):
         return []
-    found = [(record["step"], _float(record.get(metric))) for record in records]
     return [(step, value) for step, value in found if value is not None]
 
 

@@ -1,7 +1,8 @@
 """metrics.jsonl: one line per logged step and one per evaluation."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -39,25 +40,62 @@ def evaluation_record(event: Evaluated) -> dict[str, Any]:
 
 
 def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, NaN and infinities as floats.
+    """Return the records of a metrics.jsonl in the order of their steps, all of them in memory.
 
-    A last line that is not complete, as a killed run leaves it, is left out. A run that resumed from an earlier step
-    wrote some steps twice: the later record is kept.
+    A run that resumed from an earlier step wrote some steps twice: the later record is kept.
+
+    Args:
+        path: see `iterate_metrics`, as `having` and the errors that are raised.
+        having: see there.
+    """
+    records: dict[tuple[bool, int], dict[str, Any]] = {}
+    for record in iterate_metrics(path, having=having):
+        key = (is_evaluation(record), record["step"])
+        records.pop(key, None)
+        records[key] = record
+    return sorted(records.values(), key=lambda record: (record["step"], is_evaluation(record)))
+
+
+def read_curve(path: Path, name: str) -> list[tuple[int, Any]]:
+    """Return (optimizer step, value) of a field, as `read_metrics` without the other fields, which take the memory."""
+    found: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for record in iterate_metrics(path, having=name):
+        if name in record:
+            found[is_evaluation(record)][record["step"]] = record[name]
+    logged, measured = found
+    if logged and measured:
+        return [(step, kind[step]) for step in sorted({*logged, *measured}) for kind in found if step in kind]
+    return sorted((logged or measured).items(), key=lambda point: point[0])
+
+
+def read_step(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return the records of one optimizer step in the order of the file; other lines are not decoded."""
+    wanted = re.compile(rb'"step":\s*%d\b' % step)
+    return [record for record in iterate_metrics(path, matching=wanted) if record["step"] == step]
+
+
+def iterate_metrics(
+    path: Path, *, having: str | None = None, matching: "re.Pattern[bytes] | None" = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl in the order of the file, NaN and infinities as floats.
+
+    A last line that is not complete, as a killed run leaves it, is left out.
 
     Args:
         path: the file, or the run directory it lies in.
-        having: only the records with this field; other lines are passed over unread, which is much faster.
+        having: a field; lines without it are skipped and not decoded, which is much faster.
+        matching: a pattern; likewise.
 
     Raises:
         ValueError: a complete line is no record.
         OSError: it is no regular file, or cannot be read.
     """
     path = path / METRICS if path.is_dir() else path
-    records: dict[tuple[bool, int], dict[str, Any]] = {}
     wanted = b"" if having is None else f'"{having}":'.encode()
     with open_regular(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
-            if wanted not in line and len(line) < _LONGEST_LINE:
+            is_wanted = wanted in line and (matching is None or matching.search(line))
+            if not is_wanted and len(line) < _LONGEST_LINE:
                 continue
             if not line.endswith(b"\n"):
                 if len(line) < _LONGEST_LINE:
@@ -66,10 +104,7 @@ def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any
             record = _record(line)
             if record is None:
                 raise ValueError(f"{path}:{number} is no record: {line[:80]!r}")
-            key = (is_evaluation(record), record["step"])
-            records.pop(key, None)
-            records[key] = record
-    return sorted(records.values(), key=lambda record: (record["step"], is_evaluation(record)))
+            yield record
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:
@@ -153,8 +188,14 @@ def _cut_after(path: Path, step: int) -> None:
     with open_regular(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
             raise ValueError(f"{path} is larger than any run's")
-        lines = file.readlines()
-    kept = [line for line in lines if (record := _record(line)) is not None and record["step"] <= step]
-    if len(kept) < len(lines):
-        with replaced_atomically(path, durable=True) as file:
-            file.writelines(kept)
+        if all(_is_until(line, step) for line in file):
+            return
+        file.seek(0)
+        with replaced_atomically(path, durable=True) as kept:
+            kept.writelines(line for line in file if _is_until(line, step))
+
+
+def _is_until(line: bytes, step: int) -> bool:
+    """Whether a line is a record of a step, or of one before it."""
+    record = _record(line)
+    return record is not None and record["step"] <= step

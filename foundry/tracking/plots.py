@@ -11,7 +11,7 @@ from foundry.run_dir.names import METRICS, PLOTS
 from foundry.run_dir.redact import one_line
 from foundry.tracking.console_progress import unigram_entropy
 from foundry.tracking.metrics_figure import metrics_figure
-from foundry.tracking.metrics_file import evaluation_record, is_evaluation, read_metrics, step_record
+from foundry.tracking.metrics_file import evaluation_record, is_evaluation, iterate_metrics, step_record
 from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.norms_figure import norms_figure
 from foundry.tracking.plot_style import (
@@ -68,7 +68,7 @@ class Plots:
         self._entropy = unigram_entropy(event.plan)
         self._updates, self._phases, self._metric = event.updates, event.phases, event.metric
         if (self._run_dir / METRICS).exists():
-            for record in read_metrics(self._run_dir):
+            for record in iterate_metrics(self._run_dir):
                 _remember(self._measured if is_evaluation(record) else self._logged, record)
 
     @tolerant

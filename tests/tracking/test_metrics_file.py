@@ -1,9 +1,14 @@
 import json
 import math
+import tracemalloc
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.examples import examples
 
-from foundry.tracking.metrics_file import MetricsFile, read_metrics
+from foundry.run_dir.strict_json import encode
+from foundry.tracking.metrics_file import MetricsFile, iterate_metrics, read_curve, read_metrics, read_step
 
 
 def strict(line):
@@ -111,3 +116,40 @@ def test_a_full_disk_does_not_stop_the_run(events, caplog):
         observer.on_step(events.step(step))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No space left on device" in caplog.text
+
+
+RECORDS = st.fixed_dictionaries(
+    {"step": st.integers(0, 30)},
+    optional={name: st.one_of(st.floats(), st.integers(), st.none()) for name in ("loss", "val_loss", "step_seconds")},
+)
+
+
+@given(st.lists(RECORDS, max_size=20), st.sampled_from(["loss", "val_loss", "step_seconds"]), st.integers(0, 30))
+@settings(max_examples=examples(200))
+def test_a_curve_and_a_step_are_those_of_all_records(tmp_path_factory, records, name, step):
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    path.write_text("".join(encode(record) + "\n" for record in records))
+    # Of a step that was taken twice, the later record may lack the field: the earlier one's value stands then.
+    having = read_metrics(path, having=name)
+    assert repr(read_curve(path, name)) == repr([(record["step"], record[name]) for record in having])
+    assert repr(read_step(path, step)) == repr([record for record in iterate_metrics(path) if record["step"] == step])
+
+
+def test_steps_are_told_apart_by_whole_numbers_whatever_the_spacing(tmp_path):
+    lines = ['{"step":1,"val_loss":5}', '{"step": 11, "val_loss": 6}', '{"val_loss": 7, "step": 1}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert [record["val_loss"] for record in read_step(tmp_path, 1)] == [5, 7]
+
+
+def test_a_curve_takes_little_memory(tmp_path):
+    """A million records as dictionaries take two gigabytes."""
+    record = {f"metric_{number}": number / 7 for number in range(20)}
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.writelines(encode({"step": step, "loss": step / 3, **record}) + "\n" for step in range(3000))
+    peaks = []
+    for read in (lambda: read_curve(tmp_path, "loss"), lambda: read_step(tmp_path, 7), lambda: read_metrics(tmp_path)):
+        tracemalloc.start()
+        assert read()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] < peaks[2] / 5
