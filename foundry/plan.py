@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -147,9 +148,10 @@ def _measured(given: str) -> float:
 
     run_dir = Path(to_absolute_path(str(Path(given).expanduser())))
     try:
-        steps = [seconds for _, seconds in read_curve(run_dir, "step_seconds")][1:]
-    except FileNotFoundError:
-        steps = []
+        logged = read_curve(run_dir, "step_seconds")
+    except (FileNotFoundError, ValueError):
+        logged = []
+    steps = [seconds for _, seconds in logged if isinstance(seconds, (int, float)) and isfinite(seconds)][1:]
     if not steps:
         raise ConfigError(Violation("plan.measured", f"is {run_dir}, but no metrics.jsonl in it logs several steps"))
     return float(median(steps))

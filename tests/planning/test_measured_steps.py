@@ -1,0 +1,23 @@
+"""The duration of a step that a plan takes from a run."""
+
+import pytest
+
+from foundry.config.errors import ConfigError
+from foundry.plan import _measured
+
+
+def write(folder, *values):
+    lines = [f'{{"step": {step}, "step_seconds": {value}}}\n' for step, value in enumerate(values, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+
+
+def test_the_median_of_all_logged_steps_but_the_first(tmp_path):
+    write(tmp_path, 9, 1, 2, 4, "NaN", '"fast"')
+    assert _measured(str(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("values", [(), (1,), ("NaN", "NaN"), ('"x"', '"y"', "null", "[1]", 3), ("}", 1, 2)])
+def test_a_file_without_durations_is_refused(tmp_path, values):
+    write(tmp_path, *values)
+    with pytest.raises(ConfigError, match=r"^plan\.measured: is .*, but no metrics\.jsonl in it logs several steps$"):
+        _measured(str(tmp_path))
