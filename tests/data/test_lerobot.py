@@ -273,7 +273,7 @@ DAMAGES = {
     "info is no json": (lambda f: (f / "meta/info.json").write_text("{"), "is no JSON"),
     "a data file is missing": (
         lambda f: first_data_file(f).unlink(),
-        r"has no data/chunk-000/file-000\.parquet, which",
+        r"has data/chunk-000/file-000\.parquet, which cannot be read: No such file or directory",
     ),
     "a data file is cut": (lambda f: first_data_file(f).write_bytes(b"PAR1"), "cannot be read"),
     "a row is missing": (
@@ -319,7 +319,7 @@ DAMAGES = {
     ),
     "a data file is a pipe": (
         lambda f: (first_data_file(f).unlink(), os.mkfifo(first_data_file(f))),
-        r"has no data/chunk-000/file-000\.parquet, which",
+        r"has data/chunk-000/file-000\.parquet, which cannot be read: is a named pipe",
     ),
     "no episodes": (lambda f: [e.unlink() for e in (f / "meta/episodes").rglob("*.parquet")], "has no episodes"),
     "an endless episode": (

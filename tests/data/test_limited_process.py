@@ -12,8 +12,8 @@ from foundry.data.limited_process import LimitedProcess, LimitExceededError, is_
 def limited():
     made = []
 
-    def make(function):
-        made.append(LimitedProcess(function, cpu_seconds=0.2, memory_bytes=2**28))
+    def make(function, cpu_seconds=0.2):
+        made.append(LimitedProcess(function, cpu_seconds=cpu_seconds, memory_bytes=2**28))
         return made[-1]
 
     yield make
@@ -47,19 +47,25 @@ def test_an_exception_is_raised_here_and_the_process_goes_on(limited):
             process.call(error)
 
 
+@pytest.mark.parametrize("function", [lambda: spin(60), lambda: 9**9**9 if os.getpid() else 0])
+def test_a_call_beyond_the_limit_of_time_is_named_and_the_next_is_answered(limited, function):
+    check_named(limited(lambda harmless: "answer" if harmless else function()), r"takes more than 0\.2 s")
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda: spin(60), r"takes more than 0\.2 s"),
-        (lambda: 9**9**9 if os.getpid() else 0, r"takes more than 0\.2 s"),
         (lambda: bytes(2**30), "needs more than 256 MiB"),
         (lambda: [bytes(2**26) for _ in range(2**10)], "needs more than 256 MiB"),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ends its process by SIGSEGV"),
         (lambda: os._exit(3), "ends its process"),
     ],
 )
-def test_a_call_beyond_a_limit_is_named_and_the_next_is_answered(limited, function, message):
-    process = limited(lambda harmless: "answer" if harmless else function())
+def test_a_call_that_needs_memory_or_ends_is_named_and_the_next_is_answered(limited, function, message):
+    check_named(limited(lambda harmless: "answer" if harmless else function(), cpu_seconds=60), message)
+
+
+def check_named(process, message):
     for _ in range(2):
         with pytest.raises(LimitExceededError, match=message):
             process.call(False)

@@ -92,7 +92,8 @@ def process_state():
         "filters": list(warnings.filters),
         "random": torch.get_rng_state().tolist(),
         "torch": (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()),
-        "threads": set(threading.enumerate()),
+        # tqdm's is the process's, whoever draws a bar first.
+        "threads": {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"},
     }
 
 
