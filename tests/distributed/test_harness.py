@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.harness import run_ranks, spawn
+from support.harness import Ranks, run_ranks, spawn
 
 pytestmark = pytest.mark.distributed
 
@@ -124,9 +124,12 @@ def disturb(world, folder):
 
 
 def test_global_state_is_restored_after_a_call(tmp_path):
-    before = run_ranks(global_state, 2)
-    run_ranks(disturb, 2, tmp_path)
-    assert run_ranks(global_state, 2) == before
+    ranks = Ranks(2)
+    calls = [(process_id, ()), (global_state, ()), (disturb, (tmp_path,)), (global_state, ())]  # the first one imports
+    _, before, _, after = [ranks.call(*call, timeout_seconds=60.0) for call in calls]
+    ranks.stop()
+    pairs = [(one[name], other[name]) for one, other in zip(before, after, strict=True) for name in one]
+    assert [pair for pair in pairs if pair[0] != pair[1]] == []
 
 
 def sum_along_mesh(world, num_extra_groups):

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from foundry.config.schemas.distributed import Distributed
 from support.warm import CONTEXT, start_server
 
-_pools: dict[int, "_Ranks"] = {}
+_pools: dict[int, "Ranks"] = {}
 
 
 def run_ranks(function, world_size, *args, timeout_seconds=300.0):
@@ -37,7 +37,7 @@ def run_ranks(function, world_size, *args, timeout_seconds=300.0):
     """
     ranks = _pools.pop(world_size, None)
     if ranks is None or not ranks.are_alive():
-        ranks = _Ranks(world_size)
+        ranks = Ranks(world_size)
     results = ranks.call(function, args, timeout_seconds)
     _pools[world_size] = ranks
     return results
@@ -45,13 +45,13 @@ def run_ranks(function, world_size, *args, timeout_seconds=300.0):
 
 def spawn(function, world_size, *args, timeout_seconds=300.0, cuda=False):
     """Do the same on ranks that start for this call and end with it; over NCCL with `cuda`."""
-    ranks = _Ranks(world_size, cuda=cuda)
+    ranks = Ranks(world_size, cuda=cuda)
     results = ranks.call(function, args, timeout_seconds)
     ranks.stop()
     return results
 
 
-class _Ranks:
+class Ranks:
     """Processes that execute calls until their pipes close; a failed call ends all of them."""
 
     def __init__(self, world_size, *, cuda=False):
