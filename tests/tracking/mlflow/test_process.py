@@ -56,8 +56,8 @@ def test_one_that_is_killed_is_started_anew_and_nothing_is_missed(events, with_d
 def test_one_that_hangs_is_ended_and_what_it_was_given_is_sent_later(events, with_database, caplog):
     tracker, process = begun(events, finish_seconds=1.0, tags={"api_key": "hunter2hunter2"})
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    assert command.split(b"\0")[1:3] == [b"-m", b"foundry.tracking.mlflow.process"]
-    assert len(command.split(b"\0")) == 4, "nothing of the run"
+    assert command.split(b"\0")[1:4] == [b"-P", b"-m", b"foundry.tracking.mlflow.process"]
+    assert len(command.split(b"\0")) == 5, "nothing of the run"
     os.kill(process.pid, signal.SIGSTOP)
     for step in range(2, 20):
         tracker.on_step(events.step(step))
