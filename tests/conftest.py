@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Collect garbage less often, and look at modules and tests no more: one tenth of the time of the suite."""
+    """Collect garbage less often, and leave modules and tests out: this took a tenth of the time of `tests/config`."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
 
