@@ -92,9 +92,12 @@ def process_state():
         "filters": list(warnings.filters),
         "random": torch.get_rng_state().tolist(),
         "torch": (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()),
-        # tqdm's is the process's, whoever draws a bar first.
-        "threads": {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"},
     }
+
+
+def threads():
+    """Return the threads of the process, without tqdm's, which is the process's, whoever draws a bar first."""
+    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
 @pytest.mark.parametrize(
@@ -103,10 +106,11 @@ def process_state():
     ids=["refusal", "run"],
 )
 def test_a_command_leaves_the_process_as_it_was(run_command, words, code):
-    before = process_state()
+    before, threads_before = process_state(), threads()
     run_command(*words, code=code, variables={"FOUNDRY_OTHER": "1"})
     after = process_state()
     assert {name: after[name] for name in before if after[name] != before[name]} == {}
+    assert threads() <= threads_before  # one of an earlier test may end meanwhile
 
 
 def test_a_module_of_one_folder_is_not_that_of_the_next(run_command):
