@@ -4,8 +4,8 @@ import logging
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from foundry.parallel.whole_weights import gathered_if_they_fit
 from foundry.run_dir.files import make_folder
 from foundry.training.protocols import EvaluationContext, GenerativeObjective
 
@@ -27,14 +27,14 @@ class DrawnSamples:
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Draw; nothing is measured."""
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        # Before each token, or each step of an image: a large model takes its time for every one.
-        beats = inner.register_forward_pre_hook(lambda module, inputs: context.beat("drawing samples"))
-        try:
-            with context.autocast():
-                samples = self._objective.generate(model, self._data, context.world.device)
-        finally:
-            beats.remove()
+        with gathered_if_they_fit(model, context.world) as whole:
+            # Before each token, or each step of an image: a large model takes its time for every one.
+            beats = whole.register_forward_pre_hook(lambda module, inputs: context.beat("drawing samples"))
+            try:
+                with context.autocast():
+                    samples = self._objective.generate(whole, self._data, context.world.device)
+            finally:
+                beats.remove()
         if not context.world.is_main:
             return {}
         folder = context.folder

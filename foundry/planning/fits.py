@@ -12,10 +12,10 @@ from foundry.config.schemas.distributed import GradientSync, resolve_distributed
 from foundry.config.schemas.root import Config
 from foundry.data.loader import read_batch
 from foundry.data.splits import DataSplits
+from foundry.parallel.capacity import device_capacity
 from foundry.parallel.process_group import World
 from foundry.planning.fake import FakeModel, build_adapted, build_fake
 from foundry.planning.memory import Memory, estimate_memory
-from foundry.training.memory_error import host_capacity
 
 _GIB = 2**30
 
@@ -90,8 +90,6 @@ def check_fits(config: Config, data: DataSplits, world: World) -> None:
     """
     if not _keeps_whole_gradients(config, world.world_size):
         return
-    on_gpu = world.device.type == "cuda"
-    capacity = torch.cuda.mem_get_info(world.device)[1] if on_gpu else host_capacity() // world.local_world_size
     try:
         fake = build_fake(lambda: build_adapted(config))
         memory = plan_memory(config, fake, data, world_size=world.world_size, device_type=world.device.type)
@@ -100,7 +98,7 @@ def check_fits(config: Config, data: DataSplits, world: World) -> None:
     except Exception as error:  # a model of the user's own may not be built without numbers, and trains nevertheless
         logger.warning("the memory of the run is not known in advance: %s", format_reason(error))
         return
-    check_gradient_sync(config, memory, world_size=world.world_size, capacity=capacity)
+    check_gradient_sync(config, memory, world_size=world.world_size, capacity=device_capacity(world))
 
 
 def _keeps_whole_gradients(config: Config, world_size: int) -> bool:

@@ -1,12 +1,9 @@
 """Saying what took a device's memory, and which settings take less."""
 
-import os
 import re
-import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolve
 from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
+from foundry.parallel.capacity import host_capacity
 from foundry.training.sharded import local_part
 from foundry.training.throughput import peak_memory_bytes
 
@@ -252,16 +250,3 @@ def _in_use(device: torch.device) -> dict[str, Any]:
         return {"allocated": taken, "reserved": reserved, "capacity": capacity, "where": "GPU"}
     resident = peak_memory_bytes(device)
     return {"allocated": resident, "reserved": resident, "capacity": host_capacity(), "where": "CPU"}
-
-
-def host_capacity() -> int:
-    """Bytes that this process may have: of the machine, its container or its address space, whichever is least."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if address_space != resource.RLIM_INFINITY:
-        limits.append(address_space)
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        path = Path("/sys/fs/cgroup") / name
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)

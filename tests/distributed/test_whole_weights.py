@@ -104,3 +104,34 @@ def test_ranks_generate_for_themselves(of_ranks, name, mode):
     assert found[0] != found[2], "the weights have changed"
     alone = World(0, 0, 1, 1, torch.device("cpu"))
     assert continued(built(), PROMPTS, alone, PrecisionPolicy(mode)) == found[0]
+
+
+def called_once(world, free_bytes):
+    """The gathers of a forward pass, and its result, where ranks have that much memory."""
+    from unittest.mock import patch
+
+    import torch
+    from support.harness import count_collectives
+
+    from foundry.parallel import whole_weights
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import arrange
+    from foundry.parallel.wrap import parallelize
+
+    world = arrange(world, FSDP())
+    options = {"grad_checkpointing": False, "torchcompile": False}
+    model = parallelize(built(), PrecisionPolicy(PrecisionMode.fp32), world, **options).model
+    tokens, results = torch.arange(24).view(2, 12), []
+    free_memory = patch.object(whole_weights, "free_memory", lambda world: free_bytes[world.rank])
+    with free_memory, torch.no_grad(), whole_weights.gathered_if_they_fit(model, world) as entered:
+        counts = count_collectives(lambda: results.append(entered(tokens, tokens)))
+    return sum(counts.values()), results[0].log_prob.tolist()
+
+
+def test_weights_are_gathered_where_every_rank_has_memory_for_them():
+    needed = 8 * sum(parameter.numel() for parameter in built().parameters())
+    (fit, result), (also_fits, _) = run_ranks(called_once, 2, [needed, needed])
+    (lacks, same), (also_lacks, _) = run_ranks(called_once, 2, [needed, needed - 1])
+    assert fit == also_fits == 0
+    assert lacks == also_lacks == 3  # two layers, and what is around them
+    assert same == result
