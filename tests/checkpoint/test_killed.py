@@ -1,15 +1,13 @@
 """A process that is killed while it saves and deletes leaves a newest checkpoint that is whole."""
 
-import multiprocessing
 import random
 import time
 from itertools import count
 
+from support.warm import CONTEXT, start_server
+
 from foundry.checkpoint.folder import problems
 from foundry.run_dir.checkpoints import find, list_checkpoints
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["foundry.checkpoint.saver"])
 
 
 def save_forever(run_dir, pipe, asynchronous):
@@ -32,14 +30,15 @@ def save_forever(run_dir, pipe, asynchronous):
 
 
 def test_at_any_moment(tmp_path):
+    start_server()
     moments = random.Random(0)
     last = 0
     for attempt in count():  # on a busy machine a life is too short for many saves
         if attempt >= 20 and last > 40:
             break
         assert attempt < 200, last
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
-        child = _CONTEXT.Process(target=save_forever, args=(tmp_path, theirs, attempt % 2 == 1), daemon=True)
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        child = CONTEXT.Process(target=save_forever, args=(tmp_path, theirs, attempt % 2 == 1), daemon=True)
         child.start()
         theirs.close()
         if attempt % 2 == 0:

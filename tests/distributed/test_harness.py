@@ -168,3 +168,11 @@ def is_freed(world):
 def test_memory_of_a_call_is_freed():
     run_ranks(leave_in_a_cycle, 2)
     assert run_ranks(is_freed, 2) == [True, True]
+
+
+def was_loaded(world, module):
+    return module in sys.modules
+
+
+def test_ranks_fork_from_a_process_that_has_imported_everything():
+    assert spawn(was_loaded, 1, "sklearn.datasets") == [True]

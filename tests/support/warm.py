@@ -22,11 +22,13 @@ from foundry.launch import local
 from support.terminal import NOT_PASSED_ON
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["support.warm_server"])
 
 
 def start_server():
     """Start the process that others fork from, unless it runs; it imports `support.warm_server`."""
+    CONTEXT.set_forkserver_preload(
+        ["support.warm_server"]
+    )  # one setting for the process, which others may have changed
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), before]))
     try:

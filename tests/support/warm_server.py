@@ -10,6 +10,7 @@ from pathlib import Path
 
 MODULES = (
     "diffusers",
+    "foundry.checkpoint.saver",
     "foundry.cli",
     "foundry.data.digits",
     "foundry.data.text",
