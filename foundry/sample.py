@@ -7,6 +7,7 @@ if __name__ == "__main__":
 
 import inspect
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -90,11 +91,27 @@ def sample(options: SampleOptions) -> Path:
     with explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"):
         drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    file: Path = drawn.save(stem)
+    file: Path = _save_beside_others(drawn, stem) if options.out else drawn.save(stem)
     if hasattr(drawn, "text"):
         sys.stdout.write(f"{drawn.text}\n")
     sys.stdout.write(f"{file}\n")
     return file
+
+
+def _save_beside_others(drawn: Any, stem: Path) -> Path:
+    """Write samples to a folder of their own and move them from there: an own objective's may have any suffix.
+
+    Raises:
+        ConfigError: a file of this name and suffix exists.
+    """
+    with tempfile.TemporaryDirectory(prefix=".samples-", dir=stem.parent) as folder:
+        file: Path = drawn.save(Path(folder) / stem.name)
+        written = list(Path(folder).iterdir())
+        for path in written:
+            check_output("out", stem.parent / path.name)
+        for path in written:
+            path.rename(stem.parent / path.name)
+    return stem.parent / file.name
 
 
 def _read_image(file: str, size: int | None) -> Any:

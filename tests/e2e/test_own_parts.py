@@ -6,7 +6,7 @@ import pytest
 from support.in_process import Commands
 from support.tiny import TINY_LM
 
-OWN = '''
+OWN = r'''
 import torch
 from torch.optim import SGD, AdamW
 
@@ -41,6 +41,17 @@ class Judged(NextToken):
     def loss(self, model, microbatch):
         part = super().loss(model, microbatch)
         return LossSum(part.loss, {"extra": Mean(part.loss.detach())})
+
+
+class Table:
+    def save(self, stem):
+        stem.with_suffix(".csv").write_text("0,1\n")
+        return stem.with_suffix(".csv")
+
+
+class Tabulated(NextToken):
+    def generate(self, model, data, device, **options):
+        return Table()
 
 
 def whole(*, model, lr):
@@ -148,3 +159,17 @@ def test_a_target_that_is_not_there_is_refused_in_every_job_of_a_sweep(run_comma
     _, stderr = run_command(*overrides, "hydra.sweep.dir=sweep", code=2)
     assert stderr.startswith("optimizer._target_: is own.hole but own has no hole; did you mean whole? (20 of 40 jobs")
     assert not (run_command.cwd / "sweep").exists()
+
+
+def test_samples_of_a_suffix_of_ones_own_take_the_place_of_no_file(run_command):
+    run(run_command, "optimizer=whole", "objective._target_=own.Tabulated", "hparams.max_steps=1")
+    words = ("run=run", "out=table", "trust=true")
+    thesis = run_command.cwd / "table.csv"
+    thesis.write_text("mine")
+    _, stderr = run_command(*words, module="foundry.sample", code=2)
+    assert stderr == "out: is table.csv, which exists; choose another path, or move it away\n"
+    assert thesis.read_text() == "mine"
+    thesis.unlink()
+    run_command(*words, module="foundry.sample")
+    assert thesis.read_text() == "0,1\n"
+    assert not list(run_command.cwd.glob(".samples*"))
