@@ -54,6 +54,9 @@ class Camera:
         visual.global_.offwidth = max(visual.global_.offwidth, size)
         visual.global_.offheight = max(visual.global_.offheight, size)
         visual.quality.offsamples = visual.quality.shadowsize = 0
+        context = getattr(mujoco, "GLContext", None)
+        if context is not None and not hasattr(context, "_context"):
+            context._context = None  # which its __del__ asks for, also where making one has failed
         renderer = mujoco.Renderer(self._model, size, size)
         flags = mujoco.mjtRndFlag
         for flag in (flags.mjRND_SHADOW, flags.mjRND_REFLECTION, flags.mjRND_SKYBOX, flags.mjRND_HAZE):

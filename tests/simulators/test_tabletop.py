@@ -199,17 +199,23 @@ except RuntimeError as error:
 """
 
 
-def test_without_egl_it_simulates_and_says_that_it_cannot_draw(tmp_path):
-    (tmp_path / "OpenGL").mkdir()
-    (tmp_path / "OpenGL" / "__init__.py").write_text("raise AttributeError('no library of EGL')")
+@pytest.mark.parametrize("missing", ["library", "driver"])
+def test_without_egl_it_simulates_and_says_that_it_cannot_draw(tmp_path, missing):
     environment = {name: value for name, value in os.environ.items() if name != "MUJOCO_GL"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    if missing == "library":
+        (tmp_path / "OpenGL").mkdir()
+        (tmp_path / "OpenGL" / "__init__.py").write_text("raise AttributeError('no library of EGL')")
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    else:
+        environment["__EGL_VENDOR_LIBRARY_DIRS"] = str(tmp_path)
     ended = subprocess.run(
         [sys.executable, "-c", NO_EGL], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     succeeded, said = ended.stdout.splitlines()
     assert succeeded == "True"
     assert said.startswith("MuJoCo cannot draw here")
+    assert ended.stderr == ""
 
 
 @pytest.mark.parametrize(("task", "count"), [("around", 1), ("touch", 3), ("push", 12)])
