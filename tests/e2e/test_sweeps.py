@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.examples import some_of
 from support.tiny import TINY_DIT
 from support.warm import WarmShell
 from support.wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
@@ -131,13 +132,13 @@ def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
 
 
 @pytest.mark.parametrize("launcher", ["sequential", pytest.param("local", marks=pytest.mark.long)])
-def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(run_command, launcher):
+@pytest.mark.parametrize("name", some_of(WRONG_SWEEPS, "grid", "options", "search"))
+def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(run_command, launcher, name):
     write_options(run_command.cwd)
     before = set(run_command.cwd.rglob("*"))
-    for name, (overrides, _) in WRONG_SWEEPS.items():
-        stdout, stderr = run_command("-m", *overrides, f"hydra/launcher={launcher}", code=2)
-        assert_said(name, stderr)
-        assert stdout == ""
+    stdout, stderr = run_command("-m", *WRONG_SWEEPS[name][0], f"hydra/launcher={launcher}", code=2)
+    assert_said(name, stderr)
+    assert stdout == ""
     assert set(run_command.cwd.rglob("*")) == before
 
 
