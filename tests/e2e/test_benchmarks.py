@@ -159,3 +159,10 @@ def test_policies_are_trained_and_act_in_episodes_that_no_evaluation_has_had(wor
         assert values["episodes"] == [2]
         assert 0 <= values["low"][0] <= values["success"][0] <= values["high"][0] <= 1
         assert values["cpu"][0] > 1
+
+
+@pytest.mark.long
+def test_commands_that_read_large_files_are_measured(smoke):
+    rows = smoke("large_files")
+    assert len(rows) == 4
+    assert all(values["seconds"][0] > 0 and values["peak_mib"][0] > 10 for values in rows.values())
