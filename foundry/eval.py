@@ -19,7 +19,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_output, check_output_folder, check_writable, command, folder_option, quoted
+from foundry.config.command import (
+    check_output,
+    check_output_folder,
+    check_writable,
+    command,
+    folder_option,
+    print_path,
+    quoted,
+)
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
@@ -298,7 +306,7 @@ def _write(out: Path, result: dict[str, Any]) -> None:
             sys.stdout.write(f"\n{table(value)}\n")
         else:
             sys.stdout.write(f"{name:<{width}} {f'{value:.6g}' if isinstance(value, float) else value}\n")
-    sys.stdout.write(f"{out}\n")
+    print_path(out)
 
 
 def _track(path: Path, uri: str | None, result: Mapping[str, Any], overrides: Sequence[str]) -> None:

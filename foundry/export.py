@@ -5,12 +5,11 @@ if __name__ == "__main__":
 
     leave_current_folder()  # before the imports below
 
-import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_output_folder, command, folder_option
+from foundry.config.command import check_output_folder, command, folder_option, print_path
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
@@ -91,7 +90,7 @@ def export(options: ExportOptions) -> Path:
         if isinstance(peft, LoRA):
             if not (peft.merge if options.merge is None else options.merge):
                 _save_adapters(restored, peft, run_dir, out, dtype)
-                sys.stdout.write(f"{out}\n")
+                print_path(out)
                 return out
             merge_adapters(restored.model)
         dtype = dtype or _source_dtype(restored.model)
@@ -111,7 +110,7 @@ def export(options: ExportOptions) -> Path:
     else:
         write_vocabulary(restored.data, out)
     write_model_card(run_dir, restored, out, library="safetensors" if hf_config is None else "transformers")
-    sys.stdout.write(f"{out}\n")
+    print_path(out)
     return out
 
 

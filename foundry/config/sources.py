@@ -25,6 +25,26 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
+def local_path(key: str, text: str) -> Path:
+    """Return the path of a file or folder on this machine, `~` expanded.
+
+    An address is refused before it becomes a path, since a path has one slash where an address has two.
+
+    Args:
+        key: of the setting or option that has it.
+        text: the value of that.
+
+    Raises:
+        ConfigError: it is an address, or there is no such user.
+    """
+    if "://" in text:
+        raise ConfigError(Violation(key, f"is {shown(text)}, an address; give a path on this machine"))
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(Violation(key, f"is {shown(text)}: {error}")) from None
+
+
 def why_no_url(path: str) -> str | None:
     """Why this machine cannot read such URLs, whatever is there; None where it can; no network is asked."""
     from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]
