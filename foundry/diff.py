@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_output, command, quoted
+from foundry.config.command import check_output, command, folder_option, print_path, quoted
 from foundry.config.errors import ConfigError, Violation, contrast, shown
 from foundry.config.frozen import read_recorded
 from foundry.config.resume_compat import Difference, differences
@@ -265,17 +265,17 @@ def _table(
 
 def main(options: DiffOptions) -> None:
     """Compare and leave with the exit code."""
-    picture = None if options.picture is None else Path(options.picture).expanduser()
+    picture = None if options.picture is None else folder_option("picture", options.picture)
     if picture is not None:
         check_output("picture", picture)
         if picture.suffix != ".png":
             raise ConfigError(Violation("picture", f"is {shown(picture)}, which is no .png file; choose another"))
-    compared = compare(*(Path(text).expanduser() for text in (options.run, options.against)))
+    compared = compare(folder_option("run", options.run), folder_option("against", options.against))
     for line in compared.lines():
         sys.stdout.write(f"{line}\n")
     if picture is not None:
         save_figure(curves_figure(compared), picture)
-        sys.stdout.write(f"{'picture':<12}{picture}\n")
+        print_path(picture, f"{'picture':<12}")
     sys.exit(0 if compared.is_same else 1)
 
 

@@ -10,16 +10,23 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, redirect_stdout
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_output, check_output_folder, check_writable, command, folder_option, quoted
+from foundry.config.command import (
+    check_output,
+    check_output_folder,
+    check_writable,
+    command,
+    folder_option,
+    print_path,
+    quoted,
+)
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
@@ -180,10 +187,9 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
     import torch
 
     from foundry.config.frozen import load_config
-    from foundry.export import ExportOptions, export
+    from foundry.export import ExportOptions, export_checkpoint
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.restore import choose_device
-    from foundry.run_dir.checkpoints import find
 
     device, batch_size, amp = choose_device(), options.batch_size or 1, None
     with TemporaryDirectory(prefix="foundry-eval-") as temporary:
@@ -202,9 +208,7 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
                 trust=options.trust,
                 merge=True if isinstance(config.peft, LoRA) else None,
             )
-            with redirect_stdout(StringIO()):
-                export(wanted)
-            checkpoint = find(path, options.which).name
+            checkpoint = export_checkpoint(wanted).name
         if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
             message = f"are for language models that transformers loads with a tokenizer, and {path} has none"
             raise ConfigError(Violation("tasks", message))
@@ -298,7 +302,7 @@ def _write(out: Path, result: dict[str, Any]) -> None:
             sys.stdout.write(f"\n{table(value)}\n")
         else:
             sys.stdout.write(f"{name:<{width}} {f'{value:.6g}' if isinstance(value, float) else value}\n")
-    sys.stdout.write(f"{out}\n")
+    print_path(out)
 
 
 def _track(path: Path, uri: str | None, result: Mapping[str, Any], overrides: Sequence[str]) -> None:
@@ -342,7 +346,7 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     from foundry.data.episodes import normalised_by
     from foundry.library import compose as compose_run
     from foundry.parts import build_data, build_model, offered_to_data
-    from foundry.restore import Restored, build_part, choose_device, restore
+    from foundry.restore import Restored, build_part, choose_device, look_again, restore
 
     compose = partial(compose_run, config_dir=_config_dir(options))
     is_transformers = (path / "config.json").is_file()
@@ -365,8 +369,8 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     if overrides:
         statistics = restored.data.statistics
         for_policies = [] if statistics is None else _ON_EPISODES
-        which = [f"model.which={restored.checkpoint.name.removeprefix('step_').lstrip('0') or '0'}"]
-        composed = compose([*for_policies, *given, *which, f"model.trust={str(options.trust).lower()}"])
+        given += [f"model.which={options.which}", f"model.trust={str(options.trust).lower()}"]
+        composed = look_again(path, options.which, lambda: compose([*for_policies, *given]))
         objective = composed.objective if _has(overrides, "objective") else restored.config.objective
         config = replace(restored.config, data=composed.data, objective=objective)
         data = build_data(config)

@@ -5,12 +5,11 @@ if __name__ == "__main__":
 
     leave_current_folder()  # before the imports below
 
-import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_output_folder, command, folder_option
+from foundry.config.command import check_output_folder, command, folder_option, print_path
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
@@ -53,6 +52,14 @@ class ExportOptions:
 
 
 def export(options: ExportOptions) -> Path:
+    """Export a checkpoint, print the folder and return it; see `export_checkpoint`."""
+    export_checkpoint(options)
+    out = folder_option("out", options.out)
+    print_path(out)
+    return out
+
+
+def export_checkpoint(options: ExportOptions) -> Path:
     """Write weights and a model card; for a language model transformers' config and tokenizer, for a policy statistics.
 
     Weights are model.safetensors, or above 5 GB several files with an index, read from the checkpoint and written a
@@ -60,7 +67,7 @@ def export(options: ExportOptions) -> Path:
     with their base.
 
     Returns:
-        The folder.
+        The folder of the checkpoint.
 
     Raises:
         ConfigError: there is no such run or checkpoint, `out` holds files, or there are no adapters to be merged.
@@ -72,7 +79,7 @@ def export(options: ExportOptions) -> Path:
     from foundry.config.schemas.peft import LoRA
     from foundry.model_card import write_model_card
     from foundry.models.lora import merge_adapters
-    from foundry.restore import open_without_weights, restore
+    from foundry.restore import look_again, restore
     from foundry.run_files import write_vocabulary
     from foundry.training.model_hooks import hook
 
@@ -81,23 +88,19 @@ def export(options: ExportOptions) -> Path:
     peft = config.peft
     if options.merge is not None and not isinstance(peft, LoRA):
         raise ConfigError(Violation("merge", f"is {options.merge} but {options.run} has no adapters; leave it out"))
-    restored, weights = None, None
+    restored = None
     if not isinstance(peft, LoRA) and is_dataclass(config.model):  # one of the user's own may need numbers to be built
-        restored = open_without_weights(run_dir, options.which, trust=options.trust)
-        dtype = dtype or _source_dtype(restored.model)
-        weights = _stored_weights(restored, ema=options.ema, dtype=dtype)
-    if restored is None or weights is None:
+        restored = look_again(run_dir, options.which, lambda: _stream_weights(run_dir, out, options))
+    if restored is None:
         restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust)
         if isinstance(peft, LoRA):
             if not (peft.merge if options.merge is None else options.merge):
                 _save_adapters(restored, peft, run_dir, out, dtype)
-                sys.stdout.write(f"{out}\n")
-                return out
+                return restored.checkpoint
             merge_adapters(restored.model)
-        dtype = dtype or _source_dtype(restored.model)
-        weights = _held_weights(restored.model, dtype)
-    out.mkdir(parents=True, exist_ok=True)
-    write_weights(out, weights)
+        out.mkdir(parents=True, exist_ok=True)
+        write_weights(out, _held_weights(restored.model, dtype or _source_dtype(restored.model)))
+    dtype = dtype or _source_dtype(restored.model)
     save_config(restored.config, out)
     if restored.data.statistics is not None:
         write_atomically(out / STATISTICS, restored.data.statistics.to_json())
@@ -111,8 +114,26 @@ def export(options: ExportOptions) -> Path:
     else:
         write_vocabulary(restored.data, out)
     write_model_card(run_dir, restored, out, library="safetensors" if hf_config is None else "transformers")
-    sys.stdout.write(f"{out}\n")
-    return out
+    return restored.checkpoint
+
+
+def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "Restored | None":
+    """Write the weights of a checkpoint a tensor at a time; None if that cannot be done, as of `_stored_weights`."""
+    from foundry.checkpoint.export_files import write_weights
+    from foundry.checkpoint.folder import CheckpointError
+    from foundry.restore import open_without_weights
+
+    restored = open_without_weights(run_dir, options.which, trust=options.trust)
+    dtype = options.torch_dtype or _source_dtype(restored.model)
+    weights = _stored_weights(restored, ema=options.ema, dtype=dtype)
+    if weights is None:
+        return None
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        write_weights(out, weights)
+    except CheckpointError as error:
+        raise ConfigError(Violation("which", str(error))) from error
+    return restored
 
 
 def _stored_weights(restored: "Restored", *, ema: bool, dtype: "torch.dtype | None") -> "dict[str, Weight] | None":

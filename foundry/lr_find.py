@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foundry.composed_command import run_composed
-from foundry.config.command import check_output
+from foundry.config.command import check_output, print_path
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.root import Config
@@ -230,7 +230,7 @@ def _report(found: RangeTest, options: FindOptions, run_dir: Path) -> None:
 
     write_atomically(run_dir / NUMBERS, encode(found.numbers()) + "\n")
     save_figure(range_figure(found, run_dir.name), run_dir / PICTURE)
-    sys.stdout.write(f"picture        {run_dir / PICTURE}\n")
+    print_path(run_dir / PICTURE, "picture        ")
     if found.suggestion is None:
         message = f"is {options.max:g}, and up to {found.rates[-1]:.2g} the loss does not fall beyond its noise"
         raise ConfigError(Violation(f"{_PREFIX}max", f"{message}; give more lr_find.steps, or a higher max"))

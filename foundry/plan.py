@@ -23,6 +23,7 @@ from foundry.config.resolvers import world_size
 from foundry.config.schemas.distributed import resolve_distributed
 from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
+from foundry.config.sources import local_path
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import PLAN, STATUS
 
@@ -146,7 +147,7 @@ def _measured(given: str) -> float:
     """
     from foundry.tracking.metrics_file import read_curve
 
-    run_dir = Path(to_absolute_path(str(Path(given).expanduser())))
+    run_dir = Path(to_absolute_path(str(local_path("plan.measured", given))))
     try:
         logged = read_curve(run_dir, "step_seconds")
     except (FileNotFoundError, ValueError):

@@ -10,11 +10,10 @@ if __name__ == "__main__":
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
-from foundry.config.command import command
+from foundry.config.command import command, folder_option
 from foundry.config.setting import setting
 from foundry.sweeps.reading import read_sweep
 from foundry.sweeps.report import read_settled, report, watch
@@ -36,7 +35,7 @@ class ReportOptions:
 
 def main(options: ReportOptions) -> None:
     """Report and leave with the exit code."""
-    console, folder = Console(), Path(options.dir)
+    console, folder = Console(), folder_option("dir", options.dir)
     if options.watch and not watch(folder, console, which=options.which, seconds=options.seconds):
         sweep = read_sweep(folder, options.which)
         show(sweep, console)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra.errors import HydraException
@@ -40,9 +40,10 @@ from foundry.run_dir.strict_json import DamagedFileError, read_object
 _BUILT = ("model", "peft", "data", "objective", "simulator")
 """Groups that are built of a run that is opened; of the others nothing is run."""
 
-
 _MOST_LOOKS = 20
 """At most so many checkpoints in turn that retention deletes while they are read."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,23 @@ def restore(
         ConfigError: there is no such run or checkpoint, it is not whole, or it is not to be trusted.
     """
     run_dir = Path(run_dir)
-    return _look_again(run_dir, which, lambda: _restore(run_dir, which, ema=ema, trust=trust, dtype=dtype))
+    return look_again(run_dir, which, lambda: _restore(run_dir, which, ema=ema, trust=trust, dtype=dtype))
 
 
-def _look_again(run_dir: Path, which: str, read: Callable[[], Restored]) -> Restored:
-    """Read a checkpoint, and the one in its place if the run that still trains deletes the first meanwhile."""
+def look_again(run_dir: Path, which: str, read: Callable[[], Result]) -> Result:
+    """Read a checkpoint, and the one in its place if the run that still trains deletes the first meanwhile.
+
+    Args:
+        run_dir: the run directory.
+        which: "last", "best", or the number of a step.
+        read: finds the checkpoint and reads it; called again after a ConfigError or OSError if the checkpoint is gone.
+    """
     for _ in range(_MOST_LOOKS):
         before = _identity(run_dir, which)
         try:
             return read()
         except (ConfigError, OSError):
-            if _identity(run_dir, which) == before:
+            if (before is not None and before.is_dir()) or _identity(run_dir, which) == before:
                 raise
     return read()
 
@@ -125,16 +132,14 @@ def _restore(run_dir: Path, which: str, *, ema: bool, trust: bool, dtype: torch.
 def open_without_weights(run_dir: Path, which: str, *, trust: bool = False) -> Restored:
     """A run's checkpoint with a model that has shapes and types and no storage; of a run without adapters.
 
+    The run may delete the checkpoint before its weights are read; see `look_again`.
+
     Raises:
         ConfigError: as `restore`.
     """
-
-    def read() -> Restored:
-        config, folder, data = _open(run_dir, which, trust=trust)
-        model = build_fake(partial(_build, config, run_dir, trust=trust)).model
-        return Restored(config, model.eval(), data, folder, torch.device("cpu"))
-
-    return _look_again(run_dir, which, read)
+    config, folder, data = _open(run_dir, which, trust=trust)
+    model = build_fake(partial(_build, config, run_dir, trust=trust)).model
+    return Restored(config, model.eval(), data, folder, torch.device("cpu"))
 
 
 def _open(run_dir: Path, which: str, *, trust: bool) -> tuple[Config, Path, DataSplits]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from foundry.config.command import check_output, check_writable, command, folder_option
+from foundry.config.command import check_output, check_writable, command, folder_option, print_path
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
@@ -94,7 +94,7 @@ def sample(options: SampleOptions) -> Path:
     file: Path = _save_beside_others(drawn, stem) if options.out else drawn.save(stem)
     if hasattr(drawn, "text"):
         sys.stdout.write(f"{drawn.text}\n")
-    sys.stdout.write(f"{file}\n")
+    print_path(file)
     return file
 
 
@@ -127,10 +127,9 @@ def _read_image(file: str, size: int | None) -> Any:
 
     if size is None:
         raise ConfigError(Violation("image", f"is {file} but the model looks at no picture; leave it out"))
+    path = folder_option("image", file)
     try:
-        return torch.from_numpy(
-            read_picture(Path(file).expanduser(), size=size, channels=3, fit=PictureFit.stretch).copy()
-        )
+        return torch.from_numpy(read_picture(path, size=size, channels=3, fit=PictureFit.stretch).copy())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(Violation("image", f"is {file}, which cannot be looked at: {reason}")) from None

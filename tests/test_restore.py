@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from foundry.config.errors import ConfigError, Violation
-from foundry.restore import _look_again
+from foundry.restore import look_again
 from foundry.run_dir.checkpoints import find, step_name
 
 
@@ -29,17 +29,20 @@ def test_a_checkpoint_deleted_while_it_is_read_is_looked_for_again(tmp_path, del
             raise error
         return folder
 
-    assert _look_again(tmp_path, "last", read).name == step_name(deleted)
+    assert look_again(tmp_path, "last", read).name == step_name(deleted)
 
 
-def test_a_damaged_checkpoint_is_read_once(tmp_path):
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_damaged_checkpoint_that_is_kept_is_read_once(tmp_path, is_training):
     publish(tmp_path, 0)
     reads = []
 
     def read():
         reads.append(1)
+        if is_training:
+            publish(tmp_path, len(reads))
         raise ConfigError(Violation("which", "is not whole"))
 
     with pytest.raises(ConfigError):
-        _look_again(tmp_path, "last", read)
+        look_again(tmp_path, "last", read)
     assert len(reads) == 1

@@ -18,7 +18,7 @@ from foundry.config.frozen import typed_group
 from foundry.config.recorded import foreign_parts, read_settings
 from foundry.config.schemas.data import MODEL_TOKENIZER, MODEL_VOCAB_SIZE
 from foundry.config.schemas.model import Base, HuggingFace
-from foundry.config.sources import download_hint
+from foundry.config.sources import download_hint, local_path
 from foundry.config.store import writable
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import in_hub_cache
@@ -62,7 +62,7 @@ def expand_base(composed: DictConfig) -> list[Violation]:
         return [Violation(_PATH, f"{message}; give it as {_PATH}=...")]
     try:
         base: Any = OmegaConf.to_object(OmegaConf.masked_copy(node, ["path", "which", "trust", "init_from"]))
-        folder = Path(str(base["path"])).expanduser()
+        folder = local_path(_PATH, str(base["path"]))
         if base["init_from"] is not None:
             message = f"is {shown(base['init_from'])} together with model=base, whose weights are those of model.path"
             return [Violation("model.init_from", f"{message}; leave it out")]

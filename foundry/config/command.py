@@ -6,6 +6,7 @@ import platform
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
@@ -24,9 +25,10 @@ from foundry import __version__
 from foundry.config.errors import ConfigError, Violation, nearest
 from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
+from foundry.config.sources import local_path
 from foundry.config.start_dir import check_start_dir
 from foundry.run_dir.outputs import Recognizer, folder_refusal, refusal
-from foundry.run_dir.redact import one_line
+from foundry.run_dir.redact import one_line, printable
 
 Options = TypeVar("Options")
 
@@ -51,7 +53,8 @@ _OF_THE_PATH = (
 def command(schema: type[Options], run: Callable[[Options], object], *, name: str, doc: str) -> None:
     """Run a command with the arguments after its name; exit code 2 and a line for each error in them.
 
-    A file that cannot be read or written is a line, too: exit code 2 where the path is to blame, else 1.
+    A file that cannot be read or written is a line, too: exit code 2 where the path is to blame, else 1. The
+    traceback of any other exception is printed without secrets.
 
     Args:
         schema: the options as a frozen dataclass of `setting`s.
@@ -73,6 +76,9 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
     except OSError as error:
         sys.stderr.write(f"{name}: {one_line(str(error))}\n")
         sys.exit(2 if error.errno in _OF_THE_PATH else 1)
+    except Exception:
+        sys.stderr.write(printable(traceback.format_exc()))
+        sys.exit(1)
 
 
 @contextmanager
@@ -156,14 +162,16 @@ def folder_option(key: str, text: str) -> Path:
     """The path that an option names, `~` expanded.
 
     Raises:
-        ConfigError: it is empty, or there is no such user.
+        ConfigError: it is empty or an address, or there is no such user.
     """
     if not text:
         raise ConfigError(Violation(key, "is empty; give a folder, or . for this one"))
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(Violation(key, f"is {text}: {error}")) from None
+    return local_path(key, text)
+
+
+def print_path(path: Path, label: str = "") -> None:
+    """Print the path of a file or folder that a command has written, without secrets and control characters."""
+    sys.stdout.write(printable(f"{label}{path}\n"))
 
 
 def check_writable(key: str, folder: Path) -> None:

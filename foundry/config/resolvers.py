@@ -26,6 +26,7 @@ def register_resolvers() -> None:
     """Register foundry's resolvers with OmegaConf."""
     OmegaConf.register_new_resolver("accum_freq", _accum_freq, replace=True)
     OmegaConf.register_new_resolver("times", _times, replace=True)
+    OmegaConf.register_new_resolver("half", _half, replace=True)
     OmegaConf.register_new_resolver("completions_per_update", _completions_per_update, replace=True)
     OmegaConf.register_new_resolver("mode_of", _mode_of, replace=True)
     OmegaConf.register_new_resolver("direction_of", _direction_of, replace=True)
@@ -40,6 +41,10 @@ def register_resolvers() -> None:
 
 def _times(factor: float, value: float) -> float:
     return factor * value
+
+
+def _half(value: int) -> int:
+    return max(1, value // 2)
 
 
 def _completions_per_update(prompts: int, generations: int, updates: int) -> int:

@@ -10,6 +10,7 @@ from foundry.config.frozen import plain
 from foundry.config.names import settings
 from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
+from foundry.config.sources import have_same_proportions
 
 _KIND = ("_target_", "strategy")
 """The settings that say which schema a group has."""
@@ -102,8 +103,13 @@ def differences(
         one = was.get(key) if key in was or schema is None else _default(schema[key], other)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             yield from differences(one, other, getattr(typed, key, None), f"{path}.")
-        elif one != other:
+        elif one != other and not _is_same_mixture(path, now.get("_target_"), one, other):
             yield Difference(path, one, other, is_gone=key not in now and schema is not None)
+
+
+def _is_same_mixture(path: str, target: object, one: object, other: object) -> bool:
+    """Whether these are weights of foundry's own data, whose order depends on proportions only, and have the same."""
+    return path == "data.weights" and str(target).startswith("foundry.") and have_same_proportions(one, other)
 
 
 def _default(item: "Field[Any]", now: Any) -> Any:

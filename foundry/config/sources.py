@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from foundry.config.errors import ConfigError, Violation, shown
@@ -22,6 +23,26 @@ def listed_paths(value: object) -> list[str]:
 def is_url(path: str) -> bool:
     """Whether a path is one of fsspec's, with the name of a file system before it."""
     return _URL.match(path) is not None
+
+
+def local_path(key: str, text: str) -> Path:
+    """Return the path of a file or folder on this machine, `~` expanded.
+
+    An address is refused before it becomes a path, since a path has one slash where an address has two.
+
+    Args:
+        key: of the setting or option that has it.
+        text: the value of that.
+
+    Raises:
+        ConfigError: it is an address, or there is no such user.
+    """
+    if "://" in text:
+        raise ConfigError(Violation(key, f"is {shown(text)}, an address; give a path on this machine"))
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(Violation(key, f"is {shown(text)}: {error}")) from None
 
 
 def why_no_url(path: str) -> str | None:
@@ -93,9 +114,27 @@ def check_sources(path: object, validation_path: object, weights: Sequence[float
         yield Violation("data.weights", f"has {len(weights)} numbers but data.path {count} paths; give one for each")
 
 
+def proportions(weights: Sequence[float]) -> list[Fraction]:
+    """Return the shares of the whole, exactly, of weights as they are written in decimals."""
+    shares = [Fraction(str(weight)) for weight in weights]
+    return [share / sum(shares) for share in shares]
+
+
+def have_same_proportions(one: object, other: object) -> bool:
+    """Whether two values of `data.weights` have the same proportions, such as [7, 3] and [0.7, 0.3].
+
+    Args:
+        one: any value of a configuration, which somebody else may have written.
+        other: likewise.
+    """
+    if not isinstance(one, list) or not isinstance(other, list) or not all(map(_is_share, [*one, *other])):
+        return False
+    return proportions(one) == proportions(other)
+
+
 def _are_paths(values: Sequence[object]) -> bool:
     return bool(values) and all(isinstance(value, (str, int)) and str(value).strip() for value in values)
 
 
 def _is_share(weight: object) -> bool:
-    return isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight) and weight > 0
+    return isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 < weight < math.inf

@@ -11,6 +11,7 @@ from foundry.config.base import BaseKeys, kind_without_tokens, resolve_base
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.model import Model
 from foundry.config.schemas.objective import Distillation
+from foundry.config.sources import local_path
 from foundry.run_dir.checkpoints import parse_step
 
 KEYS = BaseKeys("objective.teacher", "objective.teacher_which", "objective.teacher_trust")
@@ -57,7 +58,7 @@ def pin_teacher(composed: DictConfig) -> list[Violation]:
     if any(OmegaConf.is_missing(objective, name) for name in ("teacher", "teacher_which", "teacher_trust")):
         return []
     try:
-        folder, which = Path(str(objective.teacher)).expanduser(), str(objective.teacher_which)
+        folder, which = local_path(KEYS.path, str(objective.teacher)), str(objective.teacher_which)
         sizes = {name: int(objective[name]) for name in ("vocab_size", "max_seq_len")}
         node = resolve_teacher(folder, which, bool(objective.teacher_trust), sizes)
     except ConfigError as error:

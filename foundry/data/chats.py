@@ -27,7 +27,7 @@ from foundry.data.examples import (
     list_skipped,
 )
 from foundry.data.files import ROWS, Utf8
-from foundry.data.mixture import Interleaved, Mixture, Sources, describe_sources, mixture_of
+from foundry.data.mixture import Interleaved, Mixture, Sources, describe_sources, describe_weights, mixture_of
 from foundry.data.picture_examples import PictureExamples, PicturePrompts, RowPictures
 from foundry.data.rows import FileRows, Row, RowSplits
 from foundry.data.splits import Dataset, DataSplits, Prompt
@@ -196,7 +196,6 @@ def find_rows(
             places += map(str, files)
     train: list[Iterable[Row]] = [each if held else _Share(each, held_out, is_held=False) for each in rows]
     validation: list[Iterable[Row]] = [*held] or [_Share(each, held_out, is_held=True) for each in rows]
-    mixed = "" if weights is None else f"-{list(weights)}"
     return RowSource(
         splits=RowSplits(
             train[0] if len(train) == 1 else Sources(train),
@@ -204,7 +203,7 @@ def find_rows(
         ),
         places=places,
         fingerprint=found.fingerprint,
-        content=f"{found.content}{mixed}",
+        content=f"{found.content}{describe_weights(weights)}",
         paths=listed_paths(path),
         weights=weights,
         num_rows=None if held else lambda: sum(each.count for each in rows),
@@ -273,7 +272,7 @@ def chat_splits(
         limited=template.limited,
     )
     check_rows(source, encoded.statistics, on_bad_row, encoded.train, encoded.validation)
-    fingerprint = encoded.fingerprint if source.weights is None else f"{encoded.fingerprint}-{list(source.weights)}"
+    fingerprint = f"{encoded.fingerprint}{describe_weights(source.weights)}"
     train: Dataset = encoded.train
     validation: Dataset = encoded.validation
     notes = describe_lengths(encoded.train, encoded.validation, encoded.statistics)

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from foundry.config.sources import proportions
 from foundry.data.order import GlobalOrder
 
 _Item = TypeVar("_Item")
@@ -38,7 +39,7 @@ class Interleave:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        shares = [Fraction(str(weight)) for weight in weights]
+        shares = proportions(weights)
         common = math.lcm(*(share.denominator for share in shares))
         self._weights = [int(share * common) for share in shares]
         self._total, multiple = sum(self._weights), math.lcm(*self._weights)
@@ -134,6 +135,17 @@ def interleaved(parts: Sequence[Iterable[_Item]], counts: Sequence[int]) -> Iter
 def mixture_of(sizes: Sequence[int], weights: Sequence[float] | None) -> Mixture | None:
     """The mixture of sources of these numbers of samples; without weights they are one dataset."""
     return None if weights is None else Mixture(tuple(sizes), tuple(weights))
+
+
+def describe_weights(weights: Sequence[float] | None) -> str:
+    """Return the end of a fingerprint of data with these weights: the same for the same proportions, empty for None."""
+    return "" if weights is None else f"-[{', '.join(map(_describe_share, proportions(weights)))}]"
+
+
+def _describe_share(share: Fraction) -> str:
+    """Return a share exactly: 0.7, since weights whose sum is 1 were once written as they are; otherwise 2/3."""
+    decimals = str(float(share))
+    return decimals if Fraction(decimals) == share else str(share)
 
 
 def describe_sources(

@@ -26,7 +26,7 @@ from foundry.data.chats import (
     resolve_tokenizer,
 )
 from foundry.data.examples import BadRowError, RowStatistics
-from foundry.data.mixture import parts_of
+from foundry.data.mixture import describe_weights, parts_of
 from foundry.data.rows import Row
 from foundry.data.splits import DataSplits, Prompt
 from foundry.data.token_cache import batches
@@ -148,8 +148,7 @@ def prompt_splits(
     check_rows(source, statistics, on_bad_row, train, validation)
     lengths = np.array([len(prompt.tokens) for prompt in (*train, *validation)])
     described = f"prompts {_FORMAT} {seq_len} {max_new_tokens} {template.source} {dict(template.variables)}"
-    settings = f"{described} {source.fingerprint} {found.to_str()}"
-    settings += "" if source.weights is None else f" {list(source.weights)}"
+    settings = f"{described} {source.fingerprint} {found.to_str()}{describe_weights(source.weights)}"
     notes = _describe(len(train), len(validation), statistics, lengths)
     return DataSplits(
         train=RowNumbers(len(train)),

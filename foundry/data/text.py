@@ -8,7 +8,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.data import EncodingErrors
 from foundry.config.sources import listed_paths
 from foundry.data.corpus import Corpus, files_corpus, stdlib_corpus
-from foundry.data.mixture import describe_sources, mixture_of
+from foundry.data.mixture import describe_sources, describe_weights, mixture_of
 from foundry.data.splits import DataSplits
 from foundry.data.token_cache import tokenised
 from foundry.data.token_sequences import SequencesOfFiles, TokenSequences
@@ -121,7 +121,7 @@ def text_splits(
     notes: dict[str, Any] = asdict(tokens.statistics)
     notes["dropped_train_tokens"] = sum(own.dropped_tokens for own in sources)
     notes["dropped_validation_tokens"] = validation.dropped_tokens
-    sizes, mixed = [len(own) for own in sources], "" if weights is None else f"-{list(weights)}"
+    sizes, mixed = [len(own) for own in sources], describe_weights(weights)
     if len(sources) > 1:
         notes["sources"] = describe_sources(paths, sizes, weights)
     return DataSplits(

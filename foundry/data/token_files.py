@@ -17,7 +17,7 @@ from foundry.config.schemas.data import TokenDtype
 from foundry.config.sources import listed_paths
 from foundry.data.cached_folder import cached_folder
 from foundry.data.corpus import PATH, VALIDATION_PATH, find_corpus_files
-from foundry.data.mixture import describe_sources, interleaved, mixture_of
+from foundry.data.mixture import describe_sources, describe_weights, interleaved, mixture_of
 from foundry.data.splits import Dataset, DataSplits
 from foundry.data.token_sequences import Reordered, SequencesOfFiles
 from foundry.data.tokenizer import load_tokenizer
@@ -114,7 +114,7 @@ def token_files(
     _check_lengths("training", learnt, seq_len, paths)
     _check_lengths("validation", [[part for source in kept for part in source]], seq_len, paths)
     learnt_of, kept_of = ([SequencesOfFiles.of(parts, seq_len) for parts in sources] for sources in (learnt, kept))
-    sizes, mixed = [len(source) for source in learnt_of], "" if weights is None else f"-{list(weights)}"
+    sizes, mixed = [len(source) for source in learnt_of], describe_weights(weights)
     notes: dict[str, Any] = {
         "train_tokens": sum(len(part) for source in learnt for part in source),
         "validation_tokens": sum(len(part) for source in kept for part in source),

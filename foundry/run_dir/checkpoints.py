@@ -71,9 +71,10 @@ def find(run_dir: Path, which: str = "last") -> Path:
     Raises:
         FileNotFoundError: there is none; the message lists those there are.
     """
+    # Before the list: a run that trains publishes a checkpoint, then moves the link, then deletes the older ones.
+    step = linked_step(run_dir, BEST if which == "best" else LATEST)
     there = [folder for folder in list_checkpoints(run_dir) if MANIFEST in names_in(folder)]
     if which in ("last", "best"):
-        step = linked_step(run_dir, LATEST if which == "last" else BEST)
         # Killed between publishing its first checkpoint and pointing to it, a run has one that no link names.
         found = there[:1] if which == "last" and step is None else [f for f in there if parse_step(f) == step]
     else:

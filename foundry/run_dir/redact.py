@@ -23,7 +23,9 @@ _VOCABULARY = frozenset({"bos", "eos", "pad", "unk", "mask", "sep", "cls", "spec
 # An address that went through a path has one slash left.
 _USERINFO = re.compile(r"(?<=:/)(/*)[^/\s?#'\"]+@")
 # A password may hold characters that end the host of an address; a port and a path are no password.
-_ODD_USERINFO = re.compile(r"(?<=:/)(/*)[^/\s?#'\":@]{0,200}:(?!\d{1,5}[/?#])[^\s\"]{0,200}?@")
+_ODD_USERINFO = re.compile(
+    r"(?<=:/)(/*)[^/\s?#'\":@\[]{0,200}:(?!\d{1,5}[/?#])[^\s\"]{0,200}?@(?:[^/\s?#'\"@]{0,200}@)*"
+)
 _QUERY = re.compile(
     r"([?&;][\w.-]*(?:token|key|secret|password|passwd|pwd|sig|signature|credential)=)[^&;\s'\"]+", re.IGNORECASE
 )

@@ -102,6 +102,37 @@ def test_a_value_that_is_not_the_default_is_refused():
     )
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "is_same"),
+    [
+        ([0.7, 0.3], [7.0, 3.0], True),
+        ([70, 30], [0.7, 0.3], True),
+        ([0.1, 0.2], [1e-5, 2e-5], True),
+        ([1 / 3, 1 / 3], [1.0, 1.0], True),
+        ([0.7, 0.3], [3.0, 7.0], False),
+        ([0.7, 0.3], [7.0, 3.0000001], False),
+        ([0.7], [7.0, 3.0], False),
+        ([0.7, 0.3, 0.0], [7.0, 3.0, 0.0], False),
+        ([0.7, "x"], [7.0, 3.0], False),
+        ([True, 3], [1.0, 3.0, 1.0], False),
+        ([10**400, float("nan")], [7.0, 3.0], False),
+        ([], [7.0, 3.0], False),
+        ({"a": 7, "b": 3}, [7.0, 3.0], False),
+        (None, [7.0, 3.0], False),
+    ],
+)
+def test_weights_of_data_are_compared_by_their_proportions(was, now, is_same):
+    stored, config = ({"data": {"_target_": "foundry.data.text.text_files", "weights": each}} for each in (was, now))
+    assert [difference.key for difference in differences(stored, config)] == ([] if is_same else ["data.weights"])
+
+
+@pytest.mark.parametrize("key", ["data.weights", "environment.weights"])
+def test_weights_of_other_parts_are_compared_as_they_are(key):
+    group, name = key.split(".")
+    stored, config = ({group: {"_target_": "mine.Part", name: each}} for each in ([0.7, 0.3], [7, 3]))
+    assert [difference.key for difference in differences(stored, config)] == [key]
+
+
 def test_settings_of_a_users_own_part_have_no_defaults():
     config = replace(CONFIG, model={"_target_": "mine.Model", "own": 1})
     was = without(recorded(config), ("model", "own"))

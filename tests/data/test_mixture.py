@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections import Counter
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundry.config.errors import ConfigError
+from foundry.config.sources import proportions
 from foundry.data.chats import chat_files
 from foundry.data.loader import Loader
-from foundry.data.mixture import Interleave, Interleaved, Mixture, MixtureOrder, interleaved
+from foundry.data.mixture import Interleave, Interleaved, Mixture, MixtureOrder, describe_weights, interleaved
 from foundry.data.preferences import preference_files
 from foundry.data.prompts import prompt_files
 from foundry.data.text import text_files
@@ -231,6 +233,32 @@ def test_a_list_of_one_is_that_path_and_weights_are_part_of_what_data_is(files, 
     without = load(files, kind).identity()
     assert len({str(each["content"]) for each in (one, two, other, without)}) == 4
     assert len({str(each["order"]) for each in (one, two, other, without)}) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_in_the_same_proportions_are_the_same_data_in_the_same_order(files, kind):
+    one, other = (load(files, kind, weights=weights) for weights in ([0.7, 0.3], [14, 6.0]))
+    assert one.identity() == other.identity()
+    assert one.order(7).indices(range(200)).tolist() == other.order(7).indices(range(200)).tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(weights=WEIGHTS, scale=st.sampled_from([2, 10, 1000, Fraction(1, 10), Fraction(1, 8)]))
+def test_order_of_a_mixture_depends_on_the_proportions_of_its_weights(weights, scale):
+    scaled = [Decimal(str(weight)) * scale.numerator / scale.denominator for weight in weights]
+    assert describe_weights(weights) == describe_weights(scaled)
+    assert list(Interleave(weights).sources(range(100))) == list(Interleave(scaled).sources(range(100)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(one=WEIGHTS, other=WEIGHTS)
+def test_fingerprints_of_weights_are_equal_if_and_only_if_their_proportions_are(one, other):
+    assert (describe_weights(one) == describe_weights(other)) == (proportions(one) == proportions(other))
+
+
+def test_fingerprint_of_weights_whose_sum_is_one_has_them_as_they_are_written():
+    assert describe_weights([0.7, 0.3]) == describe_weights([7, 3]) == "-[0.7, 0.3]"
+    assert describe_weights([1, 2]) == "-[1/3, 2/3]"
 
 
 def test_files_for_validation_may_be_several_too(files):

@@ -3,8 +3,12 @@
 import json
 
 import pytest
+from support.composition import configure
 from support.outcome import losses
 from support.small_text import RUN, SMALL, write_text
+
+from foundry.run_dir.checkpoints import find
+from foundry.train import train
 
 SHARES = [*RUN, *SMALL, "data.path=[text.txt,rows.jsonl]", "data.weights=[0.7,0.3]", "data.text_field=message.text"]
 SHARES += ["scheduler.horizon=20", "checkpoint.interval=5"]
@@ -25,5 +29,21 @@ def test_it_is_resumed_on_more_ranks_that_read_ahead_and_other_shares_are_other_
     other = [word.replace("0.7,0.3", "0.6,0.4") for word in SHARES]
     _, message = shell.run(*other, "hparams.max_steps=20", "hydra.run.dir=halves", code=2)
     assert "data.weights" in message
-    shell.run(*SHARES, *ahead, "hparams.max_steps=20", "hydra.run.dir=halves")
+    scaled = [word.replace("0.7,0.3", "14,6") for word in SHARES]
+    shell.run(*scaled, *ahead, "hparams.max_steps=20", "hydra.run.dir=halves")
     assert losses(shell.cwd / "halves") == pytest.approx(losses(shell.cwd / "whole"), rel=1e-5)
+
+
+def test_run_resumed_with_weights_in_the_same_proportions_continues_bit_for_bit(tmp_path):
+    write_text(tmp_path)
+    (tmp_path / "more.txt").write_text("".join(f"{n} is more than {n - 1}.\n" for n in range(1000)))
+    words = [*RUN, *SMALL, f"data.path=[{tmp_path / 'text.txt'},{tmp_path / 'more.txt'}]"]
+    words += ["scheduler.horizon=4", "checkpoint.interval=2"]
+
+    def trained(name, weights, steps):
+        config = configure(*words, f"data.weights={weights}", f"hparams.max_steps={steps}")
+        return find(train(config, tmp_path / name).run_dir) / "shard-00000.safetensors"
+
+    whole = trained("whole", "[0.7,0.3]", 4).read_bytes()
+    trained("halves", "[0.7,0.3]", 2)
+    assert trained("halves", "[7,3]", 4).read_bytes() == whole

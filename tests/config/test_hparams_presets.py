@@ -1,0 +1,44 @@
+"""Each preset in conf/hparams composes with the user's model, data, teacher and environment as the only settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.composition import configure
+
+from foundry.config.compose import config_dir
+
+PRESETS = sorted(path.stem for path in Path(config_dir(), "hparams").glob("*.yaml"))
+NEEDS = {
+    "nemo_sft": ["model", "data"],
+    "nemo_dpo": ["model", "data"],
+    "nemo_distillation": ["model", "data", "teacher"],
+    "nemo_grpo": ["model", "data", "environment"],
+}
+"""Names of the settings that a preset leaves to the user."""
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The settings of a user by their names."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
+    return {
+        "model": "model=transformer",
+        "data": f"data.path={tmp_path / 'rows.jsonl'}",
+        "teacher": f"objective.teacher={tmp_path}",
+        "environment": "environment=exact_match",
+    }
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_composes_with_the_settings_that_it_leaves_to_the_user_only(words, preset):
+    configure(f"hparams={preset}", *(words[name] for name in NEEDS.get(preset, [])))
+
+
+@pytest.mark.parametrize("seq_len", [None, 2, 100, 4096])
+def test_grpo_preset_leaves_half_of_each_sequence_to_the_prompt(words, seq_len):
+    own = [] if seq_len is None else [f"data.seq_len={seq_len}"]
+    config = configure("hparams=nemo_grpo", *(words[name] for name in NEEDS["nemo_grpo"]), *own)
+    assert config.objective.max_new_tokens == config.data.max_new_tokens == config.data.seq_len // 2
+    assert config.hparams.global_batch_size == config.objective.samples_per_rollout == 8
