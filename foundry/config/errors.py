@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Self
 
 from foundry.run_dir.redact import one_line
 
@@ -31,6 +32,9 @@ class ConfigError(Exception):
     def __init__(self, violations: Iterable[Violation] | Violation) -> None:
         self.violations = (violations,) if isinstance(violations, Violation) else tuple(violations)
         super().__init__("\n".join(str(violation) for violation in self.violations))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Violation, ...]]]:
+        return type(self), (self.violations,)
 
 
 def format_reason(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from foundry.config.errors import ConfigError, Violation
 from foundry.data.limited_process import LimitedProcess, LimitExceededError, is_limited, renew_limit
 
 
@@ -45,6 +46,13 @@ def test_an_exception_is_raised_here_and_the_process_goes_on(limited):
     for error in (ValueError("no"), KeyError("a"), RecursionError("deep")):
         with pytest.raises(type(error), match=str(error.args[0])):
             process.call(error)
+
+
+def test_an_error_of_two_settings_keeps_both(limited):
+    violations = (Violation("a.b", "is 1"), Violation("c", "is 2"))
+    with pytest.raises(ConfigError, match=r"^a\.b: is 1\nc: is 2$") as refused:
+        limited(fail).call(ConfigError(violations))
+    assert refused.value.violations == violations
 
 
 @pytest.mark.parametrize("function", [lambda: spin(60), lambda: 9**9**9 if os.getpid() else 0])
