@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from foundry.config.schemas.data import ArithmeticForm, OnBadRow, TrainOn
-from foundry.data.chats import RowForm, RowSource, chat_splits
+from foundry.data.chats import RowForm, chat_splits
 from foundry.data.corpus import Corpus, Splits
 from foundry.data.preferences import PREFERENCES
 from foundry.data.prompts import prompt_splits
+from foundry.data.row_source import RowSource
 from foundry.data.rows import Row, RowSplits
 from foundry.data.splits import DataSplits
 from foundry.data.text import text_splits

@@ -14,19 +14,13 @@ from numpy.typing import NDArray
 from foundry.config.schemas.data import OnBadRow, PictureFit, TrainOn
 from foundry.data.cached_folder import cached_folder
 from foundry.data.chat import ChatTemplate, Segment
-from foundry.data.chats import (
-    RowForm,
-    RowSource,
-    chat_splits,
-    check_template_columns,
-    find_rows,
-    read_messages,
-    trained_segments,
-)
+from foundry.data.chats import RowForm, chat_splits
 from foundry.data.examples import BadRowError
 from foundry.data.file_digests import file_digests
+from foundry.data.messages import check_template_columns, read_messages, trained_segments
 from foundry.data.picture_examples import RowPictures
 from foundry.data.pictures import read_picture
+from foundry.data.row_source import RowSource, find_rows
 from foundry.data.rows import Row
 from foundry.data.splits import DataSplits
 from foundry.run_dir.files import read_text

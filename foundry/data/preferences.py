@@ -6,8 +6,10 @@ from typing import Any
 
 from foundry.config.schemas.data import EncodingErrors, OnBadRow
 from foundry.data.chat import ChatTemplate, Segment
-from foundry.data.chats import RowForm, as_messages, chat_splits, check_template_columns, find_rows, trained_segments
+from foundry.data.chats import RowForm, chat_splits
 from foundry.data.examples import BadRowError
+from foundry.data.messages import as_messages, check_template_columns, trained_segments
+from foundry.data.row_source import find_rows
 from foundry.data.rows import Row
 from foundry.data.splits import DataSplits
 

@@ -14,19 +14,11 @@ from torch import Tensor
 
 from foundry.config.schemas.data import EncodingErrors, OnBadRow
 from foundry.data.chat import ChatTemplate, Segment, resolve_chat_template, resolve_stop_ids
-from foundry.data.chats import (
-    RowForm,
-    RowSource,
-    as_messages,
-    check_rows,
-    check_template_columns,
-    checked_messages,
-    find_rows,
-    mix_rows,
-    resolve_tokenizer,
-)
+from foundry.data.chats import RowForm, resolve_tokenizer
 from foundry.data.examples import BadRowError, RowStatistics
+from foundry.data.messages import as_messages, check_template_columns, checked_messages
 from foundry.data.mixture import describe_weights, parts_of
+from foundry.data.row_source import RowSource, check_rows, find_rows, mix_rows
 from foundry.data.rows import Row
 from foundry.data.splits import DataSplits, Prompt
 from foundry.data.token_cache import batches

@@ -15,10 +15,11 @@ import numpy as np
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.data import OnBadRow, TrainOn
 from foundry.data.cached_folder import cached_folder
-from foundry.data.chats import RowForm, chat_splits, find_rows
+from foundry.data.chats import RowForm, chat_splits
 from foundry.data.demonstrations import FIRST_SEED as FIRST_DEMONSTRATION
 from foundry.data.image_chats import about_pictures
 from foundry.data.picture_examples import RowPictures
+from foundry.data.row_source import find_rows
 from foundry.data.simulated import simulator_identity
 from foundry.data.splits import DataSplits
 from foundry.simulators.protocol import Describing, Simulator
