@@ -19,8 +19,6 @@ from foundry.config.resume_compat import REMEDY, Difference, differences
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
-from foundry.config.sources import are_weights
-from foundry.data.mixture import describe_weights
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, list_checkpoints, parse_step
 from foundry.run_dir.files import UnsafeFileError, read_text
@@ -222,17 +220,7 @@ def check_base(resume_point: ResumePoint, now: Mapping[str, Any], on_changed: On
 
 def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:
     """What the data of a run differs in from that of a checkpoint; what the checkpoint does not say does not differ."""
-    was = {**manifest.data, "content": _recorded_content(manifest)}
-    return [name for name in _DATA_KEYS if was.get(name) not in (None, now[name])]
-
-
-def _recorded_content(manifest: Manifest) -> object:
-    """The content of a checkpoint's data, into which builds before 0.1 wrote `data.weights` as the user gave them."""
-    content, data = manifest.data.get("content"), manifest.config.get("data")
-    weights = data.get("weights") if isinstance(data, Mapping) else None
-    if not isinstance(content, str) or not are_weights(weights):
-        return content
-    return content.replace(f"-{weights}", describe_weights(weights))
+    return [name for name in _DATA_KEYS if manifest.data.get(name) not in (None, now[name])]
 
 
 class _Told(dict[str, Any]):

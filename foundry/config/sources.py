@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TypeGuard
 
 from foundry.config.errors import ConfigError, Violation, shown
 
@@ -128,12 +127,9 @@ def have_same_proportions(one: object, other: object) -> bool:
         one: any value of a configuration, which somebody else may have written.
         other: likewise.
     """
-    return are_weights(one) and are_weights(other) and proportions(one) == proportions(other)
-
-
-def are_weights(value: object) -> TypeGuard[list[float]]:
-    """Whether a value, which somebody else may have written, is a list of numbers above 0."""
-    return isinstance(value, list) and all(map(_is_share, value))
+    if not isinstance(one, list) or not isinstance(other, list) or not all(map(_is_share, [*one, *other])):
+        return False
+    return proportions(one) == proportions(other)
 
 
 def _are_paths(values: Sequence[object]) -> bool:

@@ -8,11 +8,10 @@ import pytest
 from support.checkpoint_parts import ALONE, Net, rewrite_manifest, write
 
 from foundry.checkpoint.folder import FORMAT, Manifest, problems, read_manifest
-from foundry.checkpoint.resume_point import ResumePoint, changed_data, check_base, check_data, find_resume_point
+from foundry.checkpoint.resume_point import ResumePoint, check_base, check_data, find_resume_point
 from foundry.config.errors import ConfigError
 from foundry.config.resume_compat import REMEDY
 from foundry.config.schemas.checkpoint import OnChangedConfig
-from foundry.data.mixture import describe_weights
 from foundry.run_dir.checkpoints import MANIFEST, list_checkpoints
 
 SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"
@@ -203,23 +202,6 @@ def test_state_that_is_missing_is_a_line(tmp_path):
     for ask in (lambda: state["schedule"], lambda: state["best"]["value"]):
         with pytest.raises(ConfigError, match=r"manifest has no (schedule|value) in its state"):
             ask()
-
-
-@pytest.mark.parametrize(
-    ("weights", "recorded", "is_same"),
-    [
-        ([7.0, 3.0], "-[7.0, 3.0]", True),
-        ([7.0, 3.0], "-[0.7, 0.3]", True),
-        ([14.0, 6.0], "-[14.0, 6.0]", True),
-        ([3.0, 7.0], "-[3.0, 7.0]", False),
-        (None, "-[7.0, 3.0]", False),
-        ("7,3", "-7,3", False),
-    ],
-)
-def test_weights_in_the_recorded_content_of_data_are_known_by_their_proportions(weights, recorded, is_same):
-    manifest = Manifest(step=1, config={"data": DATA | {"weights": weights}}, data={"content": f"{FILES}-16{recorded}"})
-    now = IDENTITY | {"content": f"{FILES}-16{describe_weights([0.7, 0.3])}"}
-    assert changed_data(manifest, now) == ([] if is_same else ["content"])
 
 
 FILES = "33199e76c6d9" + "0" * 52
