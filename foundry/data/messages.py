@@ -8,9 +8,9 @@ from foundry.data.chat import ChatTemplate, Segment
 from foundry.data.examples import BadRowError
 
 FOR_TEMPLATE = ("tools", "chat_template_kwargs", "documents")
-"""Columns that transformers passes to a chat template besides the messages; not supported here."""
+"""Columns that transformers passes to a chat template with the messages; not supported here."""
 _WEIGHTS = ("weight", "train", "training", "train_detail")
-"""Keys by which other programs weight or mask an answer in the loss; not supported here."""
+"""Keys for the weight or the mask of an answer in the loss, as other programs read them; not supported here."""
 
 
 def check_template_columns(template: ChatTemplate, columns: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a row: `messages`, or one that asks, `prompt`, and one that answers, `completion`.
 
     Raises:
-        BadRowError: there are none, or something is of another type.
+        BadRowError: there is no message, or a value has another type.
     """
     if columns.get("messages") is not None:
         return checked_messages(columns["messages"], "messages")
@@ -83,10 +83,10 @@ def as_messages(value: Any, name: str, role: str) -> list[dict[str, Any]]:
 
 
 def checked_messages(value: Any, name: str) -> list[dict[str, Any]]:
-    """Messages of which each is an object with the texts `role` and `content`; keys that are null are left out.
+    """Return messages, each an object with the texts `role` and `content`, without keys that are null.
 
     Raises:
-        BadRowError: they are not.
+        BadRowError: the value is no list of such messages.
     """
     if not isinstance(value, list):
         raise BadRowError("wrong type", f"has {type(value).__name__} as {name}, not a list of messages")

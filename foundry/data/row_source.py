@@ -1,4 +1,4 @@
-"""Rows of the user's files by split, and the checks of what is made of them."""
+"""Rows of the user's files by split, and checks of the examples that are made of them."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Rows by split, and what tells them from others.
+    """Rows by split, with their fingerprint.
 
     Attributes:
         splits: rows that are read when iterated.
-        places: what their files are called, for what is wrong with them.
-        key: the setting that is wrong then.
-        remedy: what to do about it.
+        places: names of their files, for errors.
+        key: of the setting that errors name.
+        remedy: that errors name.
         fingerprint: of their contents, names and split.
         content: the same without the names of files.
-        paths: of the sources, where several are read.
-        weights: shares in which they are read; None: each row once an epoch.
-        num_rows: counts all rows; None: nobody has.
+        paths: of the sources, if several are read.
+        weights: of the sources; None: each row is read once per epoch.
+        num_rows: counts all rows; None: they are not counted.
     """
 
     splits: RowSplits
@@ -57,9 +57,9 @@ def find_rows(
     called: Mapping[str, str] | None = None,
     encoding_errors: EncodingErrors = EncodingErrors.strict,
 ) -> RowSource:
-    """Rows of the user's files, a share of them held out where there are no files for that; see `FileRows`.
+    """Return the rows of the user's files, a share of them held out if there are no files for that; see `FileRows`.
 
-    Those of several paths to learn from are `Sources`, those held out at even distances of all.
+    Training rows of several paths are `Sources`; held-out rows are taken at even distances from all.
 
     Args:
         path: as of `chat_files`, as are the arguments not described here.
@@ -103,7 +103,7 @@ def find_rows(
 
 @dataclass(frozen=True)
 class _Share:
-    """The rows that are held out, or the others; they are counted before they are read."""
+    """The rows that are held out, or the training rows; they are counted before they are read."""
 
     rows: FileRows
     held_out: float
@@ -121,7 +121,7 @@ class _Share:
 
 
 def mix_rows(source: RowSource, sizes: Sequence[int], notes: dict[str, Any]) -> Mixture | None:
-    """The mixture of the rows of several sources, of which `notes` then speak.
+    """Return the mixture of the rows of several sources, and add the sources to `notes`.
 
     Raises:
         ConfigError: one has no row to learn from.
