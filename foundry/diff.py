@@ -10,8 +10,9 @@ if __name__ == "__main__":
     leave_current_folder()  # before the imports below
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from foundry.config.setting import setting
 from foundry.run_dir.names import CONFIG, METRICS, PLAN, RESULT, STATUS
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import read_object
-from foundry.tracking.metrics_file import is_evaluation, read_metrics
+from foundry.tracking.metrics_file import is_evaluation, iterate_metrics, read_curve, read_step
 from foundry.tracking.plot_style import BLUE, ORANGE, count_steps, head, panels, save_figure
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _SPEED = ("tokens_per_second", "samples_per_second", "step_seconds", "tflops", "
 """Of a logged step: they differ between two runs that are the same."""
 _CHOSEN = ("lr", "weight_decay", "epoch", "global_batch_size", "samples", "tokens")
 """Of a logged step: they follow from the settings, and say nothing of what came of them."""
+_IGNORED = frozenset({*_SPEED, *_CHOSEN})
 _SAID = ("config_hash",)
 """Of result.json: the settings say it already."""
 _MOST_PANELS, _FEW_POINTS = 6, 30
@@ -55,15 +57,15 @@ class RunRecord:
         folder: the directory.
         settings: the resolved configuration.
         plan: what followed from it, nested names joined by dots.
-        steps: logged steps, by step: name and value of each metric.
-        evaluations: likewise of held-out data.
+        steps: a hash of the metrics of each logged step, by step: all records of a long run would need gigabytes.
+        evaluations: name and value of each metric of held-out data, by step.
         result: what came of it, nested names joined by dots; of a run that has not finished its state.
     """
 
     folder: Path
     settings: Mapping[str, Any]
     plan: Mapping[str, Any]
-    steps: Mapping[int, Mapping[str, Any]]
+    steps: Mapping[int, int]
     evaluations: Mapping[int, Mapping[str, Any]]
     result: Mapping[str, Any]
 
@@ -82,15 +84,17 @@ class RunRecord:
         if settings is None:
             raise ConfigError(Violation(key, f"is {shown(folder)}, which has no readable {CONFIG}: it is no run"))
         try:
-            records = read_metrics(folder) if (folder / METRICS).is_file() else []
+            steps, evaluations = _read_metrics(folder)
             result = _read(folder / RESULT) or {"status": _read(folder / STATUS).get("state", "not started")}
             plan = _read(folder / PLAN)
         except (OSError, ValueError) as error:
             raise ConfigError(Violation(key, f"is {shown(folder)}: {one_line(str(error))}")) from None
-        kinds: tuple[dict[int, Mapping[str, Any]], dict[int, Mapping[str, Any]]] = ({}, {})
-        for record in records:
-            kinds[is_evaluation(record)][record["step"]] = record
-        return cls(folder, settings, dict(_flat(plan)), *kinds, dict(_flat(result)))
+        return cls(folder, settings, dict(_flat(plan)), steps, evaluations, dict(_flat(result)))
+
+    def logged(self, step: int) -> Mapping[str, Any]:
+        """Return the metrics of a logged step by name; the file is read again."""
+        records = [record for record in read_step(self.folder, step) if not is_evaluation(record)]
+        return records[-1] if records else {}
 
 
 @dataclass(frozen=True)
@@ -127,18 +131,17 @@ class Comparison:
         """Steps that both have logged, ascending."""
         return sorted(self.run.steps.keys() & self.against.steps.keys())
 
-    @property
+    @cached_property
     def first_difference(self) -> tuple[int, str, Any, Any] | None:
         """The first step both have logged, or evaluated at, with other numbers: step, metric and values; None: none."""
-        found = list[tuple[int, str, Any, Any]]()
-        for one, other in ((self.run.steps, self.against.steps), (self.run.evaluations, self.against.evaluations)):
-            for step in sorted(one.keys() & other.keys()):
-                differing = list(_differing(one[step], other[step], ignored=_SPEED + _CHOSEN))
-                if differing:
-                    first = next((entry for entry in differing if entry[0] in ("loss", "val_loss")), differing[0])
-                    found.append((step, *first))
-                    break
-        return min(found, key=lambda entry: entry[0], default=None)
+        run, against = self.run, self.against
+        logged = (step for step in self.common_steps if run.steps[step] != against.steps[step])
+        evaluated = sorted(run.evaluations.keys() & against.evaluations.keys())
+        found = (
+            _first_differing((step, run.logged(step), against.logged(step)) for step in logged),
+            _first_differing((step, run.evaluations[step], against.evaluations[step]) for step in evaluated),
+        )
+        return min(filter(None, found), key=lambda entry: entry[0], default=None)
 
     @property
     def is_same(self) -> bool:
@@ -180,7 +183,8 @@ def compare(run: Path, against: Path) -> Comparison:
 def curves_figure(compared: Comparison) -> "Figure":
     """A panel for the training loss and for each metric of evaluations that both runs have."""
     runs = (compared.run, compared.against)
-    curves = [("loss", [run.steps for run in runs])]
+    losses = [{step: {"loss": value} for step, value in _read_losses(run)} for run in runs]
+    curves: list[tuple[str, list[Mapping[int, Mapping[str, Any]]]]] = [("loss", [*losses])]
     both = [{name for record in run.evaluations.values() for name in record} for run in runs]
     names = sorted((both[0] & both[1]) - {"step", "samples"}, key=lambda name: (name != "val_loss", name))
     curves += [(name, [run.evaluations for run in runs]) for name in names]
@@ -198,6 +202,43 @@ def curves_figure(compared: Comparison) -> "Figure":
     folders = one_line(f"run {compared.run.folder}, against {compared.against.folder}")
     head(figure, "Two runs", folders, handles=found[0].get_legend_handles_labels()[0])
     return figure
+
+
+def _read_metrics(folder: Path) -> tuple[dict[int, int], dict[int, Mapping[str, Any]]]:
+    """Return `RunRecord.steps` and `RunRecord.evaluations`; of a step that was taken again, the later record counts."""
+    steps, evaluations = dict[int, int](), dict[int, Mapping[str, Any]]()
+    for record in iterate_metrics(folder) if (folder / METRICS).is_file() else ():
+        if is_evaluation(record):
+            evaluations[record["step"]] = record
+        else:
+            steps[record["step"]] = _hash(record)
+    return steps, evaluations
+
+
+def _read_losses(run: RunRecord) -> list[tuple[int, Any]]:
+    return read_curve(run.folder, "loss") if run.steps else []
+
+
+def _hash(record: Mapping[str, Any]) -> int:
+    """Return the same number for records that do not differ, as `_differing` has it."""
+    compared = {name: _hashable(value) for name, value in record.items() if name not in _IGNORED and value is not None}
+    return hash(frozenset(compared.items()))
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (int, float)):
+        return value if value == value else "NaN"
+    return repr(value)
+
+
+def _first_differing(
+    pairs: Iterable[tuple[int, Mapping[str, Any], Mapping[str, Any]]],
+) -> tuple[int, str, Any, Any] | None:
+    """Return the first step whose records differ, the metric that does, and its values; of several metrics the loss."""
+    for step, one, other in pairs:
+        if differing := list(_differing(one, other, ignored=_IGNORED)):
+            return (step, *next((entry for entry in differing if entry[0] in ("loss", "val_loss")), differing[0]))
+    return None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -218,7 +259,7 @@ def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _differing(
-    one: Mapping[str, Any], other: Mapping[str, Any], ignored: Sequence[str] = ()
+    one: Mapping[str, Any], other: Mapping[str, Any], ignored: Container[str] = ()
 ) -> Iterator[tuple[str, Any, Any]]:
     for name in {**one, **other}:
         if name not in ignored and not _equal(one.get(name), other.get(name)):

@@ -1,9 +1,15 @@
 """`python -m foundry.diff` of real runs, and of what their directories may have become."""
 
 import json
+import math
 import shutil
+import tracemalloc
 
+from hypothesis import given
+from hypothesis import strategies as st
 from support.tiny import TINY_LM
+
+from foundry.diff import compare
 
 RUN = [*TINY_LM, "hparams.max_steps=4", "tracking=none", "evaluation.interval=2", "evaluation.write_samples=false"]
 
@@ -60,3 +66,35 @@ def test_runs_side_by_side(run_command):
     (run_command.cwd / "started" / "plan.json").write_text("{")
     _, message = run_command("started", "a=one", module="foundry.diff", code=2)
     assert message.startswith("run: is started: started/plan.json is empty, or no JSON")
+
+
+VALUES = st.sampled_from([None, 0, 1, 1.0, True, 2**70, 0.1, math.nan, math.inf, "NaN", "1", [1], {"a": 1}])
+
+
+def write_run(folder, records):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("{}\n")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@given(values=st.lists(st.tuples(VALUES, VALUES), min_size=1, max_size=4))
+def test_the_first_step_with_other_values_is_found_by_their_hashes(tmp_path_factory, values):
+    folder = tmp_path_factory.mktemp("runs")
+    for side in range(2):
+        records = [{"step": step, "loss": 1.0, "own": pair[side], "lr": side} for step, pair in enumerate(values, 1)]
+        write_run(folder / str(side), records)
+    steps = (step for step, (one, other) in enumerate(values, 1) if one != other and {str(one), str(other)} != {"nan"})
+    found = compare(folder / "0", folder / "1").first_difference
+    assert (found and found[:2]) == next(((step, "own") for step in steps), None)
+
+
+def test_a_long_run_is_compared_in_little_memory(tmp_path):
+    record = {"loss": 1.0, **{f"metric_{number}": number / 7 for number in range(20)}}
+    for side in ("one", "other"):
+        write_run(tmp_path / side, ({**record, "step": step} for step in range(1, 5001)))
+    tracemalloc.start()
+    compared = compare(tmp_path / "one", tmp_path / "other")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(compared.common_steps) == 5000
+    assert peak < 2 * 5000 * 300
