@@ -178,6 +178,7 @@ def foundry(checkout, *overrides, module="foundry"):
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_they_train_and_resume(checkout):
     done = foundry(checkout, *WORDS, "hparams.max_steps=4", "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from support.examples import long_case
 
 from foundry.config.compose import config_dir
 from foundry.config.errors import ConfigError
@@ -192,9 +193,9 @@ WRONG = ["hparams.per_gpu_batch_size=7"]
         WRONG,
         [*WRONG, "--cfg", "job"],
         ["-m", "hparams.per_gpu_batch_size=16,7,5"],
-        ["-m", "hparams.per_gpu_batch_size=16,7", "scheduler=wsd,cosine"],
-        ["-m", "scheduler=wsd,wds"],
-        ["-m", "hparams.seed=1,2", "hparams.leer=3"],
+        long_case(["-m", "hparams.per_gpu_batch_size=16,7", "scheduler=wsd,cosine"]),
+        long_case(["-m", "scheduler=wsd,wds"]),
+        long_case(["-m", "hparams.seed=1,2", "hparams.leer=3"]),
     ],
     ids=["run", "cfg", "sweep", "sweep-two", "sweep-option", "sweep-fixed"],
 )

@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from support.examples import selection
+from support.examples import selection, some_of
 
 import foundry.optim.schedules  # noqa: F401 # its import of torch is no part of a composition's time
 from foundry.config import override_errors as errors
@@ -154,6 +154,9 @@ def options():
     yield from ("hydra/sweeper=foundry", "hydra/sweeper=optuna")
 
 
+OPTIONS = list(options())
+
+
 def keys_of(config, path):
     """Dotted paths of values and mappings below a group, and of the group."""
     yield path
@@ -253,7 +256,7 @@ def problems(repository, base, key, text):
         yield f"raises {type(error).__name__}: {str(error)[:300]}"
 
 
-@pytest.mark.parametrize("option", list(options()))
+@pytest.mark.parametrize("option", some_of(OPTIONS, *OPTIONS[::3]))
 def test_every_value_of_every_setting(option, repository, base_folder, episodes_folder, tmp_path, monkeypatch):
     needed = [
         word.replace("BASE", str(base_folder)).replace("EPISODES", str(episodes_folder))

@@ -5,6 +5,7 @@ import stat
 import pytest
 import yaml
 from support.composition import configure
+from support.examples import long_case
 from support.tiny import SMALL_LM
 from support.warm import WarmShell
 
@@ -80,12 +81,12 @@ def test_a_secret_of_the_environment_is_nowhere_else(warm):
     [
         ["tracking.uri=http://ann:{}@host"],
         ["+model.hf_token={}"],
-        ["tracking.ur=http://ann:{}@host"],
-        ["data.cache_dir='{}?sig={}'"],
+        long_case(["tracking.ur=http://ann:{}@host"]),
+        long_case(["data.cache_dir='{}?sig={}'"]),
         ["-m", "tracking.uri=http://ann:{}@host", "hparams.seed=1,2"],
         ["-m", "model.api_key={},other"],
-        ["-m", "hydra/sweeper=basic", "model.api_key={}"],
-        ["--cfg", "job", "model.api_key={}"],
+        long_case(["-m", "hydra/sweeper=basic", "model.api_key={}"]),
+        long_case(["--cfg", "job", "model.api_key={}"]),
     ],
     ids=str,
 )

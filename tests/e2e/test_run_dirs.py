@@ -1,6 +1,7 @@
 """Where a command may write, and that a refused one leaves nothing behind."""
 
 import pytest
+from support.examples import long_case
 from support.tiny import TINY_LM
 from test_runs import snapshot
 
@@ -28,13 +29,19 @@ def mine(tmp_path):
         ("foundry", ["hydra.run.dir=mine", REFUSED_BY_THE_DATA], "hydra.run.dir"),
         ("foundry.plan", ["hydra.run.dir=mine"], "hydra.run.dir"),
         ("foundry", ["-m", "hydra.sweep.dir=mine", "hparams.seed=1,2"], "hydra.sweep.dir"),
-        ("foundry", ["-m", "hydra.sweep.dir=s", "hydra.sweep.subdir=../mine", "hparams.seed=1"], "hydra.sweep.subdir"),
-        ("foundry", ["-m", "hydra/launcher=local", "hydra.sweep.dir=mine", "hparams.seed=1,2"], "hydra.sweep.dir"),
-        ("foundry", ["-m", "hydra/launcher=basic", "hydra.sweep.dir=mine", "hparams.seed=1"], "hydra.sweep.dir"),
+        long_case(
+            "foundry", ["-m", "hydra.sweep.dir=s", "hydra.sweep.subdir=../mine", "hparams.seed=1"], "hydra.sweep.subdir"
+        ),
+        long_case(
+            "foundry", ["-m", "hydra/launcher=local", "hydra.sweep.dir=mine", "hparams.seed=1,2"], "hydra.sweep.dir"
+        ),
+        long_case(
+            "foundry", ["-m", "hydra/launcher=basic", "hydra.sweep.dir=mine", "hparams.seed=1"], "hydra.sweep.dir"
+        ),
         ("foundry", ["hydra.run.dir="], "hydra.run.dir"),
-        ("foundry", ["hydra.run.dir=mine/data/a.txt"], "hydra.run.dir"),
+        long_case("foundry", ["hydra.run.dir=mine/data/a.txt"], "hydra.run.dir"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_of_the_users_own_is_refused_and_kept(run_command, mine, module, overrides, key):
     before, times = contents(run_command.cwd), snapshot(mine)
     _, err = run_command(*WORDS, *overrides, module=module, code=2)

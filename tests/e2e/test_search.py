@@ -4,6 +4,7 @@ import json
 import signal
 
 import pytest
+from support.examples import long_case
 from support.tiny import TINY_DIT
 from support.warm import WarmShell
 
@@ -146,22 +147,22 @@ def test_ranks_of_a_pruned_trial_end_together(shell):
             ["hydra.sweeper.metric=val_los"],
             ["hydra.sweeper.metric: is val_los but evaluations measure val_loss; did you mean val_loss?"],
         ),
-        (["hydra.sweeper.n_trials=0"], ["hydra.sweeper.n_trials: is 0 but must be at least 1"]),
+        long_case(["hydra.sweeper.n_trials=0"], ["hydra.sweeper.n_trials: is 0 but must be at least 1"]),
         (
             ["hydra.sweeper.sampler._target_=optuna.samplers.Nope"],
             ["hydra.sweeper.sampler: cannot be built: optuna.samplers has no Nope"],
         ),
-        (["+hydra.sweeper.sampler.sed=3"], ["hydra.sweeper.sampler: cannot be built: TPESampler.__init__()"]),
-        (
+        long_case(["+hydra.sweeper.sampler.sed=3"], ["hydra.sweeper.sampler: cannot be built: TPESampler.__init__()"]),
+        long_case(
             ["hydra.sweeper.pruner._target_=optuna.pruners.Nope"],
             ["hydra.sweeper.pruner: cannot be built: optuna.pruners has no Nope"],
         ),
-        (["hparams.lr=interval(1,0)"], ["hparams.lr: is interval(1,0): "]),
+        long_case(["hparams.lr=interval(1,0)"], ["hparams.lr: is interval(1,0): "]),
         (
             ["model.num_heads=choice(1,2,3,5)"],
             ["num_heads=5: model.num_heads: is 5 but must", "num_heads=3: model.num_heads: is 3 but must divide"],
         ),
-        (["hparams.lr=interval(1e-3,-0.5)"], ["hparams.lr: is interval"]),
+        long_case(["hparams.lr=interval(1e-3,-0.5)"], ["hparams.lr: is interval"]),
         (["hydra/launcher=slurm", "hydra.launcher.detach=true"], ["hydra.launcher.detach: is true but a search"]),
     ],
 )

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.examples import some_of
+from support.examples import long_case, some_of
 from support.tiny import TINY_DIT
 from support.warm import WarmShell
 from support.wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
@@ -155,11 +155,13 @@ def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(run_command, launcher, n
             ["hparams.lr=1,2,3", "hparams.seed=1,2", "hydra.sweeper.zip=[[hparams.lr,hparams.seed]]"],
             ["hparams.seed has 2"],
         ),
-        (["hparams.lr=1,2", "hydra.sweeper.zip=[hparams.lr]"], ["hydra.sweeper.zip: has hparams.lr, not a list"]),
-        (["hparams.lr=1,2", "hydra.sweeper.exclude=[hparams.lr=3]"], ["hydra.sweeper.exclude"]),
-        (["hparams.lr=1,2", "hydra.sweeper.max_batch_size=0"], ["must be at least 1"]),
-        (["hparams.lr=1,2", "hydra.sweep.subdir=same"], ["hydra.sweep.subdir: gives job 1 (hparams.lr=2)"]),
-        (["hparams.lr=1,2", "hydra.sweeper.zippp=[]"], ["hydra.sweeper.zippp"]),
+        long_case(
+            ["hparams.lr=1,2", "hydra.sweeper.zip=[hparams.lr]"], ["hydra.sweeper.zip: has hparams.lr, not a list"]
+        ),
+        long_case(["hparams.lr=1,2", "hydra.sweeper.exclude=[hparams.lr=3]"], ["hydra.sweeper.exclude"]),
+        long_case(["hparams.lr=1,2", "hydra.sweeper.max_batch_size=0"], ["must be at least 1"]),
+        long_case(["hparams.lr=1,2", "hydra.sweep.subdir=same"], ["hydra.sweep.subdir: gives job 1 (hparams.lr=2)"]),
+        long_case(["hparams.lr=1,2", "hydra.sweeper.zippp=[]"], ["hydra.sweeper.zippp"]),
     ],
 )
 def test_a_wrong_sweep_is_refused_whole(run_command, overrides, message):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from parity_parts import differences, run_all, weights
 from support.composition import configure
+from support.examples import some_of
 
 from foundry.config.errors import ConfigError
 from foundry.data.order import GlobalOrder
@@ -94,7 +95,7 @@ def raw_loop(config, *, sft_weight):
     return found, model
 
 
-@pytest.mark.parametrize("sft_weight", [0.0, 0.1])
+@pytest.mark.parametrize("sft_weight", some_of([0.0, 0.1], 0.1))
 def test_twenty_steps_are_those_of_a_plain_loop(folder, tmp_path, sft_weight):
     config = make(folder, "hparams.per_gpu_batch_size=4", f"objective.sft_loss_weight={sft_weight}")
     expected, model = raw_loop(config, sft_weight=sft_weight)

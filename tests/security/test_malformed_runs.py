@@ -10,7 +10,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.examples import examples
+from support.examples import examples, some_of
 
 from foundry.config.command import command
 from foundry.export import ExportOptions, export
@@ -150,7 +150,7 @@ def test_files_that_are_none(finished, tmp_path, capsys, run, name):
     assert accepted < tried / 2
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", some_of(COMMANDS, "sample"))
 def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
     counts = {0: 0, 2: 0}
 

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from support.composition import compose, configure
+from support.examples import some_of
 
 from foundry.config.errors import ConfigError
 from foundry.config.packages import pip_command
@@ -32,7 +33,7 @@ def episode(simulator, seed):
             return np.array(states), success
 
 
-@pytest.fixture(scope="module", params=["fetch_push", "fetch_pick_and_place"])
+@pytest.fixture(scope="module", params=some_of(["fetch_push", "fetch_pick_and_place"], "fetch_push"))
 def fetch(request):
     simulator = build_simulator(configure(f"simulator={request.param}"))
     yield simulator

@@ -20,6 +20,11 @@ def examples(number):
     return number if selection.is_all else max(1, number // FRACTION)
 
 
-def some_of(names, *default):
+def long_case(*values):
+    """Parameters of a test that runs where `long` tests run."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def some_of(values, *default):
     """Parameters of a test: those of `default` run always, and the others where `long` tests run."""
-    return [name if name in default else pytest.param(name, marks=pytest.mark.long) for name in names]
+    return [value if value in default else long_case(value) for value in values]

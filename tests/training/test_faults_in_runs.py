@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from support import composition
+from support.examples import some_of
 from support.run_events import EndsAfter, Interrupted
 
 from foundry.checkpoint import saver
@@ -88,7 +89,7 @@ def test_after_a_rollback_samples_are_counted_from_the_checkpoint_on(configure, 
     assert all(0 < rate <= 8 for rate in rates(tmp_path / "run").values())
 
 
-@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("every", some_of([1, 5], 5))
 def test_after_a_resume_samples_are_counted_from_the_checkpoint_on(configure, tmp_path, ticks, every):
     logged = f"tracking.log_every_n_steps={every}"
     train(configure("hparams.max_steps=20", "scheduler.horizon='40'", logged), tmp_path / "run")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sequence_parts import TRAP, Killed, Watcher
-from support.examples import examples
+from support.examples import examples, some_of
 
 from foundry.checkpoint import retention, saver
 from foundry.checkpoint.folder import problems, read_manifest
@@ -153,7 +153,7 @@ def live(config, run_dir, life):
         TRAP.set("", 0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", some_of(VARIANTS, "plain", "noisy", "rolls back"))
 def test_it_ends_as_if_undisturbed(variant, references, tmp_path_factory):
     seen = []
 
