@@ -5,6 +5,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from support.examples import some_of
 
 from foundry import compose
 from foundry.config.choices import Choices
@@ -66,7 +67,7 @@ def loads(loader):
     return composed, calls
 
 
-@pytest.mark.parametrize("overrides", OVERRIDES, ids=" ".join)
+@pytest.mark.parametrize("overrides", some_of(OVERRIDES, *OVERRIDES[::3]), ids=" ".join)
 def test_a_shared_composition_is_the_one_that_hydra_makes(loader, loads, overrides):
     composed, calls = loads
     composed([*overrides, "hparams.max_steps=7"])

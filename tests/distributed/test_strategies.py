@@ -18,12 +18,14 @@ TWO_RANKS = {
     "ddp_small_buckets": DDP(bucket_cap_mb=0.002),
     "ddp_late": DDP(overlap_grad_reduce=False),
     "ddp_sharded_optimizer": DDP(shard_optimizer=True),
-    "ddp_sharded_optimizer_prefetch": DDP(shard_optimizer=True, overlap_param_gather=True),
-    "ddp_sharded_optimizer_late": DDP(shard_optimizer=True, overlap_grad_reduce=False),
     "fsdp": FSDP(),
-    "fsdp_no_prefetch": FSDP(overlap_param_gather=False),
     "fsdp_keep_after_forward": FSDP(reshard_after_forward=False),
     "fsdp_cpu_offload": FSDP(cpu_offload=True),
+}
+VARIANTS = {
+    "ddp_sharded_optimizer_prefetch": DDP(shard_optimizer=True, overlap_param_gather=True),
+    "ddp_sharded_optimizer_late": DDP(shard_optimizer=True, overlap_grad_reduce=False),
+    "fsdp_no_prefetch": FSDP(overlap_param_gather=False),
     "auto": Distributed(),
 }
 FOUR_RANKS = {"hsdp": HSDP(num_replicas=2), "hsdp_of_one_shard": HSDP(num_replicas=4), "ddp": DDP(), "fsdp": FSDP()}
@@ -98,6 +100,11 @@ def two_ranks():
 
 
 @pytest.fixture(scope="module")
+def variants():
+    return run_ranks(train_all, 2, VARIANTS, 2)
+
+
+@pytest.fixture(scope="module")
 def four_ranks():
     return run_ranks(train_all, 4, FOUR_RANKS, 2)
 
@@ -105,6 +112,13 @@ def four_ranks():
 @pytest.mark.parametrize("name", named(TWO_RANKS))
 def test_two_ranks_train_as_one(two_ranks, name):
     for of_rank in two_ranks:
+        assert max(of_rank[name][0]) < 2e-6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", named(VARIANTS))
+def test_variants_train_as_one(variants, name):
+    for of_rank in variants:
         assert max(of_rank[name][0]) < 2e-6
 
 
@@ -128,7 +142,6 @@ COLLECTIVES = {
         "allreduce": 1,
     },
     "ddp_sharded_optimizer-last": {"allgather_base": ALL_UNITS, "reduce_scatter_base": ALL_UNITS, "allreduce": 1},
-    "ddp_sharded_optimizer_late-last": {"allgather_base": 1, "reduce_scatter_base": 1, "allreduce": 1},
     "fsdp-every": {
         "allgather_base": BLOCKS_TWICE * WINDOW,
         "reduce_scatter_base": ALL_UNITS * WINDOW,
@@ -136,11 +149,6 @@ COLLECTIVES = {
     },
     "fsdp-last": {"allgather_base": BLOCKS_TWICE * WINDOW, "reduce_scatter_base": ALL_UNITS, "allreduce": 1},
     "fsdp-last_keep_params": {"allgather_base": ALL_UNITS, "reduce_scatter_base": ALL_UNITS, "allreduce": 1},
-    "fsdp_no_prefetch-last": {
-        "allgather_base": BLOCKS_TWICE * WINDOW,
-        "reduce_scatter_base": ALL_UNITS,
-        "allreduce": 1,
-    },
     "fsdp_keep_after_forward-last": {
         "allgather_base": ALL_UNITS * WINDOW,
         "reduce_scatter_base": ALL_UNITS,
@@ -148,6 +156,10 @@ COLLECTIVES = {
     },
 }
 COLLECTIVES |= {f"{name}-checkpointed": COLLECTIVES[name] for name in COLLECTIVES if name in CHECKPOINTED}
+COLLECTIVES_OF_VARIANTS = {
+    "ddp_sharded_optimizer_late-last": {"allgather_base": 1, "reduce_scatter_base": 1, "allreduce": 1},
+    "fsdp_no_prefetch-last": COLLECTIVES["fsdp-last"],
+}
 HSDP_COLLECTIVES = {
     "hsdp-every": {
         "allgather_base": BLOCKS_TWICE * WINDOW,
@@ -171,6 +183,13 @@ HSDP_COLLECTIVES = {
 def test_collectives_of_a_window(two_ranks, name):
     for of_rank in two_ranks:
         assert of_rank[name][1] == COLLECTIVES[name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", COLLECTIVES_OF_VARIANTS)
+def test_collectives_of_a_window_of_variants(variants, name):
+    for of_rank in variants:
+        assert of_rank[name][1] == COLLECTIVES_OF_VARIANTS[name]
 
 
 @pytest.mark.long

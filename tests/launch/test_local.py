@@ -33,6 +33,7 @@ def _handlers_and_logging_come_back():
     assert logging.root.manager.disable == logging.NOTSET
 
 
+@pytest.mark.long
 def test_rank_zero_answers_and_a_quiet_success_says_nothing(capfd, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     answer = run_local(2, all_reduce, 10)

@@ -100,6 +100,7 @@ def test_hundreds_of_wrong_jobs_are_one_line(sweep, option_reads):
     assert line.endswith("(100 of 200 jobs: 0, 1, 2, …; the first, job 0: optimizer=adamw, optimizer.momentum=0.0)")
 
 
+@pytest.mark.long
 def test_explained_once_or_alone_a_job_says_the_same(sweep):
     words = [
         ("optimizer=adamw", "optimizer.momentum=0.5", "hparams.lr=-1"),

@@ -40,6 +40,7 @@ def no_process_before(monkeypatch):
     monkeypatch.setattr(processes, "_idle", {})
 
 
+@pytest.mark.long
 def test_one_that_is_killed_is_started_anew_and_nothing_is_missed(events, with_database, caplog):
     tracker, process = begun(events, finish_seconds=120)
     process.kill()

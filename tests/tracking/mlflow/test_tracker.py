@@ -51,6 +51,7 @@ def secret_start(events):
     return event
 
 
+@pytest.mark.long
 def test_a_run_is_in_the_database_of_the_current_directory(events, with_database, capfd, caplog):
     (events.run_dir / "plots").mkdir(parents=True)
     for name in ("plots/loss.png", "plots/samples.txt", "plan.json", "result.json", "status.json"):
