@@ -56,7 +56,7 @@ class Camera:
         visual.quality.offsamples = visual.quality.shadowsize = 0
         context = getattr(mujoco, "GLContext", None)
         if context is not None and not hasattr(context, "_context"):
-            context._context = None  # which its __del__ asks for, also where making one has failed
+            context._context = None  # its __del__ reads the attribute, also after __init__ has failed
         renderer = mujoco.Renderer(self._model, size, size)
         flags = mujoco.mjtRndFlag
         for flag in (flags.mjRND_SHADOW, flags.mjRND_REFLECTION, flags.mjRND_SKYBOX, flags.mjRND_HAZE):

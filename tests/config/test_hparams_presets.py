@@ -33,7 +33,8 @@ def words(tmp_path):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_composes_with_the_settings_that_it_leaves_to_the_user_only(words, preset):
-    configure(f"hparams={preset}", *(words[name] for name in NEEDS.get(preset, [])))
+    config = configure(f"hparams={preset}", *(words[name] for name in NEEDS.get(preset, [])))
+    assert config.hparams.global_batch_size >= 1
 
 
 @pytest.mark.parametrize("seq_len", [None, 2, 100, 4096])

@@ -21,10 +21,10 @@ def examples(number):
 
 
 def long_case(*values):
-    """Parameters of a test that runs where `long` tests run."""
+    """Return parameters of a case that runs only if `long` tests are selected."""
     return pytest.param(*values, marks=pytest.mark.long)
 
 
 def some_of(values, *default):
-    """Parameters of a test: those of `default` run always, and the others where `long` tests run."""
+    """Return parameters of cases: those in `default` always run, the others only if `long` tests are selected."""
     return [value if value in default else long_case(value) for value in values]
