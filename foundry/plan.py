@@ -105,18 +105,19 @@ def _content(
     config: Config, budget: Any, data: Any, schedule: Any, ranks: int, device_gib: float | None
 ) -> dict[str, Any]:
     """The plan with what the model needs and how it starts."""
-    import torch
-
+    from foundry.parallel.device import choose_device, device_capacity, device_name
     from foundry.planning.derive import build_plan
     from foundry.planning.fake import build_adapted, build_fake
     from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens
     from foundry.planning.memory import checkpoint_bytes
 
-    on_gpu = torch.cuda.is_available()
+    device = choose_device()
     fake = build_fake(partial(build_adapted, config))
-    device_type = "cuda" if on_gpu else "cpu"
-    memory = plan_memory(config, fake, data, world_size=ranks, device_type=device_type)
-    capacity = torch.cuda.mem_get_info()[1] if on_gpu and device_gib is None else int((device_gib or 0) * 2**30)
+    memory = plan_memory(config, fake, data, world_size=ranks, device_type=device.type)
+    if device_gib is not None:
+        capacity = int(device_gib * 2**30)
+    else:
+        capacity = device_capacity(device) if device.type == "cuda" else 0
     if capacity:
         check_gradient_sync(config, memory, world_size=ranks, capacity=capacity)
     return {
@@ -128,7 +129,7 @@ def _content(
             fake.model,
             world_size=ranks,
             strategy=resolve_distributed(config.distributed, ranks).strategy,
-            device=torch.cuda.get_device_name() if on_gpu else "cpu",
+            device=device_name(device),
             pack_tokens=row_tokens(config),
         ),
         "memory": {**asdict(memory), "total": memory.total},

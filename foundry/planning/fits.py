@@ -12,7 +12,7 @@ from foundry.config.schemas.distributed import GradientSync, resolve_distributed
 from foundry.config.schemas.root import Config
 from foundry.data.loader import read_batch
 from foundry.data.splits import DataSplits
-from foundry.parallel.capacity import device_capacity
+from foundry.parallel.device import device_capacity
 from foundry.parallel.process_group import World
 from foundry.planning.fake import FakeModel, build_adapted, build_fake
 from foundry.planning.memory import Memory, estimate_memory
@@ -98,7 +98,8 @@ def check_fits(config: Config, data: DataSplits, world: World) -> None:
     except Exception as error:  # a model of the user's own may not be built without numbers, and trains nevertheless
         logger.warning("the memory of the run is not known in advance: %s", format_reason(error))
         return
-    check_gradient_sync(config, memory, world_size=world.world_size, capacity=device_capacity(world))
+    capacity = device_capacity(world.device, world.local_world_size)
+    check_gradient_sync(config, memory, world_size=world.world_size, capacity=capacity)
 
 
 def _keeps_whole_gradients(config: Config, world_size: int) -> bool:

@@ -1,11 +1,8 @@
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from foundry.config.schemas.precision import PrecisionMode
-from foundry.training.throughput import Throughput, peak_flops, peak_memory_bytes
+from foundry.training.throughput import Throughput, peak_flops
 
 BF16, FP16, FP32 = PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16, PrecisionMode.fp32
 
@@ -142,14 +139,6 @@ def test_mfu_is_the_share_of_the_devices_peak(monkeypatch):
     assert rates.mfu == pytest.approx(0.4)
     assert rates.tflops == pytest.approx(395.76)
     assert rates.peak_memory_bytes == 123
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says it elsewhere too")
-def test_the_memory_of_a_process_is_in_bytes():
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
-    _, kibibytes, unit = line.split()
-    assert unit == "kB"
-    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(int(kibibytes) * 1024, rel=0.01)
 
 
 @pytest.mark.gpu

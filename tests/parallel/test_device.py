@@ -1,10 +1,14 @@
-"""Which GPU is a process's own; the machine's GPUs are made up, the rest is real."""
+"""Devices of the machine; GPUs are made up."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from foundry.config.environment import STORE, detect
 from foundry.config.errors import ConfigError
+from foundry.parallel.device import peak_memory_bytes
 from foundry.parallel.process_group import _device
 
 
@@ -29,3 +33,11 @@ def test_the_only_visible_gpu_is_its_own_where_somebody_chose_it(monkeypatch, co
             _device(detect(), cuda=True)
     else:
         assert _device(detect(), cuda=True) == torch.device("cuda", index)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says it elsewhere too")
+def test_the_memory_of_a_process_is_in_bytes():
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    _, kibibytes, unit = line.split()
+    assert unit == "kB"
+    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(int(kibibytes) * 1024, rel=0.01)
