@@ -69,12 +69,12 @@ class CudaMemory:
     """Bytes of a GPU's memory.
 
     Attributes:
-        peak: most that was in tensors at a time.
+        allocated: in tensors of this process.
         reserved: taken from the device by torch, its cache included.
         capacity: of the device.
     """
 
-    peak: int
+    allocated: int
     reserved: int
     capacity: int
 
@@ -83,14 +83,19 @@ def cuda_memory(device: torch.device) -> CudaMemory:
     """Return the memory of a GPU as torch's allocator counts it for this process."""
     stats = torch.cuda.memory_stats(device)
     return CudaMemory(
-        peak=stats["allocated_bytes.all.peak"],
+        allocated=stats["allocated_bytes.all.current"],
         reserved=stats["reserved_bytes.all.current"],
         capacity=torch.cuda.mem_get_info(device)[1],
     )
 
 
+def reset_memory_statistics(device: torch.device) -> None:
+    """Count the peak memory of a selected GPU anew."""
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory in tensors on a GPU by this process so far; on a CPU, its largest resident set.
+    """Return the most memory in tensors on a GPU since `reset_memory_statistics`; on a CPU, the largest resident set.
 
     The resident set is counted in bytes on macOS and in KiB elsewhere.
     """
@@ -100,27 +105,26 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resident if sys.platform == "darwin" else resident * 1024
 
 
-def device_capacity(device: torch.device, local_world_size: int = 1) -> int:
-    """Return the bytes of a GPU, or this rank's share of the host's memory.
-
-    Args:
-        device: of this rank.
-        local_world_size: ranks on this node, which share the host's memory.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return host_capacity() // local_world_size
+def resident_bytes() -> int:
+    """Return the memory of the host that this process holds; where the system does not say, the most it has held."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_memory_bytes(torch.device("cpu"))
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_memory(device: torch.device, local_world_size: int = 1) -> int:
-    """Return the bytes of a GPU that no tensor holds; on a CPU this rank's share of the host's memory, free or not.
+    """Return the bytes of a GPU that nobody holds; on a CPU this rank's share of the host's memory, free or not.
+
+    Memory that torch caches from tensors of this process counts as free; that of other processes does not.
 
     Args:
         device: of this rank.
         local_world_size: ranks on this node, which share the host's memory.
     """
     if device.type != "cuda":
-        return device_capacity(device, local_world_size)
+        return host_capacity() // local_world_size
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 

@@ -21,7 +21,7 @@ from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
 from foundry.config.stopped import Stopped
-from foundry.parallel.device import count_cuda, has_cuda, select_cuda
+from foundry.parallel.device import count_cuda, has_cuda, reset_memory_statistics, select_cuda
 from foundry.parallel.flight_recorder import record_collectives
 from foundry.parallel.roll_call import RollCall
 from foundry.parallel.watchdog import TICKS
@@ -242,6 +242,7 @@ def _device(environment: LaunchEnvironment, cuda: bool) -> torch.device:
         raise ConfigError(Violation("processes on this node", message))
     device = torch.device("cuda", index)
     select_cuda(device)
+    reset_memory_statistics(device)  # a run before this one in the process may have had a higher peak
     return device
 
 

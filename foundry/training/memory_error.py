@@ -17,7 +17,7 @@ from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolve
 from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
-from foundry.parallel.device import cuda_memory, host_capacity, peak_memory_bytes
+from foundry.parallel.device import cuda_memory, host_capacity, resident_bytes
 from foundry.training.sharded import local_part
 
 _TILE_TOKENS = 1024
@@ -40,7 +40,7 @@ class DeviceMemory:
         optimizer: the optimizers' state.
         ema: averaged weights.
         frozen: models that do not learn.
-        allocated: everything in tensors, at its peak.
+        allocated: everything in tensors.
         reserved: what torch has taken from the device, its cache included.
         capacity: of the device.
         where: the device as a person calls it.
@@ -245,10 +245,10 @@ def _in_use(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         memory = cuda_memory(device)
         return {
-            "allocated": memory.peak,
+            "allocated": memory.allocated,
             "reserved": memory.reserved,
             "capacity": memory.capacity,
             "where": "GPU",
         }
-    resident = peak_memory_bytes(device)
+    resident = resident_bytes()
     return {"allocated": resident, "reserved": resident, "capacity": host_capacity(), "where": "CPU"}

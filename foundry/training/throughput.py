@@ -72,7 +72,7 @@ class Rates:
     Attributes:
         tflops: TFLOP/s per rank of the model's arithmetic; None where its FLOPs are not known.
         mfu: `tflops` as a share of the device's peak; None where that is not known.
-        peak_memory_bytes: of this rank, since the start.
+        peak_memory_bytes: of this rank, since the start of the run; on a CPU, of the process.
     """
 
     samples_per_second: float
@@ -132,14 +132,16 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context whose duration is no training time: evaluation, drawing samples, checkpoints."""
+        """A context whose duration is no training time: evaluation, drawing samples, checkpoints.
+
+        It does not wait for the device if the body raises: where another rank is gone, a collective never ends, and
+        the exception would wait with it.
+        """
         synchronize(self._device)
         begin = self._clock()
-        try:
-            yield
-        finally:
-            synchronize(self._device)
-            self._paused_seconds += self._clock() - begin
+        yield
+        synchronize(self._device)
+        self._paused_seconds += self._clock() - begin
 
     def log(self, step: int, samples: int, tokens: int | None = None) -> Rates:
         """The rates since the last call, which then start anew.

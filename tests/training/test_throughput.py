@@ -1,5 +1,6 @@
 import pytest
 import torch
+from support.devices import FakeGpus
 
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.training.throughput import Throughput, peak_flops
@@ -121,6 +122,17 @@ def test_a_pause_is_no_training_time():
     assert throughput.log(step=5, samples=40).step_seconds == pytest.approx(3.0)
 
 
+def test_pause_does_not_wait_for_the_gpu_after_an_error(monkeypatch):
+    gpus = FakeGpus().replace_torchs(monkeypatch)
+    throughput = make(Clock(), device=torch.device("cuda", 0))
+    with throughput.pause():
+        assert gpus.num_waits == 1
+    assert gpus.num_waits == 2
+    with pytest.raises(OSError, match="disk"), throughput.pause():
+        raise OSError("disk")
+    assert gpus.num_waits == 3  # before the body only
+
+
 def test_what_is_not_known_is_none():
     clock = Clock()
     throughput = make(clock)
@@ -130,8 +142,7 @@ def test_what_is_not_known_is_none():
 
 
 def test_mfu_is_the_share_of_the_devices_peak(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
+    FakeGpus(name="NVIDIA H200", peak=123).replace_torchs(monkeypatch)
     clock = Clock()
     throughput = make(clock, device=torch.device("cuda", 0), world_size=1, flops_per_sample=98.94e12)
     clock.now += 1.0
