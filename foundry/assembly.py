@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from foundry.checkpoint.manager import NoCheckpoints, ShardedCheckpointManager
@@ -25,6 +24,7 @@ from foundry.data.splits import DataSplits
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
+from foundry.parallel.device import device_name
 from foundry.parallel.flight_recorder import dump_collectives, dump_into
 from foundry.parallel.process_group import World, limit_waits, roll_call
 from foundry.parallel.rank_flags import RankFlags
@@ -283,7 +283,6 @@ def _build_checkpoints(setup: Setup, trained: Trained, watchdog: Watchdog) -> Ch
 def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
     """What observers get when the run starts."""
     config, schedule, budget = setup.config, trained.schedule, trained.budget
-    device = setup.world.device
     plan = build_plan(
         config,
         budget,
@@ -292,7 +291,7 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
         trained.parallel.model,
         world_size=setup.world.world_size,
         strategy=setup.world.distributed.strategy,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(setup.world.device),
         pack_tokens=trained.pack_tokens,
     )
     shown = select_steps(schedule, budget)

@@ -188,8 +188,8 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
 
     from foundry.config.frozen import load_config
     from foundry.export import ExportOptions, export_checkpoint
+    from foundry.parallel.device import choose_device
     from foundry.parallel.precision import PrecisionPolicy
-    from foundry.restore import choose_device
 
     device, batch_size, amp = choose_device(), options.batch_size or 1, None
     with TemporaryDirectory(prefix="foundry-eval-") as temporary:
@@ -345,8 +345,9 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     from foundry.config.sources import download_hint, refuse_urls
     from foundry.data.episodes import normalised_by
     from foundry.library import compose as compose_run
+    from foundry.parallel.device import choose_device
     from foundry.parts import build_data, build_model, offered_to_data
-    from foundry.restore import Restored, build_part, choose_device, look_again, restore
+    from foundry.restore import Restored, build_part, look_again, restore
 
     compose = partial(compose_run, config_dir=_config_dir(options))
     is_transformers = (path / "config.json").is_file()

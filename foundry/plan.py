@@ -43,7 +43,7 @@ class PlanOptions:
     step_seconds: float | None = setting(None, "duration of an optimizer step, for the length of the run", gt=0)
     device_gib: float | None = setting(
         None,
-        "memory of each device that the run is planned for; null: of this machine's GPU, where it has one",
+        "memory of each device that the run is planned for; null: free memory of this machine's GPU, if it has one",
         gt=0,
     )
     measured: str | None = setting(None, "run directory to take that duration from: its median", path=True)
@@ -105,20 +105,23 @@ def _content(
     config: Config, budget: Any, data: Any, schedule: Any, ranks: int, device_gib: float | None
 ) -> dict[str, Any]:
     """The plan with what the model needs and how it starts."""
-    import torch
-
+    from foundry.parallel.device import choose_device, device_name, free_memory
     from foundry.planning.derive import build_plan
     from foundry.planning.fake import build_adapted, build_fake
-    from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens
+    from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens, usable_memory
     from foundry.planning.memory import checkpoint_bytes
 
-    on_gpu = torch.cuda.is_available()
+    device = choose_device()
     fake = build_fake(partial(build_adapted, config))
-    device_type = "cuda" if on_gpu else "cpu"
-    memory = plan_memory(config, fake, data, world_size=ranks, device_type=device_type)
-    capacity = torch.cuda.mem_get_info()[1] if on_gpu and device_gib is None else int((device_gib or 0) * 2**30)
-    if capacity:
-        check_gradient_sync(config, memory, world_size=ranks, capacity=capacity)
+    memory = plan_memory(config, fake, data, world_size=ranks, device_type=device.type)
+    distributed, free, usable = resolve_distributed(config.distributed, ranks), None, None
+    if device_gib is not None:
+        free = int(device_gib * 2**30)
+    elif device.type == "cuda":
+        free = free_memory(device)
+    if free is not None:
+        usable = usable_memory(free, distributed, ranks)
+        check_gradient_sync(config, memory, world_size=ranks, capacity=usable)
     return {
         **build_plan(
             config,
@@ -127,11 +130,11 @@ def _content(
             schedule,
             fake.model,
             world_size=ranks,
-            strategy=resolve_distributed(config.distributed, ranks).strategy,
-            device=torch.cuda.get_device_name() if on_gpu else "cpu",
+            strategy=distributed.strategy,
+            device=device_name(device),
             pack_tokens=row_tokens(config),
         ),
-        "memory": {**asdict(memory), "total": memory.total},
+        "memory": {**asdict(memory), "total": memory.total, "usable": usable},
         "checkpoint_bytes": checkpoint_bytes(config, fake),
     }
 

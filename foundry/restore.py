@@ -29,6 +29,7 @@ from foundry.data.tokenizer import count_ids, parse_tokenizer, usual_end
 from foundry.initial_model import find_base, read_base
 from foundry.models.initialisation import InitialModel, allocate
 from foundry.models.lora import add_adapters
+from foundry.parallel.device import choose_device
 from foundry.parallel.process_group import World
 from foundry.parts import drawn, resolve_init_from, unfilled
 from foundry.planning.fake import build_fake
@@ -147,11 +148,6 @@ def _open(run_dir: Path, which: str, *, trust: bool) -> tuple[Config, Path, Data
     folder = _whole_checkpoint(run_dir, which)
     _check_bounds(run_dir, config)
     return config, folder, _data(config, run_dir)
-
-
-def choose_device() -> torch.device:
-    """Where one process computes."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:

@@ -6,9 +6,9 @@
 import os
 from pathlib import Path
 
-import torch
 import torch._C._distributed_c10d as c10d
 
+from foundry.parallel.device import has_cuda
 from foundry.run_dir.files import make_folder, open_regular
 from foundry.run_dir.names import FLIGHT_RECORDER
 
@@ -33,7 +33,7 @@ def dump_into(run_dir: Path) -> None:
 
     It looks for the place only then, so this may be said when all ranks know the run directory.
     """
-    if torch.cuda.is_available() and not any(name in os.environ for name in _FILE):
+    if has_cuda() and not any(name in os.environ for name in _FILE):
         make_folder(run_dir / FLIGHT_RECORDER)
         _set(_FILE, str(run_dir / FLIGHT_RECORDER / _PREFIX))
 
@@ -45,7 +45,7 @@ def dump_collectives(run_dir: Path, rank: int) -> None:
         run_dir: of the run.
         rank: whose process this is.
     """
-    dump = getattr(c10d, "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace", None)
+    dump = getattr(c10d, "_dump_nccl_trace" if has_cuda() else "_dump_fr_trace", None)
     if dump is None:
         return
     folder = make_folder(run_dir / FLIGHT_RECORDER)

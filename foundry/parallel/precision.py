@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import Precision, PrecisionMode
+from foundry.parallel.device import computes_bf16, device_name
 from foundry.training.sharded import local_part
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ class PrecisionPolicy:
             ConfigError: the device has no arithmetic of that type.
         """
         policy = cls(config.mode)
-        is_bf16 = policy.compute_dtype is torch.bfloat16
-        if is_bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            name = torch.cuda.get_device_name(device)
-            message = f"is {config.mode.value} but {name} does not compute in bf16; choose amp_float16 or fp32"
+        if policy.compute_dtype is torch.bfloat16 and not computes_bf16(device):
+            message = (
+                f"is {config.mode.value} but {device_name(device)} does not compute in bf16; choose amp_float16 or fp32"
+            )
             raise ConfigError(Violation("precision", message))
         return policy
 

@@ -21,6 +21,7 @@ from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
 from foundry.config.stopped import Stopped
+from foundry.parallel.device import count_cuda, has_cuda, reset_memory_statistics, select_cuda
 from foundry.parallel.flight_recorder import record_collectives
 from foundry.parallel.roll_call import RollCall
 from foundry.parallel.watchdog import TICKS
@@ -131,7 +132,7 @@ def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[
             strategy that does not fit the number of ranks.
     """
     environment = detect()
-    use_cuda = torch.cuda.is_available() if cuda is None else cuda
+    use_cuda = has_cuda() if cuda is None else cuda
     device = _device(environment, use_cuda)
     world = World(
         environment.rank, environment.local_rank, environment.world_size, environment.local_world_size, device
@@ -231,7 +232,7 @@ def roll_call(world: World, timeout_seconds: float, when_asked: Callable[[], Non
 def _device(environment: LaunchEnvironment, cuda: bool) -> torch.device:
     if not cuda:
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = count_cuda()
     # Slurm's --gpus-per-task shows each task its own GPU only, as number 0, and so does who sets CUDA_VISIBLE_DEVICES
     # for each process. Those that foundry starts itself all have the same; NCCL names two that share one otherwise.
     is_own = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and STORE not in os.environ)
@@ -240,7 +241,8 @@ def _device(environment: LaunchEnvironment, cuda: bool) -> torch.device:
         message = f"is {environment.local_world_size} but this node has {count} GPUs: start at most one process per GPU"
         raise ConfigError(Violation("processes on this node", message))
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    select_cuda(device)
+    reset_memory_statistics(device)  # a run before this one in the process may have had a higher peak
     return device
 
 

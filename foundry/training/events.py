@@ -67,7 +67,7 @@ class StepLogged:
         step_seconds: mean duration of a step since the last logged one.
         tflops: achieved TFLOP/s per rank; None where the model does not say its FLOPs.
         mfu: share of the device's peak; None where the peak is unknown.
-        peak_memory_bytes: largest memory of this rank's device so far; of the process on a CPU.
+        peak_memory_bytes: most memory in tensors on this rank's GPU in this run; on a CPU, of the process.
         metrics: the objective's own, averaged over the global batch.
     """
 

@@ -1,8 +1,6 @@
 """How fast a run trains: samples, tokens and FLOPs per second, and the share of the device's peak."""
 
 import re
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.parallel.device import device_name, peak_memory_bytes, synchronize
 
 # Dense peaks in TFLOP/s of the arithmetic training uses: products of bf16 and of fp16 matrices summed in fp32, and
 # plain fp32 (TF32 off). Headline numbers often count 2:4 sparsity, or on GeForce cards fp16 sums: they are halved here.
@@ -52,29 +51,18 @@ _MAKER = r"(?:(?:NVIDIA|AMD|Tesla|GeForce|Instinct)\s+)*"
 _FORM = r"(?:[ -](?:SXM\d?|PCIe|OAM|\d+GB?|HBM\d\w?|3e))*"
 
 
-def peak_flops(device_name: str, precision: PrecisionMode) -> float | None:
+def peak_flops(name: str, precision: PrecisionMode) -> float | None:
     """Dense peak of a device in FLOP/s; None where it is not known, as for a slice (MIG) or a laptop's variant.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` tells it.
+        name: of the device, from `foundry.parallel.device.device_name`.
         precision: what the matrix products are computed in.
     """
-    for name, bf16, fp16, fp32 in _PEAKS:
-        if re.fullmatch(_MAKER + name + _FORM, device_name.strip(), re.IGNORECASE):
+    for known, bf16, fp16, fp32 in _PEAKS:
+        if re.fullmatch(_MAKER + known + _FORM, name.strip(), re.IGNORECASE):
             tflops = {PrecisionMode.fp32: fp32, PrecisionMode.amp_float16: fp16}.get(precision, bf16)
             return None if tflops is None else tflops * 1e12
     return None
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory allocated on a CUDA device by this process so far; on any other, the process's largest resident set.
-
-    The resident set is counted in bytes on macOS and in KiB elsewhere.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else resident * 1024
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,7 @@ class Rates:
     Attributes:
         tflops: TFLOP/s per rank of the model's arithmetic; None where its FLOPs are not known.
         mfu: `tflops` as a share of the device's peak; None where that is not known.
-        peak_memory_bytes: of this rank, since the start.
+        peak_memory_bytes: of this rank, since the start of the run; on a CPU, of the process.
     """
 
     samples_per_second: float
@@ -124,8 +112,7 @@ class Throughput:
         self._flops_per_sample = flops_per_sample
         self._tokens_per_sample = tokens_per_sample
         self._clock = clock
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak = peak_flops(name, precision)
+        self._peak = peak_flops(device_name(device), precision)
         self._since = clock()
         self._paused_seconds = 0.0
         self._step = 0
@@ -145,14 +132,16 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context whose duration is no training time: evaluation, drawing samples, checkpoints."""
-        self._synchronize()
+        """A context whose duration is no training time: evaluation, drawing samples, checkpoints.
+
+        It does not wait for the device if the body raises: where another rank is gone, a collective never ends, and
+        the exception would wait with it.
+        """
+        synchronize(self._device)
         begin = self._clock()
-        try:
-            yield
-        finally:
-            self._synchronize()
-            self._paused_seconds += self._clock() - begin
+        yield
+        synchronize(self._device)
+        self._paused_seconds += self._clock() - begin
 
     def log(self, step: int, samples: int, tokens: int | None = None) -> Rates:
         """The rates since the last call, which then start anew.
@@ -185,7 +174,3 @@ class Throughput:
             return None
         whole = samples if tokens is None or self._tokens_per_sample is None else tokens / self._tokens_per_sample
         return whole * self._flops_per_sample / self._world_size
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

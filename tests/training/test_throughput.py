@@ -1,11 +1,9 @@
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from support.devices import FakeGpus
 
 from foundry.config.schemas.precision import PrecisionMode
-from foundry.training.throughput import Throughput, peak_flops, peak_memory_bytes
+from foundry.training.throughput import Throughput, peak_flops
 
 BF16, FP16, FP32 = PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16, PrecisionMode.fp32
 
@@ -124,6 +122,17 @@ def test_a_pause_is_no_training_time():
     assert throughput.log(step=5, samples=40).step_seconds == pytest.approx(3.0)
 
 
+def test_pause_does_not_wait_for_the_gpu_after_an_error(monkeypatch):
+    gpus = FakeGpus().replace_torchs(monkeypatch)
+    throughput = make(Clock(), device=torch.device("cuda", 0))
+    with throughput.pause():
+        assert gpus.num_waits == 1
+    assert gpus.num_waits == 2
+    with pytest.raises(OSError, match="disk"), throughput.pause():
+        raise OSError("disk")
+    assert gpus.num_waits == 3  # before the body only
+
+
 def test_what_is_not_known_is_none():
     clock = Clock()
     throughput = make(clock)
@@ -133,8 +142,7 @@ def test_what_is_not_known_is_none():
 
 
 def test_mfu_is_the_share_of_the_devices_peak(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
+    FakeGpus(name="NVIDIA H200", peak=123).replace_torchs(monkeypatch)
     clock = Clock()
     throughput = make(clock, device=torch.device("cuda", 0), world_size=1, flops_per_sample=98.94e12)
     clock.now += 1.0
@@ -142,14 +150,6 @@ def test_mfu_is_the_share_of_the_devices_peak(monkeypatch):
     assert rates.mfu == pytest.approx(0.4)
     assert rates.tflops == pytest.approx(395.76)
     assert rates.peak_memory_bytes == 123
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says it elsewhere too")
-def test_the_memory_of_a_process_is_in_bytes():
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
-    _, kibibytes, unit = line.split()
-    assert unit == "kB"
-    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(int(kibibytes) * 1024, rel=0.01)
 
 
 @pytest.mark.gpu
