@@ -29,6 +29,7 @@ from foundry.config.command import (
 )
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
+from foundry.config.schemas.device import KIND_DOC, DeviceKind
 from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
 from foundry.config.schemas.peft import LoRA
 from foundry.config.setting import setting
@@ -83,6 +84,7 @@ class EvalOptions:
     instruction: Told = setting(
         Told.own, "what a policy is told: own; other: another than the episode's, whose success is still measured"
     )
+    device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
     config_dir: str | None = setting(
         None, "folder with options of your own for data=, objective=, environment= and simulator=; null: none"
     )
@@ -191,7 +193,7 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
     from foundry.parallel.device import choose_device
     from foundry.parallel.precision import PrecisionPolicy
 
-    device, batch_size, amp = choose_device(), options.batch_size or 1, None
+    device, batch_size, amp = choose_device(options.device), options.batch_size or 1, None
     with TemporaryDirectory(prefix="foundry-eval-") as temporary:
         folder, checkpoint = path, path.name
         if not (path / "config.json").is_file():
@@ -253,6 +255,7 @@ def _measure_policy(path: Path, options: EvalOptions, simulator: Sequence[str]) 
         first_episode=options.first_episode,
         at_a_time=options.batch_size,
         instruction=Told(options.instruction),
+        device=options.device,
         simulator=partial(_compose_simulator, simulator, options) if simulator else None,
     )
 
@@ -364,9 +367,9 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
         return replace(opened, config=replace(opened.config, environment=compose([*scoring, _ANSWERED]).environment))
     given = ["model=base", f"model.path={quoted(str(path))}", _ANSWERED, *overrides]
     if is_transformers:
-        config, device = compose(given), choose_device()
+        config, device = compose(given), choose_device(options.device)
         return Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)
-    restored = restore(path, options.which, ema=options.ema, trust=options.trust)
+    restored = restore(path, options.which, ema=options.ema, trust=options.trust, device=options.device)
     if overrides:
         statistics = restored.data.statistics
         for_policies = [] if statistics is None else _ON_EPISODES

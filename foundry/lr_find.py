@@ -165,7 +165,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     rates, losses = list[float](), list[float]()
     with (
         deterministic(config.hparams.deterministic),
-        process_group(config.distributed) as world,
+        process_group(config.distributed, config.device.kind) as world,
         ExitStack() as held,
         worker_deaths_explained(),
         memory_explained(world.device, world.rank),

@@ -13,6 +13,7 @@ import torch
 from foundry.config.build import field_of
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.metrics import SUCCESS
+from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
 from foundry.config.schemas.root import Config
 from foundry.config.success import check_success
@@ -43,6 +44,7 @@ def evaluate_policy(
     first_episode: int | None = None,
     at_a_time: int | None = None,
     instruction: Told = Told.own,
+    device: DeviceKind = DeviceKind.auto,
     simulator: Callable[[int | None], Any] | None = None,
 ) -> dict[str, Any]:
     """Have a policy act, and another on the same episodes, with the same draws where both have the same seed.
@@ -59,6 +61,7 @@ def evaluate_policy(
         first_episode: its number; None: likewise.
         at_a_time: likewise.
         instruction: which the policies are told, where they are told any.
+        device: kind of the device to compute on.
         simulator: gives the settings of one for a policy that sees pictures of so many pixels, or None; None: each
             acts in its own.
 
@@ -69,10 +72,10 @@ def evaluate_policy(
         ConfigError: a run cannot be opened, has no policy or simulator, the two act in different ones, or the
             simulator given is not what they have been trained for.
     """
-    policy = _open(run, which, "run", "which", ema=ema, trust=trust)
+    policy = _open(run, which, "run", "which", ema=ema, trust=trust, device=device)
     opened = [_in_simulator(policy, run, "run", simulator)]
     if against is not None:
-        other = _open(against, against_which, "against", "against_which", ema=ema, trust=trust)
+        other = _open(against, against_which, "against", "against_which", ema=ema, trust=trust, device=device)
         opened.append(_in_simulator(other, against, "against", simulator))
         _check_same_task(against, opened[0].config, opened[1].config)
     if instruction is Told.other and not field_of(opened[0].config.data, "instruction_tokens"):

@@ -73,7 +73,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
     config_hash = hash_config(config)
     with (
         deterministic(config.hparams.deterministic),
-        process_group(config.distributed) as world,
+        process_group(config.distributed, config.device.kind) as world,
         ExitStack() as held,
     ):
         if world.device.type == "cpu":
