@@ -137,7 +137,7 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights():
     ("config", "options", "message"),
     [
         (HSDP(num_replicas=2), {}, "distributed.num_replicas: is 2 but must divide the 1 rank"),
-        (Distributed(backend=Backend.nccl), {}, "distributed.backend: is nccl but there is no GPU"),
+        (Distributed(backend=Backend.nccl), {}, "distributed.backend: is nccl but the run is on the CPU"),
         (
             Distributed(),
             {"torchcompile": True, "network": nn.Linear(1, 1)},
