@@ -241,6 +241,7 @@ def _build_throughput(setup: Setup, model: nn.Module) -> Throughput:
         world_size=setup.world.world_size,
         device=setup.world.device,
         precision=setup.config.precision.mode,
+        tf32=setup.config.precision.tf32,
         flops_per_sample=flops,
         tokens_per_sample=tokens,
     )

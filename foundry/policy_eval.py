@@ -21,7 +21,7 @@ from foundry.evaluators.episodes import Episode, Film, Rollouts
 from foundry.evaluators.films import save_gif
 from foundry.evaluators.rates import sign_test
 from foundry.evaluators.success import summary
-from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 from foundry.parts import simulator_factory
 from foundry.restore import Restored, build_part, explained, restore
 from foundry.run_dir.files import make_folder, write_atomically
@@ -198,6 +198,7 @@ class _Policy:
     def __init__(self, restored: Restored, at_a_time: int, instruction: Told, held: ExitStack) -> None:
         config, self._device = restored.config, restored.device
         self._precision = PrecisionPolicy.from_config(config.precision, self._device)
+        self._tf32 = config.precision.tf32
         self._model = self._precision.prepare(restored.model)
         self._what = f"{restored.checkpoint} cannot act", config, "model", "objective", "simulator"
         self.rollouts = Rollouts(
@@ -213,7 +214,7 @@ class _Policy:
 
     def run(self, chunk: range, *, drawn: int) -> tuple[list[Episode], list[Film]]:
         """Run a chunk of episodes, the first `drawn` of them filmed."""
-        with explained(*self._what):
+        with explained(*self._what), fp32_arithmetic(tf32=self._tf32):
             return self.rollouts.run(
                 self._model,
                 chunk,

@@ -57,6 +57,7 @@ def sample(options: SampleOptions) -> Path:
     import torch
 
     from foundry.objectives.text_samples import continue_text
+    from foundry.parallel.precision import fp32_arithmetic
     from foundry.parallel.process_group import World
     from foundry.restore import build_part, explained, restore
 
@@ -90,7 +91,11 @@ def sample(options: SampleOptions) -> Path:
     if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
         message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
         raise ConfigError(Violation("which", message))
-    with explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"):
+    tf32 = restored.config.precision.tf32
+    with (
+        fp32_arithmetic(tf32=tf32),
+        explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"),
+    ):
         drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
     stem.parent.mkdir(parents=True, exist_ok=True)
     file: Path = _save_beside_others(drawn, stem) if options.out else drawn.save(stem)

@@ -11,6 +11,7 @@ from support.tiny import TINY_DIT, TINY_LM
 
 from foundry.config import environment
 from foundry.library import compose, run
+from foundry.models.transformer import Transformer
 from foundry.parallel import device
 from foundry.run_dir.checkpoints import list_checkpoints
 from foundry.tracking.metrics_file import read_metrics
@@ -69,6 +70,30 @@ def test_every_command_refuses_a_gpu_that_torch_cannot_use(run_command, lm, monk
     out, _ = run_command(*TINY_LM, "device=cpu", "hparams.max_steps=1", "hydra.run.dir=run")
     assert out.startswith("device ")
     assert "  cpu, " in out.splitlines()[0]
+
+
+@pytest.mark.long
+def test_every_command_computes_a_tf32_run_in_tf32(run_command, monkeypatch):
+    forward, seen = Transformer.forward, []
+
+    def noting(*arguments, **named):
+        seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(Transformer, "forward", noting)
+    run = [*TINY_LM, "precision=fp32", "precision.tf32=true", "hparams.max_steps=2", "hydra.run.dir=run"]
+    commands = {
+        "foundry": run,
+        "foundry.lr_find": [*run[:-1], "lr_find.steps=10", "hydra.run.dir=find", "lr_find.min=1e-5"],
+        "foundry.eval": ["run=run"],
+        "foundry.sample": ["run=run", "max_new_tokens=4"],
+    }
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    for module, words in commands.items():
+        seen.clear()
+        run_command(*words, module=module, **({"code": 2} if module == "foundry.lr_find" else {}))  # its loss is noise
+        assert set(seen) == {(True, True)}, module
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
 
 
 @pytest.mark.long
