@@ -138,9 +138,13 @@ def process_group(config: Distributed, kind: DeviceKind = DeviceKind.auto) -> It
         environment.rank, environment.local_rank, environment.world_size, environment.local_world_size, device
     )
     backend = _backend(config, device)
-    if isinstance(resolve_distributed(config, world.world_size), Single):
+    resolved = resolve_distributed(config, world.world_size)
+    if isinstance(resolved, Single):
         yield arrange(world, config)
         return
+    if backend == "gloo" and device.type == "cuda" and "shard" in resolved.mesh_shape(world.world_size):
+        message = "is gloo, which cannot reduce and scatter the gradients of FSDP2 on GPUs: use nccl, or auto"
+        raise ConfigError(Violation("distributed.backend", f"{message}; or set distributed=ddp, or device=cpu"))
     _prefer_loopback(environment.num_nodes)
     _allow_many_connections()
     record_collectives()

@@ -1,6 +1,7 @@
 """Devices of the machine; GPUs are made up."""
 
 import sys
+from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from foundry.config import environment
 from foundry.config.environment import STORE, detect
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.device import DeviceKind
-from foundry.config.schemas.distributed import Distributed, Single
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Backend, Distributed, Single
 from foundry.parallel import device as device_module
 from foundry.parallel.device import (
     choose_device,
@@ -145,7 +146,7 @@ def test_nccl_on_the_cpu_is_refused_beside_gpus(machine):
     machine(files=FILES, count=2)
     with (
         pytest.raises(ConfigError, match="is nccl but the run is on the CPU"),
-        process_group(Distributed(backend="nccl"), CPU),
+        process_group(Distributed(backend=Backend.nccl), CPU),
     ):
         pass
 
@@ -165,3 +166,17 @@ def test_cpus_of_a_run_are_described_by_their_threads(monkeypatch):
     ):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert describe_devices(cpu, world_size) == text
+
+
+@pytest.mark.parametrize("config", [FSDP(), HSDP(num_replicas=1), DDP(shard_optimizer=True)], ids=lambda c: c.strategy)
+def test_gloo_on_gpus_is_refused_where_gradients_are_scattered(machine, monkeypatch, config):
+    machine(files=FILES, count=2)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    config = replace(config, backend=Backend.gloo)
+    with pytest.raises(ConfigError, match=r"distributed\.backend: is gloo, .* use nccl"), process_group(config):
+        pass
