@@ -12,7 +12,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.utils import to_absolute_path
 
@@ -26,6 +26,9 @@ from foundry.config.setting import setting
 from foundry.config.sources import local_path
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import PLAN, STATUS
+
+if TYPE_CHECKING:
+    import torch
 
 _ROWS, _MOST_ROWS = 100_000, 10_000_000
 """Of schedule.csv: where nobody says how many, and at most."""
@@ -57,6 +60,7 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     """
     from rich.console import Console
 
+    from foundry.parallel.device import choose_device
     from foundry.parts import build_budget, build_data, build_schedule, constant_weight_decay
     from foundry.planning import report
     from foundry.planning.derive import planned_updates, resolve_phases, select_steps
@@ -66,11 +70,12 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     for name, is_earlier in report.RECOGNIZERS.items():
         check_output(name, run_dir / name, own=name, is_earlier=is_earlier)
     step_seconds = options.step_seconds or (_measured(options.measured) if options.measured else None)
+    device = choose_device(config.device.kind)
     data, ranks = build_data(config), world_size(config.distributed.nproc_per_node)
     budget = build_budget(config, data, config.distributed.dp_size(ranks))
     steps = _written(options.every, budget.total_steps)
     schedule, decay = build_schedule(config, budget), constant_weight_decay(config)
-    content = _content(config, budget, data, schedule, ranks, options.device_gib)
+    content = _content(config, budget, data, schedule, ranks, device, options.device_gib)
     if step_seconds is not None:
         content["step_seconds"] = step_seconds
         content["run_seconds"] = step_seconds * budget.total_samples / budget.batch_sizes.final
@@ -102,16 +107,15 @@ def _written(every: int | None, total_steps: int) -> range:
 
 
 def _content(
-    config: Config, budget: Any, data: Any, schedule: Any, ranks: int, device_gib: float | None
+    config: Config, budget: Any, data: Any, schedule: Any, ranks: int, device: "torch.device", device_gib: float | None
 ) -> dict[str, Any]:
     """The plan with what the model needs and how it starts."""
-    from foundry.parallel.device import choose_device, device_name, free_memory
+    from foundry.parallel.device import device_name, free_memory
     from foundry.planning.derive import build_plan
     from foundry.planning.fake import build_adapted, build_fake
     from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens, usable_memory
     from foundry.planning.memory import checkpoint_bytes
 
-    device = choose_device()
     fake = build_fake(partial(build_adapted, config))
     memory = plan_memory(config, fake, data, world_size=ranks, device_type=device.type)
     distributed, free, usable = resolve_distributed(config.distributed, ranks), None, None

@@ -4,6 +4,7 @@ A function with a `device` answers for the CPU as well, so that callers need no 
 """
 
 import os
+import re
 import resource
 import sys
 from dataclasses import dataclass
@@ -12,10 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-
-def has_cuda() -> bool:
-    """Return whether torch can compute on a GPU of this machine."""
-    return torch.cuda.is_available()
+from foundry.config.environment import gpu_files, visible_gpus
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.device import DeviceKind
 
 
 def count_cuda() -> int:
@@ -28,9 +28,52 @@ def select_cuda(device: torch.device) -> None:
     torch.cuda.set_device(device)
 
 
-def choose_device() -> torch.device:
-    """Return the device of a command that computes in one process."""
-    return torch.device("cuda" if has_cuda() else "cpu")
+def choose_device(kind: DeviceKind = DeviceKind.auto) -> torch.device:
+    """Return the device of a process, "cuda" without an index for its GPU.
+
+    GPUs that CUDA_VISIBLE_DEVICES hides do not exist.
+
+    Raises:
+        ConfigError: the machine has a GPU that torch cannot use, or none where one is wanted.
+    """
+    if kind is DeviceKind.cpu:
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if visible_gpus() and (files := gpu_files()):
+        message = f"is {kind.value} and this machine has a GPU ({files[0]}), but {_explain_unusable_gpu()}"
+        raise ConfigError(Violation("device", f"{message}; or set device=cpu"))
+    if kind is DeviceKind.cuda:
+        raise ConfigError(Violation("device", "is cuda but there is no GPU; set device=cpu, or device=auto"))
+    return torch.device("cpu")
+
+
+def _explain_unusable_gpu() -> str:
+    """Why torch cannot use a GPU that is there, and how to mend it."""
+    if torch.version.cuda is None:
+        other = "install another wheel: https://pytorch.org/get-started/locally"
+        return f"torch {torch.__version__} is built without CUDA; {other}"
+    try:
+        torch.cuda.init()
+        reason = "torch.cuda.is_available() is false"
+    except (RuntimeError, AssertionError) as error:  # torch gives the reason in the first sentence, then general advice
+        reason = re.split(r"\. |\n", str(error), maxsplit=1)[0].rstrip(".")
+    remedy = f"update the NVIDIA driver, or install a torch for an older CUDA than {torch.version.cuda}"
+    return f"torch {torch.__version__} cannot use it: {reason}; {remedy}"
+
+
+def describe_devices(device: torch.device, world_size: int) -> str:
+    """Return the devices of a run for people: "NVIDIA H100 80GB HBM3 x 8", or "cpu, 2 threads".
+
+    Args:
+        device: of this rank; those of the others are taken to be alike.
+        world_size: ranks.
+    """
+    name = device_name(device) + (f" x {world_size}" if world_size > 1 else "")
+    if device.type == "cuda":
+        return name
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'' if threads == 1 else 's'}{' each' if world_size > 1 else ''}"
 
 
 def device_name(device: torch.device) -> str:

@@ -5,8 +5,8 @@ the blocks in the compute type, which halves its traffic and changes no result: 
 numbers in exactly that way. What autocast reads in fp32 (embeddings, norm weights) FSDP2 does not round either.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,25 @@ _COMPUTE_DTYPES = {
     PrecisionMode.fp32: torch.float32,
     PrecisionMode.amp_float16: torch.float16,
 }
+
+
+@contextmanager
+def fp32_arithmetic(*, tf32: bool) -> Iterator[None]:
+    """Have GPUs compute fp32 matrix products and convolutions alike in the body: both in TF32, or both in fp32.
+
+    Torch's default is TF32 for convolutions only. Its older switches are used, since reading them raises an error once
+    the newer ones (`fp32_precision`) have been set. https://docs.pytorch.org/docs/stable/notes/cuda.html
+
+    Args:
+        tf32: `precision.tf32` of the run.
+    """
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
+    products.allow_tf32 = convolutions.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before
 
 
 class PrecisionPolicy:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foundry.parallel import device
 from foundry.parallel.process_group import World
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -66,6 +67,7 @@ def runs_on(name, monkeypatch):
     with monkeypatch.context() as patch:
         if name == "cpu":
             patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setattr(device, "gpu_files", list)
         yield
 
 

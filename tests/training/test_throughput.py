@@ -22,7 +22,8 @@ BF16, FP16, FP32 = PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16, Precis
         ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA B200", 2250.0),
         ("NVIDIA GB200", 2500.0),
-        ("NVIDIA B300 SXM6", 2250.0),
+        ("NVIDIA B300 SXM6 AC", 2250.0),
+        ("NVIDIA GB300", 2500.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA A100 80GB PCIe", 312.0),
         ("A100-PCIE-40GB", 312.0),
@@ -32,7 +33,13 @@ BF16, FP16, FP32 = PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16, Precis
         ("NVIDIA L4", 121.0),
         ("NVIDIA L40", 181.05),
         ("NVIDIA L40S", 362.05),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
         ("NVIDIA GeForce RTX 3090", 71.2),
+        ("NVIDIA GeForce RTX 3090 Ti", 80.0),
+        ("NVIDIA GeForce RTX 4080", 97.5),
+        ("NVIDIA GeForce RTX 5080", 112.6),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA GeForce RTX 5090", 209.5),
         ("AMD Instinct MI300X", 1307.4),
@@ -56,7 +63,9 @@ def test_a_device_has_its_own_peak(name, tflops):
         "NVIDIA RTX A4000",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "Quadro RTX 6000",
         "NVIDIA H200 MIG 1g.18gb",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA T400",
@@ -73,6 +82,10 @@ def test_the_peak_depends_on_the_arithmetic():
     assert peak_flops("Tesla T4", BF16) is None
     assert peak_flops("Tesla T4", FP32) == pytest.approx(8.1e12)
     assert peak_flops("NVIDIA H200", FP32) == pytest.approx(66.9e12)
+    assert peak_flops("NVIDIA H200", FP32, tf32=True) == pytest.approx(494.7e12)
+    assert peak_flops("NVIDIA H200", BF16, tf32=True) == pytest.approx(989.4e12)
+    assert peak_flops("Tesla T4", FP32, tf32=True) == pytest.approx(8.1e12)
+    assert peak_flops("AMD Instinct MI300X", FP32, tf32=True) is None
 
 
 class Clock:
