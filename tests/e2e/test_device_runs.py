@@ -21,26 +21,27 @@ SETTINGS = [
     "hparams.max_steps=6",
     "hparams.ema_decay=0.9",
     "checkpoint.interval=3",
-    "evaluation.write_samples=false",
+    "evaluation.interval=3",
     "tracking=none",
     "tracking.log_every_n_steps=1",
 ]
 
 
 def outcome(run_dir):
-    """Losses of all steps, and the tensors of the last checkpoint, optimizer and averages included."""
+    """Losses of all steps, the tensors of the last checkpoint, optimizer and averages included, and all samples."""
     losses = {row["step"]: row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row}
     (*_, last) = list_checkpoints(run_dir)
     tensors = {}
     for file in sorted(last.glob("*.safetensors")):
         tensors |= load_file(file)
-    return losses, tensors
+    return losses, tensors, {f.name: f.read_bytes() for f in (run_dir / "plots").glob("samples_*")}
 
 
 def assert_same(ours, theirs):
     assert ours[0] == theirs[0]
     assert ours[1].keys() == theirs[1].keys()
     assert all(torch.equal(ours[1][name], theirs[1][name]) for name in theirs[1])
+    assert ours[2] == theirs[2]
 
 
 def test_every_command_refuses_a_gpu_that_torch_cannot_use(run_command, lm, monkeypatch):
@@ -109,5 +110,6 @@ def test_the_same_bits_twice_and_after_an_interruption(model, device_type, tmp_p
         run(config, tmp_path / "resumed")
     once = outcome(tmp_path / "once")
     assert len(once[0]) == 6
+    assert len(once[2]) == 2
     assert_same(outcome(tmp_path / "twice"), once)
     assert_same(outcome(tmp_path / "resumed"), once)
