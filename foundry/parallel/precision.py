@@ -96,12 +96,20 @@ class PrecisionPolicy:
         """The context of a forward pass on `device`; the backward pass runs outside it."""
         return torch.autocast(device.type, dtype=self.compute_dtype) if self.is_amp else nullcontext()
 
-    def window(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context around all passes of a window, in which autocast rounds each weight once.
+    @contextmanager
+    def window(self, device: torch.device) -> Iterator[None]:
+        """Enter the context of all passes of a window, in which autocast rounds each weight once.
 
-        torch empties the cache of rounded weights where the outermost context ends, an inactive one too.
+        torch empties the cache of rounded weights when the outermost autocast context of a thread ends, an inactive one
+        too. On CUDA the backward pass would run in the device's own thread, in which checkpointing enters autocast as
+        the outermost context: each recomputed block would empty the cache. So it runs in the calling thread. Nothing
+        is lost by that, since a process computes on one device.
         """
-        return torch.autocast(device.type, enabled=False) if self.is_amp else nullcontext()
+        if not self.is_amp:
+            yield
+            return
+        with torch.autocast(device.type, enabled=False), torch.autograd.set_multithreading_enabled(False):
+            yield
 
     def is_replicated(self, parameter: nn.Parameter, *, in_block: bool) -> bool:
         """Whether FSDP2 leaves this parameter whole on every rank, its gradient averaged once a window.

@@ -35,6 +35,16 @@ def test_types_of_weights_and_compute(mode, held, computed):
     assert (policy.scaler(CPU) is not None) == (mode == "amp_float16")
 
 
+@pytest.mark.parametrize("mode", PrecisionMode)
+def test_backward_pass_of_an_amp_window_runs_in_the_calling_thread(mode):
+    """In a thread of its own, the first context of autocast there would end the cache of rounded weights."""
+    policy, is_amp = PrecisionPolicy(mode), mode.value.startswith("amp")
+    is_threaded = torch._C._is_multithreading_enabled
+    with policy.window(torch.device("cuda")):
+        assert is_threaded() == (not is_amp)
+    assert is_threaded()
+
+
 def test_pure_bf16_casts_keyword_arguments_but_no_integers():
     seen = {}
 

@@ -46,9 +46,10 @@ def planned_and_measured(device, *overrides):
     averages = WeightAverage(parallel.inner, config.hparams.ema_decay)
     on_device = {name: tensor.to(world.device) for name, tensor in batch.items()}
     for number in range(2):
-        with policy.autocast(world.device):
-            loss = objective.loss(parallel.model, on_device).loss
-        loss.backward()
+        with policy.window(world.device):
+            with policy.autocast(world.device):
+                loss = objective.loss(parallel.model, on_device).loss
+            loss.backward()
         if number == 0:
             for optimizer in optimizers:
                 optimizer.step()
