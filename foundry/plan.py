@@ -21,6 +21,7 @@ from foundry.composed_command import run_composed
 from foundry.config.command import check_output
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.resolvers import world_size
+from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import resolve_distributed
 from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
@@ -48,7 +49,7 @@ class PlanOptions:
     step_seconds: float | None = setting(None, "duration of an optimizer step, for the length of the run", gt=0)
     device_gib: float | None = setting(
         None,
-        "memory of each device that the run is planned for; null: of this machine's GPU, where it has one",
+        "memory of each device that the run is planned for; null: free memory of this machine's GPU, if it has one",
         gt=0,
     )
     measured: str | None = setting(None, "run directory to take that duration from: its median", path=True)
@@ -107,13 +108,13 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
         check_output(name, run_dir / name, own=name, is_earlier=is_earlier)
     step_seconds = options.step_seconds or (_measured(options.measured) if options.measured else None)
     ranks = world_size(config.distributed.nproc_per_node)
-    gpu = _find_gpu(config, options, ranks)
+    target = _find_target(config, options, ranks)
     data = build_data(config)
     budget = build_budget(config, data, config.distributed.dp_size(ranks))
     steps = _written(options.every, budget.total_steps)
     schedule, decay = build_schedule(config, budget), constant_weight_decay(config)
     fake = build_fake(partial(build_adapted, config))
-    content = _content(config, budget, data, schedule, fake, ranks, gpu, options.device_gib)
+    content = _content(config, budget, data, schedule, fake, ranks, target)
     if step_seconds is not None:
         content["step_seconds"] = step_seconds
         content["run_seconds"] = step_seconds * budget.total_samples / budget.batch_sizes.final
@@ -124,8 +125,8 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
     report.show(content, console)
     if options.rehearse:
-        assert gpu is not None
-        content["rehearsal"] = _rehearse(config, options, content, fake.model, ranks, gpu, console)
+        assert target.gpu is not None
+        content["rehearsal"] = _rehearse(config, options, content, fake.model, ranks, target.gpu, console)
         write_atomically(run_dir / PLAN, json.dumps(content, indent=2) + "\n")
     console.print(*(str(file) for file in files), sep="\n")
     return content
@@ -149,34 +150,18 @@ def _written(every: int | None, total_steps: int) -> range:
 
 
 def _content(
-    config: Config,
-    budget: Any,
-    data: Any,
-    schedule: Any,
-    fake: Any,
-    ranks: int,
-    gpu: Gpu | None,
-    device_gib: float | None,
+    config: Config, budget: Any, data: Any, schedule: Any, fake: Any, ranks: int, target: "_Target"
 ) -> dict[str, Any]:
     """The plan with what the model needs and how it starts."""
-    import torch
-
     from foundry.planning.derive import build_plan
-    from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens
+    from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens, usable_memory
     from foundry.planning.memory import checkpoint_bytes
 
-    if gpu is not None:
-        device, capacity = gpu.name, gpu.memory_bytes
-    elif torch.cuda.is_available():
-        device, capacity = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
-    else:
-        device, capacity = "cpu", 0
-    device_type = "cpu" if device == "cpu" else "cuda"
-    memory = plan_memory(config, fake, data, world_size=ranks, device_type=device_type)
-    if device_gib is not None:
-        capacity = int(device_gib * 2**30)
-    if capacity:
-        check_gradient_sync(config, memory, world_size=ranks, capacity=capacity)
+    memory = plan_memory(config, fake, data, world_size=ranks, device_type=target.device_type)
+    distributed, usable = resolve_distributed(config.distributed, ranks), None
+    if target.free_bytes is not None:
+        usable = usable_memory(target.free_bytes, distributed, ranks)
+        check_gradient_sync(config, memory, world_size=ranks, capacity=usable)
     return {
         **build_plan(
             config,
@@ -185,28 +170,57 @@ def _content(
             schedule,
             fake.model,
             world_size=ranks,
-            strategy=resolve_distributed(config.distributed, ranks).strategy,
-            device=device,
+            strategy=distributed.strategy,
+            device=target.name,
             pack_tokens=row_tokens(config),
         ),
-        "memory": {**asdict(memory), "total": memory.total},
+        "memory": {**asdict(memory), "total": memory.total, "usable": usable},
         "checkpoint_bytes": checkpoint_bytes(config, fake),
     }
 
 
-def _find_gpu(config: Config, options: PlanOptions, ranks: int) -> Gpu | None:
-    """The GPU that is planned for; None: this machine's device.
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """The device that is planned for.
+
+    Attributes:
+        name: of it.
+        device_type: "cuda" or "cpu".
+        free_bytes: of its memory; None if it is not known, and for a CPU.
+        gpu: the one that `plan.device` names; None: it is of this machine.
+    """
+
+    name: str
+    device_type: str
+    free_bytes: int | None
+    gpu: Gpu | None
+
+
+def _find_target(config: Config, options: PlanOptions, ranks: int) -> _Target:
+    """Return the device that the options name, or this machine's.
 
     Raises:
         ConfigError: there is no such GPU, or the rehearsal that is asked for is not possible.
     """
+    short_name = options.device or (_DEVICE if options.rehearse else None)
+    free_bytes = None if options.device_gib is None else int(options.device_gib * 2**30)
+    if short_name is None:
+        from foundry.parallel.device import choose_device, device_name, free_memory
+
+        device = choose_device(config.device.kind)
+        if free_bytes is None and device.type == "cuda":
+            free_bytes = free_memory(device)
+        return _Target(name=device_name(device), device_type=device.type, free_bytes=free_bytes, gpu=None)
+    gpu = find_gpu(short_name, "plan.device")
+    if config.device.kind is DeviceKind.cpu:
+        raise ConfigError(Violation("device", f"is cpu but the plan is for {gpu.name}; leave it out"))
     if options.rehearse:
         from foundry.rehearsal.rehearsal import check_rehearsal
 
-        per_node, device = options.ranks_per_node or _RANKS_PER_NODE, options.device or _DEVICE
-        check_rehearsal(config, world_size=ranks, ranks_per_node=per_node, device=device, prefix="plan.")
-        return find_gpu(device, "plan.device")
-    return None if options.device is None else find_gpu(options.device, "plan.device")
+        per_node = options.ranks_per_node or _RANKS_PER_NODE
+        check_rehearsal(config, world_size=ranks, ranks_per_node=per_node, device=short_name, prefix="plan.")
+    free_bytes = gpu.memory_bytes if free_bytes is None else free_bytes
+    return _Target(name=gpu.name, device_type="cuda", free_bytes=free_bytes, gpu=gpu)
 
 
 def _rehearse(
@@ -237,13 +251,14 @@ def _rehearse(
         record=record,
         least=least_time(
             record,
-            peak_flops=peak_flops(gpu.name, config.precision.mode),
+            peak_flops=peak_flops(gpu.name, config.precision.mode, tf32=config.precision.tf32),
             link_bandwidth=gpu.link_bandwidth if link is None else link * 1e9,
             network_bandwidth=gpu.network_bandwidth if network is None else network * 1e9,
         ),
         expected=expected_collectives(config, model, ranks, is_packed=content["packing"] is not None),
         tokens_per_step=content["tokens_per_step"],
         samples_per_step=content["global_batch_size"],
+        usable_bytes=content["memory"]["usable"],
     )
     show_sections(report.sections(), console)
     return report.as_json()

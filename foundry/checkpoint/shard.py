@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor
 
 from foundry.checkpoint.folder import FileFacts
+from foundry.parallel.device import finish_copies
 from foundry.run_dir.files import open_regular
 from foundry.training.sharded import is_sharded, local_part
 
@@ -161,7 +162,7 @@ class HostCopies:
             copies[name].local.copy_(chunk.local, non_blocking=True)
         self._buffers = {name: chunk.local for name, chunk in copies.items()}
         for device in {chunk.local.device for chunk in chunks.values() if chunk.local.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+            finish_copies(device)
         return copies
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:

@@ -194,4 +194,7 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("of these in host memory", num_bytes(memory["host"])))
     if memory["note"] is not None:
         rows.append(("note", memory["note"]))
-    return [*rows, ("at most, together", num_bytes(memory["total"]))]
+    rows.append(("at most, together", num_bytes(memory["total"])))
+    if memory["usable"] is not None:
+        rows.append(("of a device, less a margin", num_bytes(memory["usable"])))
+    return rows

@@ -47,6 +47,7 @@ class RehearsalReport:
         expected: collectives of a step that the strategy should cost, by kind; None if there is no formula for it.
         tokens_per_step: tokens of a step over all ranks; None if samples have none.
         samples_per_step: samples of a step over all ranks.
+        usable_bytes: of a device, that tensors may take: its memory less a margin for CUDA and NCCL.
     """
 
     record: Rehearsed
@@ -54,6 +55,7 @@ class RehearsalReport:
     expected: Mapping[str, int] | None
     tokens_per_step: int | None
     samples_per_step: int
+    usable_bytes: int
 
     def as_json(self) -> dict[str, Any]:
         """The section of plan.json: the record but for its plan and its result, and all that the tables add."""
@@ -63,6 +65,7 @@ class RehearsalReport:
             **record,
             "peak": asdict(self.record.peak),
             "planned_bytes": self._planned,
+            "usable_bytes": self.usable_bytes,
             "above_plan": self._above_plan,
             "expected_collectives": None if self.expected is None else dict(self.expected),
             "least_time": {
@@ -94,8 +97,7 @@ class RehearsalReport:
     def _rows(self) -> list[tuple[str, str]]:
         record, peak = self.record, self.record.peak
         per_node = f", {record.ranks_per_node} per node" if record.world_size > record.ranks_per_node else ""
-        capacity = num_bytes(record.capacity_bytes)
-        fits = "" if peak.bytes <= record.capacity_bytes else ": DOES NOT FIT"
+        fits = "" if peak.bytes <= self.usable_bytes else ": DOES NOT FIT"
         waits = record.waits_of(record.step)
         attention = Counter[tuple[str, tuple[int, ...]]]()
         for call in record.attention:
@@ -103,7 +105,7 @@ class RehearsalReport:
                 attention[call.kernel, tuple(call.query)] += call.count
         return [
             ("ranks", f"{record.world_size}{per_node}, {record.device}"),
-            ("peak memory", f"{num_bytes(peak.bytes)} of {capacity}, in {peak.phase}{fits}"),
+            ("peak memory", f"{num_bytes(peak.bytes)} of {num_bytes(self.usable_bytes)}, in {peak.phase}{fits}"),
             *([] if self._above_plan is None else [("beside the plan", self._difference())]),
             ("after a step", num_bytes(record.live.bytes)),
             ("host waits of a step", "none" if not waits else f"{sum(wait.count for wait in waits)}"),

@@ -11,6 +11,7 @@ from support.devices import DEVICES
 from support.harness import spawn
 from support.toy import FP32, Toy, largest_difference, train
 
+from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 from foundry.launch.local import WorkerFailed, run_local
 
@@ -89,7 +90,7 @@ def run_out_of_memory(device):
     """The second rank asks for more than any machine has; the others wait for it."""
     from foundry.parallel.process_group import process_group
 
-    with process_group(Distributed(timeout_seconds=120.0), cuda=device == "cuda") as world:
+    with process_group(Distributed(timeout_seconds=120.0), DeviceKind[device]) as world:
         world.barrier()
         if world.rank == 1:
             torch.empty(2**50, dtype=torch.uint8, device=world.device)

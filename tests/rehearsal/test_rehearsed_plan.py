@@ -77,6 +77,7 @@ def test_the_command_starts_the_process_of_the_rehearsal_itself(shell, rehearsed
             "plan.ranks_per_node: is 6 but must divide the 16 ranks",
         ),
         (["plan.ranks_per_node=8"], "plan.ranks_per_node: is of a rehearsal; add plan.rehearse=true"),
+        (["plan.device=l4", "device=cpu"], "device: is cpu but the plan is for NVIDIA L4; leave it out"),
         (["plan.ranks=0"], "plan.ranks: is 0 but must be at least 1"),
         (
             ["plan.rehearse=true", "plan.ranks=8", "distributed=ddp", "distributed.overlap_grad_reduce=true"],
@@ -117,7 +118,7 @@ def test_a_run_that_fails_in_its_rehearsal_leaves_the_plan(run_command, monkeypa
 
 def report(rehearsed, expected=None, **changes):
     least = least_time(rehearsed, peak_flops=1e15, link_bandwidth=1e11, network_bandwidth=1e10)
-    usual = {"expected": expected, "tokens_per_step": 2_000_000, "samples_per_step": 500}
+    usual = {"expected": expected, "tokens_per_step": 2_000_000, "samples_per_step": 500, "usable_bytes": 4 * MIB}
     return RehearsalReport(record=rehearsed, least=least, **{**usual, **changes})
 
 
@@ -144,8 +145,8 @@ def test_a_count_that_is_not_the_formulas_is_named():
     assert table(report(gathers), "Collectives of a step")["counts by formula"] == "not known for this run"
 
 
-def test_a_peak_above_the_memory_of_the_device_is_said():
-    rows = table(report(record(capacity_bytes=4 * MIB)), "Rehearsal")
+def test_a_peak_above_the_usable_memory_of_the_device_is_said():
+    rows = table(report(record()), "Rehearsal")
     assert ("peak memory", "5 MiB of 4 MiB, in step 2: DOES NOT FIT") in rows
 
 

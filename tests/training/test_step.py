@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.devices import alone_on
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -326,6 +327,19 @@ class Rounded(TorchDispatchMode):
         narrows = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16
         self.times += narrows and args[0].shape == self.shape
         return func(*args, **kwargs)
+
+
+@pytest.mark.gpu
+def test_autocast_rounds_a_weight_once_a_window_on_a_gpu():
+    """With checkpointing too: a thread of its own for the backward pass would round the weight in each microbatch."""
+    model = linear().to("cuda")
+    forward = model.forward
+    model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+    step = step_for(model, mode=PrecisionMode.amp_bfloat16, world=alone_on("cuda"))
+    step(window((2, 3, 3)), 1e-2, 1)
+    with Rounded(model.weight.shape) as rounded:
+        step(window((2, 3, 3)), 1e-2, 2)
+    assert rounded.times == 1
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
