@@ -14,6 +14,7 @@ def step_collectives(
     num_blocks: int,
     num_microbatches: int,
     num_owner_batches: int = 0,
+    num_loss_tiles: int = 1,
     has_replicated: bool = True,
 ) -> Counter[str]:
     """Number of collectives between devices of one optimizer step, by kind; a DDP of buckets is not counted.
@@ -30,6 +31,7 @@ def step_collectives(
         num_blocks: of the model.
         num_microbatches: forward passes of the step.
         num_owner_batches: batches of matrices that an optimizer brings together; 0: it needs no whole matrices.
+        num_loss_tiles: parts in which the loss of a microbatch is computed, under tensor parallelism.
         has_replicated: whether FSDP2 leaves parameters replicated: norms and biases in blocks, under amp.
     """
     if isinstance(distributed, Single):
@@ -39,10 +41,11 @@ def step_collectives(
         assert not distributed.overlap_grad_reduce, "buckets depend on the sizes of tensors"
         counts["all_reduce"] += num_microbatches if distributed.gradient_sync is GradientSync.every else 1
         return +counts
-    counts["all_reduce"] += 1 + has_replicated
-    counts += _unit_collectives(distributed, num_blocks, num_microbatches)
+    is_one_unit = isinstance(distributed, DDP) and not distributed.overlap_grad_reduce
+    counts["all_reduce"] += 1 + (has_replicated and not is_one_unit)
+    counts += _unit_collectives(distributed, 0 if is_one_unit else num_blocks, num_microbatches)
     if distributed.tensor_parallel > 1:
-        counts["all_reduce"] += _tensor_parallel_all_reduces(num_blocks, num_microbatches)
+        counts["all_reduce"] += _tensor_parallel_all_reduces(num_blocks, num_microbatches, num_loss_tiles)
     return +counts
 
 
@@ -53,12 +56,9 @@ def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches
     kept through the window are gathered once in all; gradients are reduced with each microbatch, or with the last.
     """
     sync = distributed.gradient_sync
-    if isinstance(distributed, FSDP):
-        keeps, blocks, reshards = sync is GradientSync.last_keep_params, num_blocks, distributed.reshard_after_forward
-    else:
-        keeps, blocks, reshards = True, num_blocks if distributed.overlap_grad_reduce else 0, False
-    units = blocks + 1
-    gathers = units if keeps else num_microbatches * (units + (blocks if reshards else 0))
+    keeps, units = isinstance(distributed, DDP) or sync is GradientSync.last_keep_params, num_blocks + 1
+    again = num_blocks if isinstance(distributed, FSDP) and distributed.reshard_after_forward else 0
+    gathers = units if keeps else num_microbatches * (units + again)
     reductions = units * (num_microbatches if sync is GradientSync.every else 1)
     counts = Counter(all_gather=gathers, reduce_scatter=reductions)
     if isinstance(distributed, HSDP):
@@ -66,9 +66,11 @@ def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches
     return counts
 
 
-def _tensor_parallel_all_reduces(num_blocks: int, num_microbatches: int) -> int:
+def _tensor_parallel_all_reduces(num_blocks: int, num_microbatches: int, num_loss_tiles: int) -> int:
     """All-reduces of activations: after attention and feed-forward, and of what enters both in the backward pass.
 
-    Two more are of the norm: gradients that tensor parallelism divides are summed over a second dimension of the mesh.
+    Of a microbatch besides: the embedded tokens, the gradient of the last hidden states, and of each tile of the loss
+    the maximum and the sums over the vocabulary. Two more in a step are of the norm: gradients that are divided are
+    summed over a second dimension of the mesh.
     """
-    return 4 * num_blocks * num_microbatches + 2
+    return num_microbatches * (4 * num_blocks + 2 + 2 * num_loss_tiles) + 2

@@ -64,6 +64,10 @@ _READS = {
 """Operations whose result, or its shape, the host must know."""
 
 
+_WITHOUT_FAKE_KERNEL = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}
+"""Operations that change tensors in place, give nothing back, and have no kernel for fake tensors."""
+
+
 class WaitError(RuntimeError):
     """The host would wait for the device where that is forbidden."""
 
@@ -158,8 +162,13 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_device = any(isinstance(x, FakeTensor) for x in leaves)
         if not on_device and not any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves):
             return _on_host(func, args, kwargs)
+        if func in _WITHOUT_FAKE_KERNEL:
+            return None
         if on_device and func in _READS:
             return self._read(func, args[0])
+        if on_device and func is aten.index.Tensor:
+            args = args[0], [self._selected(index) for index in args[1]]
+            leaves = tree_leaves(args)
         if func is aten._to_copy.default and (copied := self._copied_to_host(args[0], kwargs)) is not None:
             return copied
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
@@ -168,7 +177,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func in (aten._to_copy.default, aten.copy_.default):
             self._note_copy_to_device(func, args, kwargs)
-        return self._compute(func, args, kwargs)
+        return self._compute(func, args, kwargs, leaves)
 
     def _is_elsewhere(self, leaves: list[Any]) -> bool:
         """Whether somebody else's fake tensors are computed with, as the plan and DTensor's rules for shapes do."""
@@ -176,9 +185,10 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         return any(isinstance(x, FakeTensor) and x.fake_mode is not self.fake for x in leaves)
 
-    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Run an operation of the device: shapes and types only."""
-        args, kwargs = self._faked(args, kwargs)
+        if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in leaves):
+            args, kwargs = self._faked(args, kwargs)
         with self.fake:
             result = func(*args, **kwargs)
         name = func.name().partition(".")[0]
@@ -186,7 +196,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flops[self.phase] += count(*args, **kwargs, out_val=result)
         if name in KERNELS:
             self.attend(KERNELS[name], args[0])
-        for value in tree_leaves(result):
+        for value in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(value, FakeTensor) and value.device.type == "cuda":
                 self._enter(value, name)
         if func is aten.gt.Scalar:
@@ -223,6 +233,14 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self.fake:
                 return torch.empty(0, tensor.ndim, dtype=torch.int64, device=tensor.device)
         raise NotImplementedError(f"{func.name()} at {call_site()} has a result whose shape depends on numbers")
+
+    def _selected(self, index: Tensor | None) -> Tensor | None:
+        """An index of an operation; a mask selects all, of which the host must know the number."""
+        if index is None or index.dtype is not torch.bool:
+            return index
+        self.wait("aten::nonzero")
+        with self.fake:
+            return torch.empty(index.numel(), dtype=torch.int64, device=index.device)
 
     def _copied_to_host(self, source: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Zeros in host memory for a tensor of the device that is copied there; None for another copy."""

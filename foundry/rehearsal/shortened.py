@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from foundry.config.build import field_of
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import DDP, resolve_distributed
 from foundry.config.schemas.evaluation import EarlyStopping
@@ -29,6 +30,12 @@ def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, lis
     if isinstance(strategy, DDP) and not strategy.shard_optimizer and strategy.overlap_grad_reduce:
         message = "is true, and torch's reducer of buckets does not work on fake ranks; set it to false to rehearse"
         raise ConfigError(Violation("distributed.overlap_grad_reduce", message))
+    answers = field_of(config.objective, "num_prompts_per_step", 0) * field_of(
+        config.objective, "num_generations_per_prompt", 1
+    )
+    if world_size > 1 and answers > (generated := field_of(config.objective, "generation_batch_size", answers)):
+        message = f"is {generated} but fake ranks generate nothing; rehearse with {answers}, all of a step, or one rank"
+        raise ConfigError(Violation("objective.generation_batch_size", message))
     notes = []
     if config.hparams.torchcompile is not False:
         notes.append("hparams.torchcompile is false in the rehearsal: fake tensors cannot be compiled")
@@ -68,7 +75,7 @@ def shorten(config: Config, world_size: int, *, saves: bool) -> Config:
         save_final=saves and not config.checkpoint.is_off,
     )
     hparams = replace(config.hparams, batch_ramp=BatchRamp(), batch_schedule=None)
-    scheduler = Constant(warmup="0")
+    scheduler = Constant(warmup="0", horizon="1")  # in steps, so that a longer run has the same
     return replace(config, hparams=hparams, scheduler=scheduler, evaluation=evaluation, checkpoint=checkpoint)
 
 
