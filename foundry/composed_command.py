@@ -34,8 +34,8 @@ def run_composed(
         work: takes the composed configuration, these options, and the run directory that was made for it.
         name: as typed, for the help.
         doc: what it does, for the help.
-        overrides_of: overrides of the run that follow from these options, added after those of the command line.
-            Raises a ConfigError for options that contradict each other; its keys have no prefix.
+        overrides_of: returns overrides of the run that these options imply; they follow those of the command line.
+            It may raise a ConfigError, whose keys have no prefix.
     """
     prefix = name.rpartition(".")[2] + "."
     page = f"{doc}\n\nAll options of a run, which `python -m foundry --help` lists, and:"

@@ -32,7 +32,7 @@ from foundry.run_dir.names import PLAN, STATUS
 from foundry.run_dir.redact import printable
 
 _DEVICE, _RANKS_PER_NODE = "h100", 8
-"""Of a rehearsal, where nobody says others."""
+"""Defaults of a rehearsal."""
 _ROWS, _MOST_ROWS = 100_000, 10_000_000
 """Of schedule.csv: where nobody says how many, and at most."""
 
@@ -54,11 +54,11 @@ class PlanOptions:
     )
     measured: str | None = setting(None, "run directory to take that duration from: its median", path=True)
     ranks: int | None = setting(
-        None, "ranks of the run; null: distributed.nproc_per_node, or those that a launcher has started", ge=1
+        None, "number of ranks; null: distributed.nproc_per_node, or the number that a launcher started", ge=1
     )
     device: str | None = setting(
         None,
-        f"GPU to plan for: {', '.join(GPUS)}; null: this machine's, where it has one, and for a rehearsal {_DEVICE}",
+        f"GPU to plan for: {', '.join(GPUS)}; null: {_DEVICE} for a rehearsal, else this machine's device",
     )
     rehearse: bool = setting(
         False, "take two steps of the run on GPUs and with ranks that do not exist, and compare them with the plan"
@@ -68,24 +68,24 @@ class PlanOptions:
     )
     link_gb_per_second: float | None = setting(
         None,
-        "into a GPU from those of its node, for the least time of a step; null: by its data sheet",
+        "bandwidth between GPUs of a node in one direction, for the least time of a step; null: that of the data sheet",
         gt=0,
     )
     network_gb_per_second: float | None = setting(
-        None, "into a node from others, for each of its GPUs; null: of a network card that is usual with the GPU", gt=0
+        None, "bandwidth between nodes per GPU in one direction; null: that of the usual network card", gt=0
     )
 
     def overrides(self) -> list[str]:
-        """Overrides of the run that follow.
+        """Return the overrides of the run that these options imply.
 
         Raises:
-            ConfigError: an option is of a rehearsal, and there is none.
+            ConfigError: an option requires a rehearsal.
         """
         if not self.rehearse:
             only = ("ranks_per_node", "link_gb_per_second", "network_gb_per_second")
             ignored = [name for name in only if getattr(self, name) is not None]
             if ignored:
-                raise ConfigError(Violation(name, "is of a rehearsal; add plan.rehearse=true") for name in ignored)
+                raise ConfigError(Violation(name, "requires a rehearsal; add plan.rehearse=true") for name in ignored)
         return [] if self.ranks is None else [f"distributed.nproc_per_node={self.ranks}"]
 
 
@@ -186,8 +186,8 @@ class _Target:
     Attributes:
         name: of it.
         device_type: "cuda" or "cpu".
-        free_bytes: of its memory; None if it is not known, and for a CPU.
-        gpu: the one that `plan.device` names; None: it is of this machine.
+        free_bytes: free memory of a GPU; None for a CPU.
+        gpu: the GPU of a rehearsal or of `plan.device`; None for this machine's device.
     """
 
     name: str
@@ -200,7 +200,7 @@ def _find_target(config: Config, options: PlanOptions, ranks: int) -> _Target:
     """Return the device that the options name, or this machine's.
 
     Raises:
-        ConfigError: there is no such GPU, or the rehearsal that is asked for is not possible.
+        ConfigError: the GPU is unknown, or the rehearsal is not possible.
     """
     short_name = options.device or (_DEVICE if options.rehearse else None)
     free_bytes = None if options.device_gib is None else int(options.device_gib * 2**30)

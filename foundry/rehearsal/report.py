@@ -32,20 +32,20 @@ _PARTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("other models", ("held",), ("ema", "frozen", "buffers", "generation")),
 )
 _BUILDING = "held"
-"""Part of everything that the run builds: until the first optimizer step says which of it are weights."""
+"""Part of the tensors that a run builds, weights included: only the first optimizer step identifies weights."""
 _LIMITS = {"arithmetic": "arithmetic", "link": "links in a node", "network": "network"}
 _COLUMN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalReport:
-    """A rehearsal with what is compared with it.
+    """A rehearsal, and the figures to compare it with.
 
     Attributes:
         record: of the rehearsal.
         least: bounds of the duration of a step.
-        expected: collectives of a step that the strategy should cost, by kind; None if there is no formula for it.
-        tokens_per_step: tokens of a step over all ranks; None if samples have none.
+        expected: number of collectives of a step by kind, from the formula of the strategy; None without a formula.
+        tokens_per_step: tokens of a step over all ranks; None if samples are not made of tokens.
         samples_per_step: samples of a step over all ranks.
         usable_bytes: of a device, that tensors may take: its memory less a margin for CUDA and NCCL.
     """
@@ -58,7 +58,7 @@ class RehearsalReport:
     usable_bytes: int
 
     def as_json(self) -> dict[str, Any]:
-        """The section of plan.json: the record but for its plan and its result, and all that the tables add."""
+        """Return the section of plan.json: the record without its plan and result, and the figures of the tables."""
         record = self.record.as_json()
         del record["plan"], record["result"]
         return {
@@ -91,7 +91,7 @@ class RehearsalReport:
 
     @property
     def _above_plan(self) -> float | None:
-        """Share of the plan by which the rehearsed peak is above it; negative: below."""
+        """Difference of the rehearsed peak from the plan, relative to the plan."""
         return self.record.peak.bytes / self._planned - 1 if self._planned else None
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -112,7 +112,7 @@ class RehearsalReport:
             *(("", f"{wait.count} x {wait.operation} at {wait.where}") for wait in waits),
             *(("attention", f"{number} x {kernel}, query {query}") for (kernel, query), number in attention.items()),
             *(("note", note) for note in record.notes),
-            ("not in it", f"speed, and memory of kernels and NCCL; see {PAGE}"),
+            ("not included", f"speed, memory of kernels and of NCCL: {PAGE}"),
         ]
 
     def _difference(self) -> str:
@@ -163,7 +163,7 @@ class RehearsalReport:
         if self.expected is None:
             return "not known for this run"
         counted = self.record.collectives_of(self.record.step)
-        kinds = sorted((set(self.expected) | set(counted)) - {"all_to_all"})  # of which Muon says the number
+        kinds = sorted((set(self.expected) | set(counted)) - {"all_to_all"})  # Muon decides their number
         expected = {kind: self.expected.get(kind, 0) for kind in kinds}
         others = [f"{kind} {number}" for kind, number in expected.items() if number != counted.get(kind, 0)]
         return ", ".join(others) or "the same"
@@ -207,7 +207,7 @@ def _cells(values: Sequence[float | None], factor: int) -> str:
 
 
 def _named_weights(peak: Peak) -> Peak:
-    """The peak of building, in which all that stays is called weights."""
+    """Return the peak of the build phase with its tensors counted as weights."""
     parts = {**peak.parts}
     parts["weights"] = parts.get("weights", 0) + parts.pop(_BUILDING, 0)
     return Peak(phase=peak.phase, bytes=peak.bytes, parts=parts)

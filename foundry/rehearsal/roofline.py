@@ -54,8 +54,8 @@ def least_time(
     Args:
         record: of the rehearsal.
         peak_flops: of the device per second; None if unknown.
-        link_bandwidth: bytes per second into a GPU from the others of its node.
-        network_bandwidth: bytes per second into a GPU from other nodes; a node has as much for each of its GPUs.
+        link_bandwidth: bytes per second between GPUs of a node, in one direction.
+        network_bandwidth: bytes per second between nodes for each GPU, in one direction.
     """
     collectives = [each for each in record.collectives if each.phase == record.step and each.device == "cuda"]
     return LeastTime(
@@ -69,9 +69,9 @@ def least_time(
 
 
 def _link_bytes(each: Collective) -> float:
-    """Bytes that enter a rank from its node, where each byte of other nodes arrives once and is passed on.
+    """Bytes that a rank receives from ranks of its node, including bytes of other nodes that these pass on.
 
-    Of an all-to-all, ranks of other nodes get theirs by the network alone.
+    An all-to-all passes nothing on: bytes from other nodes come directly through the network.
     """
     per_node = each.group_size / each.num_nodes
     passed = each.bytes * _PASSES.get(each.kind, 1) * (1 - 1 / per_node)
@@ -79,7 +79,7 @@ def _link_bytes(each: Collective) -> float:
 
 
 def _network_bytes(each: Collective) -> float:
-    """Bytes that enter a rank's node from others, evenly over the network cards of its ranks that take part."""
+    """Bytes that a node receives from other nodes, divided by the number of its ranks in the group."""
     per_node = each.group_size / each.num_nodes
     entering = each.bytes * _PASSES.get(each.kind, 1) * (1 - 1 / each.num_nodes)
     return entering if each.kind == "all_to_all" else entering / per_node

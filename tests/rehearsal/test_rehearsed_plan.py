@@ -76,7 +76,7 @@ def test_the_command_starts_the_process_of_the_rehearsal_itself(shell, rehearsed
             ["plan.rehearse=true", "plan.ranks=16", "plan.ranks_per_node=6"],
             "plan.ranks_per_node: is 6 but must divide the 16 ranks",
         ),
-        (["plan.ranks_per_node=8"], "plan.ranks_per_node: is of a rehearsal; add plan.rehearse=true"),
+        (["plan.ranks_per_node=8"], "plan.ranks_per_node: requires a rehearsal; add plan.rehearse=true"),
         (["plan.device=l4", "device=cpu"], "device: is cpu but the plan is for NVIDIA L4; leave it out"),
         (["plan.ranks=0"], "plan.ranks: is 0 but must be at least 1"),
         (
