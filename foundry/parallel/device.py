@@ -18,7 +18,7 @@ from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.device import DeviceKind
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Names of one setting; the second and third are the older ones, which go before the first."""
+"""Names of one setting, the newest first."""
 
 
 def count_cuda() -> int:
@@ -60,7 +60,7 @@ def _set_default_variables() -> None:
     https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
     """
-    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+    if torch.version.cuda is not None and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -71,7 +71,7 @@ def _explain_unusable_gpu() -> str:
         other = "install another wheel: https://pytorch.org/get-started/locally"
         return f"torch {torch.__version__} is built without CUDA; {other}"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "torch.cuda.is_available() is false"
     except (RuntimeError, AssertionError) as error:  # torch gives the reason in the first sentence, then general advice
         reason = re.split(r"\. |\n", str(error), maxsplit=1)[0].rstrip(".")
