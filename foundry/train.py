@@ -1,6 +1,6 @@
 """One run: its processes, its directory, where it resumes, and how it ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from foundry.parallel.determinism import deterministic
 from foundry.parallel.gathering import gather
 from foundry.parallel.malloc import keep_freed_memory
 from foundry.parallel.precision import fp32_arithmetic
-from foundry.parallel.process_group import World, process_group
+from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts import build_data
 from foundry.run_dir.ends import record_if_dead
@@ -57,13 +57,22 @@ class RunResult:
         return self.result.get("metric")
 
 
-def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()) -> RunResult:
+def train(
+    config: Config,
+    run_dir: Path,
+    more_observers: Sequence[Observer] = (),
+    *,
+    join: Join | None = None,
+    on_activity: Callable[[int, str], None] | None = None,
+) -> RunResult:
     """Train, on this process and those started with it; a run directory that holds an unfinished run is resumed.
 
     Args:
         config: the composed configuration; every rank has the same.
         run_dir: where rank 0 writes; the other ranks take rank 0's.
         more_observers: get the run's events after the configuration's own, on rank 0.
+        join: joins the ranks; None: `join_ranks` of `foundry.parallel.process_group`.
+        on_activity: called with the optimizer step and the name of each activity that begins, such as "training".
 
     Raises:
         ConfigError: the data or the machine shows a setting to be wrong, or the run to be resumed had others; nothing
@@ -75,7 +84,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
     with (
         deterministic(config.hparams.deterministic),
         fp32_arithmetic(tf32=config.precision.tf32),
-        process_group(config.distributed, config.device.kind) as world,
+        process_group(config.distributed, config.device.kind, join=join) as world,
         ExitStack() as held,
     ):
         if world.device.type == "cpu":
@@ -108,6 +117,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
                 run_dir=run_dir,
                 folder=RunFolder(run_dir, marker=CONFIG) if world.is_main else None,
                 resume_point=resume_point,
+                on_activity=on_activity,
             )
             return _train(setup, observers, held)
 
