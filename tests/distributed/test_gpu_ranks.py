@@ -148,7 +148,11 @@ def draw(world, folder):
         objective = Continuing(num_tokens)
         evaluator = DrawnSamples(objective=objective, data=[[1, 2, 3], [4]])
         context = EvaluationContext(
-            world=world, step=num_tokens, folder=folder, autocast=lambda: FP32.autocast(world.device), beat=str
+            world=world,
+            step=num_tokens,
+            folder=folder,
+            autocast=lambda: FP32.autocast(world.device),
+            beat=lambda doing: None,
         )
         with torch.no_grad():
             counts.append(count_collectives(partial(evaluator.evaluate, model, context)))
@@ -156,6 +160,7 @@ def draw(world, folder):
     return counts, texts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_samples_under_fsdp_gather_the_weights_once(device, tmp_path):
     found = spawn(draw, number_of_ranks(device), tmp_path, cuda=device == "cuda")
@@ -213,10 +218,10 @@ LARGE = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.num_la
 def test_the_peak_under_fsdp_is_within_five_percent_of_the_plan(device):
     """A CPU has no count of its peak; there a small model takes the steps, to show that they can be taken."""
     sizes = LARGE if device == "cuda" else ["model.hidden_size=64", "model.num_layers=2", "model.num_heads=2"]
-    overrides = [*sizes, "model.num_kv_heads=2", "optimizer=adamw", "precision=amp_bf16", "distributed=fsdp"]
-    found = spawn(
-        measure_peak, number_of_ranks(device), [*overrides, "hparams.per_gpu_batch_size=8"], cuda=device == "cuda"
-    )
+    ranks = number_of_ranks(device)
+    batch = ["hparams.per_gpu_batch_size=8", f"hparams.global_batch_size={8 * ranks}", "distributed=fsdp"]
+    overrides = [*sizes, *batch, "model.num_kv_heads=2", "optimizer=adamw", "precision=amp_bf16"]
+    found = spawn(measure_peak, ranks, overrides, cuda=device == "cuda")
     for planned, peak, loss in found:
         assert planned > 0
         assert 0 < loss < float("inf")

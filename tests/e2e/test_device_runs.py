@@ -80,7 +80,7 @@ def test_a_run_with_samples_warns_of_nothing_and_knows_its_device(device, tmp_pa
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     assert rows[-1]["loss"] < rows[0]["loss"]
     if device == "cpu":
-        assert {row["mfu"] for row in rows} == {None}
+        assert not any("mfu" in row for row in rows)
         return
     assert all(row["peak_memory_bytes"] > 0 for row in rows)
     if peak_flops(torch.cuda.get_device_name(), config.precision.mode) is not None:
