@@ -1,23 +1,15 @@
-"""Whole runs on the CPU and on a GPU: the same bits twice and after being resumed, samples, MFU, compiled blocks."""
-
-import logging
-import signal
-import warnings
-from functools import partialmethod
+"""Whole runs on the CPU and on a GPU: the same bits twice, and after being resumed."""
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.devices import DEVICES, runs_on
-from support.outcome import losses, status, weights
 from support.run_events import EndsAfter, Interrupted
 from support.tiny import TINY_DIT, TINY_LM
-from torch import nn
 
 from foundry.library import compose, run
-from foundry.parallel.compilation import count_graphs
-from foundry.run_dir.checkpoints import find
+from foundry.run_dir.checkpoints import list_checkpoints
 from foundry.tracking.metrics_file import read_metrics
-from foundry.training.throughput import peak_flops
 
 SETTINGS = [
     "hparams.deterministic=true",
@@ -32,7 +24,12 @@ SETTINGS = [
 
 def outcome(run_dir):
     """Losses of all steps, and the tensors of the last checkpoint, optimizer and averages included."""
-    return losses(run_dir), weights(run_dir)
+    losses = {row["step"]: row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row}
+    last = list_checkpoints(run_dir)[0]
+    tensors = {}
+    for file in sorted(last.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return losses, tensors
 
 
 def assert_same(ours, theirs):
@@ -56,103 +53,3 @@ def test_the_same_bits_twice_and_after_an_interruption(model, device, tmp_path, 
     assert len(once[0]) == 6
     assert_same(outcome(tmp_path / "twice"), once)
     assert_same(outcome(tmp_path / "resumed"), once)
-
-
-def samples_of(run_dir):
-    """The texts that were drawn at each evaluation, by file."""
-    return {path.name: path.read_text() for path in run_dir.rglob("samples_*.txt")}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_run_with_samples_warns_of_nothing_and_knows_its_device(device, tmp_path, monkeypatch, caplog):
-    """On a GPU the model of `python -m foundry`, and its MFU if the peak of the GPU is known."""
-    model = TINY_LM if device == "cpu" else []
-    overrides = ["hparams.max_steps=20", "evaluation.interval='10 steps'", "tracking.log_every_n_steps=5"]
-    caplog.set_level(logging.WARNING)
-    with runs_on(device, monkeypatch), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config = compose([*model, *overrides, "tracking.mlflow=false"])
-        run(config, tmp_path / "run")
-    assert [str(warning.message) for warning in caught if "foundry" in warning.filename] == []
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
-    assert len(samples_of(tmp_path / "run")) >= 2
-    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    if device == "cpu":
-        assert not any("mfu" in row for row in rows)
-        return
-    assert all(row["peak_memory_bytes"] > 0 for row in rows)
-    if peak_flops(torch.cuda.get_device_name(), config.precision.mode) is not None:
-        assert all(0 < row["mfu"] < 1 for row in rows[1:])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", DEVICES)
-def test_deterministic_runs_draw_the_same_samples_after_a_plain_run(device, tmp_path, monkeypatch):
-    """The plain run comes first, since libraries choose their workspaces when they are first used."""
-    settings = [word for word in SETTINGS if not word.startswith("evaluation.")]
-    with runs_on(device, monkeypatch):
-        plain = [word for word in settings if "deterministic" not in word]
-        run(compose([*TINY_LM, *plain]), tmp_path / "plain")
-        config = compose([*TINY_LM, *settings, "evaluation.interval='3 steps'"])
-        run(config, tmp_path / "once")
-        run(config, tmp_path / "twice")
-    assert_same(outcome(tmp_path / "twice"), outcome(tmp_path / "once"))
-    samples = samples_of(tmp_path / "once")
-    assert len(samples) == 2
-    assert samples == samples_of(tmp_path / "twice")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", DEVICES)
-def test_sigterm_saves_in_the_background_of_steps_and_the_run_goes_on_with_the_same_bits(shell, device):
-    """Checkpoints are written while steps are taken: every second step begins one."""
-    variables = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    settings = [word for word in SETTINGS if not word.startswith(("hparams.max_steps", "checkpoint"))]
-    words = [*TINY_LM, *settings, "hparams.max_steps=60", "checkpoint.interval='2 steps'", "data.num_workers=1"]
-    shell.run(*words, "hydra.run.dir=whole", variables=variables)
-    process = shell.start(*words, "hydra.run.dir=run", variables=variables)
-    shell.wait_for_steps(process, shell.cwd / "run", 5)
-    process.send_signal(signal.SIGTERM)
-    _, stderr = shell.finish(process, code=143)
-    stopped = status(shell.cwd / "run")
-    assert (stopped["state"], stopped["reason"]) == ("stopped", "SIGTERM"), stderr
-    assert find(shell.cwd / "run", "last").name == f"step_{stopped['step']:08d}"
-    shell.run(*words, "hydra.run.dir=run", variables=variables)
-    assert losses(shell.cwd / "run") == losses(shell.cwd / "whole")
-    assert_same(outcome(shell.cwd / "run"), outcome(shell.cwd / "whole"))
-
-
-class Graphs:
-    """An observer that counts the graphs compiled by each step."""
-
-    def __init__(self):
-        self.after, self.before = {}, count_graphs()
-
-    def on_start(self, event):
-        pass
-
-    on_evaluation = on_end = on_start
-
-    def on_step(self, event):
-        self.after[event.step] = count_graphs() - self.before
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", DEVICES)
-def test_blocks_are_compiled_once_and_learn_as_eager_ones(device, tmp_path, monkeypatch):
-    """One graph for all blocks in training, whose number does not grow after the first steps."""
-    if device == "cpu":  # graphs are the same without the minute that a C++ compiler takes
-        monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
-        monkeypatch.setenv("CXX", "true")
-    settings = [word for word in SETTINGS if not word.startswith(("hparams.deterministic", "checkpoint"))]
-    words = [*TINY_LM, *settings, "evaluation.interval=null", f"precision={'fp32' if device == 'cpu' else 'amp_bf16'}"]
-    torch.compiler.reset()
-    graphs = Graphs()
-    with runs_on(device, monkeypatch):
-        run(compose(words), tmp_path / "eager")
-        run(compose([*words, "hparams.torchcompile=true"]), tmp_path / "compiled", observers=[graphs])
-    assert graphs.after == dict.fromkeys(range(1, 7), 1)
-    tolerance = 1e-5 if device == "cpu" else 2e-3
-    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=tolerance)
