@@ -79,8 +79,8 @@ def test_deterministic_runs_draw_the_same_samples_after_a_plain_run(device, tmp_
 def test_sigterm_saves_in_the_background_of_steps_and_the_run_goes_on_with_the_same_bits(shell, device):
     """Checkpoints are written while steps are taken: every second step begins one."""
     variables = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    words = [*TINY_LM, *SETTINGS, DETERMINISTIC, "evaluation.write_samples=false", "data.num_workers=1"]
-    words += ["hparams.max_steps=60", "checkpoint.interval='2 steps'"]
+    words = [*TINY_LM, *SETTINGS, DETERMINISTIC, "evaluation.write_samples=false"]
+    words += ["hparams.max_steps=24", "checkpoint.interval='2 steps'"]
     shell.run(*words, "hydra.run.dir=whole", variables=variables)
     process = shell.start(*words, "hydra.run.dir=run", variables=variables)
     shell.wait_for_steps(process, shell.cwd / "run", 5)
