@@ -164,6 +164,7 @@ def _build_watchdog(setup: Setup) -> Watchdog:
         roll_call=roll_call(world, limits.timeout_seconds, dump),
         record=partial(_record_stall, setup.run_dir, dump),
         when_started=partial(limit_waits, limits.timeout_seconds),
+        on_beat=setup.on_activity,
     )
 
 

@@ -1,6 +1,6 @@
 """One run: its processes, its directory, where it resumes, and how it ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from foundry.environments.judge import Judge, build_judge
 from foundry.parallel.determinism import deterministic
 from foundry.parallel.gathering import gather
 from foundry.parallel.malloc import keep_freed_memory
-from foundry.parallel.process_group import World, process_group
+from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts import build_data
 from foundry.run_dir.ends import record_if_dead
@@ -56,13 +56,22 @@ class RunResult:
         return self.result.get("metric")
 
 
-def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()) -> RunResult:
+def train(
+    config: Config,
+    run_dir: Path,
+    more_observers: Sequence[Observer] = (),
+    *,
+    join: Join | None = None,
+    on_activity: Callable[[int, str], None] | None = None,
+) -> RunResult:
     """Train, on this process and those started with it; a run directory that holds an unfinished run is resumed.
 
     Args:
         config: the composed configuration; every rank has the same.
         run_dir: where rank 0 writes; the other ranks take rank 0's.
         more_observers: get the run's events after the configuration's own, on rank 0.
+        join: joins the ranks; None: `join_ranks` of `foundry.parallel.process_group`.
+        on_activity: called with the optimizer step and the name of each activity that begins, such as "training".
 
     Raises:
         ConfigError: the data or the machine shows a setting to be wrong, or the run to be resumed had others; nothing
@@ -73,7 +82,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
     config_hash = hash_config(config)
     with (
         deterministic(config.hparams.deterministic),
-        process_group(config.distributed) as world,
+        process_group(config.distributed, join=join) as world,
         ExitStack() as held,
     ):
         if world.device.type == "cpu":
@@ -106,6 +115,7 @@ def train(config: Config, run_dir: Path, more_observers: Sequence[Observer] = ()
                 run_dir=run_dir,
                 folder=RunFolder(run_dir, marker=CONFIG) if world.is_main else None,
                 resume_point=resume_point,
+                on_activity=on_activity,
             )
             return _train(setup, observers, held)
 

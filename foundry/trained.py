@@ -68,6 +68,7 @@ class Setup:
         run_dir: where the run writes.
         folder: the same, watched, on the rank that writes.
         resume_point: the checkpoint to resume from, if there is one.
+        on_activity: called with the optimizer step and the name of each activity that begins.
     """
 
     config: Config
@@ -78,6 +79,7 @@ class Setup:
     run_dir: Path
     folder: RunFolder | None
     resume_point: ResumePoint | None
+    on_activity: Callable[[int, str], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

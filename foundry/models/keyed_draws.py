@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foundry.training.sharded import is_fake
+
 _BLOCK = 2**16
 """Numbers that are computed together: vectorised functions may round the end of a shorter array in another way."""
 
@@ -84,10 +86,12 @@ def draw_parts(draws: Mapping[str, Draw], parts: Mapping[str, Part], seed: int) 
 
     Args:
         draws: by the parameter's name.
-        parts: by the same; names that `draws` lacks keep what they have.
+        parts: by the same; names that `draws` lacks keep what they have, and fake tensors have no numbers.
         seed: of the run.
     """
     for name, part in parts.items():
+        if is_fake(part.target):
+            continue
         match draws.get(name):
             case Constant(value):
                 part.target.fill_(value)

@@ -31,6 +31,9 @@ DATA_DIMS = ("replicate", "shard")
 TENSOR_DIM = "tensor"
 """The dimension along which ranks divide the matrices of a model between them."""
 
+Join = Callable[[Distributed, LaunchEnvironment, str, torch.device], None]
+"""Joins torch's default process group: settings, launch variables, names of the backends, device of this rank."""
+
 _numbers = itertools.count()
 """Of the process groups that this process has joined; a file store serves one."""
 
@@ -114,7 +117,7 @@ class World:
 
 
 @contextmanager
-def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[World]:
+def process_group(config: Distributed, *, cuda: bool | None = None, join: Join | None = None) -> Iterator[World]:
     """Join the ranks that were started together, arranged as `config` says, and leave them at the end.
 
     A rank that fails leaves by the end of its process: to leave in order NCCL waits for collectives that the others
@@ -125,6 +128,7 @@ def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[
     Args:
         config: backend, meeting place and timeout.
         cuda: compute on GPUs; by default where there are any.
+        join: joins the process group; None: `join_ranks`.
 
     Raises:
         ConfigError: more ranks than GPUs on this node, nccl without a GPU, launch variables that contradict, or a
@@ -145,7 +149,7 @@ def process_group(config: Distributed, *, cuda: bool | None = None) -> Iterator[
     record_collectives()
     if dist.is_initialized():  # a run of this process has failed before
         dist.destroy_process_group()
-    _initialise(config, environment, backend, device)
+    (join or join_ranks)(config, environment, backend, device)
     is_in_order = world.world_size == 1
     try:
         world = arrange(world, config)
@@ -186,7 +190,7 @@ def side_group(world: World) -> ProcessGroup | None:
 
     All ranks make it together. Each is one more connection to every other rank, so there is one for those who need it.
     """
-    if world.world_size == 1:
+    if world.world_size == 1 or not _has_peers():
         return None
     default = dist.distributed_c10d._get_default_group()
     limit = default._get_backend(torch.device("cpu")).options._timeout
@@ -199,8 +203,13 @@ def limit_waits(seconds: float) -> None:
 
     Torch gives the groups that it makes for a device mesh, and for parts of one, half an hour of its own.
     """
-    for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
+    for group in dist.distributed_c10d._world.pg_map if _has_peers() else ():
         group.set_timeout(_longest_wait(seconds))
+
+
+def _has_peers() -> bool:
+    """Whether there are processes to talk to: torch's fake backend has ranks without processes."""
+    return dist.is_initialized() and dist.get_backend() != dist.Backend.FAKE
 
 
 def _data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -215,7 +224,7 @@ def roll_call(world: World, timeout_seconds: float, when_asked: Callable[[], Non
         timeout_seconds: that time.
         when_asked: as of `RollCall`.
     """
-    if world.world_size == 1:
+    if world.world_size == 1 or not _has_peers():
         return None
     elsewhere = STORE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RollCall(
@@ -258,7 +267,8 @@ def _longest_wait(seconds: float) -> timedelta:
     return timedelta(seconds=seconds * 1.25)
 
 
-def _initialise(config: Distributed, environment: LaunchEnvironment, backend: str, device: torch.device) -> None:
+def join_ranks(config: Distributed, environment: LaunchEnvironment, backend: str, device: torch.device) -> None:
+    """Join the ranks that were started together; see `Join`."""
     timeout = _longest_wait(config.start_limit_seconds)
     device_id = device if device.type == "cuda" and "nccl" in backend else None
     if environment.world_size == 1:

@@ -54,6 +54,7 @@ class Watchdog:
         roll_call: asks the other ranks for a sign of life when half of the time is over; None: there are none.
         record: writes down whose fault it is, the message, and the main thread's stack; it has a few seconds.
         when_started: called once, by `started`.
+        on_beat: called with the arguments of each `beat`.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class Watchdog:
         roll_call: RollCall | None = None,
         record: Callable[[int, str, str], None] | None = None,
         when_started: Callable[[], None] | None = None,
+        on_beat: Callable[[int, str], None] | None = None,
     ) -> None:
         self._timeout_seconds, self._rank, self._roll_call = timeout_seconds, rank, roll_call
         self._start_timeout_seconds = timeout_seconds if start_timeout_seconds is None else start_timeout_seconds
         self._is_started = False
-        self._record, self._when_started = record, when_started
+        self._record, self._when_started, self._on_beat = record, when_started, on_beat
         self._last = (0, "starting")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -77,6 +79,8 @@ class Watchdog:
     def beat(self, step: int, doing: str) -> None:
         """This rank moves: it is at optimizer step `step` and about to do `doing`."""
         self._last = (step, doing)
+        if self._on_beat is not None:
+            self._on_beat(step, doing)
 
     def started(self) -> None:
         """What happens once, such as compiling, is done; may be called again."""

@@ -313,6 +313,7 @@ class Trainer:
             log.warning("%s; back to step %d, and past its data", spike, step)
 
     def _log(self, result: StepResult, lr: float, weight_decay: float, window: Window) -> None:
+        self._doing("waiting for the device")
         self._loss = loss = result.loss.item()  # the only place where the host waits for the device
         self.step.guard.check()
         rates = self.throughput.log(self.progress.steps, self.progress.samples, self.progress.tokens)

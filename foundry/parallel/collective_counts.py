@@ -1,0 +1,76 @@
+"""Collectives of one optimizer step, counted from the strategy: the traffic that a step should have, and no other.
+
+`gradient_sync.py` has the same as a table of what each policy costs.
+"""
+
+from collections import Counter
+
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, GradientSync, Resolved, Single
+
+
+def step_collectives(
+    distributed: Resolved,
+    *,
+    num_blocks: int,
+    num_microbatches: int,
+    num_owner_batches: int = 0,
+    num_loss_tiles: int = 1,
+    has_replicated: bool = True,
+) -> Counter[str]:
+    """Number of collectives between devices of one optimizer step, by kind; a DDP of buckets is not counted.
+
+    A unit is a sharded module: each block, and the root with all that is in no block. Besides the wrapper's:
+
+    - one all-reduce of the number of valid items, one of the sums of loss and metrics;
+    - one of the squares of sharded gradients, for their norm, over each mesh dimension that divides them;
+    - one of the gradients that FSDP2 leaves replicated;
+    - two all-to-alls for each batch of matrices that Muon brings together.
+
+    Args:
+        distributed: the resolved strategy.
+        num_blocks: of the model.
+        num_microbatches: forward passes of the step.
+        num_owner_batches: batches of matrices that an optimizer brings together; 0: it needs no whole matrices.
+        num_loss_tiles: parts in which the loss of a microbatch is computed, under tensor parallelism.
+        has_replicated: whether FSDP2 leaves parameters replicated: norms and biases in blocks, under amp.
+    """
+    if isinstance(distributed, Single):
+        return Counter()
+    counts = Counter(all_reduce=2, all_to_all=2 * num_owner_batches)
+    if isinstance(distributed, DDP) and not distributed.shard_optimizer:
+        assert not distributed.overlap_grad_reduce, "buckets depend on the sizes of tensors"
+        counts["all_reduce"] += num_microbatches if distributed.gradient_sync is GradientSync.every else 1
+        return +counts
+    is_one_unit = isinstance(distributed, DDP) and not distributed.overlap_grad_reduce
+    counts["all_reduce"] += 1 + (has_replicated and not is_one_unit)
+    counts += _unit_collectives(distributed, 0 if is_one_unit else num_blocks, num_microbatches)
+    if distributed.tensor_parallel > 1:
+        counts["all_reduce"] += _tensor_parallel_all_reduces(num_blocks, num_microbatches, num_loss_tiles)
+    return +counts
+
+
+def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches: int) -> Counter[str]:
+    """All-gathers, reduce-scatters and, of HSDP, all-reduces of the units that FSDP2 shards.
+
+    A block is gathered for the forward pass and again for the backward pass, the root once for both. Weights that are
+    kept through the window are gathered once in all; gradients are reduced with each microbatch, or with the last.
+    """
+    sync = distributed.gradient_sync
+    keeps, units = isinstance(distributed, DDP) or sync is GradientSync.last_keep_params, num_blocks + 1
+    again = num_blocks if isinstance(distributed, FSDP) and distributed.reshard_after_forward else 0
+    gathers = units if keeps else num_microbatches * (units + again)
+    reductions = units * (num_microbatches if sync is GradientSync.every else 1)
+    counts = Counter(all_gather=gathers, reduce_scatter=reductions)
+    if isinstance(distributed, HSDP):
+        counts["all_reduce"] += reductions
+    return counts
+
+
+def _tensor_parallel_all_reduces(num_blocks: int, num_microbatches: int, num_loss_tiles: int) -> int:
+    """All-reduces of activations: after attention and feed-forward, and of what enters both in the backward pass.
+
+    Of a microbatch besides: the embedded tokens, the gradient of the last hidden states, and of each tile of the loss
+    the maximum and the sums over the vocabulary. Two more in a step are of the norm: gradients that are divided are
+    summed over a second dimension of the mesh.
+    """
+    return num_microbatches * (4 * num_blocks + 2 + 2 * num_loss_tiles) + 2

@@ -1,0 +1,161 @@
+"""`python -m foundry.rehearsal.child REQUEST ANSWER`: the process in which a run is rehearsed.
+
+Both are JSON files. The device guard is loaded before anything imports torch.
+"""
+
+if __name__ == "__main__":
+    from foundry.rehearsal.guard import load_guard
+
+    load_guard()
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from foundry.config.environment import LaunchEnvironment
+from foundry.config.errors import ConfigError, format_reason
+from foundry.config.frozen import load_config
+from foundry.config.schemas.distributed import Distributed
+from foundry.config.schemas.root import Config
+from foundry.parts import build_data
+from foundry.planning.fake import build_adapted, build_fake
+from foundry.planning.fits import plan_memory
+from foundry.planning.memory import Memory
+from foundry.rehearsal.device_dispatch import DeviceDispatch
+from foundry.rehearsal.exchange import Request
+from foundry.rehearsal.fake_cuda import fake_cuda
+from foundry.rehearsal.machine import find_gpu
+from foundry.rehearsal.memory_parts import parts_followed
+from foundry.rehearsal.rehearsed import Peak, Rehearsed
+from foundry.rehearsal.shortened import shorten, take_steps
+from foundry.train import train
+
+_LARGEST_CHECKPOINT = 2**30
+"""Bytes of this rank's part of a checkpoint that is written in a rehearsal."""
+
+
+class _Follower:
+    """Names the phases of a run by its activities, and notes what lies in memory after each step."""
+
+    def __init__(self, dispatch: DeviceDispatch) -> None:
+        self._dispatch = dispatch
+        self.live = Peak(phase="starting", bytes=0, parts={})
+        self.steps = 0
+
+    def follow(self, step: int, activity: str) -> None:
+        dispatch = self._dispatch
+        if dispatch.phase.startswith("step "):
+            self.live = Peak(phase=dispatch.phase, bytes=dispatch.ledger.live, parts=dispatch.ledger.parts)
+        phase = f"step {step}" if activity == "training" else activity
+        if phase != dispatch.phase:
+            self.steps += activity == "training"
+            dispatch.begin(phase)
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Rehearse the run of a request; the record, or why there is none, as plain data."""
+    try:
+        return {"rehearsed": rehearse_here(Request(**request)).as_json()}
+    except ConfigError as error:
+        return {"violations": [[violation.key, violation.message] for violation in error.violations]}
+    except BaseException as error:
+        return {"reason": format_reason(error), "traceback": traceback.format_exc()}
+
+
+def rehearse_here(request: Request) -> Rehearsed:
+    """Rehearse a run in this process, which has loaded the device guard.
+
+    Raises:
+        ConfigError: a setting is wrong, or cannot be rehearsed.
+    """
+    gpu, world_size = find_gpu(request.device, "device"), request.world_size
+    config, notes = take_steps(load_config(Path(request.config_dir), trust=True), request.steps, world_size)
+    try:
+        plan: Memory | None = _plan(config, world_size)
+    except ConfigError:
+        raise
+    except Exception as error:  # a model of the user's own may not be built without numbers
+        plan = None
+        notes.append(f"the memory cannot be planned: {format_reason(error)}")
+    if request.shortens:
+        config = shorten(config, world_size, saves=plan is not None and _saved(plan) <= _LARGEST_CHECKPOINT)
+    dispatch = DeviceDispatch(request.ranks_per_node)
+    follower = _Follower(dispatch)
+    with (
+        _ranks(world_size, request.ranks_per_node),
+        fake_cuda(gpu, request.ranks_per_node, dispatch),
+        parts_followed(dispatch.ledger),
+    ):
+        result = train(config, Path(request.run_dir), join=_join, on_activity=follower.follow).result
+    return Rehearsed(
+        world_size=world_size,
+        ranks_per_node=request.ranks_per_node,
+        device=gpu.name,
+        capacity_bytes=gpu.memory_bytes,
+        steps=follower.steps,
+        last_step=int(result["step"]),
+        result=result,
+        plan=None if plan is None else {**asdict(plan), "total": plan.total},
+        peaks=[Peak(phase=p, bytes=peak.size, parts=peak.parts) for p, peak in dispatch.ledger.peaks.items()],
+        live=follower.live,
+        host_waits=dispatch.waits,
+        collectives=dispatch.collectives,
+        attention=dispatch.attention,
+        flops=dict(dispatch.flops),
+        largest=dispatch.largest,
+        notes=notes,
+    )
+
+
+def _plan(config: Config, world_size: int) -> Memory:
+    fake = build_fake(partial(build_adapted, config))
+    return plan_memory(config, fake, build_data(config), world_size=world_size, device_type="cuda")
+
+
+def _saved(plan: Memory) -> int:
+    """Bytes of this rank's part of a checkpoint; where the optimizer's state is not known, as of AdamW."""
+    return plan.weights + plan.ema + (2 * plan.weights if plan.optimizer is None else plan.optimizer)
+
+
+def _join(config: Distributed, environment: LaunchEnvironment, backend: str, device: torch.device) -> None:
+    """Make a process group whose other ranks do not exist; every collective has ended when it begins."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=environment.world_size)
+
+
+@contextmanager
+def _ranks(world_size: int, ranks_per_node: int) -> Iterator[None]:
+    """Variables of the environment as a launcher sets them for rank 0."""
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
+        del os.environ[name]
+    if world_size > 1:
+        ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": ranks_per_node}
+        os.environ |= {name: str(value) for name, value in ranks.items()}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def main() -> None:
+    """Read the request, and write the answer."""
+    request, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    path.write_text(json.dumps(answer(request)))
+
+
+if __name__ == "__main__":
+    main()

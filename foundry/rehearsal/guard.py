@@ -1,0 +1,98 @@
+"""The device guard that lets a torch without CUDA hold fake CUDA tensors: built on demand, loaded before torch.
+
+A CUDA build of torch has a guard of its own, and needs no compiler.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("device_guard.cpp")
+
+
+class GuardError(RuntimeError):
+    """The guard cannot be built or loaded; one line that names the remedy."""
+
+
+def reason_not_to_load() -> str | None:
+    """Say why this machine cannot have fake CUDA devices; None if it can. Torch is not imported."""
+    if _has_own_guard() or _built().exists() or shutil.which("g++"):
+        return None
+    return (
+        "there is no g++, which builds the device guard for a torch without CUDA: install it (Debian: apt install g++)"
+    )
+
+
+def load_guard() -> None:
+    """Give this process a CUDA device that does not exist; real ones are hidden from it.
+
+    Call it before anything imports torch, which asks for its devices once. Torch is imported here.
+
+    Raises:
+        GuardError: there is no compiler, the compilation failed, or torch has been imported already.
+    """
+    if "torch" in sys.modules:
+        raise GuardError("torch has been imported before the device guard: start a new process")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not _has_own_guard():
+        ctypes.CDLL(str(build_guard()))
+    import torch
+
+    if _has_own_guard():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
+def build_guard() -> Path:
+    """Return the shared library of the guard, compiled for the installed torch unless it is in the user's cache.
+
+    Raises:
+        GuardError: there is no compiler, or it fails.
+    """
+    path = _built()
+    if path.exists() and path.stat().st_uid == os.getuid():
+        return path
+    if reason := reason_not_to_load():
+        raise GuardError(reason)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=path.parent)
+    except OSError:  # no home, or a read-only one
+        folder = tempfile.mkdtemp(prefix="foundry-guard-")
+        path = Path(folder) / path.name
+    compiled, torch_folder = Path(folder) / "compiled.so", _torch_folder()
+    options = ["-O0", "-w", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
+    libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder / 'lib'}"]
+    command = ["g++", *options, str(SOURCE), *libraries, "-o", str(compiled)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        raise GuardError(f"g++ cannot build the device guard for torch {version('torch')}: {first}")
+    compiled.replace(path)  # at once, since another process may be building it too
+    if path.parent != Path(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    return path
+
+
+def _built() -> Path:
+    """Where the library for this source and this torch is kept."""
+    key = f"{version('torch')} {_torch_folder()}".encode() + SOURCE.read_bytes()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "foundry" / f"device_guard-{hashlib.sha256(key).hexdigest()[:16]}.so"
+
+
+def _torch_folder() -> Path:
+    spec = find_spec("torch")
+    assert spec is not None
+    return Path(str(spec.origin)).parent
+
+
+def _has_own_guard() -> bool:
+    return (_torch_folder() / "lib" / "libtorch_cuda.so").exists()

@@ -1,0 +1,55 @@
+"""GPUs and links between them, by the maker's data sheets."""
+
+from dataclasses import dataclass
+
+from foundry.config.errors import ConfigError, Violation, shown
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU.
+
+    Attributes:
+        name: as `torch.cuda.get_device_name` says it.
+        memory_bytes: as `torch.cuda.mem_get_info` says it.
+        capability: of compute, as `torch.cuda.get_device_capability` says it.
+        memory_bandwidth: bytes per second of its own memory.
+        link_bandwidth: bytes per second in one direction to the GPUs of its node (NVLink, or PCIe).
+        network_bandwidth: bytes per second in one direction to another node: a network card of each GPU's own.
+    """
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+
+
+_GIB = 2**30
+
+GPUS = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", int(79.1 * _GIB), (8, 0), 2.04e12, 300e9, 25e9),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", int(79.1 * _GIB), (9, 0), 3.35e12, 450e9, 50e9),
+    "h200": Gpu("NVIDIA H200", int(139.8 * _GIB), (9, 0), 4.8e12, 450e9, 50e9),
+    "b200": Gpu("NVIDIA B200", int(178.4 * _GIB), (10, 0), 8.0e12, 900e9, 50e9),
+    "l4": Gpu("NVIDIA L4", int(22.0 * _GIB), (8, 9), 0.3e12, 32e9, 12.5e9),
+    "l40s": Gpu("NVIDIA L40S", int(44.4 * _GIB), (8, 9), 0.864e12, 32e9, 25e9),
+}
+"""Dense parts of common servers; NVIDIA's data sheets. Networks: 200 Gbit/s a GPU for A100, 400 for H100 and later."""
+
+
+def find_gpu(name: str, key: str) -> Gpu:
+    """Return the GPU of a short name.
+
+    Args:
+        name: such as h100.
+        key: the setting that has the name, for the message.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
+        raise ConfigError(Violation(key, f"is {shown(name)} but must be one of {', '.join(GPUS)}"))
+    return gpu

@@ -1,0 +1,56 @@
+"""Which part of the memory a storage is: weights, gradients, or state of an optimizer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from foundry.rehearsal.memory_ledger import MemoryLedger
+from foundry.training.sharded import is_sharded, local_part
+
+
+@contextmanager
+def parts_followed(ledger: MemoryLedger) -> Iterator[None]:
+    """Tell a ledger about the model and the optimizers of a run: torch calls hooks for all of them.
+
+    Gradients are known from the moment at which they are accumulated, also the whole ones of FSDP2's gathered weights.
+    """
+    followed = set[int]()
+
+    def follow_gradients(module: nn.Module, arguments: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            is_leaf = parameter.requires_grad and parameter.is_leaf and not is_sharded(parameter)
+            if is_leaf and id(parameter) not in followed:
+                followed.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(_assign_gradient)  # type: ignore[no-untyped-call]
+
+    def _assign_gradient(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            ledger.assign(local_part(parameter.grad), "gradients")
+
+    def before_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                ledger.assign(local_part(parameter), "weights")
+                _assign_gradient(parameter)
+
+    def after_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    ledger.assign(local_part(value), "optimizer")
+
+    hooks = [
+        register_module_forward_pre_hook(follow_gradients),
+        register_optimizer_step_pre_hook(before_step),
+        register_optimizer_step_post_hook(after_step),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

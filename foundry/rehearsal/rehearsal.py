@@ -1,0 +1,81 @@
+"""Rehearsing a run: `rehearse(config, world_size=256)` runs `foundry.train.train` on GPUs that do not exist.
+
+It needs no GPU and no other rank. It happens in a process of its own, which must load a device guard before torch.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.frozen import save_config
+from foundry.config.schemas.root import Config
+from foundry.rehearsal.exchange import RehearsalError, Request, read_answer
+from foundry.rehearsal.guard import reason_not_to_load
+from foundry.rehearsal.machine import find_gpu
+from foundry.rehearsal.rehearsed import Rehearsed
+from foundry.safe_path import environment_of_module
+
+
+def rehearse(
+    config: Config,
+    *,
+    world_size: int = 1,
+    ranks_per_node: int = 8,
+    device: str = "h100",
+    steps: int = 2,
+    run_dir: Path | None = None,
+    shortens: bool = True,
+) -> Rehearsed:
+    """Take a few steps of a run on fake GPUs, as rank 0 of any number of ranks, and say what they did.
+
+    Tensors of the device have shapes and no numbers, those of the host are real: data, order, counts and files are the
+    run's own. It shows memory, collectives, host waits, attention kernels and FLOPs; it does not show speed,
+    memory of kernels and of NCCL, nor fragmentation. torch.compile is left out.
+
+    Args:
+        config: the composed configuration.
+        world_size: ranks.
+        ranks_per_node: of them; at most `world_size` are used.
+        device: short name of a GPU in `foundry.rehearsal.machine.GPUS`.
+        steps: number of the optimizer step at which the run ends.
+        run_dir: run directory, which may hold a run to resume; None: a temporary one.
+        shortens: evaluate one microbatch per rank at the end, without samples, and save only a checkpoint of up to
+            1 GiB. If false, evaluation, schedule and checkpoints are as configured.
+
+    Raises:
+        ConfigError: a setting is wrong or cannot be rehearsed, the GPU is unknown, or there is no compiler for the
+            device guard.
+        RehearsalError: the run fails; its message has the reason and the traceback.
+    """
+    find_gpu(device, "device")
+    if reason := reason_not_to_load():
+        raise ConfigError(Violation("rehearse", f"is not possible: {reason}"))
+    per_node = min(ranks_per_node, world_size)
+    if world_size % per_node:
+        raise ConfigError(Violation("ranks_per_node", f"is {per_node} but must divide the {world_size} ranks"))
+    with tempfile.TemporaryDirectory(prefix="foundry-rehearsal-") as name:
+        folder = Path(name)
+        save_config(config, folder)
+        request = Request(
+            config_dir=str(folder),
+            run_dir=str(run_dir or folder / "run"),
+            world_size=world_size,
+            ranks_per_node=per_node,
+            device=device,
+            steps=steps,
+            shortens=shortens,
+        )
+        asked, answered = folder / "request.json", folder / "answer.json"
+        asked.write_text(json.dumps(asdict(request)))
+        command = [sys.executable, "-P", "-m", "foundry.rehearsal.child", str(asked), str(answered)]
+        done = subprocess.run(command, env=environment_of_module(), capture_output=True, text=True, check=False)
+        try:
+            content = json.loads(answered.read_text())
+        except FileNotFoundError:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise RehearsalError(f"the process of the rehearsal has ended without an answer: {last}") from None
+    return read_answer(content)

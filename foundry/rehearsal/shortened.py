@@ -1,0 +1,83 @@
+"""A configuration whose run takes a few steps, so that rehearsing it takes seconds."""
+
+from dataclasses import replace
+from typing import Any
+
+from foundry.config.build import field_of
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.distributed import DDP, resolve_distributed
+from foundry.config.schemas.evaluation import EarlyStopping
+from foundry.config.schemas.hparams import BatchRamp
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.scheduler import Constant
+from foundry.config.schemas.tracking import Profile
+
+_LONGEST_WAIT_SECONDS = 10.0**6
+
+
+def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, list[str]]:
+    """Return the configuration with a budget in steps, and notes on settings that cannot be rehearsed.
+
+    Args:
+        config: of the run.
+        steps: at whose number the run ends.
+        world_size: ranks.
+
+    Raises:
+        ConfigError: the strategy cannot be rehearsed.
+    """
+    strategy = resolve_distributed(config.distributed, world_size)
+    if isinstance(strategy, DDP) and not strategy.shard_optimizer and strategy.overlap_grad_reduce:
+        message = "is true, and torch's reducer of buckets does not work on fake ranks; set it to false to rehearse"
+        raise ConfigError(Violation("distributed.overlap_grad_reduce", message))
+    answers = field_of(config.objective, "num_prompts_per_step", 0) * field_of(
+        config.objective, "num_generations_per_prompt", 1
+    )
+    if world_size > 1 and answers > (generated := field_of(config.objective, "generation_batch_size", answers)):
+        message = f"is {generated} but fake ranks generate nothing; rehearse with {answers}, all of a step, or one rank"
+        raise ConfigError(Violation("objective.generation_batch_size", message))
+    notes = []
+    if config.hparams.torchcompile is not False:
+        notes.append("hparams.torchcompile is false in the rehearsal: fake tensors cannot be compiled")
+    hparams = replace(
+        config.hparams, max_steps=steps, epochs=None, train_samples=None, max_minutes=None, torchcompile=False
+    )
+    tracking = replace(config.tracking, mlflow=False, plots=False, progress=False, trackers={}, profile=Profile())
+    distributed = replace(config.distributed, timeout_seconds=_LONGEST_WAIT_SECONDS, start_timeout_seconds=None)
+    return replace(config, hparams=hparams, distributed=distributed, tracking=tracking), notes
+
+
+def shorten(config: Config, world_size: int, *, saves: bool) -> Config:
+    """Return the configuration with steps of full size, one evaluation of a microbatch per rank, and one checkpoint.
+
+    Args:
+        config: of the run.
+        world_size: ranks.
+        saves: write the checkpoint at the end of the run; it has the size of a real one of this rank.
+    """
+    samples = config.distributed.dp_size(world_size) * config.hparams.per_gpu_batch_size
+    held_out = {name: node for name, node in config.evaluation.evaluators.items() if _is_held_out(node)}
+    evaluation = replace(
+        config.evaluation,
+        interval=None,
+        max_samples=samples,
+        evaluators=held_out,
+        metric="val_loss" if held_out else None,
+        stop_rules={},
+        write_samples=False,
+        early_stopping=EarlyStopping(patience=None, metric=None, mode=config.evaluation.early_stopping.mode),
+    )
+    checkpoint = replace(
+        config.checkpoint,
+        interval=None,
+        every_minutes=None,
+        keep_best=replace(config.checkpoint.keep_best, metric=None),
+        save_final=saves and not config.checkpoint.is_off,
+    )
+    hparams = replace(config.hparams, batch_ramp=BatchRamp(), batch_schedule=None)
+    scheduler = Constant(warmup="0", horizon="1")  # in steps, so that a longer run has the same
+    return replace(config, hparams=hparams, scheduler=scheduler, evaluation=evaluation, checkpoint=checkpoint)
+
+
+def _is_held_out(node: Any) -> bool:
+    return isinstance(node, dict) and str(node.get("_target_", "")).endswith(".HeldOut")

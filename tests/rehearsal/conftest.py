@@ -1,0 +1,14 @@
+import pytest
+from support.rehearsals import Rehearsals
+
+from foundry.rehearsal.guard import reason_not_to_load
+
+
+@pytest.fixture(scope="session")
+def rehearsed(cache):
+    """`rehearsed(*overrides, world_size=8)` rehearses a run and returns its record."""
+    if reason := reason_not_to_load():
+        pytest.skip(reason)
+    rehearsals = Rehearsals(cache)
+    yield rehearsals
+    rehearsals.close()
