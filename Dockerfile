@@ -10,6 +10,11 @@ RUN pip install --no-cache-dir -c /source/constraints.txt --index-url "$TORCH_IN
     && pip install --no-cache-dir -c /source/constraints.txt /source \
     && rm -rf /source
 
+# Triton, with which torch.compile makes kernels for GPUs, builds their launchers with a C compiler.
+RUN case "$TORCH_INDEX" in */cpu) ;; *) apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* ;; esac
+
 # Runs are written to /work, by nobody in particular.
 RUN useradd --create-home --uid 1000 foundry && install -d -o foundry /work
 USER foundry

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from foundry.checkpoint.manager import NoCheckpoints, ShardedCheckpointManager
@@ -25,6 +24,7 @@ from foundry.data.splits import DataSplits
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
+from foundry.parallel.device import describe_devices, device_name
 from foundry.parallel.flight_recorder import dump_collectives, dump_into
 from foundry.parallel.process_group import World, limit_waits, roll_call
 from foundry.parallel.rank_flags import RankFlags
@@ -71,7 +71,7 @@ def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
     """
     config, world, resume_point = setup.config, setup.world, setup.resume_point
     if world.world_size > 1:
-        dump_into(setup.run_dir)
+        dump_into(setup.run_dir, world.device)
     trained = build_trained(setup)
     setup = replace(setup, data=join_samples(setup, trained))
     trainer = _build_trainer(setup, trained)
@@ -242,6 +242,7 @@ def _build_throughput(setup: Setup, model: nn.Module) -> Throughput:
         world_size=setup.world.world_size,
         device=setup.world.device,
         precision=setup.config.precision.mode,
+        tf32=setup.config.precision.tf32,
         flops_per_sample=flops,
         tokens_per_sample=tokens,
     )
@@ -284,7 +285,6 @@ def _build_checkpoints(setup: Setup, trained: Trained, watchdog: Watchdog) -> Ch
 def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
     """What observers get when the run starts."""
     config, schedule, budget = setup.config, trained.schedule, trained.budget
-    device = setup.world.device
     plan = build_plan(
         config,
         budget,
@@ -293,7 +293,7 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
         trained.parallel.model,
         world_size=setup.world.world_size,
         strategy=setup.world.distributed.strategy,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(setup.world.device),
         pack_tokens=trained.pack_tokens,
     )
     shown = select_steps(schedule, budget)
@@ -307,6 +307,7 @@ def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
         step=step,
         metric=config.evaluation.metric,
         data=_data_facts(config.data, setup.data),
+        devices=describe_devices(setup.world.device, setup.world.world_size),
     )
 
 
@@ -323,7 +324,7 @@ def _dump(run_dir: Path, world: World) -> None:
     """Write down where this process is, and which collectives it has begun."""
     dump_stacks(run_dir, world.rank)
     if world.world_size > 1:
-        dump_collectives(run_dir, world.rank)
+        dump_collectives(run_dir, world.rank, world.device)
 
 
 def _record_stall(run_dir: Path, dump: Callable[[], None], rank: int, reason: str, stack: str) -> None:

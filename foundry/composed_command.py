@@ -20,7 +20,12 @@ Options = TypeVar("Options")
 
 
 def run_composed(
-    schema: type[Options], work: Callable[[Config, Options, Path], object], *, name: str, doc: str
+    schema: type[Options],
+    work: Callable[[Config, Options, Path], object],
+    *,
+    name: str,
+    doc: str,
+    overrides_of: Callable[[Options], list[str]] | None = None,
 ) -> None:
     """Run such a command with the arguments after its name; errors and exit codes are those of a run.
 
@@ -29,6 +34,8 @@ def run_composed(
         work: takes the composed configuration, these options, and the run directory that was made for it.
         name: as typed, for the help.
         doc: what it does, for the help.
+        overrides_of: returns overrides of the run that these options imply; they follow those of the command line.
+            It may raise a ConfigError, whose keys have no prefix.
     """
     prefix = name.rpartition(".")[2] + "."
     page = f"{doc}\n\nAll options of a run, which `python -m foundry --help` lists, and:"
@@ -41,6 +48,7 @@ def run_composed(
     def task() -> None:
         try:
             options = parse_options(schema, own)
+            sys.argv += [] if overrides_of is None else overrides_of(options)
         except ConfigError as error:
             raise ConfigError(replace(wrong, key=prefix + wrong.key) for wrong in error.violations) from None
 

@@ -29,6 +29,7 @@ from foundry.config.command import (
 )
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
+from foundry.config.schemas.device import KIND_DOC, DeviceKind
 from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
 from foundry.config.schemas.peft import LoRA
 from foundry.config.setting import setting
@@ -83,6 +84,7 @@ class EvalOptions:
     instruction: Told = setting(
         Told.own, "what a policy is told: own; other: another than the episode's, whose success is still measured"
     )
+    device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
     config_dir: str | None = setting(
         None, "folder with options of your own for data=, objective=, environment= and simulator=; null: none"
     )
@@ -140,7 +142,7 @@ def _measure_on_data(path: Path, folder: Path, options: EvalOptions, overrides: 
     import torch
 
     from foundry.environments.judge import build_judge
-    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
     from foundry.parallel.process_group import World
     from foundry.restore import explained
     from foundry.training.evaluation import Evaluation
@@ -159,7 +161,8 @@ def _measure_on_data(path: Path, folder: Path, options: EvalOptions, overrides: 
             world=World(0, 0, 1, 1, device),
             folder=folder,
         )
-        with torch.no_grad(), nullcontext() if judge is None else closing(judge):
+        arithmetic = fp32_arithmetic(tf32=config.precision.tf32)
+        with torch.no_grad(), arithmetic, nullcontext() if judge is None else closing(judge):
             measured, _ = evaluation.run(0, lambda what: None)
     found = {name.removeprefix("val_"): value for name, value in measured.items()}
     result = {"checkpoint": opened.checkpoint.name, **_with_perplexity(found, config)}
@@ -188,16 +191,16 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
 
     from foundry.config.frozen import load_config
     from foundry.export import ExportOptions, export_checkpoint
-    from foundry.parallel.precision import PrecisionPolicy
-    from foundry.restore import choose_device
+    from foundry.parallel.device import choose_device
+    from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 
-    device, batch_size, amp = choose_device(), options.batch_size or 1, None
+    device, batch_size, amp, tf32 = choose_device(options.device), options.batch_size or 1, None, False
     with TemporaryDirectory(prefix="foundry-eval-") as temporary:
         folder, checkpoint = path, path.name
         if not (path / "config.json").is_file():
             config = load_config(path, trust=options.trust)
             precision = PrecisionPolicy.from_config(config.precision, device)
-            amp = precision.compute_dtype if precision.is_amp else None
+            amp, tf32 = precision.compute_dtype if precision.is_amp else None, config.precision.tf32
             batch_size = options.batch_size or config.hparams.per_gpu_batch_size
             folder = Path(temporary) / "export"
             wanted = ExportOptions(
@@ -206,13 +209,14 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
                 which=options.which,
                 ema=options.ema,
                 trust=options.trust,
+                device=options.device,
                 merge=True if isinstance(config.peft, LoRA) else None,
             )
             checkpoint = export_checkpoint(wanted).name
         if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
             message = f"are for language models that transformers loads with a tokenizer, and {path} has none"
             raise ConfigError(Violation("tasks", message))
-        with torch.no_grad():
+        with torch.no_grad(), fp32_arithmetic(tf32=tf32):
             found = evaluate_tasks(
                 folder,
                 tasks,
@@ -253,6 +257,7 @@ def _measure_policy(path: Path, options: EvalOptions, simulator: Sequence[str]) 
         first_episode=options.first_episode,
         at_a_time=options.batch_size,
         instruction=Told(options.instruction),
+        device=options.device,
         simulator=partial(_compose_simulator, simulator, options) if simulator else None,
     )
 
@@ -345,8 +350,9 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     from foundry.config.sources import download_hint, refuse_urls
     from foundry.data.episodes import normalised_by
     from foundry.library import compose as compose_run
+    from foundry.parallel.device import choose_device
     from foundry.parts import build_data, build_model, offered_to_data
-    from foundry.restore import Restored, build_part, choose_device, look_again, restore
+    from foundry.restore import Restored, build_part, look_again, restore
 
     compose = partial(compose_run, config_dir=_config_dir(options))
     is_transformers = (path / "config.json").is_file()
@@ -363,9 +369,9 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
         return replace(opened, config=replace(opened.config, environment=compose([*scoring, _ANSWERED]).environment))
     given = ["model=base", f"model.path={quoted(str(path))}", _ANSWERED, *overrides]
     if is_transformers:
-        config, device = compose(given), choose_device()
+        config, device = compose(given), choose_device(options.device)
         return Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)
-    restored = restore(path, options.which, ema=options.ema, trust=options.trust)
+    restored = restore(path, options.which, ema=options.ema, trust=options.trust, device=options.device)
     if overrides:
         statistics = restored.data.statistics
         for_policies = [] if statistics is None else _ON_EPISODES

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foundry.config.command import check_output_folder, command, folder_option, print_path
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.device import KIND_DOC, DeviceKind
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
@@ -39,6 +40,7 @@ class ExportOptions:
     dtype: WeightsDtype | None = setting(
         None, "of the floating-point weights; null: that of the folder of transformers they came from, else as trained"
     )
+    device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
     merge: bool | None = setting(
         None, "of a run with peft=lora write the whole model and not the adapters alone; null: the run's peft.merge"
     )
@@ -92,7 +94,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
     if not isinstance(peft, LoRA) and is_dataclass(config.model):  # one of the user's own may need numbers to be built
         restored = look_again(run_dir, options.which, lambda: _stream_weights(run_dir, out, options))
     if restored is None:
-        restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust)
+        restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, device=options.device)
         if isinstance(peft, LoRA):
             if not (peft.merge if options.merge is None else options.merge):
                 _save_adapters(restored, peft, run_dir, out, dtype)

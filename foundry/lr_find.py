@@ -156,6 +156,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     from foundry.environments.judge import build_judge
     from foundry.objectives.rollout import RolloutObjective
     from foundry.parallel.determinism import deterministic
+    from foundry.parallel.precision import fp32_arithmetic
     from foundry.parallel.process_group import process_group
     from foundry.parts import build_data, build_objective
     from foundry.trained import Setup
@@ -165,7 +166,8 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     rates, losses = list[float](), list[float]()
     with (
         deterministic(config.hparams.deterministic),
-        process_group(config.distributed) as world,
+        fp32_arithmetic(tf32=config.precision.tf32),
+        process_group(config.distributed, config.device.kind) as world,
         ExitStack() as held,
         worker_deaths_explained(),
         memory_explained(world.device, world.rank),

@@ -13,6 +13,7 @@ import torch
 from foundry.config.build import field_of
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.metrics import SUCCESS
+from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
 from foundry.config.schemas.root import Config
 from foundry.config.success import check_success
@@ -20,7 +21,7 @@ from foundry.evaluators.episodes import Episode, Film, Rollouts
 from foundry.evaluators.films import save_gif
 from foundry.evaluators.rates import sign_test
 from foundry.evaluators.success import summary
-from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 from foundry.parts import simulator_factory
 from foundry.restore import Restored, build_part, explained, restore
 from foundry.run_dir.files import make_folder, write_atomically
@@ -43,6 +44,7 @@ def evaluate_policy(
     first_episode: int | None = None,
     at_a_time: int | None = None,
     instruction: Told = Told.own,
+    device: DeviceKind = DeviceKind.auto,
     simulator: Callable[[int | None], Any] | None = None,
 ) -> dict[str, Any]:
     """Have a policy act, and another on the same episodes, with the same draws where both have the same seed.
@@ -59,6 +61,7 @@ def evaluate_policy(
         first_episode: its number; None: likewise.
         at_a_time: likewise.
         instruction: which the policies are told, where they are told any.
+        device: kind of the device to compute on.
         simulator: gives the settings of one for a policy that sees pictures of so many pixels, or None; None: each
             acts in its own.
 
@@ -69,10 +72,10 @@ def evaluate_policy(
         ConfigError: a run cannot be opened, has no policy or simulator, the two act in different ones, or the
             simulator given is not what they have been trained for.
     """
-    policy = _open(run, which, "run", "which", ema=ema, trust=trust)
+    policy = _open(run, which, "run", "which", ema=ema, trust=trust, device=device)
     opened = [_in_simulator(policy, run, "run", simulator)]
     if against is not None:
-        other = _open(against, against_which, "against", "against_which", ema=ema, trust=trust)
+        other = _open(against, against_which, "against", "against_which", ema=ema, trust=trust, device=device)
         opened.append(_in_simulator(other, against, "against", simulator))
         _check_same_task(against, opened[0].config, opened[1].config)
     if instruction is Told.other and not field_of(opened[0].config.data, "instruction_tokens"):
@@ -195,6 +198,7 @@ class _Policy:
     def __init__(self, restored: Restored, at_a_time: int, instruction: Told, held: ExitStack) -> None:
         config, self._device = restored.config, restored.device
         self._precision = PrecisionPolicy.from_config(config.precision, self._device)
+        self._tf32 = config.precision.tf32
         self._model = self._precision.prepare(restored.model)
         self._what = f"{restored.checkpoint} cannot act", config, "model", "objective", "simulator"
         self.rollouts = Rollouts(
@@ -210,7 +214,7 @@ class _Policy:
 
     def run(self, chunk: range, *, drawn: int) -> tuple[list[Episode], list[Film]]:
         """Run a chunk of episodes, the first `drawn` of them filmed."""
-        with explained(*self._what):
+        with explained(*self._what), fp32_arithmetic(tf32=self._tf32):
             return self.rollouts.run(
                 self._model,
                 chunk,

@@ -19,6 +19,7 @@ from foundry.config.errors import ConfigError, Violation, format_reason, shown
 from foundry.config.foreign import ForeignData
 from foundry.config.frozen import load_config
 from foundry.config.schemas.data import Episodes, Tokenised
+from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
@@ -29,6 +30,7 @@ from foundry.data.tokenizer import count_ids, parse_tokenizer, usual_end
 from foundry.initial_model import find_base, read_base
 from foundry.models.initialisation import InitialModel, allocate
 from foundry.models.lora import add_adapters
+from foundry.parallel.device import choose_device
 from foundry.parallel.process_group import World
 from foundry.parts import drawn, resolve_init_from, unfilled
 from foundry.planning.fake import build_fake
@@ -67,7 +69,13 @@ class Restored:
 
 
 def restore(
-    run_dir: str | Path, which: str, *, ema: bool, trust: bool = False, dtype: torch.dtype | None = None
+    run_dir: str | Path,
+    which: str,
+    *,
+    ema: bool,
+    trust: bool = False,
+    dtype: torch.dtype | None = None,
+    device: DeviceKind = DeviceKind.auto,
 ) -> Restored:
     """Read a checkpoint of a run, whatever number of ranks wrote it, once every byte of it is known to be right.
 
@@ -76,14 +84,14 @@ def restore(
         which: "last", "best", or the number of a step.
         ema: take the averaged weights, where the run kept them.
         trust: build parts that are not foundry's own, too, which runs their code.
-
         dtype: of the floating-point weights; None: as they were trained.
+        device: kind of the device to compute on; whatever the run has trained on.
 
     Raises:
-        ConfigError: there is no such run or checkpoint, it is not whole, or it is not to be trusted.
+        ConfigError: there is no such run, checkpoint or device, it is not whole, or it is not to be trusted.
     """
-    run_dir = Path(run_dir)
-    return look_again(run_dir, which, lambda: _restore(run_dir, which, ema=ema, trust=trust, dtype=dtype))
+    run_dir, place = Path(run_dir), choose_device(device)
+    return look_again(run_dir, which, lambda: _restore(run_dir, which, ema=ema, trust=trust, dtype=dtype, device=place))
 
 
 def look_again(run_dir: Path, which: str, read: Callable[[], Result]) -> Result:
@@ -112,9 +120,10 @@ def _identity(run_dir: Path, which: str) -> Path | None:
         return None
 
 
-def _restore(run_dir: Path, which: str, *, ema: bool, trust: bool, dtype: torch.dtype | None) -> Restored:
+def _restore(
+    run_dir: Path, which: str, *, ema: bool, trust: bool, dtype: torch.dtype | None, device: torch.device
+) -> Restored:
     config, folder, data = _open(run_dir, which, trust=trust)
-    device = choose_device()
     is_adapted = isinstance(config.peft, LoRA)
     model = _build_adapted(config, run_dir, folder, trust=trust) if is_adapted else _build(config, run_dir, trust=trust)
     model = model.to(dtype=dtype)
@@ -147,11 +156,6 @@ def _open(run_dir: Path, which: str, *, trust: bool) -> tuple[Config, Path, Data
     folder = _whole_checkpoint(run_dir, which)
     _check_bounds(run_dir, config)
     return config, folder, _data(config, run_dir)
-
-
-def choose_device() -> torch.device:
-    """Where one process computes."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:

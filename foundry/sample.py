@@ -15,6 +15,7 @@ from typing import Any
 
 from foundry.config.command import check_output, check_writable, command, folder_option, print_path
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.device import KIND_DOC, DeviceKind
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.config.store import group_schemas
@@ -34,6 +35,7 @@ class _OwnOptions:
     ema: bool = setting(True, "use the averaged weights where the run kept them")
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
     dtype: WeightsDtype | None = setting(None, "of the floating-point weights; null: as they were trained")
+    device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
     seed: int = setting(0, "seed of the drawing", ge=0, le=2**63 - 1)
 
 
@@ -55,6 +57,7 @@ def sample(options: SampleOptions) -> Path:
     import torch
 
     from foundry.objectives.text_samples import continue_text
+    from foundry.parallel.precision import fp32_arithmetic
     from foundry.parallel.process_group import World
     from foundry.restore import build_part, explained, restore
 
@@ -66,7 +69,7 @@ def sample(options: SampleOptions) -> Path:
     else:
         check_writable("run", stem.parent)
     dtype = None if options.dtype is None else getattr(torch, options.dtype.value)
-    restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype)
+    restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype, device=options.device)
     offered = {"world": World(0, 0, 1, 1, restored.device), "tokenizer": restored.data.tokenizer}
     objective = build_part(restored.config, "objective", offered=offered)
     names = [item.name for schema in _SAMPLING for item in fields(schema)]
@@ -88,7 +91,10 @@ def sample(options: SampleOptions) -> Path:
     if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
         message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
         raise ConfigError(Violation("which", message))
-    with explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"):
+    with (
+        fp32_arithmetic(tf32=restored.config.precision.tf32),
+        explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"),
+    ):
         drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
     stem.parent.mkdir(parents=True, exist_ok=True)
     file: Path = _save_beside_others(drawn, stem) if options.out else drawn.save(stem)

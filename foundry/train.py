@@ -26,6 +26,7 @@ from foundry.environments.judge import Judge, build_judge
 from foundry.parallel.determinism import deterministic
 from foundry.parallel.gathering import gather
 from foundry.parallel.malloc import keep_freed_memory
+from foundry.parallel.precision import fp32_arithmetic
 from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts import build_data
@@ -82,7 +83,8 @@ def train(
     config_hash = hash_config(config)
     with (
         deterministic(config.hparams.deterministic),
-        process_group(config.distributed, join=join) as world,
+        fp32_arithmetic(tf32=config.precision.tf32),
+        process_group(config.distributed, config.device.kind, join=join) as world,
         ExitStack() as held,
     ):
         if world.device.type == "cpu":

@@ -28,6 +28,7 @@ from foundry.models.documents import knows_documents
 from foundry.models.initialisation import InitialModel
 from foundry.models.lora import frozen_matrices
 from foundry.optim.schedule_state import reconcile
+from foundry.parallel.compilation import require_compiler
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.parallel.wrap import Parallel, parallelize, place_frozen
@@ -119,6 +120,8 @@ def build_trained(setup: Setup) -> Trained:
     hparams, budget = config.hparams, build_budget(config, setup.data, world.dp_size)
     precision = PrecisionPolicy.from_config(config.precision, world.device)
     is_adapted = isinstance(config.peft, LoRA)
+    if hparams.torchcompile is True:
+        require_compiler(world.device)
     if world.world_size > 1:
         from foundry.planning.fits import check_fits  # one process has no gradients to share, and plans nothing
 

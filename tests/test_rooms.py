@@ -1,5 +1,6 @@
 """Tests are where the code is that they are about."""
 
+import ast
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,3 +44,37 @@ def test_files_of_tests_have_names_of_their_own():
 def test_what_warm_processes_have_imported_is_there():
     """Where one of these cannot be imported, they work all the same, and are slow."""
     assert [name for name in MODULES if name.startswith("foundry.") and find_spec(name) is None] == []
+
+
+def asks_torch_cuda(node):
+    """Whether a node of a syntax tree reads `torch.cuda`, or imports it or from it."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="torch"), attr="cuda"):
+            return True
+        case ast.Import(names=names):
+            return any(f"{name.name}.".startswith("torch.cuda.") for name in names)
+        case ast.ImportFrom(module=str(module), names=names):
+            return any(f"{module}.{name.name}.".startswith("torch.cuda.") for name in names)
+    return False
+
+
+def test_one_module_asks_torch_about_gpus():
+    """Beside it, attention asks for the GPU's generation, which has its kernel or not; a rehearsal has fake GPUs."""
+    asking = [
+        str(path.relative_to(ROOT / "foundry"))
+        for path in sorted((ROOT / "foundry").rglob("*.py"))
+        if any(map(asks_torch_cuda, ast.walk(ast.parse(path.read_text()))))
+    ]
+    assert asking == ["models/varlen.py", "parallel/device.py", "rehearsal/fake_cuda.py"]
+
+
+def test_any_spelling_of_torch_cuda_counts_as_asking():
+    spellings = [
+        "torch.cuda.is_available()",
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import amp",
+    ]
+    others = ["torch.backends.cuda.matmul", "from torch.utils import data", "cuda.is_available()", "import torch"]
+    for text in (*spellings, *others):
+        assert any(map(asks_torch_cuda, ast.walk(ast.parse(text)))) == (text in spellings), text

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry.parallel.device import cuda_rng_state, set_cuda_rng_state
+
 
 def seed_rng(seed: int) -> None:
     """Start the generators of torch, of Python, and of numpy where something imported it.
@@ -33,7 +35,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"torch": _encode(torch.get_rng_state()), "python": [version, list(internal), gauss]}
     if device.type == "cuda":
-        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
+        state["cuda"] = _encode(cuda_rng_state(device))
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
         state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
@@ -51,7 +53,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), None if gauss is None else float(gauss)))
     if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
+        set_cuda_rng_state(_decode(state["cuda"]), device)
     if "numpy" in state:
         import numpy
 

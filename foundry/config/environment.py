@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from foundry.config.errors import ConfigError, Violation
@@ -204,3 +205,15 @@ def _check_range(key: str, value: int, noun: str, size: int) -> None:
 
 def _error(key: str, value: str, message: str) -> ConfigError:
     return ConfigError(Violation(f"environment variable {key}", f"{value!r} {message}"))
+
+
+def gpu_files() -> list[Path]:
+    """Return the files by which NVIDIA's driver offers each GPU of this machine; under WSL, its library alone."""
+    return [*sorted(Path("/dev").glob("nvidia[0-9]*")), *Path("/usr/lib/wsl/lib").glob("libcuda.so.1")]
+
+
+def visible_gpus() -> list[str]:
+    """Return the names in CUDA_VISIBLE_DEVICES, or else the numbers of all GPUs of this machine; torch is not asked."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
+    return [str(number) for number, _ in enumerate(gpu_files())]

@@ -18,6 +18,7 @@ from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 GROUPS = (
     "checkpoint",
     "data",
+    "device",
     "distributed",
     "environment",
     "evaluation",

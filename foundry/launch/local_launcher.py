@@ -23,7 +23,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.environment import default_variables
+from foundry.config.environment import default_variables, visible_gpus
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import Local, resolve_launcher
 from foundry.config.store import GROUPS
@@ -177,13 +177,6 @@ def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str
         )
         for i in range(count)
     ]
-
-
-def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES names, or else all that the driver has given this machine; torch is not asked."""
-    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
-    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> ForkServerContext:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from foundry.config.errors import ConfigError, Violation
+
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile each block in place, before or after it is wrapped; blocks of one kind share their graphs.
@@ -37,6 +39,25 @@ def count_graphs() -> int:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """The command that torch.compile would generate code with on a CPU, where it cannot be found; else None."""
-    command = os.environ.get("CXX") or "g++"
-    return command if device.type == "cpu" and shutil.which(command) is None else None
+    """Return the compiler that torch.compile needs on a device and this machine lacks, such as "C++ compiler g++".
+
+    On a CPU that is Inductor's, on a GPU the one with which Triton builds the launchers of its kernels. None if it is
+    there.
+    """
+    language, variable, usual = ("C++", "CXX", ("g++",)) if device.type == "cpu" else ("C", "CC", ("gcc", "clang"))
+    chosen = os.environ.get(variable)
+    commands = (chosen.split()[0],) if chosen and chosen.strip() else usual
+    if any(shutil.which(command) for command in commands):
+        return None
+    return f"{language} compiler {' or '.join(commands)}"
+
+
+def require_compiler(device: torch.device) -> None:
+    """Refuse to compile on a machine that cannot.
+
+    Raises:
+        ConfigError: `missing_compiler` finds one missing.
+    """
+    if (compiler := missing_compiler(device)) is not None:
+        message = f"is true but there is no {compiler} on this machine; install it, or set hparams.torchcompile=false"
+        raise ConfigError(Violation("hparams.torchcompile", message))

@@ -28,24 +28,29 @@ def record_collectives() -> None:
     _set(("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")
 
 
-def dump_into(run_dir: Path) -> None:
+def dump_into(run_dir: Path, device: torch.device) -> None:
     """Have NCCL, where it ends the process before a watchdog does, write its record into the run directory.
 
     It looks for the place only then, so this may be said when all ranks know the run directory.
+
+    Args:
+        run_dir: of the run.
+        device: of this rank; without a GPU there is no NCCL.
     """
-    if torch.cuda.is_available() and not any(name in os.environ for name in _FILE):
+    if device.type == "cuda" and not any(name in os.environ for name in _FILE):
         make_folder(run_dir / FLIGHT_RECORDER)
         _set(_FILE, str(run_dir / FLIGHT_RECORDER / _PREFIX))
 
 
-def dump_collectives(run_dir: Path, rank: int) -> None:
+def dump_collectives(run_dir: Path, rank: int, device: torch.device) -> None:
     """Write down the latest collectives of this process, in place of what a rank of this number has said before.
 
     Args:
         run_dir: of the run.
         rank: whose process this is.
+        device: of this rank.
     """
-    dump = getattr(c10d, "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace", None)
+    dump = getattr(c10d, "_dump_nccl_trace" if device.type == "cuda" else "_dump_fr_trace", None)
     if dump is None:
         return
     folder = make_folder(run_dir / FLIGHT_RECORDER)

@@ -5,8 +5,8 @@ the blocks in the compute type, which halves its traffic and changes no result: 
 numbers in exactly that way. What autocast reads in fp32 (embeddings, norm weights) FSDP2 does not round either.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import Precision, PrecisionMode
+from foundry.parallel.device import computes_bf16, device_name
 from foundry.training.sharded import local_part
 
 if TYPE_CHECKING:
@@ -27,6 +28,25 @@ _COMPUTE_DTYPES = {
     PrecisionMode.fp32: torch.float32,
     PrecisionMode.amp_float16: torch.float16,
 }
+
+
+@contextmanager
+def fp32_arithmetic(*, tf32: bool) -> Iterator[None]:
+    """Have GPUs compute fp32 matrix products and convolutions alike in the body: both in TF32, or both in fp32.
+
+    Torch's default is TF32 for convolutions only. Its older switches are used, since reading them raises an error once
+    the newer ones (`fp32_precision`) have been set. https://docs.pytorch.org/docs/stable/notes/cuda.html
+
+    Args:
+        tf32: `precision.tf32` of the run.
+    """
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
+    products.allow_tf32 = convolutions.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before
 
 
 class PrecisionPolicy:
@@ -51,10 +71,10 @@ class PrecisionPolicy:
             ConfigError: the device has no arithmetic of that type.
         """
         policy = cls(config.mode)
-        is_bf16 = policy.compute_dtype is torch.bfloat16
-        if is_bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            name = torch.cuda.get_device_name(device)
-            message = f"is {config.mode.value} but {name} does not compute in bf16; choose amp_float16 or fp32"
+        if policy.compute_dtype is torch.bfloat16 and not computes_bf16(device):
+            message = (
+                f"is {config.mode.value} but {device_name(device)} does not compute in bf16; choose amp_float16 or fp32"
+            )
             raise ConfigError(Violation("precision", message))
         return policy
 
@@ -76,12 +96,20 @@ class PrecisionPolicy:
         """The context of a forward pass on `device`; the backward pass runs outside it."""
         return torch.autocast(device.type, dtype=self.compute_dtype) if self.is_amp else nullcontext()
 
-    def window(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context around all passes of a window, in which autocast rounds each weight once.
+    @contextmanager
+    def window(self, device: torch.device) -> Iterator[None]:
+        """Enter the context of all passes of a window, in which autocast rounds each weight once.
 
-        torch empties the cache of rounded weights where the outermost context ends, an inactive one too.
+        torch empties the cache of rounded weights when the outermost autocast context of a thread ends, an inactive one
+        too. On CUDA the backward pass would run in the device's own thread, in which checkpointing enters autocast as
+        the outermost context: each recomputed block would empty the cache. So it runs in the calling thread. Nothing
+        is lost by that, since a process computes on one device.
         """
-        return torch.autocast(device.type, enabled=False) if self.is_amp else nullcontext()
+        if not self.is_amp:
+            yield
+            return
+        with torch.autocast(device.type, enabled=False), torch.autograd.set_multithreading_enabled(False):
+            yield
 
     def is_replicated(self, parameter: nn.Parameter, *, in_block: bool) -> bool:
         """Whether FSDP2 leaves this parameter whole on every rank, its gradient averaged once a window.

@@ -19,8 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
 from foundry.config.stopped import Stopped
+from foundry.parallel.device import choose_device, count_cuda, reset_memory_statistics, select_cuda
 from foundry.parallel.flight_recorder import record_collectives
 from foundry.parallel.roll_call import RollCall
 from foundry.parallel.watchdog import TICKS
@@ -117,7 +119,9 @@ class World:
 
 
 @contextmanager
-def process_group(config: Distributed, *, cuda: bool | None = None, join: Join | None = None) -> Iterator[World]:
+def process_group(
+    config: Distributed, kind: DeviceKind = DeviceKind.auto, *, join: Join | None = None
+) -> Iterator[World]:
     """Join the ranks that were started together, arranged as `config` says, and leave them at the end.
 
     A rank that fails leaves by the end of its process: to leave in order NCCL waits for collectives that the others
@@ -127,23 +131,26 @@ def process_group(config: Distributed, *, cuda: bool | None = None, join: Join |
 
     Args:
         config: backend, meeting place and timeout.
-        cuda: compute on GPUs; by default where there are any.
+        kind: of the devices to compute on.
         join: joins the process group; None: `join_ranks`.
 
     Raises:
-        ConfigError: more ranks than GPUs on this node, nccl without a GPU, launch variables that contradict, or a
-            strategy that does not fit the number of ranks.
+        ConfigError: more ranks than GPUs on this node, no usable GPU, nccl on CPUs, launch variables that contradict,
+            or a strategy that does not fit the number of ranks.
     """
     environment = detect()
-    use_cuda = torch.cuda.is_available() if cuda is None else cuda
-    device = _device(environment, use_cuda)
+    device = _device(environment, choose_device(kind))
     world = World(
         environment.rank, environment.local_rank, environment.world_size, environment.local_world_size, device
     )
-    backend = _backend(config, use_cuda)
-    if isinstance(resolve_distributed(config, world.world_size), Single):
+    backend = _backend(config, device)
+    resolved = resolve_distributed(config, world.world_size)
+    if isinstance(resolved, Single):
         yield arrange(world, config)
         return
+    if backend == "gloo" and device.type == "cuda" and "shard" in resolved.mesh_shape(world.world_size):
+        message = "is gloo, which cannot reduce and scatter the gradients of FSDP2 on GPUs: use nccl, or auto"
+        raise ConfigError(Violation("distributed.backend", f"{message}; or set distributed=ddp, or device=cpu"))
     _prefer_loopback(environment.num_nodes)
     _allow_many_connections()
     record_collectives()
@@ -237,10 +244,11 @@ def roll_call(world: World, timeout_seconds: float, when_asked: Callable[[], Non
     )
 
 
-def _device(environment: LaunchEnvironment, cuda: bool) -> torch.device:
-    if not cuda:
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
+def _device(environment: LaunchEnvironment, device: torch.device) -> torch.device:
+    """This rank's device of that kind."""
+    if device.type != "cuda":
+        return device
+    count = count_cuda()
     # Slurm's --gpus-per-task shows each task its own GPU only, as number 0, and so does who sets CUDA_VISIBLE_DEVICES
     # for each process. Those that foundry starts itself all have the same; NCCL names two that share one otherwise.
     is_own = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and STORE not in os.environ)
@@ -249,16 +257,17 @@ def _device(environment: LaunchEnvironment, cuda: bool) -> torch.device:
         message = f"is {environment.local_world_size} but this node has {count} GPUs: start at most one process per GPU"
         raise ConfigError(Violation("processes on this node", message))
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    select_cuda(device)
+    reset_memory_statistics(device)  # a run before this one in the process may have had a higher peak
     return device
 
 
-def _backend(config: Distributed, cuda: bool) -> str:
+def _backend(config: Distributed, device: torch.device) -> str:
     """The backend's name for torch; on GPUs gloo moves tensors in host memory, which offloading and counting need."""
-    if config.backend is Backend.gloo or (config.backend is Backend.auto and not cuda):
+    if config.backend is Backend.gloo or (config.backend is Backend.auto and device.type != "cuda"):
         return "gloo"
-    if not cuda:
-        raise ConfigError(Violation("distributed.backend", "is nccl but there is no GPU: use gloo, or auto"))
+    if device.type != "cuda":
+        raise ConfigError(Violation("distributed.backend", "is nccl but the run is on the CPU: use gloo, or auto"))
     return "cpu:gloo,cuda:nccl"
 
 

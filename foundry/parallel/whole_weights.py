@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry.parallel.capacity import free_memory
+from foundry.parallel.device import free_memory
 from foundry.parallel.process_group import World
 from foundry.training.sharded import sharded_modules
 
@@ -62,4 +62,4 @@ def gathered_if_they_fit(model: nn.Module, world: World) -> Iterator[nn.Module]:
 def _fit(model: nn.Module, world: World) -> bool:
     """Whether this rank has memory for all weights, and as much again for what is computed with them."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return 2 * needed <= free_memory(world)
+    return 2 * needed <= free_memory(world.device, world.local_world_size)

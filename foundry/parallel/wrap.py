@@ -5,9 +5,10 @@ exception is `cpu_offload`, which FSDP2 does: it shards over a group of one.
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -219,8 +220,7 @@ def _shard(
 
     mesh, device = world.dp_mesh, world.device
     units = list(find_blocks(model)) if blocks else []
-    in_blocks = {parameter for unit in units for parameter in unit.parameters()}
-    replicated = [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
+    replicated = _find_replicated(model, units, policy)
     for parameter in replicated:
         parameter.data = parameter.data.to(mesh.device_type)
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload or OffloadPolicy(), ignored_params=set(replicated))
@@ -235,6 +235,15 @@ def _shard(
         fill(model)
     _set_prefetch(sharded_modules(model), overlap)
     return replicated
+
+
+def _find_replicated(model: nn.Module, units: Sequence[nn.Module], policy: PrecisionPolicy) -> list[nn.Parameter]:
+    """Return the parameters that stay whole on every rank.
+
+    No reference to any other parameter outlives the call: FSDP2 frees a whole parameter once nothing refers to it.
+    """
+    in_blocks = {parameter for unit in units for parameter in unit.parameters()}
+    return [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
 
 
 def _set_prefetch(units: "list[FSDPModule]", overlap: bool) -> None:
@@ -253,16 +262,20 @@ def _check_equal(model: nn.Module, world: World) -> None:
 
     Of those on the meta device type and shape are compared.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    sums = [_checksum(name, tensor).to(world.device) for name, tensor in named]
+    shapes, sums = list[tuple[str, tuple[int, ...]]](), list[Tensor]()
+    # No list of the tensors themselves: the first collective of a process imports modules of torch that keep the frames
+    # of their callers, and with them whole parameters, until the next full garbage collection.
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        shapes.append((name, tuple(tensor.shape)))
+        sums.append(_checksum(name, tensor).to(world.device))
     count = torch.tensor([len(sums)], device=world.device)
     if _differing(count):
         raise RanksDifferError(f"the model has {len(sums)} parameters and buffers on rank {world.rank}, not on all")
     differing = _differing(torch.stack(sums)) if sums else []
     if differing:
-        name, tensor = named[differing[0]]
+        name, shape = shapes[differing[0]]
         raise RanksDifferError(
-            f"{name} {tuple(tensor.shape)} is not the same on all ranks (and {len(differing) - 1} more):"
+            f"{name} {shape} is not the same on all ranks (and {len(differing) - 1} more):"
             " build the model from one seed, or load it from one file, on every rank"
         )
 

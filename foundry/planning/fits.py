@@ -8,16 +8,22 @@ import torch
 from foundry.config.build import field_of
 from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.lengths import resolve_batch_sizes
-from foundry.config.schemas.distributed import GradientSync, resolve_distributed
+from foundry.config.schemas.distributed import GradientSync, Resolved, resolve_distributed
 from foundry.config.schemas.root import Config
 from foundry.data.loader import read_batch
 from foundry.data.splits import DataSplits
-from foundry.parallel.capacity import device_capacity
+from foundry.parallel.device import free_memory
 from foundry.parallel.process_group import World
 from foundry.planning.fake import FakeModel, build_adapted, build_fake
 from foundry.planning.memory import Memory, estimate_memory
 
 _GIB = 2**30
+_KERNELS_BYTES = 700 * 2**20
+"""Growth of a CUDA context in a run, from about 300 MB at the start to more than 1,000 MB with every kernel of torch
+loaded: https://github.com/pytorch/pytorch/issues/107667."""
+_COMMUNICATOR_BYTES = 688 * 2**20
+"""Buffers of one NCCL communicator, allocated by its first collective; measured with NVLink between four A100s:
+https://github.com/NVIDIA/nccl/issues/964."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +67,19 @@ def row_tokens(config: Config) -> int | None:
     return int(config.data.seq_len) if field_of(config.data, "packing", False) else None
 
 
+def usable_memory(free_bytes: int, distributed: Resolved, world_size: int) -> int:
+    """Return the bytes of a GPU that tensors may take: free memory less a margin for CUDA and NCCL.
+
+    Args:
+        free_bytes: free at the start of the run.
+        distributed: how the ranks train together; of a mesh with several dimensions each has its communicator.
+        world_size: ranks.
+    """
+    dims = len(distributed.mesh_shape(world_size))
+    communicators = 0 if world_size == 1 else 1 if dims <= 1 else 1 + dims
+    return max(0, free_bytes - _KERNELS_BYTES - communicators * _COMMUNICATOR_BYTES)
+
+
 def check_gradient_sync(config: Config, memory: Memory, *, world_size: int, capacity: int) -> None:
     """Refuse to keep whole gradients through a window where they make the run too large for its devices.
 
@@ -68,13 +87,13 @@ def check_gradient_sync(config: Config, memory: Memory, *, world_size: int, capa
         config: of the run.
         memory: what it needs.
         world_size: ranks.
-        capacity: bytes of a device.
+        capacity: bytes of a device that the run may use.
 
     Raises:
         ConfigError: the plan exceeds them.
     """
     if _keeps_whole_gradients(config, world_size) and memory.total > capacity:
-        sync, of = config.distributed.gradient_sync.value, f"of the {capacity / _GIB:.4g} GiB of a device"
+        sync, of = config.distributed.gradient_sync.value, f"of the {capacity / _GIB:.4g} GiB that a device has for it"
         message = (
             f"is {sync}, which keeps whole gradients, {memory.gradients / _GIB:.4g} GiB: the plan needs "
             f"{memory.total / _GIB:.4g} GiB {of}; set distributed.gradient_sync=every, which keeps a shard of them"
@@ -98,7 +117,10 @@ def check_fits(config: Config, data: DataSplits, world: World) -> None:
     except Exception as error:  # a model of the user's own may not be built without numbers, and trains nevertheless
         logger.warning("the memory of the run is not known in advance: %s", format_reason(error))
         return
-    check_gradient_sync(config, memory, world_size=world.world_size, capacity=device_capacity(world))
+    capacity = free_memory(world.device, world.local_world_size)
+    if world.device.type == "cuda":
+        capacity = usable_memory(capacity, world.distributed, world.world_size)
+    check_gradient_sync(config, memory, world_size=world.world_size, capacity=capacity)
 
 
 def _keeps_whole_gradients(config: Config, world_size: int) -> bool:

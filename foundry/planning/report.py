@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from foundry.models.lora import count_by_kind
 from foundry.run_dir.files import replaced_atomically
@@ -17,6 +18,9 @@ from foundry.tracking.humanize import count, duration
 from foundry.tracking.plot_style import save_figure
 from foundry.tracking.schedule_figure import schedule_figure
 from foundry.training.events import Phase, PlannedUpdate
+
+Sections = Sequence[tuple[str, Sequence[tuple[str, str]]]]
+"""Titles of tables, and the name and value of each of their rows."""
 
 CSV, PICTURE = "schedule.csv", "schedule.png"
 """The files in a run directory."""
@@ -72,12 +76,17 @@ def show(plan: Mapping[str, Any], console: Console) -> None:
         ("Batch size", _stage_rows(plan)),
         ("Memory per rank", _memory_rows(plan)),
     )
+    show_sections(sections, console)
+
+
+def show_sections(sections: Sections, console: Console) -> None:
+    """Print tables of two columns, all equally wide; one without rows is left out."""
     width = max(len(name) for _, rows in sections for name, _ in rows)
     for title, rows in sections:
         if rows:
             console.print(title, style="bold")
         for name, value in rows:
-            console.print(f"  [dim]{name:<{width}}[/dim]  {value}")
+            console.print(f"  [dim]{name:<{width}}[/dim]  {escape(value)}")
 
 
 def num_bytes(value: float) -> str:
@@ -185,4 +194,7 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("of these in host memory", num_bytes(memory["host"])))
     if memory["note"] is not None:
         rows.append(("note", memory["note"]))
-    return [*rows, ("at most, together", num_bytes(memory["total"]))]
+    rows.append(("at most, together", num_bytes(memory["total"])))
+    if memory["usable"] is not None:
+        rows.append(("of a device, less a margin", num_bytes(memory["usable"])))
+    return rows

@@ -95,8 +95,8 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ranks_per_node = ranks_per_node
         self._waits = Counter[tuple[str, str, str]]()
         self._attention = Counter[tuple[str, str, tuple[int, ...]]]()
-        self._collectives = defaultdict[tuple[str, str, str, int, bool], list[int]](lambda: [0, 0])
-        self._groups: dict[str, tuple[int, bool]] = {}
+        self._collectives = defaultdict[tuple[str, str, str, int, int], list[int]](lambda: [0, 0])
+        self._groups: dict[str, tuple[int, int]] = {}
         self.largest: list[LargeTensor] = []
         self._lock = threading.Lock()
 
@@ -139,11 +139,11 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kind=kind,
                 device=device,
                 group_size=size,
-                across_nodes=across,
+                num_nodes=num_nodes,
                 count=count,
                 bytes=num_bytes,
             )
-            for (phase, kind, device, size, across), (count, num_bytes) in self._collectives.items()
+            for (phase, kind, device, size, num_nodes), (count, num_bytes) in self._collectives.items()
         ]
 
     def __torch_dispatch__(
@@ -279,8 +279,8 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{func.name()} at {call_site()} has tensors of the host and of the device")
         name = func.name().partition(".")[0]
         if (kind := _COLLECTIVES.get(name)) is not None:
-            size, across = self._group_of(leaves)
-            counted = self._collectives[self.phase, kind, "cuda" if on_device else "cpu", size, across]
+            size, num_nodes = self._group_of(leaves)
+            counted = self._collectives[self.phase, kind, "cuda" if on_device else "cpu", size, num_nodes]
             counted[0] += 1
             counted[1] += max((x.numel() * x.element_size() for x in tensors), default=0)
         if not on_device:
@@ -297,8 +297,8 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.assign(args[1], "reducing")
         return result
 
-    def _group_of(self, leaves: list[Any]) -> tuple[int, bool]:
-        """Size of the group of a collective, and whether it spans nodes."""
+    def _group_of(self, leaves: list[Any]) -> tuple[int, int]:
+        """Numbers of ranks and of nodes of the group of a collective."""
         for value in leaves:
             if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
                 group = dist.ProcessGroup.unbox(value)
@@ -308,10 +308,10 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(value, str) and (group := _group_named(value)) is not None:
                 break
         else:
-            return 1, False
+            return 1, 1
         if group.group_name not in self._groups:
             nodes = {rank // self._ranks_per_node for rank in dist.get_process_group_ranks(group)}
-            self._groups[group.group_name] = group.size(), len(nodes) > 1
+            self._groups[group.group_name] = group.size(), len(nodes)
         return self._groups[group.group_name]
 
 

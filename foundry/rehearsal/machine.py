@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from foundry.config.errors import ConfigError, Violation, shown
+from foundry.config.errors import ConfigError, Violation, nearest, shown
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,6 @@ def find_gpu(name: str, key: str) -> Gpu:
     """
     gpu = GPUS.get(name.lower())
     if gpu is None:
-        raise ConfigError(Violation(key, f"is {shown(name)} but must be one of {', '.join(GPUS)}"))
+        hint = nearest(name.lower(), GPUS)
+        raise ConfigError(Violation(key, f"is {shown(name)} but must be one of {', '.join(GPUS)}{hint}"))
     return gpu

@@ -37,6 +37,7 @@ class MemoryLedger:
 
     Attributes:
         part: what storages are that are allocated from now on.
+        phase: name of the current phase.
         live: bytes now.
         peak_since_reset: most bytes since `reset_peak`.
         peaks: by phase, in the order in which they began.
@@ -59,6 +60,7 @@ class MemoryLedger:
     def begin(self, phase: str) -> None:
         """Enter a phase; its peak begins with what is live."""
         with self._lock:
+            self.phase = phase
             self._peak = self.peaks.setdefault(phase, PhasePeak())
             self._note_peak()
 

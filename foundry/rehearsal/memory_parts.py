@@ -12,14 +12,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from foundry.rehearsal.memory_ledger import MemoryLedger
 from foundry.training.sharded import is_sharded, local_part
 
+OPTIMIZER = ", optimizer"
+"""Ends the name of a phase while an optimizer steps."""
+
 
 @contextmanager
 def parts_followed(ledger: MemoryLedger) -> Iterator[None]:
     """Tell a ledger about the model and the optimizers of a run: torch calls hooks for all of them.
 
+    The steps of optimizers are phases of their own.
     Gradients are known from the moment at which they are accumulated, also the whole ones of FSDP2's gathered weights.
     """
     followed = set[int]()
+    phases = list[str]()  # those to go back to: the step of an optimizer may call that of another
 
     def follow_gradients(module: nn.Module, arguments: Any) -> None:
         for parameter in module.parameters(recurse=False):
@@ -33,6 +38,8 @@ def parts_followed(ledger: MemoryLedger) -> Iterator[None]:
             ledger.assign(local_part(parameter.grad), "gradients")
 
     def before_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        phases.append(ledger.phase)
+        ledger.begin(ledger.phase.removesuffix(OPTIMIZER) + OPTIMIZER)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 ledger.assign(local_part(parameter), "weights")
@@ -43,6 +50,7 @@ def parts_followed(ledger: MemoryLedger) -> Iterator[None]:
             for value in state.values():
                 if isinstance(value, Tensor):
                     ledger.assign(local_part(value), "optimizer")
+        ledger.begin(phases.pop())
 
     hooks = [
         register_module_forward_pre_hook(follow_gradients),

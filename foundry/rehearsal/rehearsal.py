@@ -17,6 +17,7 @@ from foundry.rehearsal.exchange import RehearsalError, Request, read_answer
 from foundry.rehearsal.guard import reason_not_to_load
 from foundry.rehearsal.machine import find_gpu
 from foundry.rehearsal.rehearsed import Rehearsed
+from foundry.rehearsal.shortened import take_steps
 from foundry.safe_path import environment_of_module
 
 
@@ -51,12 +52,7 @@ def rehearse(
             device guard.
         RehearsalError: the run fails; its message has the reason and the traceback.
     """
-    find_gpu(device, "device")
-    if reason := reason_not_to_load():
-        raise ConfigError(Violation("rehearse", f"is not possible: {reason}"))
-    per_node = min(ranks_per_node, world_size)
-    if world_size % per_node:
-        raise ConfigError(Violation("ranks_per_node", f"is {per_node} but must divide the {world_size} ranks"))
+    check_rehearsal(config, world_size=world_size, ranks_per_node=ranks_per_node, device=device, steps=steps)
     with tempfile.TemporaryDirectory(prefix="foundry-rehearsal-") as name:
         folder = Path(name)
         save_config(config, folder)
@@ -64,7 +60,7 @@ def rehearse(
             config_dir=str(folder),
             run_dir=str(run_dir or folder / "run"),
             world_size=world_size,
-            ranks_per_node=per_node,
+            ranks_per_node=min(ranks_per_node, world_size),
             device=device,
             steps=steps,
             shortens=shortens,
@@ -79,3 +75,29 @@ def rehearse(
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise RehearsalError(f"the process of the rehearsal has ended without an answer: {last}") from None
     return read_answer(content)
+
+
+def check_rehearsal(
+    config: Config, *, world_size: int, ranks_per_node: int = 8, device: str = "h100", steps: int = 2, prefix: str = ""
+) -> None:
+    """Refuse a rehearsal that cannot be had, before anything is built or read.
+
+    Args:
+        config: of the run.
+        world_size: ranks.
+        ranks_per_node: of them.
+        device: short name of a GPU.
+        steps: number of the optimizer step at which the rehearsal ends.
+        prefix: of the names of these arguments in messages, such as "plan.".
+
+    Raises:
+        ConfigError: the strategy cannot be rehearsed, the GPU is unknown, the nodes are not full, or there is no
+            compiler for the device guard.
+    """
+    find_gpu(device, f"{prefix}device")
+    if world_size % (per_node := min(ranks_per_node, world_size)):
+        message = f"is {per_node} but must divide the {world_size} ranks"
+        raise ConfigError(Violation(f"{prefix}ranks_per_node", message))
+    take_steps(config, steps, world_size)
+    if reason := reason_not_to_load():
+        raise ConfigError(Violation(f"{prefix}rehearse", f"is not possible: {reason}"))

@@ -10,7 +10,7 @@ class Peak:
     """Bytes of a device's memory that are live at one moment.
 
     Attributes:
-        phase: of the run: "starting", "step 1", "evaluating".
+        phase: of the run: "starting", "step 1", "step 1, optimizer", "evaluating".
         bytes: all of them.
         parts: bytes by part: weights, gathered, gradients, reducing, optimizer, activations and others.
     """
@@ -46,7 +46,7 @@ class Collective:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all, broadcast or another.
         device: "cuda", or "cpu" for those between hosts.
         group_size: number of ranks.
-        across_nodes: whether the ranks are on several nodes.
+        num_nodes: on how many nodes these ranks are.
         count: number of calls.
         bytes: sum over calls of the larger of input and output on this rank.
     """
@@ -55,7 +55,7 @@ class Collective:
     kind: str
     device: str
     group_size: int
-    across_nodes: bool
+    num_nodes: int
     count: int
     bytes: int
 

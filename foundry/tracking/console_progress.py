@@ -144,6 +144,10 @@ def header(event: RunStarted) -> dict[str, str]:
     """What is about to run, by name; what the plan does not say is left out."""
     plan, hparams = event.plan, event.config.get("hparams") or {}
     rows: dict[str, str] = {}
+    precision = plan.get("precision") or (event.config.get("precision") or {}).get("mode")
+    devices = event.devices or plan.get("device")
+    if place := [str(part) for part in (devices, getattr(precision, "value", precision)) if part]:
+        rows["device"] = ", ".join(place)
     if (parameters := plan.get("parameters")) is not None:
         trainable = plan.get("trainable_parameters", parameters)
         rows["parameters"] = count(parameters) + ("" if trainable == parameters else f", {count(trainable)} trainable")
@@ -158,10 +162,6 @@ def header(event: RunStarted) -> dict[str, str]:
     if (steps := plan.get("total_steps")) is not None:
         total = plan.get("total_samples")
         rows["length"] = f"{steps} steps" + ("" if total is None else f", {count(total)} samples")
-    precision = plan.get("precision") or (event.config.get("precision") or {}).get("mode")
-    place = [str(part) for part in (plan.get("device"), getattr(precision, "value", precision)) if part]
-    if place:
-        rows["device"] = ", ".join(place)
     if event.step > 0:
         rows["continues"] = f"after step {event.step}"
     return rows | {"run directory": str(event.run_dir)}

@@ -177,8 +177,8 @@ class Compiling:
         expected, obstacle = EXPECTED.get(device.type), self._obstacle
         if not self._blocks:
             obstacle = "the model has none"
-        elif (command := missing_compiler(device)) is not None:
-            obstacle = f"there is no C++ compiler {command} on this machine"
+        elif (compiler := missing_compiler(device)) is not None:
+            obstacle = f"there is no {compiler} on this machine"
         elif len(self._shapes) > _MAX_SHAPES:
             obstacle = f"microbatches had {len(self._shapes)} shapes, and each would be compiled for itself"
         elif expected is None:

@@ -45,6 +45,7 @@ class RunStarted:
         step: optimizer steps taken before, by an earlier start of the same run.
         metric: of an evaluation, by which the run is judged; None: by none.
         data: what is learnt from: None, or `name`, `digest` and `source`, where it lies.
+        devices: of all ranks, for people: "NVIDIA H100 80GB HBM3 x 8", or "cpu, 2 threads".
     """
 
     run_dir: Path
@@ -56,6 +57,7 @@ class RunStarted:
     step: int = 0
     metric: str | None = "val_loss"
     data: dict[str, str] | None = None
+    devices: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,9 @@ class StepLogged:
         step_seconds: mean duration of a step since the last logged one.
         tflops: achieved TFLOP/s per rank; None where the model does not say its FLOPs.
         mfu: share of the device's peak; None where the peak is unknown.
-        peak_memory_bytes: largest memory of this rank's device so far; of the process on a CPU.
+        peak_memory_bytes: most memory in tensors on this rank's GPU in this run; on a CPU, of the process.
+        reserved_memory_bytes: most that torch has taken from that GPU, its cache included; None on a CPU.
+        allocator_retries: how often that GPU was full until torch gave its cache back; None on a CPU.
         metrics: the objective's own, averaged over the global batch.
     """
 
@@ -86,6 +90,8 @@ class StepLogged:
     tflops: float | None
     mfu: float | None
     peak_memory_bytes: int
+    reserved_memory_bytes: int | None = None
+    allocator_retries: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolve
 from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
-from foundry.parallel.capacity import host_capacity
+from foundry.parallel.device import cuda_memory, host_capacity, resident_bytes
 from foundry.training.sharded import local_part
-from foundry.training.throughput import peak_memory_bytes
 
 _TILE_TOKENS = 1024
 """Logits of so few tokens are small beside a block's activations, and their matrix products still fill a GPU."""
@@ -41,7 +40,7 @@ class DeviceMemory:
         optimizer: the optimizers' state.
         ema: averaged weights.
         frozen: models that do not learn.
-        allocated: everything in tensors, at its peak.
+        allocated: everything in tensors.
         reserved: what torch has taken from the device, its cache included.
         capacity: of the device.
         where: the device as a person calls it.
@@ -244,9 +243,6 @@ def _wanted(error: BaseException) -> str:
 def _in_use(device: torch.device) -> dict[str, Any]:
     """Memory in tensors, taken and there, in bytes; of a CPU, what this process has in it."""
     if device.type == "cuda":
-        stats, (_, capacity) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
-        taken = stats["allocated_bytes.all.peak"]
-        reserved = stats["reserved_bytes.all.current"]
-        return {"allocated": taken, "reserved": reserved, "capacity": capacity, "where": "GPU"}
-    resident = peak_memory_bytes(device)
+        return {**asdict(cuda_memory(device)), "where": "GPU"}
+    resident = resident_bytes()
     return {"allocated": resident, "reserved": resident, "capacity": host_capacity(), "where": "CPU"}

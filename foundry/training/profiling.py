@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foundry.parallel.device import dump_memory_history, record_memory_history
+
 if TYPE_CHECKING:
     from torch.profiler import profile
 
@@ -58,7 +60,7 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history()
+            record_memory_history()
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profile.start()
 
@@ -69,8 +71,6 @@ class StepProfiler:
         trace = self._folder / f"trace-{self._name}.json.gz"
         self._profile.export_chrome_trace(str(trace))
         if self._device.type == "cuda":
-            snapshot = self._folder / f"memory-{self._name}.pickle"
-            torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_memory_history(self._folder / f"memory-{self._name}.pickle")
         self._profile, self._steps = None, range(0)
         log.info("a profile of the steps is in %s", trace)

@@ -1,8 +1,6 @@
 """How fast a run trains: samples, tokens and FLOPs per second, and the share of the device's peak."""
 
 import re
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,70 +9,77 @@ from dataclasses import dataclass
 import torch
 
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.parallel.device import (
+    allocator_retries,
+    device_name,
+    peak_memory_bytes,
+    reserved_memory_bytes,
+    synchronize,
+)
 
-# Dense peaks in TFLOP/s of the arithmetic training uses: products of bf16 and of fp16 matrices summed in fp32, and
-# plain fp32 (TF32 off). Headline numbers often count 2:4 sparsity, or on GeForce cards fp16 sums: they are halved here.
-# None: the device lacks the arithmetic. Sources: NVIDIA's data sheet of each product; the Hopper white paper for SXM5;
-# the Blackwell architecture technical brief, table 3, and the HGX data sheet for B200 and B300, per GPU; the appendices
-# of the Ampere GA102, Ada and RTX Blackwell white papers for GeForce; AMD's Instinct data sheets.
+# Dense peaks in TFLOP/s of the arithmetic training uses: products of bf16 and of fp16 matrices summed in fp32, TF32,
+# and plain fp32. Headline numbers often count 2:4 sparsity, or on GeForce cards fp16 sums: they are halved here.
+# None: the device lacks the arithmetic, or the figure is not known to three digits. Volta and Turing have no TF32:
+# torch computes in fp32 there. Sources: NVIDIA's data sheet of each product; the Hopper white paper for SXM5; the
+# Blackwell architecture technical brief, table 3, and the HGX data sheets for B200 and B300, per GPU; a 72nd of the
+# NVL72 data sheets' figures for GB200 and GB300; the appendices of the white papers of GA102 (RTX A6000), Ada (RTX 3090
+# Ti, 4080 and 6000), RTX Blackwell (GeForce) and RTX PRO Blackwell; AMD's Instinct data sheets.
 # A name must match as a whole.
-_PEAKS: tuple[tuple[str, float | None, float | None, float], ...] = (
-    # name, bf16, fp16, fp32
-    (r"GB200", 2500.0, 2500.0, 80.0),
-    (r"B200", 2250.0, 2250.0, 75.0),
-    (r"B300", 2250.0, 2250.0, 75.0),
-    (r"H200 NVL", 835.5, 835.5, 60.0),
-    (r"G?H200", 989.4, 989.4, 66.9),
-    (r"H100 NVL", 835.5, 835.5, 60.0),
-    (r"H[18]00(?: 80GB)? PCIe", 756.5, 756.5, 51.2),
-    (r"H[18]00", 989.4, 989.4, 66.9),
-    (r"H20", 148.0, 148.0, 44.0),
-    (r"A[18]00", 312.0, 312.0, 19.5),
-    (r"A40", 149.7, 149.7, 37.4),
-    (r"A30", 165.0, 165.0, 10.3),
-    (r"A10G", 70.0, 70.0, 35.0),
-    (r"A10", 125.0, 125.0, 31.2),
-    (r"L40S", 362.05, 362.05, 91.6),
-    (r"L40", 181.05, 181.05, 90.5),
-    (r"L4", 121.0, 121.0, 30.3),
-    (r"RTX 5090", 209.5, 209.5, 104.8),
-    (r"RTX 4090", 165.2, 165.2, 82.6),
-    (r"RTX 3090", 71.2, 71.2, 35.6),
-    (r"V100-SXM2", None, 125.0, 15.7),
-    (r"V100-PCIE", None, 112.0, 14.0),
-    (r"T4", None, 65.0, 8.1),
-    (r"MI355X", 2516.6, 2516.6, 157.3),
-    (r"MI325X", 1307.4, 1307.4, 163.4),
-    (r"MI300X", 1307.4, 1307.4, 163.4),
-    (r"MI250X", 191.5, 191.5, 23.95),  # one of the card's two dies: that is what a rank sees
+_PEAKS: tuple[tuple[str, float | None, float | None, float | None, float | None], ...] = (
+    # name, bf16, fp16, TF32, fp32
+    (r"GB200", 2500.0, 2500.0, 1250.0, 80.0),
+    (r"GB300", 2500.0, 2500.0, 1250.0, None),
+    (r"B200", 2250.0, 2250.0, 1125.0, 75.0),
+    (r"B300", 2250.0, 2250.0, 1125.0, 75.0),
+    (r"H200 NVL", 835.5, 835.5, 417.5, 60.0),
+    (r"G?H200", 989.4, 989.4, 494.7, 66.9),
+    (r"H100 NVL", 835.5, 835.5, 417.5, 60.0),
+    (r"H[18]00(?: 80GB)? PCIe", 756.5, 756.5, 378.0, 51.2),
+    (r"H[18]00", 989.4, 989.4, 494.7, 66.9),
+    (r"H20", 148.0, 148.0, 74.0, 44.0),
+    (r"A[18]00", 312.0, 312.0, 156.0, 19.5),
+    (r"A40", 149.7, 149.7, 74.8, 37.4),
+    (r"A30", 165.0, 165.0, 82.0, 10.3),
+    (r"A10G", 70.0, 70.0, 35.0, 35.0),
+    (r"A10", 125.0, 125.0, 62.5, 31.2),
+    (r"L40S", 362.05, 362.05, 183.0, 91.6),
+    (r"L40", 181.05, 181.05, 90.5, 90.5),
+    (r"L4", 121.0, 121.0, 60.0, 30.3),
+    (r"RTX A6000", 154.8, 154.8, 77.4, 38.7),
+    (r"RTX 6000 Ada Generation", 364.2, 364.2, 182.1, 91.1),
+    (r"RTX PRO 6000 Blackwell Workstation Edition", 503.8, 503.8, 251.9, 126.0),
+    (r"RTX 5090", 209.5, 209.5, 104.8, 104.8),
+    (r"RTX 5080", 112.6, 112.6, 56.3, 56.3),
+    (r"RTX 4090", 165.2, 165.2, 82.6, 82.6),
+    (r"RTX 4080", 97.5, 97.5, 48.7, 48.7),
+    (r"RTX 3090 Ti", 80.0, 80.0, 40.0, 40.0),
+    (r"RTX 3090", 71.2, 71.2, 35.6, 35.6),
+    (r"V100-SXM2", None, 125.0, 15.7, 15.7),
+    (r"V100-PCIE", None, 112.0, 14.0, 14.0),
+    (r"T4", None, 65.0, 8.1, 8.1),
+    (r"MI355X", 2516.6, 2516.6, None, 157.3),
+    (r"MI325X", 1307.4, 1307.4, None, 163.4),
+    (r"MI300X", 1307.4, 1307.4, None, 163.4),
+    (r"MI250X", 191.5, 191.5, None, 23.95),  # one of the card's two dies: that is what a rank sees
 )
 _MAKER = r"(?:(?:NVIDIA|AMD|Tesla|GeForce|Instinct)\s+)*"
-_FORM = r"(?:[ -](?:SXM\d?|PCIe|OAM|\d+GB?|HBM\d\w?|3e))*"
+_FORM = r"(?:[ -](?:SXM\d?|PCIe|OAM|AC|\d+GB?|HBM\d\w?|3e))*"
 
 
-def peak_flops(device_name: str, precision: PrecisionMode) -> float | None:
+def peak_flops(name: str, precision: PrecisionMode, *, tf32: bool = False) -> float | None:
     """Dense peak of a device in FLOP/s; None where it is not known, as for a slice (MIG) or a laptop's variant.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` tells it.
+        name: of the device, from `foundry.parallel.device.device_name`.
         precision: what the matrix products are computed in.
+        tf32: whether those of fp32 matrices are computed in TF32.
     """
-    for name, bf16, fp16, fp32 in _PEAKS:
-        if re.fullmatch(_MAKER + name + _FORM, device_name.strip(), re.IGNORECASE):
-            tflops = {PrecisionMode.fp32: fp32, PrecisionMode.amp_float16: fp16}.get(precision, bf16)
+    for known, bf16, fp16, rounded, fp32 in _PEAKS:
+        if re.fullmatch(_MAKER + known + _FORM, name.strip(), re.IGNORECASE):
+            exact = rounded if tf32 else fp32
+            tflops = {PrecisionMode.fp32: exact, PrecisionMode.amp_float16: fp16}.get(precision, bf16)
             return None if tflops is None else tflops * 1e12
     return None
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory allocated on a CUDA device by this process so far; on any other, the process's largest resident set.
-
-    The resident set is counted in bytes on macOS and in KiB elsewhere.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else resident * 1024
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,9 @@ class Rates:
     Attributes:
         tflops: TFLOP/s per rank of the model's arithmetic; None where its FLOPs are not known.
         mfu: `tflops` as a share of the device's peak; None where that is not known.
-        peak_memory_bytes: of this rank, since the start.
+        peak_memory_bytes: of this rank, since the start of the run; on a CPU, of the process.
+        reserved_memory_bytes: most that torch has taken from this rank's GPU, its cache included; None on a CPU.
+        allocator_retries: how often that GPU was full until torch gave its cache back; None on a CPU.
     """
 
     samples_per_second: float
@@ -93,6 +100,8 @@ class Rates:
     tflops: float | None
     mfu: float | None
     peak_memory_bytes: int
+    reserved_memory_bytes: int | None
+    allocator_retries: int | None
 
 
 class Throughput:
@@ -104,6 +113,7 @@ class Throughput:
         world_size: ranks that train together.
         device: this rank's.
         precision: what the matrix products are computed in; decides the peak.
+        tf32: whether those of fp32 matrices are computed in TF32; decides it, too.
         flops_per_sample: of one sample's forward and backward pass, recomputation not counted; None where not known.
         tokens_per_sample: tokens in the sample of `flops_per_sample`; None where samples have none.
         clock: monotonic seconds.
@@ -115,6 +125,7 @@ class Throughput:
         world_size: int,
         device: torch.device,
         precision: PrecisionMode,
+        tf32: bool = False,
         flops_per_sample: float | None = None,
         tokens_per_sample: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -124,8 +135,7 @@ class Throughput:
         self._flops_per_sample = flops_per_sample
         self._tokens_per_sample = tokens_per_sample
         self._clock = clock
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak = peak_flops(name, precision)
+        self._peak = peak_flops(device_name(device), precision, tf32=tf32)
         self._since = clock()
         self._paused_seconds = 0.0
         self._step = 0
@@ -145,14 +155,16 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context whose duration is no training time: evaluation, drawing samples, checkpoints."""
-        self._synchronize()
+        """A context whose duration is no training time: evaluation, drawing samples, checkpoints.
+
+        It does not wait for the device if the body raises: where another rank is gone, a collective never ends, and
+        the exception would wait with it.
+        """
+        synchronize(self._device)
         begin = self._clock()
-        try:
-            yield
-        finally:
-            self._synchronize()
-            self._paused_seconds += self._clock() - begin
+        yield
+        synchronize(self._device)
+        self._paused_seconds += self._clock() - begin
 
     def log(self, step: int, samples: int, tokens: int | None = None) -> Rates:
         """The rates since the last call, which then start anew.
@@ -177,6 +189,8 @@ class Throughput:
             tflops=None if flops is None else flops / 1e12,
             mfu=None if flops is None or self._peak is None else flops / self._peak,
             peak_memory_bytes=peak_memory_bytes(self._device),
+            reserved_memory_bytes=reserved_memory_bytes(self._device),
+            allocator_retries=allocator_retries(self._device),
         )
 
     def _flops_per_second(self, samples: float, tokens: float | None) -> float | None:
@@ -185,7 +199,3 @@ class Throughput:
             return None
         whole = samples if tokens is None or self._tokens_per_sample is None else tokens / self._tokens_per_sample
         return whole * self._flops_per_sample / self._world_size
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -32,10 +32,9 @@ def test_what_the_user_has_set_stays(variables, tmp_path):
 
 
 def test_nccl_writes_into_the_run_directory_where_nothing_else_is_said(variables, tmp_path):
-    dump_into(tmp_path)
+    dump_into(tmp_path, torch.device("cpu"))
     assert not list(tmp_path.iterdir())  # there is no NCCL without a GPU
-    variables.setattr(torch.cuda, "is_available", lambda: True)
-    dump_into(tmp_path)
+    dump_into(tmp_path, torch.device("cuda"))
     assert [os.environ.get(name) for name in FILES] == [str(tmp_path / "flight_recorder" / "rank_"), None]
     assert (tmp_path / "flight_recorder").is_dir()
 
@@ -43,7 +42,7 @@ def test_nccl_writes_into_the_run_directory_where_nothing_else_is_said(variables
 def reduce_and_dump(world, folder):
     for _ in range(3 + world.rank):  # so that one is behind
         work = torch.distributed.all_reduce(torch.ones(5), async_op=True)
-    dump_collectives(folder, world.rank)
+    dump_collectives(folder, world.rank, world.device)
     if world.rank == 0:
         torch.distributed.all_reduce(torch.ones(5))
     work.wait()

@@ -19,10 +19,10 @@ TWO_RANKS = {
     "ddp_late": DDP(overlap_grad_reduce=False),
     "ddp_sharded_optimizer": DDP(shard_optimizer=True),
     "fsdp": FSDP(),
-    "fsdp_keep_after_forward": FSDP(reshard_after_forward=False),
-    "fsdp_cpu_offload": FSDP(cpu_offload=True),
 }
 VARIANTS = {
+    "fsdp_keep_after_forward": FSDP(reshard_after_forward=False),
+    "fsdp_cpu_offload": FSDP(cpu_offload=True),
     "ddp_sharded_optimizer_prefetch": DDP(shard_optimizer=True, overlap_param_gather=True),
     "ddp_sharded_optimizer_late": DDP(shard_optimizer=True, overlap_grad_reduce=False),
     "fsdp_no_prefetch": FSDP(overlap_param_gather=False),
@@ -149,14 +149,14 @@ COLLECTIVES = {
     },
     "fsdp-last": {"allgather_base": BLOCKS_TWICE * WINDOW, "reduce_scatter_base": ALL_UNITS, "allreduce": 1},
     "fsdp-last_keep_params": {"allgather_base": ALL_UNITS, "reduce_scatter_base": ALL_UNITS, "allreduce": 1},
+}
+COLLECTIVES |= {f"{name}-checkpointed": COLLECTIVES[name] for name in COLLECTIVES if name in CHECKPOINTED}
+COLLECTIVES_OF_VARIANTS = {
     "fsdp_keep_after_forward-last": {
         "allgather_base": ALL_UNITS * WINDOW,
         "reduce_scatter_base": ALL_UNITS,
         "allreduce": 1,
     },
-}
-COLLECTIVES |= {f"{name}-checkpointed": COLLECTIVES[name] for name in COLLECTIVES if name in CHECKPOINTED}
-COLLECTIVES_OF_VARIANTS = {
     "ddp_sharded_optimizer_late-last": {"allgather_base": 1, "reduce_scatter_base": 1, "allreduce": 1},
     "fsdp_no_prefetch-last": COLLECTIVES["fsdp-last"],
 }

@@ -122,7 +122,7 @@ def called_once(world, free_bytes):
     options = {"grad_checkpointing": False, "torchcompile": False}
     model = parallelize(built(), PrecisionPolicy(PrecisionMode.fp32), world, **options).model
     tokens, results = torch.arange(24).view(2, 12), []
-    free_memory = patch.object(whole_weights, "free_memory", lambda world: free_bytes[world.rank])
+    free_memory = patch.object(whole_weights, "free_memory", lambda device, local_world_size: free_bytes[world.rank])
     with free_memory, torch.no_grad(), whole_weights.gathered_if_they_fit(model, world) as entered:
         counts = count_collectives(lambda: results.append(entered(tokens, tokens)))
     return sum(counts.values()), results[0].log_prob.tolist()

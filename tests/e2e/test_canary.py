@@ -84,7 +84,7 @@ def test_a_secret_of_the_environment_is_nowhere_else(warm):
         long_case(["tracking.ur=http://ann:{}@host"]),
         long_case(["data.cache_dir='{}?sig={}'"]),
         ["-m", "tracking.uri=http://ann:{}@host", "hparams.seed=1,2"],
-        ["-m", "model.api_key={},other"],
+        long_case(["-m", "model.api_key={},other"]),
         long_case(["-m", "hydra/sweeper=basic", "model.api_key={}"]),
         long_case(["--cfg", "job", "model.api_key={}"]),
     ],

@@ -21,19 +21,15 @@ WORDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("overrides", "subgroups"),
     [
         (["distributed=ddp", "distributed.nproc_per_node=2"], []),
-        pytest.param(
-            ["distributed=fsdp", "distributed.nproc_per_node=2", "optimizer=muon"], [], marks=pytest.mark.long
-        ),
-        pytest.param(
-            ["distributed=hsdp", "distributed.nproc_per_node=4", "optimizer=muon"],
-            [2, 2],  # along each dimension of the mesh
-            marks=pytest.mark.long,
-        ),
+        (["distributed=fsdp", "distributed.nproc_per_node=2", "optimizer=muon"], []),
+        # along each dimension of the mesh
+        (["distributed=hsdp", "distributed.nproc_per_node=4", "optimizer=muon"], [2, 2]),
     ],
     ids=["ddp", "fsdp", "hsdp"],
 )

@@ -92,6 +92,7 @@ def test_eval_runs_the_episodes_of_the_run_again_without_its_demonstrations(runs
     assert lines(tmp_path / "later/rollouts.jsonl")[:4] == lines(tmp_path / "whole/rollouts.jsonl")[6:10]
 
 
+@pytest.mark.long
 def test_two_policies_are_compared_on_the_same_episodes(runs, tmp_path):
     options = {"run": str(runs / "good"), "trust": True, "episodes": 24, "out": str(tmp_path / "eval.json")}
     measured = evaluate(EvalOptions(**options, against=str(runs / "poor"), record=str(tmp_path / "films")))

@@ -148,7 +148,7 @@ def test_ranks_of_a_pruned_trial_end_together(shell):
             ["hydra.sweeper.metric: is val_los but evaluations measure val_loss; did you mean val_loss?"],
         ),
         long_case(["hydra.sweeper.n_trials=0"], ["hydra.sweeper.n_trials: is 0 but must be at least 1"]),
-        (
+        long_case(
             ["hydra.sweeper.sampler._target_=optuna.samplers.Nope"],
             ["hydra.sweeper.sampler: cannot be built: optuna.samplers has no Nope"],
         ),

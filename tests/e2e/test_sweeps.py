@@ -150,7 +150,7 @@ def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(run_command, launcher, n
             ["job 2 (hparams.global_batch_size=8, distributed.nproc_per_node=3)"],
         ),
         (["optimizer=glob(zzz*)"], ["optimizer: is glob(zzz*), which gives no value"]),
-        (["experiment=digits_epsilon,none_such"], ["job 1 (experiment=none_such): experiment: has no option"]),
+        long_case(["experiment=digits_epsilon,none_such"], ["job 1 (experiment=none_such): experiment: has no option"]),
         (
             ["hparams.lr=1,2,3", "hparams.seed=1,2", "hydra.sweeper.zip=[[hparams.lr,hparams.seed]]"],
             ["hparams.seed has 2"],

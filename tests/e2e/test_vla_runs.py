@@ -173,6 +173,7 @@ def test_an_instruction_that_is_too_long_is_a_line_before_anything_is_trained(se
         run(settings("data.instruction_tokens=2"), tmp_path / "run")
 
 
+@pytest.mark.long
 def test_it_is_measured_again_without_demonstrations_and_backbone(finished, folder, tmp_path):
     gone = {name: folder / name for name in ("cache", "vlm")}
     for name, path in gone.items():

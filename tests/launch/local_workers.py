@@ -14,10 +14,11 @@ from foundry.launch.local import run_local
 def all_reduce(offset):
     import torch
 
+    from foundry.config.schemas.device import DeviceKind
     from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
 
-    with process_group(Distributed(), cuda=False) as world:
+    with process_group(Distributed(), DeviceKind.cpu) as world:
         total = world.all_reduce_sum(torch.tensor(offset + world.rank))
         if world.is_main:
             sys.stdout.write("rank 0 speaks\n")
@@ -32,10 +33,11 @@ def all_reduce(offset):
 def fail_on_rank_one():
     import torch
 
+    from foundry.config.schemas.device import DeviceKind
     from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
 
-    with process_group(Distributed(), cuda=False) as world:
+    with process_group(Distributed(), DeviceKind.cpu) as world:
         if world.rank == 1:
             raise ValueError("no such token: 99")
         world.all_reduce_sum(torch.ones(1))
@@ -45,11 +47,12 @@ def fail_and_say_whether_the_group_is_left():
     import torch
     import torch.distributed as dist
 
+    from foundry.config.schemas.device import DeviceKind
     from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
 
     try:
-        with process_group(Distributed(), cuda=False) as world:
+        with process_group(Distributed(), DeviceKind.cpu) as world:
             if world.rank == 1:
                 raise ValueError("no such token: 99")
             world.all_reduce_sum(torch.ones(1))
@@ -74,12 +77,13 @@ def sleep(folder):
 
 def train(folder):
     """Train until a signal comes; what it was is in the exception, and every rank notes that it saved."""
+    from foundry.config.schemas.device import DeviceKind
     from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
     from foundry.parallel.rank_flags import RankFlags
     from foundry.training.signals import Boundary, SignalHandler
 
-    with process_group(Distributed(), cuda=False) as world, SignalHandler() as signals:
+    with process_group(Distributed(), DeviceKind.cpu) as world, SignalHandler() as signals:
         rank_flags = RankFlags(world)
         (Path(folder) / f"{os.getpid()}.pid").touch()
         step = 0

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from foundry.config.environment import visible_gpus
 from foundry.config.schemas.launcher import Local
-from foundry.launch.local_launcher import divide, visible_gpus
+from foundry.launch.local_launcher import divide
 from foundry.run_dir.lock import is_held
 from foundry.tracking.metrics_file import read_metrics
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.devices import DEVICES, Operations, device_of
 
 from foundry.models.sampling import draw_tokens, filtered
 
@@ -53,3 +54,35 @@ def test_draws_follow_the_distribution_and_never_leave_the_filter():
     assert counts[4] == counts[5] == 0
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert draw_tokens(logits.expand(2, 6), ends).tolist() == [0, 3]
+
+
+def test_no_number_below_one_draws_beyond_the_last_token_that_is_kept():
+    """Totals are not a whole number of units, and the largest double below 1 comes next to them."""
+    largest = torch.full((6,), 1 - 2**-53, dtype=torch.float64)
+    for kind in (torch.float32, torch.float64):
+        logits = 3 * torch.randn(6, 50_000, dtype=kind, generator=torch.Generator().manual_seed(0))
+        logits[:, 40_000:] = -torch.inf
+        logits[:, 39_999] = 20.0
+        assert draw_tokens(logits, largest).tolist() == [39_999] * 6
+        assert draw_tokens(logits.flip(1), torch.zeros_like(largest)).tolist() == [10_000] * 6
+        assert draw_tokens(logits.flip(1), largest).max() < 50_000
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_deterministic_algorithms_draw_on_a_device_as_on_the_cpu(device):
+    """CUDA sums floating-point numbers in an order of its own, so `cumsum` of them is refused or slow there."""
+    logits = 3 * torch.randn(16, 5000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    uniforms = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    expected = draw_tokens(filtered(logits, top_p=0.9), uniforms)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Operations() as operations:
+            kept = filtered(logits.to(device_of(device)), top_p=0.9)
+            drawn = draw_tokens(kept, uniforms)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(kept.cpu(), filtered(logits, top_p=0.9))
+    assert torch.equal(drawn.cpu(), expected)
+    summed = [kind for name, kind in operations.seen if "cumsum" in name]
+    assert len(summed) == 2
+    assert not any(kind.is_floating_point for kind in summed)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from foundry.config.schemas.precision import Precision, PrecisionMode
-from foundry.parallel.precision import LossScaler, PrecisionPolicy
+from foundry.parallel.precision import LossScaler, PrecisionPolicy, fp32_arithmetic
 
 CPU = torch.device("cpu")
 
@@ -33,6 +33,16 @@ def test_types_of_weights_and_compute(mode, held, computed):
     assert product.dtype is computed
     assert result.isfinite().all()
     assert (policy.scaler(CPU) is not None) == (mode == "amp_float16")
+
+
+@pytest.mark.parametrize("mode", PrecisionMode)
+def test_backward_pass_of_an_amp_window_runs_in_the_calling_thread(mode):
+    """In a thread of its own, the first context of autocast there would end the cache of rounded weights."""
+    policy, is_amp = PrecisionPolicy(mode), mode.value.startswith("amp")
+    is_threaded = torch._C._is_multithreading_enabled
+    with policy.window(torch.device("cuda")):
+        assert is_threaded() == (not is_amp)
+    assert is_threaded()
 
 
 def test_pure_bf16_casts_keyword_arguments_but_no_integers():
@@ -110,3 +120,34 @@ def test_of_two_optimizers_none_steps_where_one_must_not(bad):
     assert [scaler.step(optimizer) for optimizer in optimizers] == [False, False]
     scaler.update()
     assert scaler.get_scale() == 2.0
+
+
+def switches():
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_holds_for_products_and_convolutions_and_in_the_body_only(tf32):
+    before = switches()
+    with fp32_arithmetic(tf32=tf32):
+        assert switches() == (tf32, tf32)
+    assert switches() == before
+    with pytest.raises(RuntimeError, match="a failed run"), fp32_arithmetic(tf32=not tf32):
+        raise RuntimeError("a failed run")
+    assert switches() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", [torch.mm, torch.nn.functional.conv1d], ids=["product", "convolution"])
+def test_fp32_on_a_gpu_is_exact_unless_tf32_is_allowed(operation):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((256, 512), (512, 256)) if operation is torch.mm else ((8, 512, 64), (256, 512, 3))
+    arguments = [torch.randn(shape, device="cuda", generator=generator) for shape in shapes]
+    exact = operation(*(each.double() for each in arguments))
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("a GPU before Ampere has no TF32")
+    errors = {}
+    for tf32 in (False, True):
+        with fp32_arithmetic(tf32=tf32):
+            errors[tf32] = float((operation(*arguments) - exact).abs().max() / exact.abs().max())
+    assert errors[False] < 1e-5 < errors[True] < 1e-2

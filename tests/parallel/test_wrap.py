@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from foundry.config.errors import ConfigError
+from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import (
     DDP,
     FSDP,
@@ -51,7 +52,7 @@ def _no_launcher(monkeypatch):
 
 def wrap(config, network=None, **options):
     options = {"grad_checkpointing": False, "torchcompile": False} | options
-    with process_group(config, cuda=False) as world:
+    with process_group(config, DeviceKind.cpu) as world:
         return parallelize(network or model(), FP32, world, **options)
 
 
@@ -71,7 +72,7 @@ def test_one_process_is_the_bare_model_under_every_policy(schema, policy):
 def test_offloading_one_process_shards_over_a_group_of_one():
     config, reference = FSDP(cpu_offload=True, gradient_sync=GradientSync.last_keep_params), model()
     reference(torch.ones(2, 6)).sum().backward()
-    with process_group(config, cuda=False) as world:
+    with process_group(config, DeviceKind.cpu) as world:
         parallel = parallelize(model(), FP32, world, grad_checkpointing=False, torchcompile=False)
         with parallel.sync.microbatch(first=True, last=True):
             parallel.model(torch.ones(2, 6)).sum().backward()
@@ -136,7 +137,7 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights():
     ("config", "options", "message"),
     [
         (HSDP(num_replicas=2), {}, "distributed.num_replicas: is 2 but must divide the 1 rank"),
-        (Distributed(backend=Backend.nccl), {}, "distributed.backend: is nccl but there is no GPU"),
+        (Distributed(backend=Backend.nccl), {}, "distributed.backend: is nccl but the run is on the CPU"),
         (
             Distributed(),
             {"torchcompile": True, "network": nn.Linear(1, 1)},
@@ -157,7 +158,7 @@ def test_refusals(config, options, message):
 
 def test_the_group_is_left_when_training_fails():
     def train():
-        with process_group(FSDP(cpu_offload=True), cuda=False) as world:
+        with process_group(FSDP(cpu_offload=True), DeviceKind.cpu) as world:
             assert dist.is_initialized()
             assert (world.rank, world.world_size, world.device.type, world.is_main) == (0, 1, "cpu", True)
             world.barrier()

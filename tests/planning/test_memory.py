@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.devices import FakeGpus
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,17 +13,18 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foundry.config.build import build
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.schemas.distributed import GradientSync
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, GradientSync, Single, resolve_distributed
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.lora import frozen_matrices
 from foundry.parallel import checkpointing
-from foundry.parallel.checkpointing import SAVED_OPS
+from foundry.parallel.checkpointing import is_saved
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize
+from foundry.planning import fits
 from foundry.planning.fake import build_adapted, build_fake
-from foundry.planning.fits import check_gradient_sync
+from foundry.planning.fits import check_fits, check_gradient_sync, usable_memory
 from foundry.planning.memory import checkpoint_bytes, estimate_memory
 
 LLAMA_70B = [
@@ -142,7 +144,7 @@ class Outputs(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         output = operator(*args, **(kwargs or {}))
-        if operator in SAVED_OPS:
+        if is_saved(operator):
             self.tensors += [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
         return output
 
@@ -389,3 +391,25 @@ def test_whole_gradients_that_do_not_fit_are_refused(configure, overrides, world
     check_gradient_sync(config, memory, world_size=world_size, capacity=memory.total)
     with pytest.raises(ConfigError, match="gradient_sync") if is_refused else nullcontext():
         check_gradient_sync(config, memory, world_size=world_size, capacity=memory.total - 1)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "world_size", "communicators"),
+    [(Single(), 1, 0), (DDP(), 8, 1), (FSDP(), 8, 1), (HSDP(), 8, 3), (HSDP(tensor_parallel=2), 8, 4)],
+)
+def test_usable_memory_leaves_room_for_kernels_and_each_communicator(distributed, world_size, communicators):
+    margin = (700 + 688 * communicators) * 2**20
+    assert usable_memory(2**36, distributed, world_size) == 2**36 - margin
+    assert usable_memory(margin - 1, distributed, world_size) == 0
+
+
+def test_run_that_fits_an_empty_gpu_is_refused_where_another_process_holds_memory(configure, monkeypatch):
+    config = configure(*SMALL, "hparams.per_gpu_batch_size=4", "hparams.global_batch_size=32", "distributed=fsdp", LAST)
+    world = replace(World(0, 0, 2, 2, torch.device("cuda", 0)), distributed=resolve_distributed(config.distributed, 2))
+    memory = plan(config, world_size=2)
+    monkeypatch.setattr(fits, "plan_memory", lambda *arguments, **named: memory)
+    gpus = FakeGpus(free=memory.total + (700 + 688) * 2**20).replace_torchs(monkeypatch)
+    check_fits(config, None, world)
+    gpus.free -= 1
+    with pytest.raises(ConfigError, match="gradient_sync=every"):
+        check_fits(config, None, world)

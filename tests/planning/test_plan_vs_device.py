@@ -46,9 +46,10 @@ def planned_and_measured(device, *overrides):
     averages = WeightAverage(parallel.inner, config.hparams.ema_decay)
     on_device = {name: tensor.to(world.device) for name, tensor in batch.items()}
     for number in range(2):
-        with policy.autocast(world.device):
-            loss = objective.loss(parallel.model, on_device).loss
-        loss.backward()
+        with policy.window(world.device):
+            with policy.autocast(world.device):
+                loss = objective.loss(parallel.model, on_device).loss
+            loss.backward()
         if number == 0:
             for optimizer in optimizers:
                 optimizer.step()
@@ -71,5 +72,5 @@ def test_the_peak_is_within_five_percent_of_the_plan(checkpointing):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     overrides = [*LARGE, f"hparams.grad_checkpointing={str(checkpointing).lower()}"]
-    plan, held = planned_and_measured("cuda", *overrides)
-    assert held.allocated - before == pytest.approx(plan.total, rel=0.05)
+    plan, _ = planned_and_measured("cuda", *overrides)
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(plan.total, rel=0.05)

@@ -1,8 +1,17 @@
-"""A tracker that writes down how long a collective may take, of each process group that its process is in."""
+"""How long a collective of each process group of this process may take; as a tracker, written down at each step."""
 
 import json
 
 import torch.distributed as dist
+
+
+def limits():
+    """The size of each group, and the seconds of each of its backends."""
+    groups = list[tuple[int, list[float]]]()
+    for group in dist.distributed_c10d._world.pg_map:
+        backends = [group._get_backend(device) for device in group._device_types]
+        groups.append((group.size(), [backend.options._timeout.total_seconds() for backend in backends]))
+    return groups
 
 
 class Limits:
@@ -16,9 +25,5 @@ class Limits:
         self._write(logged.step)
 
     def _write(self, when):
-        groups = list[tuple[int, list[float]]]()
-        for group in dist.distributed_c10d._world.pg_map:
-            backends = [group._get_backend(device) for device in group._device_types]
-            groups.append((group.size(), [backend.options._timeout.total_seconds() for backend in backends]))
         with self._file.open("a") as file:
-            file.write(json.dumps([when, groups]) + "\n")
+            file.write(json.dumps([when, limits()]) + "\n")

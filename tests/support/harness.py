@@ -21,6 +21,7 @@ import warnings
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 
+from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import Distributed
 from support.warm import CONTEXT, start_server
 
@@ -143,7 +144,7 @@ def _execute(request, cuda):
     from foundry.parallel.process_group import process_group
 
     try:
-        with process_group(Distributed(timeout_seconds=60.0), cuda=cuda) as world:
+        with process_group(Distributed(timeout_seconds=60.0), DeviceKind.cuda if cuda else DeviceKind.cpu) as world:
             function, args = pickle.loads(request)
             outcome = pickle.dumps((True, function(world, *args)))
             world.barrier()

@@ -43,16 +43,41 @@ class Rehearsals:
             world_size: and the rest as of `rehearse`.
             before: `module:function`, called in the process of the rehearsal before it begins.
         """
+        config = configure(*overrides, f"distributed.nproc_per_node={world_size}")
+        return self.rehearse(
+            config,
+            world_size=world_size,
+            ranks_per_node=ranks_per_node,
+            steps=steps,
+            device=device,
+            run_dir=run_dir,
+            shortens=shortens,
+            before=before,
+        )
+
+    def rehearse(
+        self,
+        config,
+        *,
+        world_size=1,
+        ranks_per_node=8,
+        device="h100",
+        steps=2,
+        run_dir=None,
+        shortens=True,
+        before=None,
+    ):
+        """Rehearse a run; the arguments are those of `foundry.rehearsal.rehearsal.rehearse`, and `before`."""
         self._number += 1
         folder = Path(self._folder.name) / str(self._number)
         folder.mkdir()
-        save_config(configure(*overrides, f"distributed.nproc_per_node={world_size}"), folder)
+        save_config(config, folder)
         request = Request(
             config_dir=str(folder),
             run_dir=str(run_dir or folder / "run"),
             world_size=world_size,
-            ranks_per_node=min(world_size, 8),
-            device="h100",
+            ranks_per_node=min(ranks_per_node, world_size),
+            device=device,
             steps=steps,
             shortens=shortens,
         )

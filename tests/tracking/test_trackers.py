@@ -124,6 +124,7 @@ def history(run_dir):
     return found
 
 
+@pytest.mark.long
 def test_wandb_records_offline_without_a_key_or_a_connection(tmp_path, nobody):
     words = ["tracking=wandb", "tracking.trackers.wandb.mode=offline", "tracking.experiment_name=tried"]
     done = run(compose([*QUIET, *words]), tmp_path / "run")

@@ -1,6 +1,8 @@
 """When blocks are compiled during a run, and what is said of it."""
 
 import logging
+import re
+import shutil
 import sys
 from functools import partialmethod
 
@@ -10,8 +12,9 @@ from support.run_events import EndsAfter, Interrupted
 from support.tiny import TINY_DIT, TINY_LM
 from torch import nn
 
+from foundry.config.errors import ConfigError
 from foundry.library import compose, run
-from foundry.parallel.compilation import count_graphs
+from foundry.parallel.compilation import count_graphs, missing_compiler, require_compiler
 from foundry.parallel.process_group import World
 from foundry.training import compiling
 from foundry.training.compiling import Compiling, Expected
@@ -113,6 +116,34 @@ def test_a_machine_without_a_compiler_is_named(monkeypatch, caplog):
     choice = Compiling(wanted=None, blocks=blocks(), world=rank())
     assert decide(choice, steps_left=10**9) == Boundary.EAGER
     assert "no C++ compiler no-such-compiler" in said(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "variables", "programs", "missing"),
+    [
+        ("cpu", {}, {"g++"}, None),
+        ("cpu", {}, {"gcc", "clang"}, "C++ compiler g++"),
+        ("cpu", {"CXX": "/opt/g++ -m64"}, {"g++"}, "C++ compiler /opt/g++"),
+        ("cuda", {}, {"clang"}, None),
+        ("cuda", {}, {"gcc"}, None),
+        ("cuda", {"CC": ""}, {"gcc"}, None),
+        ("cuda", {}, {"g++"}, "C compiler gcc or clang"),
+        ("cuda", {"CC": "ccache gcc"}, {"ccache"}, None),
+        ("cuda", {"CC": "icx"}, {"gcc"}, "C compiler icx"),
+    ],
+)
+def test_compiler_that_a_device_needs_is_looked_for(monkeypatch, device, variables, programs, missing):
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(shutil, "which", lambda command: command if command in programs else None)
+    assert missing_compiler(torch.device(device)) == missing
+    if missing is None:
+        require_compiler(torch.device(device))
+        return
+    with pytest.raises(ConfigError, match=rf"^hparams\.torchcompile: is true but there is no {re.escape(missing)} "):
+        require_compiler(torch.device(device))
 
 
 def test_other_ranks_do_as_rank_0_says_and_a_resumed_run_as_before():

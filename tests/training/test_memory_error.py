@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.devices import FakeGpus
 from torch import nn
 
 from foundry.config.schemas.data import StdlibText
@@ -155,6 +156,15 @@ def test_parts_are_counted_on_their_device_only(monkeypatch):
     assert here.rest == 1000 - 4 * weights - 68
     other = measure_device_memory(model, [optimizer], torch.device("meta"))
     assert (other.weights, other.gradients, other.optimizer, other.rest) == (0, 0, 0, 1000)
+
+
+def test_memory_in_use_on_a_gpu_is_what_tensors_hold_now(monkeypatch):
+    FakeGpus(allocated=30 * GIB, peak=70 * GIB, reserved=40 * GIB, total=79 * GIB).replace_torchs(monkeypatch)
+    gpu = torch.device("cuda", 0)
+    memory = measure_device_memory(nn.Linear(2, 2), [], gpu)
+    assert (memory.allocated, memory.reserved, memory.capacity) == (30 * GIB, 40 * GIB, 79 * GIB)
+    with pytest.raises(OutOfMemoryError, match=r"30\.00 GiB of 79\.00 GiB are in use"), memory_explained(gpu, 0):
+        raise ERROR
 
 
 def ask_torch():

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.devices import alone_on
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,7 @@ from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.guards import NonFiniteError, UpdateGuard
 from foundry.training.protocols import LossSum, Mean, Window
-from foundry.training.step import TrainStep
+from foundry.training.step import TrainStep, to_device
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 ADAMW = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -328,6 +329,19 @@ class Rounded(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.gpu
+def test_autocast_rounds_a_weight_once_a_window_on_a_gpu():
+    """With checkpointing too: a thread of its own for the backward pass would round the weight in each microbatch."""
+    model = linear().to("cuda")
+    forward = model.forward
+    model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+    step = step_for(model, mode=PrecisionMode.amp_bfloat16, world=alone_on("cuda"))
+    step(window((2, 3, 3)), 1e-2, 1)
+    with Rounded(model.weight.shape) as rounded:
+        step(window((2, 3, 3)), 1e-2, 2)
+    assert rounded.times == 1
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_autocast_rounds_a_weight_once_a_window(recomputes):
     model, reference = linear(), linear()
@@ -346,3 +360,13 @@ def test_autocast_rounds_a_weight_once_a_window(recomputes):
                 loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
             assert result.grad_norm == norm
+
+
+def test_numbers_that_the_host_reads_stay_in_its_memory():
+    number = torch.tensor(3)
+    moved = to_device({"tokens": number, "position": number, "longest_document": number}, torch.device("meta"))
+    assert {name: tensor.device.type for name, tensor in moved.items()} == {
+        "tokens": "meta",
+        "position": "cpu",
+        "longest_document": "cpu",
+    }

@@ -1,11 +1,9 @@
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from support.devices import FakeGpus
 
 from foundry.config.schemas.precision import PrecisionMode
-from foundry.training.throughput import Throughput, peak_flops, peak_memory_bytes
+from foundry.training.throughput import Throughput, peak_flops
 
 BF16, FP16, FP32 = PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16, PrecisionMode.fp32
 
@@ -24,7 +22,8 @@ BF16, FP16, FP32 = PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16, Precis
         ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA B200", 2250.0),
         ("NVIDIA GB200", 2500.0),
-        ("NVIDIA B300 SXM6", 2250.0),
+        ("NVIDIA B300 SXM6 AC", 2250.0),
+        ("NVIDIA GB300", 2500.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA A100 80GB PCIe", 312.0),
         ("A100-PCIE-40GB", 312.0),
@@ -34,7 +33,13 @@ BF16, FP16, FP32 = PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16, Precis
         ("NVIDIA L4", 121.0),
         ("NVIDIA L40", 181.05),
         ("NVIDIA L40S", 362.05),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
         ("NVIDIA GeForce RTX 3090", 71.2),
+        ("NVIDIA GeForce RTX 3090 Ti", 80.0),
+        ("NVIDIA GeForce RTX 4080", 97.5),
+        ("NVIDIA GeForce RTX 5080", 112.6),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA GeForce RTX 5090", 209.5),
         ("AMD Instinct MI300X", 1307.4),
@@ -58,7 +63,9 @@ def test_a_device_has_its_own_peak(name, tflops):
         "NVIDIA RTX A4000",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "Quadro RTX 6000",
         "NVIDIA H200 MIG 1g.18gb",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA T400",
@@ -75,6 +82,10 @@ def test_the_peak_depends_on_the_arithmetic():
     assert peak_flops("Tesla T4", BF16) is None
     assert peak_flops("Tesla T4", FP32) == pytest.approx(8.1e12)
     assert peak_flops("NVIDIA H200", FP32) == pytest.approx(66.9e12)
+    assert peak_flops("NVIDIA H200", FP32, tf32=True) == pytest.approx(494.7e12)
+    assert peak_flops("NVIDIA H200", BF16, tf32=True) == pytest.approx(989.4e12)
+    assert peak_flops("Tesla T4", FP32, tf32=True) == pytest.approx(8.1e12)
+    assert peak_flops("AMD Instinct MI300X", FP32, tf32=True) is None
 
 
 class Clock:
@@ -124,32 +135,35 @@ def test_a_pause_is_no_training_time():
     assert throughput.log(step=5, samples=40).step_seconds == pytest.approx(3.0)
 
 
+def test_pause_does_not_wait_for_the_gpu_after_an_error(monkeypatch):
+    gpus = FakeGpus().replace_torchs(monkeypatch)
+    throughput = make(Clock(), device=torch.device("cuda", 0))
+    with throughput.pause():
+        assert gpus.num_waits == 1
+    assert gpus.num_waits == 2
+    with pytest.raises(OSError, match="disk"), throughput.pause():
+        raise OSError("disk")
+    assert gpus.num_waits == 3  # before the body only
+
+
 def test_what_is_not_known_is_none():
     clock = Clock()
     throughput = make(clock)
     clock.now += 1.0
     rates = throughput.log(step=1, samples=8)
     assert (rates.tokens_per_second, rates.tflops, rates.mfu) == (None, None, None)
+    assert (rates.reserved_memory_bytes, rates.allocator_retries) == (None, None)  # on a CPU
 
 
 def test_mfu_is_the_share_of_the_devices_peak(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
+    FakeGpus(name="NVIDIA H200", peak=123, reserved=150, num_retries=2).replace_torchs(monkeypatch)
     clock = Clock()
     throughput = make(clock, device=torch.device("cuda", 0), world_size=1, flops_per_sample=98.94e12)
     clock.now += 1.0
     rates = throughput.log(step=1, samples=4)
     assert rates.mfu == pytest.approx(0.4)
     assert rates.tflops == pytest.approx(395.76)
-    assert rates.peak_memory_bytes == 123
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says it elsewhere too")
-def test_the_memory_of_a_process_is_in_bytes():
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
-    _, kibibytes, unit = line.split()
-    assert unit == "kB"
-    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(int(kibibytes) * 1024, rel=0.01)
+    assert (rates.peak_memory_bytes, rates.reserved_memory_bytes, rates.allocator_retries) == (123, 150, 2)
 
 
 @pytest.mark.gpu

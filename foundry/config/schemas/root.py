@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from foundry.config.schemas.checkpoint import Checkpoint
+from foundry.config.schemas.device import Device
 from foundry.config.schemas.distributed import Distributed
 from foundry.config.schemas.environment import NoEnvironment
 from foundry.config.schemas.evaluation import Evaluation
@@ -29,6 +30,7 @@ class Config:
     optimizer: Any = group(MISSING, given=("model", "lr"), offered=("precision",))
     scheduler: Any = group(MISSING, OnResume.schedule, given=("max_lr", "budget"))
     precision: Precision = group(Precision)
+    device: Device = group(Device, OnResume.same)
     distributed: Distributed = group(Distributed, OnResume.same)
     model: Any = group(MISSING, given=())
     peft: Peft = group(Peft)

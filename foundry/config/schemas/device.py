@@ -1,0 +1,23 @@
+"""`device=`: on which kind of device a run or another command computes."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from foundry.config.setting import setting
+
+KIND_DOC = "auto: GPUs if there are any, and an error if torch cannot use them; cuda: GPUs; cpu: the CPU, GPUs or not"
+
+
+class DeviceKind(Enum):
+    """The kind of device."""
+
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """On which kind of device a run computes."""
+
+    kind: DeviceKind = setting(DeviceKind.auto, KIND_DOC, aliases="accelerator, use_cpu, no_cuda, device_type")

@@ -1,0 +1,230 @@
+"""The devices of this machine: the only module that asks torch.cuda for names, memory, generators and streams.
+
+A function with a `device` answers for the CPU as well, so that callers need no case of their own.
+"""
+
+import os
+import re
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foundry.config.environment import gpu_files, visible_gpus
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.device import DeviceKind
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of one setting, the newest first."""
+
+
+def count_cuda() -> int:
+    """Return the number of GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
+def select_cuda(device: torch.device) -> None:
+    """Make a GPU the one that "cuda" without an index means in this process."""
+    torch.cuda.set_device(device)
+
+
+def choose_device(kind: DeviceKind = DeviceKind.auto) -> torch.device:
+    """Return the device of a process, "cuda" without an index for its GPU.
+
+    GPUs that CUDA_VISIBLE_DEVICES hides do not exist.
+
+    Raises:
+        ConfigError: the machine has a GPU that torch cannot use, or none where one is wanted.
+    """
+    if kind is DeviceKind.cpu:
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        _set_default_variables()
+        return torch.device("cuda")
+    if visible_gpus() and (files := gpu_files()):
+        message = f"is {kind.value} and this machine has a GPU ({files[0]}), but {_explain_unusable_gpu()}"
+        raise ConfigError(Violation("device", f"{message}; or set device=cpu"))
+    if kind is DeviceKind.cuda:
+        raise ConfigError(Violation("device", "is cuda but there is no GPU; set device=cpu, or device=auto"))
+    return torch.device("cpu")
+
+
+def _set_default_variables() -> None:
+    """Set variables that torch reads when it first allocates on a GPU and first multiplies there, unless the user has.
+
+    Segments of the allocator that grow fit batches of varying size. Deterministic products need a fixed workspace of
+    cuBLAS, and a process keeps the workspace of its first run: so every run has this one, of 8 x 4,096 KiB.
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
+    https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
+    """
+    if torch.version.cuda is not None and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _explain_unusable_gpu() -> str:
+    """Why torch cannot use a GPU that is there, and how to mend it."""
+    if torch.version.cuda is None:
+        other = "install another wheel: https://pytorch.org/get-started/locally"
+        return f"torch {torch.__version__} is built without CUDA; {other}"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "torch.cuda.is_available() is false"
+    except (RuntimeError, AssertionError) as error:  # torch gives the reason in the first sentence, then general advice
+        reason = re.split(r"\. |\n", str(error), maxsplit=1)[0].rstrip(".")
+    remedy = f"update the NVIDIA driver, or install a torch for an older CUDA than {torch.version.cuda}"
+    return f"torch {torch.__version__} cannot use it: {reason}; {remedy}"
+
+
+def describe_devices(device: torch.device, world_size: int) -> str:
+    """Return the devices of a run for people: "NVIDIA H100 80GB HBM3 x 8", or "cpu, 2 threads".
+
+    Args:
+        device: of this rank; those of the others are taken to be alike.
+        world_size: ranks.
+    """
+    name = device_name(device) + (f" x {world_size}" if world_size > 1 else "")
+    if device.type == "cuda":
+        return name
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'' if threads == 1 else 's'}{' each' if world_size > 1 else ''}"
+
+
+def device_name(device: torch.device) -> str:
+    """Return the vendor's name of a GPU, such as "NVIDIA H100 80GB HBM3", or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Return whether a device multiplies bf16 matrices without emulation."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all that was queued; a CPU queues nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def finish_copies(device: torch.device) -> None:
+    """Wait until a GPU has done the copies to pinned memory that the current stream has."""
+    torch.cuda.current_stream(device).synchronize()
+
+
+def cuda_rng_state(device: torch.device) -> Tensor:
+    """Return the state of a GPU's generator, (bytes,) uint8 in host memory."""
+    return torch.cuda.get_rng_state(device)
+
+
+def set_cuda_rng_state(state: Tensor, device: torch.device) -> None:
+    """Continue a GPU's generator from `cuda_rng_state`."""
+    torch.cuda.set_rng_state(state, device)
+
+
+@dataclass(frozen=True)
+class CudaMemory:
+    """Bytes of a GPU's memory.
+
+    Attributes:
+        allocated: in tensors of this process.
+        reserved: taken from the device by torch, its cache included.
+        capacity: of the device.
+    """
+
+    allocated: int
+    reserved: int
+    capacity: int
+
+
+def cuda_memory(device: torch.device) -> CudaMemory:
+    """Return the memory of a GPU as torch's allocator counts it for this process."""
+    stats = torch.cuda.memory_stats(device)
+    return CudaMemory(
+        allocated=stats["allocated_bytes.all.current"],
+        reserved=stats["reserved_bytes.all.current"],
+        capacity=torch.cuda.mem_get_info(device)[1],
+    )
+
+
+def reset_memory_statistics(device: torch.device) -> None:
+    """Count the peaks of memory on a selected GPU and the retries of its allocator anew."""
+    torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.reset_accumulated_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory in tensors on a GPU since `reset_memory_statistics`; on a CPU, the largest resident set.
+
+    The resident set is counted in bytes on macOS and in KiB elsewhere.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else resident * 1024
+
+
+def reserved_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory that torch has taken from a GPU, its cache included, since `reset_memory_statistics`.
+
+    None on a CPU.
+    """
+    return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
+
+
+def allocator_retries(device: torch.device) -> int | None:
+    """Return how often a GPU's memory was full until torch gave its cache back, since `reset_memory_statistics`.
+
+    None on a CPU.
+    """
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else None
+
+
+def resident_bytes() -> int:
+    """Return the memory of the host that this process holds; where the system does not say, the most it has held."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_memory_bytes(torch.device("cpu"))
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_memory(device: torch.device, local_world_size: int = 1) -> int:
+    """Return the bytes of a GPU that nobody holds; on a CPU this rank's share of the host's memory, free or not.
+
+    Memory that torch caches from tensors of this process counts as free; that of other processes does not.
+
+    Args:
+        device: of this rank.
+        local_world_size: ranks on this node, which share the host's memory.
+    """
+    if device.type != "cuda":
+        return host_capacity() // local_world_size
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def host_capacity() -> int:
+    """Return the bytes that this process may have: the least of machine, container and address space."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(address_space)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        path = Path("/sys/fs/cgroup") / name
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def record_memory_history() -> None:
+    """Have torch record each allocation on GPUs from now on."""
+    torch.cuda.memory._record_memory_history()
+
+
+def dump_memory_history(file: Path) -> None:
+    """Write the recorded allocations to a file for https://pytorch.org/memory_viz, and stop recording."""
+    torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+    torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,89 @@
+"""The least time of a rehearsed step: no device computes or communicates faster than its data sheet says."""
+
+from dataclasses import dataclass
+
+from foundry.rehearsal.rehearsed import Collective, Rehearsed
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastTime:
+    """Lower bounds of the duration of a step; all three at once at best, so that the largest is the least time.
+
+    Attributes:
+        flops: floating-point operations of this rank.
+        peak_flops: of the device in one second; None if unknown.
+        link_bytes: that enter this rank from ranks of its node.
+        link_bandwidth: bytes per second into a GPU from its node.
+        network_bytes: that enter this rank from other nodes.
+        network_bandwidth: bytes per second into a GPU from other nodes.
+    """
+
+    flops: int
+    peak_flops: float | None
+    link_bytes: float
+    link_bandwidth: float
+    network_bytes: float
+    network_bandwidth: float
+
+    @property
+    def seconds_by_limit(self) -> dict[str, float]:
+        """Seconds of arithmetic, if its peak is known, of links and of the network."""
+        arithmetic = {} if self.peak_flops is None else {"arithmetic": self.flops / self.peak_flops}
+        return arithmetic | {
+            "link": self.link_bytes / self.link_bandwidth,
+            "network": self.network_bytes / self.network_bandwidth,
+        }
+
+    @property
+    def limit(self) -> str:
+        """Which of them is the largest."""
+        seconds = self.seconds_by_limit
+        return max(seconds, key=seconds.__getitem__)
+
+    @property
+    def seconds(self) -> float:
+        """The least time of a step."""
+        return self.seconds_by_limit[self.limit]
+
+
+def least_time(
+    record: Rehearsed, *, peak_flops: float | None, link_bandwidth: float, network_bandwidth: float
+) -> LeastTime:
+    """Return the lower bounds of the last rehearsed step.
+
+    Args:
+        record: of the rehearsal.
+        peak_flops: of the device per second; None if unknown.
+        link_bandwidth: bytes per second between GPUs of a node, in one direction.
+        network_bandwidth: bytes per second between nodes for each GPU, in one direction.
+    """
+    collectives = [each for each in record.collectives if each.phase == record.step and each.device == "cuda"]
+    return LeastTime(
+        flops=record.flops.get(record.step, 0),
+        peak_flops=peak_flops,
+        link_bytes=sum(_link_bytes(each) for each in collectives),
+        link_bandwidth=link_bandwidth,
+        network_bytes=sum(_network_bytes(each) for each in collectives),
+        network_bandwidth=network_bandwidth,
+    )
+
+
+def _link_bytes(each: Collective) -> float:
+    """Bytes that a rank receives from ranks of its node, including bytes of other nodes that these pass on.
+
+    An all-to-all passes nothing on: bytes from other nodes come directly through the network.
+    """
+    per_node = each.group_size / each.num_nodes
+    passed = each.bytes * _PASSES.get(each.kind, 1) * (1 - 1 / per_node)
+    return passed / each.num_nodes if each.kind == "all_to_all" else passed
+
+
+def _network_bytes(each: Collective) -> float:
+    """Bytes that a node receives from other nodes, divided by the number of its ranks in the group."""
+    per_node = each.group_size / each.num_nodes
+    entering = each.bytes * _PASSES.get(each.kind, 1) * (1 - 1 / each.num_nodes)
+    return entering if each.kind == "all_to_all" else entering / per_node
+
+
+_PASSES = {"all_reduce": 2}
+"""Passes over the bytes: an all-reduce is a reduce-scatter and an all-gather. Switches that sum need fewer."""

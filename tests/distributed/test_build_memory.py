@@ -1,0 +1,132 @@
+"""Building a sharded model takes the memory of the rank's shards and of two whole units at most."""
+
+import gc
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.composition import configure
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foundry.models.fsdp_block import find_blocks
+from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.process_group import World, arrange
+from foundry.parallel.wrap import parallelize, place_frozen
+from foundry.parts import start_model
+from foundry.training.sharded import local_part
+
+pytestmark = pytest.mark.distributed
+
+RANKS = 64
+# Blocks of 263,000 parameters, with embeddings and a head that are small beside one.
+MODEL = [
+    "model.hidden_size=128",
+    "model.intermediate_size=512",
+    "model.num_layers=8",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.vocab_size=260",
+    "data.vocab_size=260",
+    "data.seq_len=16",
+    "hparams.global_batch_size=512",
+    "hparams.per_gpu_batch_size=1",
+    f"distributed.nproc_per_node={RANKS}",
+]
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes of tensors with memory that operations have made and that are alive at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._alive = 0, {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        output = operator(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and type(tensor) is torch.Tensor and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        self.peak = max(self.peak, self.bytes)
+        return output
+
+    @property
+    def bytes(self):
+        return sum(size for reference, size in self._alive.values() if not reference.expired())
+
+
+@contextmanager
+def one_of_many_ranks():
+    """Rank 0 of a process group whose other ranks exist in no process; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    gc.disable()  # a whole parameter that waits for the garbage collector still takes memory
+    try:
+        yield World(0, 0, RANKS, 8, torch.device("cpu"))
+    finally:
+        gc.enable()
+        dist.destroy_process_group()
+
+
+def build(overrides, *, frozen=False, options=None):
+    """Bytes of one block, of this rank's shards in the end, and the peak while they are made."""
+    config = configure(*MODEL, *overrides)
+    policy = PrecisionPolicy(config.precision.mode)
+    with one_of_many_ranks() as world:
+        world = arrange(world, config.distributed)
+        initial = start_model(config)
+        model = policy.prepare(initial.model)
+        block = max(sum(p.nbytes for p in each.parameters()) for each in find_blocks(model))
+        with PeakMemory() as memory:
+            if frozen:
+                built = place_frozen(model, policy, world, fill=initial.fill)
+            else:
+                both = {"grad_checkpointing": False, "torchcompile": False} | (options or {})
+                built = parallelize(model, policy, world, fill=initial.fill, **both).model
+        parts = [local_part(parameter) for parameter in built.parameters()]
+        assert not any(part.is_meta for part in parts)
+        return block, sum(part.nbytes for part in parts), memory.peak
+
+
+@pytest.mark.parametrize(
+    ("overrides", "frozen", "options"),
+    [
+        pytest.param(["distributed=fsdp"], False, None, id="fsdp"),
+        pytest.param(["distributed=fsdp", "precision=pure_bf16"], False, None, id="bf16", marks=pytest.mark.long),
+        pytest.param(["distributed=fsdp"], True, None, id="frozen"),
+        pytest.param(["distributed=fsdp", "distributed.cpu_offload=true"], False, None, id="offload"),
+        pytest.param(["distributed=hsdp", "distributed.num_replicas=2"], False, None, id="hsdp"),
+        pytest.param(["distributed=fsdp", "distributed.tensor_parallel=2"], False, None, id="divided"),
+        pytest.param(
+            ["distributed=fsdp", "distributed.tensor_parallel=2"],
+            True,
+            None,
+            id="divided, frozen",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(["distributed=ddp", "distributed.shard_optimizer=true"], False, None, id="sharded optimizer"),
+        pytest.param(["distributed=fsdp"], False, {"grad_checkpointing": True, "torchcompile": True}, id="compiled"),
+    ],
+)
+def test_two_units_at_most_are_whole_at_a_time(overrides, frozen, options):
+    block, shards, peak = build(overrides, frozen=frozen, options=options)
+    assert shards < 0.6 * block
+    assert block < peak < shards + 2.2 * block
+
+
+def test_frames_that_an_import_of_torch_keeps_hold_no_parameters(monkeypatch):
+    """`torch.fx.wrap` keeps the frames below the first collective until the next full garbage collection."""
+    frames, all_reduce = [], dist.all_reduce
+
+    def keeps_frames(*args, **kwargs):
+        frames.append(sys._getframe())
+        return all_reduce(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", keeps_frames)
+    block, shards, peak = build(["distributed=fsdp"])
+    assert frames
+    assert peak < shards + 2.2 * block

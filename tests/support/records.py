@@ -1,0 +1,39 @@
+"""Records of rehearsals that nobody made, for what is computed from them and shown of them."""
+
+from foundry.rehearsal.rehearsed import Collective, Peak, Rehearsed
+
+MIB = 2**20
+
+
+def collective(**changes):
+    """Ten all-gathers of a step among eight ranks of a node, with the changes."""
+    usual = {"phase": "step 2", "kind": "all_gather", "device": "cuda", "group_size": 8, "num_nodes": 1, "count": 10}
+    return Collective(**{**usual, "bytes": 80 * MIB, **changes})
+
+
+def record(**changes):
+    """A record of two steps on eight ranks, with the changes."""
+    weights = {"weights": MIB}
+    usual = {
+        "world_size": 8,
+        "ranks_per_node": 8,
+        "device": "NVIDIA H100 80GB HBM3",
+        "capacity_bytes": 80 * 2**30,
+        "steps": 2,
+        "last_step": 2,
+        "result": {"status": "finished", "step": 2},
+        "plan": None,
+        "peaks": [
+            Peak(phase="starting", bytes=MIB, parts={"held": MIB}),
+            Peak(phase="step 2", bytes=5 * MIB, parts={**weights, "activations": 4 * MIB}),
+            Peak(phase="step 2, optimizer", bytes=3 * MIB, parts={**weights, "optimizer": 2 * MIB}),
+        ],
+        "live": Peak(phase="step 2", bytes=3 * MIB, parts={**weights, "optimizer": 2 * MIB}),
+        "host_waits": [],
+        "collectives": [],
+        "attention": [],
+        "flops": {"step 2": 10**12},
+        "largest": [],
+        "notes": [],
+    }
+    return Rehearsed(**{**usual, **changes})
