@@ -30,7 +30,16 @@ from foundry.tracking.plot_style import BLUE, ORANGE, count_steps, head, panels,
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SPEED = ("tokens_per_second", "samples_per_second", "step_seconds", "tflops", "mfu", "peak_memory_bytes")
+_SPEED = (
+    "tokens_per_second",
+    "samples_per_second",
+    "step_seconds",
+    "tflops",
+    "mfu",
+    "peak_memory_bytes",
+    "reserved_memory_bytes",
+    "allocator_retries",
+)
 """Of a logged step: they differ between two runs that are the same."""
 _CHOSEN = ("lr", "weight_decay", "epoch", "global_batch_size", "samples", "tokens")
 """Of a logged step: they follow from the settings, and say nothing of what came of them."""

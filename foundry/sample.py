@@ -91,9 +91,8 @@ def sample(options: SampleOptions) -> Path:
     if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
         message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
         raise ConfigError(Violation("which", message))
-    tf32 = restored.config.precision.tf32
     with (
-        fp32_arithmetic(tf32=tf32),
+        fp32_arithmetic(tf32=restored.config.precision.tf32),
         explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"),
     ):
         drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)

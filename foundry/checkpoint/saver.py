@@ -139,7 +139,9 @@ class Checkpointer:
             versions={"foundry": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
             **manifest,
         )
-        job = _Save(about, self._copies.take(chunks) if in_background else chunks, rank_state, is_best, begin)
+        if self._thread is not None:  # one that is waited for, too: tensor by tensor a GPU takes longer
+            chunks = self._copies.take(chunks, from_host=in_background)
+        job = _Save(about, chunks, rank_state, is_best, begin)
         if self._thread is not None and in_background:
             self._pending = self._thread.submit(self._run, job)
         else:

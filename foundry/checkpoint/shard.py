@@ -151,19 +151,24 @@ class HostCopies:
         """Host memory held."""
         return sum(map(_num_bytes, self._buffers.values()))
 
-    def take(self, chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
+    def take(self, chunks: Mapping[str, Chunk], *, from_host: bool = True) -> dict[str, Chunk]:
         """Copy the chunks; the copies are valid until the next call, and what was copied may change.
 
         From a GPU all copies are queued to pinned memory, and waited for once.
+
+        Args:
+            chunks: on any device.
+            from_host: copy those in host memory too; else the result has them as they are.
         """
+        copied = {name: chunk for name, chunk in chunks.items() if from_host or chunk.local.is_cuda}
         copies: dict[str, Chunk] = {}
-        for name, chunk in chunks.items():
+        for name, chunk in copied.items():
             copies[name] = Chunk(self._buffer(name, chunk.local), chunk.offsets)
             copies[name].local.copy_(chunk.local, non_blocking=True)
         self._buffers = {name: chunk.local for name, chunk in copies.items()}
-        for device in {chunk.local.device for chunk in chunks.values() if chunk.local.is_cuda}:
+        for device in {chunk.local.device for chunk in copied.values() if chunk.local.is_cuda}:
             finish_copies(device)
-        return copies
+        return {**chunks, **copies}
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         kept = self._buffers.get(name)

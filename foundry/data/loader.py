@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 from foundry import stop_signals
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.order import GlobalOrder
-from foundry.data.packing import Pack, deal, first_fit_decreasing
+from foundry.data.packing import Pack, deal, find_bounds, first_fit_decreasing
 from foundry.data.splits import BatchedDataset, Dataset, PackedDataset, PositionedDataset
 from foundry.training.protocols import Microbatch, Window
 from foundry.training.state_values import read_count
@@ -121,7 +121,8 @@ class _PositionedReader:
             return {**batch, "position": torch.arange(cut.start, cut.stop)}
         packs = [[int(self.order.indices(range(p, p + 1))[0]) for p in pack] for pack in cut]
         batch = cast(PackedDataset, self.dataset).packed(packs)
-        return {**batch, "position": torch.tensor([p for pack in cut for p in pack], dtype=torch.int64)}
+        positions = torch.tensor([p for pack in cut for p in pack], dtype=torch.int64)
+        return {**batch, **find_bounds(batch["documents"]), "position": positions}
 
 
 class Loader:

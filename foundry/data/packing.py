@@ -3,7 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+_KERNEL_TILE = 128
+"""Tokens per thread block of FlashAttention, at most."""
 
 Pack = list[int]
 """Samples that share a row, or as many rows as each has parts, in their order there."""
@@ -54,6 +59,32 @@ def place_parts(lengths: Sequence[Sequence[int]], num_rows: int) -> list[list[tu
             rows[row].append((sample, part))
             filled[row] += parts[part]
     return rows
+
+
+def find_bounds(documents: Tensor) -> dict[str, Tensor]:
+    """Return the bounds of the documents of packed rows, in host memory, for attention without a mask.
+
+    Args:
+        documents: (..., seq) int64, the number of each token's document, -1 for padding. A run of padding counts as a
+            document.
+
+    Returns:
+        document_starts: (entries,) int32, the first token of each document of the flattened rows, then the number of
+            all tokens. Their number is one more than a power of two, filled up with documents of no tokens at the end:
+            microbatches of many sizes have few shapes.
+        longest_document: () int64, tokens of the longest document, rounded up to a whole number of a kernel's tiles.
+    """
+    rows = documents.flatten(0, -2).numpy()
+    is_first = np.ones(rows.shape, dtype=bool)
+    is_first[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    starts = np.flatnonzero(is_first)
+    longest = int(np.diff(starts, append=rows.size).max())
+    filled = np.full(2 ** (len(starts) - 1).bit_length() + 1, rows.size, dtype=np.int32)
+    filled[: len(starts)] = starts
+    return {
+        "document_starts": torch.from_numpy(filled),
+        "longest_document": torch.tensor(-(-longest // _KERNEL_TILE) * _KERNEL_TILE),
+    }
 
 
 def deal(packs: Sequence[Pack], *, per_gpu_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[Pack]]:

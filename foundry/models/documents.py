@@ -6,19 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foundry.models.varlen import DocumentBounds, has_kernel
+
 
 class Documents:
     """Which tokens of packed rows belong together; each document has positions of its own.
 
     Args:
         documents: (batch, seq) int64, the number of each token's document in the microbatch; -1 for padding.
+        bounds: of the same documents, runs of padding among them; None: a GPU attends with a mask.
 
     Attributes:
         positions: (batch, seq) int64, of each token in its document.
     """
 
-    def __init__(self, documents: Tensor) -> None:
-        self._documents = documents
+    def __init__(self, documents: Tensor, bounds: DocumentBounds | None = None) -> None:
+        self._documents, self._bounds = documents, bounds
         columns = torch.arange(documents.shape[1], device=documents.device)
         is_first = torch.ones_like(documents, dtype=torch.bool)
         is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -33,8 +36,11 @@ class Documents:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> Tensor:
         """Causal attention within each document; (batch, heads, seq, head_dim) each.
 
-        On a CPU one document after the other: in a row of 16 documents that takes a ninth of the time of a mask.
+        With bounds a kernel that knows them, on GPUs and for types that have it. On a CPU one document after the other:
+        in a row of 16 documents that takes a ninth of the time of a mask.
         """
+        if self._bounds is not None and has_kernel(query.device, query.dtype, query.shape[-1]):
+            return self._bounds.attend(query, key, value)
         if query.device.type != "cpu":
             return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask, enable_gqa=grouped)
         rows = []

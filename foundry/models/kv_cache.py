@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from foundry.models.varlen import DocumentBounds, has_kernel
+
 
 class Cache(ABC):
     """How far the sequences of a batch have been read; a model's own kind of cache holds what it keeps of them.
@@ -70,6 +72,19 @@ class KVCache(Cache):
             return causal[None, None]
         is_token = columns >= self.padding[:, None, None]
         return ((causal & is_token) | (columns == rows)).unsqueeze(1)
+
+    def bounds(self, seq_len: int, device: torch.device, dtype: torch.dtype, head_dim: int) -> DocumentBounds | None:
+        """Where sequences of different lengths begin, if the next columns are the first and a kernel can attend so.
+
+        Args:
+            seq_len: columns to read.
+            device: of the queries.
+            dtype: of the queries.
+            head_dim: of the queries.
+        """
+        if self.padding is None or self.filled > 0 or not has_kernel(device, dtype, head_dim):
+            return None
+        return DocumentBounds.of_padded(self.padding, seq_len)
 
     def _keep(self, rows: Tensor) -> None:
         for layer in self.layers:

@@ -18,6 +18,7 @@ from foundry.models.kv_cache import KVCache, LayerCache
 from foundry.models.tensor_parallel import Split
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss
+from foundry.models.varlen import DocumentBounds
 from foundry.training.sharded import local_part
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
@@ -85,7 +86,7 @@ class Attention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
@@ -95,13 +96,16 @@ class Attention(nn.Module):
             query: (batch, heads, queries, head_dim).
             key: (batch, kv heads, keys, head_dim), as is `value`.
             value: see there.
-            mask: (batch or 1, 1, queries, keys) bool, which attends to which; None: each to those up to its own, or all
-                where they are fewer than keys.
+            mask: (batch or 1, 1, queries, keys) bool, which attends to which; or bounds, if there are as many keys as
+                queries and each attends within a document; None: each to those up to its own, or all where they are
+                fewer than keys.
             draws: of the dropout of attention weights; None: none are dropped.
             documents: of packed rows.
         """
         is_causal = mask is None and query.shape[2] == key.shape[2]  # else the one query attends to all keys
-        if draws is not None and self.dropout > 0:
+        if isinstance(mask, DocumentBounds):
+            attended = mask.attend(query, key, value)
+        elif draws is not None and self.dropout > 0:
             attended = attend_with_dropout(
                 query, key, value, mask if documents is None else documents.mask, self.dropout, draws
             )
@@ -156,7 +160,7 @@ class TransformerBlock(FSDPBlock):
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
@@ -194,7 +198,11 @@ class Decoder(nn.Module):
         """Hidden states (batch, seq, hidden_size) of tokens: (batch, seq) int64; cos, sin: (..., seq, head_dim)."""
         x = to_compute_dtype(self.embed_tokens(tokens))
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        mask = None if cache is None else cache.mask(tokens.shape[1], tokens.device)
+        mask: Tensor | DocumentBounds | None = None
+        if cache is not None:
+            seq_len = tokens.shape[1]
+            bounds = cache.bounds(seq_len, x.device, x.dtype, head_dim=cos.shape[-1])
+            mask = cache.mask(seq_len, x.device) if bounds is None else bounds
         for index, layer in enumerate(self.layers):
             if cache is not None:
                 x = layer(x, cos, sin, cache.layers[index], mask)
@@ -285,6 +293,7 @@ class Transformer(nn.Module):
         token_loss: TokenLoss | None = None,
         dropout_keys: Tensor | None = None,
         documents: Tensor | None = None,
+        document_bounds: DocumentBounds | None = None,
     ) -> TokenLogProbs:
         """Log-probabilities of the targets.
 
@@ -300,6 +309,7 @@ class Transformer(nn.Module):
             dropout_keys: (samples,) int64, of each sample, for training with dropout.
             documents: (batch, seq) int64, the sample of each token where rows hold several, -1 for padding; None: row
                 i is sample i.
+            document_bounds: of the same documents, for attention without a mask on GPUs.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len.
@@ -310,7 +320,7 @@ class Transformer(nn.Module):
         head_dim = self.model.embed_tokens.embedding_dim // self.num_heads
         cos, sin = rotary_table(seq_len, head_dim, self.rope_theta, tokens.device)
         if cache is None:
-            packed = None if documents is None else Documents(documents)
+            packed = None if documents is None else Documents(documents, document_bounds)
             if packed is not None:
                 cos, sin = cos[packed.positions].unsqueeze(1), sin[packed.positions].unsqueeze(1)
             draws = None

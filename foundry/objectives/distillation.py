@@ -21,6 +21,7 @@ from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.divergence import TeacherLogProbs, divergence_from, keep_teacher
 from foundry.objectives.next_token import valid_targets
 from foundry.objectives.rollout import Prepared, Rollout, RolloutSettings
+from foundry.objectives.unpacking import document_keywords
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
 _TEACHER = "teacher"
@@ -113,9 +114,10 @@ class Distillation:
             ConfigError: the teacher has another vocabulary.
         """
         tokens, targets = microbatch["tokens"], valid_targets(microbatch)
-        packed = {name: microbatch[name] for name in ("documents",) if name in microbatch}
+        packed = document_keywords(self._teacher, microbatch)
         with torch.no_grad():
             kept = self._teacher(tokens, targets, read=self._read_teacher, **packed).read
+        packed = document_keywords(model, microbatch)
         output = model(tokens, targets, read=self._read_student, per_token=tuple(kept.values()), **packed)
         cross_entropy = -output.log_prob.sum()
         divergence = output.read["divergence"].sum()

@@ -13,7 +13,7 @@ from foundry.config.schemas.objective import DPO as Settings
 from foundry.config.schemas.objective import PreferenceLoss, Reference
 from foundry.models.lora import adapters_off
 from foundry.models.token_log_probs import IGNORED_TARGET
-from foundry.objectives.unpacking import unpack
+from foundry.objectives.unpacking import document_keywords, unpack
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
 _REFERENCE = "reference"
@@ -131,8 +131,8 @@ def _num_tokens(microbatch: Microbatch) -> Tensor:
 
 def _response_log_probs(model: nn.Module, microbatch: Microbatch) -> Tensor:
     """(pairs, 2) float64, the log-probabilities of responses; a float32 sum of many would lose a small margin."""
-    rows = {name: microbatch[name].flatten(0, -2) for name in ("tokens", "targets", "documents") if name in microbatch}
-    log_prob: Tensor = model(rows.pop("tokens"), rows.pop("targets"), **rows).log_prob
+    tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
+    log_prob: Tensor = model(tokens, targets, **document_keywords(model, microbatch)).log_prob
     return unpack(log_prob, microbatch, parts=2).double().sum(-1).view(-1, 2)
 
 

@@ -21,7 +21,7 @@ from foundry.objectives.policy_gradient import (
     sampling_mismatch,
 )
 from foundry.objectives.rollout import Prepared, Rollout, RolloutSettings
-from foundry.objectives.unpacking import unpack
+from foundry.objectives.unpacking import document_keywords, unpack
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
 _REFERENCE = "reference"
@@ -222,9 +222,9 @@ class GRPO:
 
     def _log_probs(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
         """(completions, seq) float32: as the filters leave them, and without filters; None where there are none."""
-        asked: dict[str, Any] = {"read": self._read} if self._is_filtered else {}
-        if "documents" in microbatch:
-            asked["documents"] = microbatch["documents"]
+        asked = document_keywords(model, microbatch)
+        if self._is_filtered:
+            asked["read"] = self._read
         output = model(microbatch["tokens"], microbatch["targets"], **asked)
         log_prob = _by_completion(output.log_prob, microbatch)
         return (

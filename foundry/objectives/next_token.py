@@ -8,6 +8,7 @@ from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.models.token_loss import TokenLoss, ask_for_loss
 from foundry.objectives.picture_answers import PictureAnswers
 from foundry.objectives.text_samples import TextSamples, continue_text
+from foundry.objectives.unpacking import document_keywords
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
 
@@ -69,7 +70,8 @@ class NextToken:
 def predict_tokens(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     """A language model's logits, (tokens, vocab), and the targets, (tokens,) int64, where these are not ignored."""
     targets = valid_targets(microbatch)
-    beside = {name: microbatch[name] for name in ("documents", "images") if name in microbatch}
+    beside = document_keywords(model, microbatch)
+    beside |= {name: microbatch[name] for name in ("images",) if name in microbatch}
     logits: Tensor = model(microbatch["tokens"], return_logits=True, **beside).logits
     is_valid = targets != IGNORED_TARGET
     return logits[is_valid], targets[is_valid]

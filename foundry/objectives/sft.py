@@ -11,6 +11,7 @@ from foundry.objectives.keyed_random import keyed_integers
 from foundry.objectives.next_token import predict_tokens, valid_targets
 from foundry.objectives.picture_answers import PictureAnswers
 from foundry.objectives.text_samples import TextSamples, continue_text
+from foundry.objectives.unpacking import document_keywords
 from foundry.training.protocols import LossSum, Mean, Microbatch
 
 
@@ -71,8 +72,9 @@ class SFT:
         The accuracy is the share of valid tokens of which the model finds no other more likely.
         """
         targets = valid_targets(microbatch)
-        asked = self._dropout_keys(microbatch, targets)
-        asked |= {name: microbatch[name] for name in ("documents", "images") if name in microbatch}
+        asked: dict[str, Any] = self._dropout_keys(microbatch, targets)
+        asked |= document_keywords(model, microbatch)
+        asked |= {name: microbatch[name] for name in ("images",) if name in microbatch}
         is_valid = targets != IGNORED_TARGET
         weights = is_valid.float()
         if self.averages_samples:

@@ -1,9 +1,39 @@
-"""What is known of the tokens of packed rows, with each document in a row of its own."""
+"""Packed rows: keyword arguments for the model, and values of tokens by document."""
+
+import inspect
+from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from foundry.models.varlen import DocumentBounds
 from foundry.training.protocols import Microbatch
+
+
+def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any]:
+    """Return the keyword arguments with which a model separates the documents of packed rows.
+
+    They are empty if samples have rows of their own.
+
+    Args:
+        model: wrapped or not; `document_bounds` is among the keywords if its forward() takes them.
+        microbatch: its `documents` may have further dimensions before (rows, seq).
+    """
+    if "documents" not in microbatch:
+        return {}
+    keywords: dict[str, Any] = {"documents": microbatch["documents"].flatten(0, -2)}
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if "document_starts" in microbatch and _takes_bounds(type(inner)):
+        longest = int(microbatch["longest_document"])  # in host memory, so nothing waits for the device
+        keywords["document_bounds"] = DocumentBounds(microbatch["document_starts"], longest)
+    return keywords
+
+
+@cache
+def _takes_bounds(kind: Any) -> bool:
+    return "document_bounds" in inspect.signature(kind.forward).parameters
 
 
 def unpack(

@@ -11,7 +11,8 @@ which way a number is rounded, and weak directions are made of such roundings.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -19,10 +20,35 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from foundry.optim.eager import EagerOptimizer
-from foundry.optim.owners import Batch, divide, place
+from foundry.optim.owners import Batch, cut, divide, join, place
 from foundry.training.sharded import is_sharded, local_part
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_CHUNK_BYTES = 64 * 2**20
+"""Of the parts of matrices whose momentum or weights are updated together, unless one alone has more; an update holds
+up to four times as much."""
+_HOST_CHUNK_BYTES = 64 * 2**10
+"""The same on a CPU, where joining saves calls, and copies of more than its cache cost more than these."""
+
+_Member = tuple[Tensor, dict[str, Any]]
+"""A matrix and its group of parameters."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A batch of matrices.
+
+    Attributes:
+        numbers: of each of its matrices, the place among all.
+        batch: how they are exchanged.
+        advancing: places in the batch of the matrices whose momentum moves on together.
+        applying: places of those whose weights are updated together.
+    """
+
+    numbers: list[int]
+    batch: Batch
+    advancing: list[list[int]]
+    applying: list[list[int]]
 
 
 class Muon(EagerOptimizer):
@@ -62,7 +88,7 @@ class Muon(EagerOptimizer):
         super().__init__(params, {**defaults, "ns_steps": ns_steps, "ns_dtype": ns_dtype})
         self.found_inf: Tensor | None = None
         self._group = group
-        self._batches: tuple[list[int], list[tuple[list[int], Batch]]] = [], []
+        self._work: tuple[list[int], list[_Work]] = [], []
         for each in self.param_groups:
             assert all(p.ndim == 2 for p in each["params"]), "Muon is for matrices"
 
@@ -75,58 +101,97 @@ class Muon(EagerOptimizer):
         """Update every matrix that has a gradient."""
         assert closure is None, "the loss is evaluated once a step"
         moving = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        updates = [self._update(batch, [moving[n] for n in numbers]) for numbers, batch in self._divided(moving)]
+        updates = [self._update(work, [moving[n] for n in work.numbers]) for work in self._divided(moving)]
         # While one batch is orthogonalised, the next is gathered and the one before returns; alike on all ranks.
         for tick in range(len(updates) + 2):
             for update in reversed(updates[max(0, tick - 2) : tick + 1]):
                 next(update, None)
         return None
 
-    def _divided(self, moving: list[tuple[Tensor, dict[str, Any]]]) -> list[tuple[list[int], Batch]]:
-        """The matrices in batches, by number; computed anew only where others have gradients."""
+    def _divided(self, moving: list[_Member]) -> list[_Work]:
+        """The matrices in batches; computed anew only where others have gradients."""
         known = [id(matrix) for matrix, _ in moving]
-        if self._batches[0] != known:
+        if self._work[0] != known:
             kinds: dict[Any, list[int]] = {}
             placed = place([matrix for matrix, _ in moving], self._group)
             for number, (matrix, group) in enumerate(moving):
-                kinds.setdefault((placed[number].group, group["ns_dtype"], _device(matrix)), []).append(number)
-            batches = list[tuple[list[int], Batch]]()
-            for (_, dtype, device), numbers in kinds.items():
-                members = [placed[number] for number in numbers]
-                for chosen, batch in divide(members, [_cost(*each.shape) for each in members], dtype, device):
-                    batches.append(([numbers[index] for index in chosen], batch))
-            self._batches = known, batches
-        return self._batches[1]
+                devices = _device(matrix), local_part(matrix).device
+                kinds.setdefault((placed[number].group, group["ns_dtype"], *devices), []).append(number)
+            works = list[_Work]()
+            for (_, dtype, device, home), numbers in kinds.items():
+                those = [placed[number] for number in numbers]
+                for chosen, batch in divide(those, [_cost(*each.shape) for each in those], dtype, device, home):
+                    own = [numbers[index] for index in chosen]
+                    members = [moving[number] for number in own]
+                    works.append(
+                        _Work(
+                            own,
+                            batch,
+                            _chunks(members, lambda matrix, group: (id(group), matrix.dtype)),
+                            _chunks(members, lambda matrix, group: (id(group), matrix.dtype, max(matrix.shape))),
+                        )
+                    )
+            self._work = known, works
+        return self._work[1]
 
-    def _update(self, batch: Batch, members: list[tuple[Tensor, dict[str, Any]]]) -> Iterator[None]:
+    def _update(self, work: _Work, members: list[_Member]) -> Iterator[None]:
         """Update a batch of matrices, and pause while something of it is on its way."""
-        arriving = batch.gather([self._advance(matrix, group) for matrix, group in members])
+        batch = work.batch
+        arriving = batch.gather(self._advance(work, members))
         yield
         own = [group for (_, group), is_mine in zip(members, batch.is_mine, strict=True) if is_mine]
         wholes = zip(arriving(), own, strict=True)
         returning = batch.scatter([orthogonalise(whole, g["ns_steps"], g["ns_dtype"]) for whole, g in wholes])
         yield
-        for (matrix, group), direction in zip(members, returning(), strict=True):
-            self._apply(matrix, direction, group)
+        self._apply(work, members, returning())
 
-    def _advance(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
-        """Move the momentum on, and return this rank's part of what is to be orthogonalised."""
+    def _advance(self, work: _Work, members: list[_Member]) -> list[Tensor]:
+        """Move the momentum on, and return this rank's parts that owners orthogonalise, in the type of the iteration.
+
+        One kernel takes many matrices, laid one after another.
+        """
+        ahead: dict[int, Tensor] = {}
+        for numbers in work.advancing:
+            matrices, group = [members[number][0] for number in numbers], members[numbers[0]][1]
+            velocities = [local_part(self._momentum(matrix)) for matrix in matrices]
+            grad = join([local_part(matrix.grad) for matrix in matrices if matrix.grad is not None])
+            velocity = join(velocities)
+            moved = velocity.lerp(grad, 1 - group["momentum"])
+            self._store(velocities, velocity, moved)
+            direction = grad.lerp(moved, group["momentum"]) if group["nesterov"] else moved
+            parts = cut(direction.to(group["ns_dtype"]), [part.shape for part in velocities])
+            ahead.update(zip(numbers, parts, strict=True))
+        return [ahead[number] for number, is_given in enumerate(work.batch.is_given) if is_given]
+
+    def _apply(self, work: _Work, members: list[_Member], directions: Sequence[Tensor]) -> None:
+        """Decay the weights and add the orthogonalised updates.
+
+        Args:
+            work: the batch.
+            members: its matrices and their groups.
+            directions: this rank's part of each update.
+        """
+        for numbers in work.applying:
+            matrix, group = members[numbers[0]]
+            weights = [local_part(members[number][0]) for number in numbers]
+            weight, rate = join(weights), group["lr"] * 0.2 * math.sqrt(max(matrix.shape))
+            # Of bf16 weights too: `add_` rounds bf16 otherwise at the end of a tensor, and a shard ends elsewhere.
+            updated = weight.float() * (1 - group["lr"] * group["weight_decay"])
+            updated.add_(join([directions[number] for number in numbers]), alpha=-rate)
+            self._store(weights, weight, updated)
+
+    def _store(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
+        """Give tensors their new numbers, or the old ones if the update is left out; old, new: (elements,), joined."""
+        kept = new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
+        torch._foreach_copy_(targets, cut(kept, [target.shape for target in targets]))
+
+    def _momentum(self, matrix: Tensor) -> Tensor:
+        """The velocity of a matrix, at first zeros."""
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
-        assert matrix.grad is not None
-        grad, velocity = local_part(matrix.grad), local_part(state["momentum_buffer"])
-        moved = velocity.lerp(grad, 1 - group["momentum"])
-        ahead = grad.lerp(moved, group["momentum"]) if group["nesterov"] else moved
-        velocity.copy_(moved if self.found_inf is None else torch.where(self.found_inf > 0, velocity, moved))
-        return ahead
-
-    def _apply(self, matrix: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-        weight, rate = local_part(matrix), group["lr"] * 0.2 * math.sqrt(max(matrix.shape))
-        # Of bf16 weights too: `add_` rounds bf16 otherwise at the end of a tensor, and a shard ends elsewhere.
-        updated = weight.float() * (1 - group["lr"] * group["weight_decay"])
-        updated.add_(direction.to(weight.device), alpha=-rate)
-        weight.copy_(updated if self.found_inf is None else torch.where(self.found_inf > 0, weight, updated))
+        velocity: Tensor = state["momentum_buffer"]
+        return velocity
 
 
 def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
@@ -151,6 +216,25 @@ def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
+
+
+def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Hashable]) -> list[list[int]]:
+    """Places of the matrices of each kind, as many together as the limit of bytes allows."""
+    kinds: dict[Hashable, list[int]] = {}
+    for number, member in enumerate(members):
+        kinds.setdefault(kind(*member), []).append(number)
+    chunks = list[list[int]]()
+    for numbers in kinds.values():
+        held = 0
+        for number in numbers:
+            part = local_part(members[number][0])
+            size = part.numel() * part.element_size()
+            held += size
+            if held == size or held > (_HOST_CHUNK_BYTES if part.device.type == "cpu" else _CHUNK_BYTES):
+                chunks.append([])
+                held = size
+            chunks[-1].append(number)
+    return chunks
 
 
 def _device(matrix: Tensor) -> torch.device:

@@ -139,13 +139,24 @@ class Batch:
         owners: of each, a rank of the group; in ascending order.
         dtype: in which they travel.
         device: on which they are exchanged.
+        home: on which this rank's parts lie: `device`, or the host.
+
+    Attributes:
+        is_mine: of each, whether this rank is its owner.
+        is_given: of each, whether `gather` takes this rank's part.
     """
 
     def __init__(
-        self, placed: Sequence[Placed], owners: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        placed: Sequence[Placed],
+        owners: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        home: torch.device,
     ) -> None:
         self._group, me, ranks = placed[0].group, placed[0].rank, range(len(placed[0].parts))
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._home = dtype, device, home
+        self._is_offloaded = device.type != home.type
         pairs = list(zip(placed, owners, strict=True))
         self.is_mine = [owner == me for owner in owners]
         owned = [each for each, owner in pairs if owner == me]
@@ -154,9 +165,14 @@ class Batch:
         self._is_gathered = not all(each.is_whole(owner) for each, owner in pairs)
         self._is_scattered = len(ranks) > 1
         # To an owner go the parts of the copy that it has a part of itself; from it, the parts of all copies.
-        self._is_sent = [each.copies[me] == each.copies[owner] for each, owner in pairs]
+        sent = [each.copies[me] == each.copies[owner] for each, owner in pairs]
+        self.is_given = sent if self._is_gathered else self.is_mine
         self._given = [
-            sum(each.numel(me) for (each, owner), sent in zip(pairs, self._is_sent, strict=True) if sent and owner == r)
+            sum(
+                each.numel(me)
+                for (each, owner), given in zip(pairs, self.is_given, strict=True)
+                if given and owner == r
+            )
             for r in ranks
         ]
         sources = [(r, n) for r in ranks for n, each in enumerate(owned) if each.copies[r] == each.copies[me]]
@@ -168,41 +184,63 @@ class Batch:
         self._parts = [each.parts[me] for each in placed]
 
     def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Send this rank's part of each matrix to the owner; what is returned waits for the wholes that are its own."""
-        parts = [part.to(device=self._device, dtype=self._dtype) for part in parts]
-        if not self._is_gathered:
-            mine = [part for part, is_mine in zip(parts, self.is_mine, strict=True) if is_mine]
-            return lambda: mine
-        sent = [part for part, is_sent in zip(parts, self._is_sent, strict=True) if is_sent]
-        wait = self._exchange(sent, self._given, self._taken)
+        """Send this rank's parts to the owners of the matrices.
+
+        Args:
+            parts: of the matrices with `is_given`, in their order.
+
+        Returns:
+            A function that waits for the whole matrices that are this rank's own.
+        """
+        arriving: Callable[[], Tensor] | None = None
+        if self._is_gathered or self._is_offloaded:
+            source = self._carry(self._join(parts, self._home), self._device)
+            arriving = self._exchange(source, self._given, self._taken) if self._is_gathered else lambda: source
 
         def assemble() -> list[Tensor]:
+            if arriving is None and self._device.type == "cpu":
+                return list(parts)
+            # Each has memory of its own, which is aligned: kernels of GPUs may sum in another order where it is not.
             wholes = [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
-            into = [wholes[number][part] for number, part in self._sources]
-            for place, arrived in zip(into, torch.split(wait(), [place.numel() for place in into]), strict=True):
-                place.copy_(arrived.view(place.shape))
+            places = [wholes[number][part] for number, part in self._sources]
+            found = parts if arriving is None else cut(arriving(), [place.shape for place in places])
+            if places:
+                torch._foreach_copy_(places, list(found))
             return wholes
 
         return assemble
 
     def scatter(self, wholes: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Send each rank its parts of the wholes that this one owns; what is returned waits for this rank's parts."""
-        if not self._is_scattered:
+        """Send each rank its parts of the wholes that this one owns.
+
+        Returns:
+            A function that waits for this rank's parts of all matrices.
+        """
+        if not self._is_scattered and not self._is_offloaded:
             return lambda: list(wholes)
-        sent = [wholes[number][part] for number, part in self._results]
-        wait = self._exchange(sent, self._returned, self._received)
+        rows = [whole.contiguous() for whole in wholes]
+        source = self._join([rows[number][part] for number, part in self._results], self._device)
+        wait = self._exchange(source, self._returned, self._received) if self._is_scattered else lambda: source
 
-        def cut() -> list[Tensor]:
-            shapes = [tuple(bound.stop - bound.start for bound in part) for part in self._parts]
-            flat = torch.split(wait(), [rows * columns for rows, columns in shapes])
-            return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+        def cut_parts() -> list[Tensor]:
+            shapes = [[bound.stop - bound.start for bound in part] for part in self._parts]
+            return cut(self._carry(wait(), self._home), shapes)
 
-        return cut
+        return cut_parts
 
-    def _exchange(self, sent: Sequence[Tensor], given: list[int], taken: list[int]) -> Callable[[], Tensor]:
+    def _join(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        return join([torch.empty(0, dtype=self._dtype, device=device), *tensors])
+
+    def _carry(self, flat: Tensor, device: torch.device) -> Tensor:
+        """The same numbers on a device, by one copy from or to pinned memory; the host waits for those that it gets."""
+        if flat.device.type == device.type:
+            return flat
+        if device.type == "cpu":
+            return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
+        return flat.pin_memory().to(device, non_blocking=True)
+
+    def _exchange(self, source: Tensor, given: list[int], taken: list[int]) -> Callable[[], Tensor]:
         """Start to send each rank the elements `given` to it, in order; what is returned waits for theirs."""
-        nothing = torch.empty(0, dtype=self._dtype, device=self._device)
-        source = torch.cat([nothing, *(tensor.reshape(-1) for tensor in sent)])
         target = source.new_empty(sum(taken))
         work = dist.all_to_all_single(target, source, taken, given, group=self._group, async_op=True)
 
@@ -213,8 +251,20 @@ class Batch:
         return wait
 
 
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors one after another, (elements,): a copy, or a view of one that is alone."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return torch.cat(flat) if len(flat) > 1 else flat[0]
+
+
+def cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of a tensor, (elements,), that hold joined tensors of these shapes."""
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
 def divide(
-    placed: Sequence[Placed], costs: Sequence[float], dtype: torch.dtype, device: torch.device
+    placed: Sequence[Placed], costs: Sequence[float], dtype: torch.dtype, device: torch.device, home: torch.device
 ) -> list[tuple[list[int], Batch]]:
     """Give matrices of one group owners, and batch them: the numbers of each batch's matrices, and the batch.
 
@@ -223,6 +273,7 @@ def divide(
         costs: of each, the work of its owner.
         dtype: in which they travel.
         device: on which they are exchanged.
+        home: on which this rank's parts lie.
     """
     owners = assign(costs, len(placed[0].parts))
     batches, held = [list[int]()], [0] * len(placed[0].parts)
@@ -235,4 +286,4 @@ def divide(
         held[owner] += size
     for batch in batches:
         batch.sort(key=owners.__getitem__)
-    return [(b, Batch([placed[n] for n in b], [owners[n] for n in b], dtype, device)) for b in batches]
+    return [(b, Batch([placed[n] for n in b], [owners[n] for n in b], dtype, device, home)) for b in batches]

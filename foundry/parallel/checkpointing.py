@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
 
-SAVED_OPS = [
+_SAVED_OPS = [
     # Matrix products: each layer's projections, without and with a bias, in float8.
     _aten.mm.default,
     _aten.addmm.default,
@@ -22,9 +22,17 @@ SAVED_OPS = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
-"""Whose outputs selective checkpointing keeps: they take most of a block's time. Not `bmm`, which is attention written
-out, whose scores grow with the square of the sequence. Norms, activation functions, rotations, casts and sums are
-computed again."""
+_SAVED_BY_NAME = frozenset({"torch_attn::_varlen_attn"})
+"""Attention of packed rows, an operator that does not exist until `torch.nn.attention.varlen` is imported."""
+
+
+def is_saved(operator: torch._ops.OpOverload) -> bool:
+    """Whether selective checkpointing keeps the outputs of an operator: of those that take most of a block's time.
+
+    Not of `bmm`, which is attention written out, whose scores grow with the square of the sequence. Norms, activation
+    functions, rotations, casts and sums are computed again.
+    """
+    return operator in _SAVED_OPS or operator.name() in _SAVED_BY_NAME
 
 
 def checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
@@ -32,10 +40,15 @@ def checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[..
 
     Args:
         forward: of the block.
-        selective: keep the outputs of `SAVED_OPS`; else nothing but the block's inputs is kept.
+        selective: keep the outputs of operators for which `is_saved` is true; else nothing but the block's inputs is
+            kept.
     """
-    options = {"context_fn": partial(create_selective_checkpoint_contexts, SAVED_OPS)} if selective else {}
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
     return partial(_checkpointed, forward, options)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_saved(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,5 @@
 """The same bits from the same run on the same device, where kernels leave a choice."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -16,7 +15,7 @@ _UNKNOWN = "does not have a deterministic implementation"
 def deterministic(is_wanted: bool) -> Iterator[None]:
     """Only algorithms that give the same bits each time; on a CPU nearly all do, on a GPU they cost time.
 
-    https://docs.pytorch.org/docs/stable/notes/randomness.html
+    https://docs.pytorch.org/docs/stable/notes/randomness.html; the workspace of cuBLAS is set by `choose_device`.
 
     Args:
         is_wanted: else nothing is changed.
@@ -27,7 +26,6 @@ def deterministic(is_wanted: bool) -> Iterator[None]:
     if not is_wanted:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it is first used
     mode, filling = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
     fills = filling.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark

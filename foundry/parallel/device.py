@@ -17,6 +17,9 @@ from foundry.config.environment import gpu_files, visible_gpus
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.device import DeviceKind
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of one setting, the newest first."""
+
 
 def count_cuda() -> int:
     """Return the number of GPUs that this process sees."""
@@ -39,6 +42,7 @@ def choose_device(kind: DeviceKind = DeviceKind.auto) -> torch.device:
     if kind is DeviceKind.cpu:
         return torch.device("cpu")
     if torch.cuda.is_available():
+        _set_default_variables()
         return torch.device("cuda")
     if visible_gpus() and (files := gpu_files()):
         message = f"is {kind.value} and this machine has a GPU ({files[0]}), but {_explain_unusable_gpu()}"
@@ -48,13 +52,26 @@ def choose_device(kind: DeviceKind = DeviceKind.auto) -> torch.device:
     return torch.device("cpu")
 
 
+def _set_default_variables() -> None:
+    """Set variables that torch reads when it first allocates on a GPU and first multiplies there, unless the user has.
+
+    Segments of the allocator that grow fit batches of varying size. Deterministic products need a fixed workspace of
+    cuBLAS, and a process keeps the workspace of its first run: so every run has this one, of 8 x 4,096 KiB.
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
+    https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
+    """
+    if torch.version.cuda is not None and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def _explain_unusable_gpu() -> str:
     """Why torch cannot use a GPU that is there, and how to mend it."""
     if torch.version.cuda is None:
         other = "install another wheel: https://pytorch.org/get-started/locally"
         return f"torch {torch.__version__} is built without CUDA; {other}"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "torch.cuda.is_available() is false"
     except (RuntimeError, AssertionError) as error:  # torch gives the reason in the first sentence, then general advice
         reason = re.split(r"\. |\n", str(error), maxsplit=1)[0].rstrip(".")
@@ -133,8 +150,9 @@ def cuda_memory(device: torch.device) -> CudaMemory:
 
 
 def reset_memory_statistics(device: torch.device) -> None:
-    """Count the peak memory of a selected GPU anew."""
+    """Count the peaks of memory on a selected GPU and the retries of its allocator anew."""
     torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -146,6 +164,22 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024
+
+
+def reserved_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory that torch has taken from a GPU, its cache included, since `reset_memory_statistics`.
+
+    None on a CPU.
+    """
+    return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
+
+
+def allocator_retries(device: torch.device) -> int | None:
+    """Return how often a GPU's memory was full until torch gave its cache back, since `reset_memory_statistics`.
+
+    None on a CPU.
+    """
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else None
 
 
 def resident_bytes() -> int:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foundry.models.fsdp_block import find_blocks
-from foundry.parallel.checkpointing import SAVED_OPS
+from foundry.parallel.checkpointing import is_saved
 from foundry.training.protocols import Microbatch, Objective
 
 _Storages = dict[int, torch.UntypedStorage]
@@ -117,7 +117,7 @@ class _KeptOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = operator(*args, **(kwargs or {}))
-        if operator in SAVED_OPS:
+        if is_saved(operator):
             self._saved.keep(output)
         return output
 

@@ -3,7 +3,7 @@
 import copyreg
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -21,10 +21,12 @@ from foundry.rehearsal.machine import Gpu
 
 
 class _Stream:
-    """A stream on which everything is in order."""
+    """A stream on which everything is in order; subclasses are torch.cuda's of one rehearsal."""
 
-    def __init__(self, wait: Any = None, device: Any = None, **_: Any) -> None:
-        self._wait, self.device = wait, device
+    dispatch: ClassVar[DeviceDispatch]
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = device
 
     def __enter__(self) -> "_Stream":
         return self
@@ -39,20 +41,23 @@ class _Stream:
         pass
 
     def record_event(self, event: "_Event | None" = None) -> "_Event":
-        return event or _Event(self._wait)
+        recorded: _Event = torch.cuda.Event() if event is None else event  # type: ignore[no-untyped-call, assignment]
+        return recorded
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        self._wait("Stream.synchronize")
+        self.dispatch.wait("Stream.synchronize")
 
 
 class _Event:
-    """An event that has happened."""
+    """An event that has happened; subclasses are torch.cuda's of one rehearsal."""
 
-    def __init__(self, wait: Any = None, **_: Any) -> None:
-        self._wait = wait
+    dispatch: ClassVar[DeviceDispatch]
+
+    def __init__(self, **_: Any) -> None:
+        pass
 
     def record(self, stream: _Stream | None = None) -> None:
         pass
@@ -64,11 +69,11 @@ class _Event:
         return True
 
     def elapsed_time(self, end: "_Event") -> float:
-        self._wait("Event.elapsed_time")
+        self.dispatch.wait("Event.elapsed_time")
         return 0.0
 
     def synchronize(self) -> None:
-        self._wait("Event.synchronize")
+        self.dispatch.wait("Event.synchronize")
 
 
 class _FakeCuda:
@@ -76,8 +81,10 @@ class _FakeCuda:
 
     def __init__(self, gpu: Gpu, count: int, dispatch: DeviceDispatch) -> None:
         self._gpu, self._count, self._dispatch, self._device = gpu, count, dispatch, 0
-        self._stream, self._rng = _Stream(dispatch.wait, torch.device("cuda", 0)), torch.zeros(16, dtype=torch.uint8)
-        self._peak_before = 0
+        # Classes, since other libraries name them in annotations.
+        self.Stream = type("Stream", (_Stream,), {"dispatch": dispatch})
+        self.Event = type("Event", (_Event,), {"dispatch": dispatch})
+        self._stream, self._rng = self.Stream(torch.device("cuda", 0)), torch.zeros(16, dtype=torch.uint8)
 
     def functions(self) -> dict[str, Any]:
         """Each function and class of this stand-in that torch.cuda has."""
@@ -149,12 +156,6 @@ class _FakeCuda:
     @contextmanager
     def stream(self, stream: _Stream) -> Iterator[_Stream]:
         yield stream
-
-    def Stream(self, device: Any = None, priority: int = 0, **_: Any) -> _Stream:
-        return _Stream(self._dispatch.wait, device)
-
-    def Event(self, **_: Any) -> _Event:
-        return _Event(self._dispatch.wait)
 
     def is_current_stream_capturing(self) -> bool:
         return False

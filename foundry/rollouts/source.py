@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.data.loader import Loader
-from foundry.data.packing import Pack, deal, first_fit_decreasing
+from foundry.data.packing import Pack, deal, find_bounds, first_fit_decreasing
 from foundry.data.prompts import RowNumbers
 from foundry.data.splits import DataSplits
 from foundry.environments.judge import Judge, Judgement
@@ -313,11 +313,13 @@ class RolloutSource:
             parts = [[*map(read, pack)] or [torch.tensor([fill])] for pack in packs]
             return pad_sequence([torch.cat(row) for row in parts], batch_first=True, padding_value=fill)
 
+        documents = rows(-1, lambda n: torch.full((lengths[n],), document[n]))
         return {
             **self._cut(numbers),
             "tokens": rows(0, lambda n: self._samples["tokens"][n, : lengths[n]]),
             "targets": rows(IGNORED_TARGET, lambda n: self._samples["targets"][n, : lengths[n]]),
-            "documents": rows(-1, lambda n: torch.full((lengths[n],), document[n])),
+            "documents": documents,
+            **find_bounds(documents),
         }
 
 

@@ -145,10 +145,8 @@ def header(event: RunStarted) -> dict[str, str]:
     plan, hparams = event.plan, event.config.get("hparams") or {}
     rows: dict[str, str] = {}
     precision = plan.get("precision") or (event.config.get("precision") or {}).get("mode")
-    place = [
-        str(part) for part in (event.devices or plan.get("device"), getattr(precision, "value", precision)) if part
-    ]
-    if place:
+    devices = event.devices or plan.get("device")
+    if place := [str(part) for part in (devices, getattr(precision, "value", precision)) if part]:
         rows["device"] = ", ".join(place)
     if (parameters := plan.get("parameters")) is not None:
         trainable = plan.get("trainable_parameters", parameters)

@@ -16,9 +16,11 @@ _OF_EVERY_RUN = {
     "lr": "learning rate",
     "tokens_per_second": "tokens/s",
     "samples_per_second": "samples/s",
+    "allocator_retries": "retries of the allocator",
 }
 _ELSEWHERE = {"step", "samples", "tokens", "epoch", "loss", "weight_decay", "global_batch_size", "step_seconds"}
-_ELSEWHERE |= {"tflops", "mfu", "peak_memory_bytes", LOSS, *val_metric_names(SUCCESS_METRICS[:3])}
+_ELSEWHERE |= {"tflops", "mfu", "peak_memory_bytes", "reserved_memory_bytes", LOSS}
+_ELSEWHERE |= set(val_metric_names(SUCCESS_METRICS[:3]))
 """In other pictures, or the same curve in another unit."""
 _MOST_PANELS = 12
 _WIDE = 30.0  # a gradient norm over a wider span has a logarithmic axis

@@ -15,7 +15,7 @@ from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 _LONGEST_LINE = 2**20  # bytes
 _LARGEST_FILE = 2**32
-_OPTIONAL = ("tokens", "tokens_per_second", "tflops", "mfu")
+_OPTIONAL = ("tokens", "tokens_per_second", "tflops", "mfu", "reserved_memory_bytes", "allocator_retries")
 _STEP_FIELDS = tuple(item.name for item in fields(StepLogged) if item.name != "metrics")
 
 

@@ -70,6 +70,8 @@ class StepLogged:
         tflops: achieved TFLOP/s per rank; None where the model does not say its FLOPs.
         mfu: share of the device's peak; None where the peak is unknown.
         peak_memory_bytes: most memory in tensors on this rank's GPU in this run; on a CPU, of the process.
+        reserved_memory_bytes: most that torch has taken from that GPU, its cache included; None on a CPU.
+        allocator_retries: how often that GPU was full until torch gave its cache back; None on a CPU.
         metrics: the objective's own, averaged over the global batch.
     """
 
@@ -88,6 +90,8 @@ class StepLogged:
     tflops: float | None
     mfu: float | None
     peak_memory_bytes: int
+    reserved_memory_bytes: int | None = None
+    allocator_retries: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -243,12 +243,6 @@ def _wanted(error: BaseException) -> str:
 def _in_use(device: torch.device) -> dict[str, Any]:
     """Memory in tensors, taken and there, in bytes; of a CPU, what this process has in it."""
     if device.type == "cuda":
-        memory = cuda_memory(device)
-        return {
-            "allocated": memory.allocated,
-            "reserved": memory.reserved,
-            "capacity": memory.capacity,
-            "where": "GPU",
-        }
+        return {**asdict(cuda_memory(device)), "where": "GPU"}
     resident = resident_bytes()
     return {"allocated": resident, "reserved": resident, "capacity": host_capacity(), "where": "CPU"}

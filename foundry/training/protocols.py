@@ -15,7 +15,14 @@ Microbatch = dict[str, Tensor]
 
 `position`: (batch,) int64, always in host memory: each sample's place in the global order. Randomness is keyed by it,
 and -1 marks padding, a sample that counts for nothing.
+
+If samples share rows, the first dimension of some is the row instead. `documents` has the sample of each token,
+`document_starts`, (entries,) int32, where these begin in the flattened rows, and `longest_document`, () int64 and in
+host memory, an upper bound of their length.
 """
+
+HOST_ENTRIES = frozenset({"position", "longest_document"})
+"""Names of a microbatch's tensors that stay in host memory, where a number can be read without waiting for a device."""
 
 
 @dataclass(frozen=True)

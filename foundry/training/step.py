@@ -17,7 +17,7 @@ from foundry.parallel.process_group import World
 from foundry.training.block_norms import BlockNorms, NormsByBlock
 from foundry.training.guards import Attempt, UpdateGuard
 from foundry.training.metric_sums import add_metrics, reduce_sums
-from foundry.training.protocols import LossSum, Mean, Microbatch, Objective, Synchroniser, Window
+from foundry.training.protocols import HOST_ENTRIES, LossSum, Mean, Microbatch, Objective, Synchroniser, Window
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """The microbatch on the device; `position` stays in host memory."""
+    """The microbatch on the device, but for what stays in host memory."""
     if device.type == "cpu":
         return microbatch
-    return {k: v if k == "position" else v.to(device, non_blocking=True) for k, v in microbatch.items()}
+    return {k: v if k in HOST_ENTRIES else v.to(device, non_blocking=True) for k, v in microbatch.items()}

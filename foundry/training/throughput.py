@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from foundry.config.schemas.precision import PrecisionMode
-from foundry.parallel.device import device_name, peak_memory_bytes, synchronize
+from foundry.parallel.device import (
+    allocator_retries,
+    device_name,
+    peak_memory_bytes,
+    reserved_memory_bytes,
+    synchronize,
+)
 
 # Dense peaks in TFLOP/s of the arithmetic training uses: products of bf16 and of fp16 matrices summed in fp32, TF32,
 # and plain fp32. Headline numbers often count 2:4 sparsity, or on GeForce cards fp16 sums: they are halved here.
@@ -84,6 +90,8 @@ class Rates:
         tflops: TFLOP/s per rank of the model's arithmetic; None where its FLOPs are not known.
         mfu: `tflops` as a share of the device's peak; None where that is not known.
         peak_memory_bytes: of this rank, since the start of the run; on a CPU, of the process.
+        reserved_memory_bytes: most that torch has taken from this rank's GPU, its cache included; None on a CPU.
+        allocator_retries: how often that GPU was full until torch gave its cache back; None on a CPU.
     """
 
     samples_per_second: float
@@ -92,6 +100,8 @@ class Rates:
     tflops: float | None
     mfu: float | None
     peak_memory_bytes: int
+    reserved_memory_bytes: int | None
+    allocator_retries: int | None
 
 
 class Throughput:
@@ -179,6 +189,8 @@ class Throughput:
             tflops=None if flops is None else flops / 1e12,
             mfu=None if flops is None or self._peak is None else flops / self._peak,
             peak_memory_bytes=peak_memory_bytes(self._device),
+            reserved_memory_bytes=reserved_memory_bytes(self._device),
+            allocator_retries=allocator_retries(self._device),
         )
 
     def _flops_per_second(self, samples: float, tokens: float | None) -> float | None:

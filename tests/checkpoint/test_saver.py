@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support.checkpoint_parts import KNOWN, Net, assert_same, saver, write
+from support.devices import DEVICES, device_of
 from torch.optim import AdamW
 
 from foundry.checkpoint import saver as saver_module
@@ -58,6 +59,28 @@ def test_in_the_background_the_same_is_written_whatever_training_does(tmp_path, 
     fresh = AdamW(model.parameters(), lr=0.1)
     restore_into(folder, model, None, [fresh])
     assert_same(collect(model, None, [fresh]), kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_is_waited_for_reads_a_gpu_once_and_copies_nothing_in_host_memory(
+    asynchronous, device, tmp_path, monkeypatch
+):
+    """Without saving in the background no host memory is held, and a GPU is read tensor by tensor."""
+    written = {}
+
+    def watched(path, chunks, alive):
+        written.update((name, chunk.local) for name, chunk in chunks.items())
+        return write_shard(path, chunks)
+
+    monkeypatch.setattr(saver_module, "write_shard", watched)
+    model = Net(1).to(device_of(device))
+    ask(saver(tmp_path, asynchronous=asynchronous), 1, model.state_dict, wait=True)
+    is_pinned = device == "cuda" and asynchronous
+    for name, tensor in model.state_dict().items():
+        assert (written[name].data_ptr() == tensor.data_ptr()) != is_pinned
+        assert written[name].is_pinned() == is_pinned
+        assert torch.equal(written[name].cpu(), tensor.cpu())
 
 
 def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch, caplog):

@@ -16,7 +16,7 @@ from foundry.config.errors import ConfigError
 from foundry.data.examples import Examples
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
-from foundry.data.packing import first_fit_decreasing
+from foundry.data.packing import find_bounds, first_fit_decreasing
 from foundry.data.prompts import RowNumbers
 from foundry.models.documents import Documents, isolates_documents
 from foundry.models.huggingface import HuggingFaceCausalLM
@@ -90,6 +90,8 @@ def test_a_window_has_the_same_samples_on_any_number_of_ranks(dp_size, per_gpu, 
             assert len(microbatch["tokens"]) <= per_gpu
             assert microbatch["tokens"].shape[1] <= CAPACITY
             assert ((microbatch["documents"] == -1) <= (microbatch["targets"] == -100)).all()
+            expected = find_bounds(microbatch["documents"])
+            assert all(torch.equal(microbatch[name], tensor) for name, tensor in expected.items())
             found |= texts(microbatch)
     for microbatch in plain.microbatches:
         for position, (tokens, targets) in texts(microbatch).items():

@@ -108,3 +108,123 @@ def test_memory_that_runs_out_on_one_rank_is_named_within_half_a_minute(device, 
     with pytest.raises(WorkerFailed, match=r"rank 1.*(memory|allocate)"):
         run_local(number_of_ranks(device), partial(run_out_of_memory, device))
     assert time.monotonic() - begin < (60 if device == "cpu" else 30)  # a CPU's ranks start beside other tests
+
+
+class Continuing:
+    """An objective that continues prompts with as many tokens as it is told to."""
+
+    def __init__(self, num_tokens):
+        self._num_tokens, self.texts = num_tokens, []
+
+    def generate(self, model, data, device):
+        from foundry.objectives.generation import Decoding, generate
+
+        decoding = Decoding(max_new_tokens=self._num_tokens, stop_ids=frozenset())
+        self.texts = [
+            found.tokens for found in generate(model, data, decoding, context=64, device=device, batch_size=4)
+        ]
+        return self
+
+    def save(self, stem):
+        return stem
+
+
+def draw(world, folder):
+    """Collectives of an evaluation that draws 4 tokens for each prompt, and of one that draws 32; the texts."""
+    from support.harness import count_collectives
+
+    from foundry.evaluators.drawn_samples import DrawnSamples
+    from foundry.models.transformer import Transformer
+    from foundry.parallel.process_group import arrange
+    from foundry.parallel.wrap import parallelize
+    from foundry.training.protocols import EvaluationContext
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    model = Transformer(vocab_size=40, max_seq_len=64, init_std=0.3, **sizes)
+    world = arrange(world, FSDP())
+    model = parallelize(model, FP32, world, grad_checkpointing=False, torchcompile=False).model.eval()
+    counts, texts = [], []
+    for num_tokens in (4, 32):
+        objective = Continuing(num_tokens)
+        evaluator = DrawnSamples(objective=objective, data=[[1, 2, 3], [4]])
+        context = EvaluationContext(
+            world=world,
+            step=num_tokens,
+            folder=folder,
+            autocast=lambda: FP32.autocast(world.device),
+            beat=lambda doing: None,
+        )
+        with torch.no_grad():
+            counts.append(count_collectives(partial(evaluator.evaluate, model, context)))
+        texts.append(objective.texts)
+    return counts, texts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", DEVICES)
+def test_samples_under_fsdp_gather_the_weights_once(device, tmp_path):
+    found = spawn(draw, number_of_ranks(device), tmp_path, cuda=device == "cuda")
+    for counts, (few, many) in found:
+        assert counts[0] == counts[1]
+        assert [len(text) for text in many] == [32, 32]
+        assert [text[:4] for text in many] == list(few)
+    assert all(texts == found[0][1] for _, texts in found)
+
+
+def measure_peak(world, overrides):
+    """The planned bytes of a rank under FSDP2 and the most that it had allocated in two steps."""
+    from support.composition import configure
+
+    from foundry.config.build import build
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import arrange
+    from foundry.parallel.wrap import parallelize
+    from foundry.parts import build_model, build_objective, build_optimizers
+    from foundry.planning.fake import build_fake
+    from foundry.planning.memory import estimate_memory
+
+    config = configure(*overrides, f"distributed.nproc_per_node={world.world_size}")
+    world, policy = arrange(world, config.distributed), PrecisionPolicy(config.precision.mode)
+    tokens = torch.zeros(config.hparams.per_gpu_batch_size, 256, dtype=torch.int64)
+    batch = {"tokens": tokens, "targets": tokens.clone(), "position": torch.arange(len(tokens))}
+    fake = build_fake(lambda: build(config.model))
+    plan = estimate_memory(config, fake, world_size=world.world_size, microbatch=batch, device_type=world.device.type)
+    before = torch.cuda.memory_allocated() if world.device.type == "cuda" else 0
+    parallel = parallelize(
+        policy.prepare(build_model(config)), policy, world, grad_checkpointing=False, torchcompile=False
+    )
+    optimizers, objective = build_optimizers(config, parallel.model), build_objective(config, world)
+    on_device = {name: tensor if name == "position" else tensor.to(world.device) for name, tensor in batch.items()}
+    for number in range(2):
+        if world.device.type == "cuda" and number == 1:
+            torch.cuda.reset_peak_memory_stats()
+        with parallel.sync.microbatch(first=True, last=True):
+            with policy.autocast(world.device):
+                loss = objective.loss(parallel.model, on_device).loss
+            loss.backward()
+        parallel.sync.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
+    return plan.total, peak - before, float(loss.detach())
+
+
+LARGE = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.num_layers=12", "model.num_heads=16"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_peak_under_fsdp_is_within_five_percent_of_the_plan(device):
+    """A CPU has no count of its peak; there a small model takes the steps, to show that they can be taken."""
+    sizes = LARGE if device == "cuda" else ["model.hidden_size=64", "model.num_layers=2", "model.num_heads=2"]
+    ranks = number_of_ranks(device)
+    batch = ["hparams.per_gpu_batch_size=8", f"hparams.global_batch_size={8 * ranks}", "distributed=fsdp"]
+    overrides = [*sizes, *batch, "model.num_kv_heads=2", "optimizer=adamw", "precision=amp_bf16"]
+    found = spawn(measure_peak, ranks, overrides, cuda=device == "cuda")
+    for planned, peak, loss in found:
+        assert planned > 0
+        assert 0 < loss < float("inf")
+        if device == "cuda":
+            assert peak == pytest.approx(planned, rel=0.05)

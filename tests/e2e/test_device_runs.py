@@ -30,7 +30,7 @@ SETTINGS = [
 def outcome(run_dir):
     """Losses of all steps, the tensors of the last checkpoint, optimizer and averages included, and all samples."""
     losses = {row["step"]: row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row}
-    (*_, last) = list_checkpoints(run_dir)
+    last = list_checkpoints(run_dir)[0]
     tensors = {}
     for file in sorted(last.glob("*.safetensors")):
         tensors |= load_file(file)

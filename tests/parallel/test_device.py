@@ -1,5 +1,7 @@
 """Devices of the machine; GPUs are made up."""
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from mmap import mmap
@@ -16,6 +18,7 @@ from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Backend, Distributed, Single
 from foundry.parallel import device as device_module
 from foundry.parallel.device import (
+    allocator_retries,
     choose_device,
     describe_devices,
     free_memory,
@@ -68,9 +71,9 @@ def test_resident_memory_falls_when_memory_is_freed_and_its_peak_does_not():
 
 
 def test_peak_memory_of_a_run_leaves_out_the_run_before_it(monkeypatch):
-    gpus = FakeGpus(peak=60, allocated=0).replace_torchs(monkeypatch)
+    gpus = FakeGpus(peak=60, allocated=0, num_retries=2).replace_torchs(monkeypatch)
     with process_group(Single()) as world:
-        assert peak_memory_bytes(world.device) == 0
+        assert (peak_memory_bytes(world.device), allocator_retries(world.device)) == (0, 0)
         gpus.peak = 40
         assert peak_memory_bytes(world.device) == 40
 
@@ -180,3 +183,44 @@ def test_gloo_on_gpus_is_refused_where_gradients_are_scattered(machine, monkeypa
     config = replace(config, backend=Backend.gloo)
     with pytest.raises(ConfigError, match=r"distributed\.backend: is gloo, .* use nccl"), process_group(config):
         pass
+
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+
+
+@pytest.mark.parametrize(
+    ("kind", "set_before", "expected"),
+    [
+        (AUTO, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        (CPU, {}, {}),
+        (CUDA, {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "PYTORCH_ALLOC_CONF": "backend:native"}, {}),
+        (AUTO, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        (AUTO, {"PYTORCH_HIP_ALLOC_CONF": ""}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+    ],
+)
+def test_variables_of_a_process_on_a_gpu_are_set_unless_the_user_has(machine, monkeypatch, kind, set_before, expected):
+    machine(files=FILES, count=1)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back after the test
+        monkeypatch.delenv(name)
+    for name, value in set_before.items():
+        monkeypatch.setenv(name, value)
+    choose_device(kind)
+    assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == {**set_before, **expected}
+
+
+@pytest.mark.gpu
+def test_torch_reads_the_variables_and_multiplies_deterministically_after_a_plain_product():
+    code = """
+import torch
+from foundry.parallel.determinism import deterministic
+from foundry.parallel.device import choose_device
+matrix = torch.ones(64, 64, device=choose_device())
+matrix @ matrix
+with deterministic(True):
+    matrix @ matrix
+print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -18,7 +18,7 @@ from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.lora import frozen_matrices
 from foundry.parallel import checkpointing
-from foundry.parallel.checkpointing import SAVED_OPS
+from foundry.parallel.checkpointing import is_saved
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize
@@ -144,7 +144,7 @@ class Outputs(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         output = operator(*args, **(kwargs or {}))
-        if operator in SAVED_OPS:
+        if is_saved(operator):
             self.tensors += [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
         return output
 

@@ -82,6 +82,7 @@ class FakeGpus:
     allocated: int = 0
     peak: int = 0
     reserved: int = 0
+    num_retries: int = 0
     num_waits: int = 0
 
     def replace_torchs(self, monkeypatch):
@@ -99,8 +100,11 @@ class FakeGpus:
                 "allocated_bytes.all.current": self.allocated,
                 "allocated_bytes.all.peak": self.peak,
                 "reserved_bytes.all.current": self.reserved,
+                "num_alloc_retries": self.num_retries,
             },
+            "max_memory_reserved": lambda device=None: self.reserved,
             "reset_peak_memory_stats": self._reset_peak,
+            "reset_accumulated_memory_stats": self._reset_counts,
             "synchronize": self._wait,
         }
         for name, answer in answers.items():
@@ -109,6 +113,9 @@ class FakeGpus:
 
     def _reset_peak(self, device=None):
         self.peak = self.allocated
+
+    def _reset_counts(self, device=None):
+        self.num_retries = 0
 
     def _wait(self, device=None):
         self.num_waits += 1

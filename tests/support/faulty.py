@@ -1,4 +1,8 @@
-"""An objective that, in its third step, does what FAULT says on the rank that FAULTY_RANK names."""
+"""An objective with the fault that FAULT names, on the rank that FAULTY_RANK names.
+
+The fault occurs in the third step, or where FAULTY_PHASE says: in the first "evaluation" or as files are written by a
+"save".
+"""
 
 import multiprocessing
 import os
@@ -8,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from foundry.checkpoint.saver import Checkpointer
 from foundry.objectives.next_token import NextToken
 
 
@@ -46,11 +51,23 @@ def kill_a_data_worker():
     time.sleep(1)
 
 
+def cause():
+    globals()[os.environ["FAULT"]]()
+
+
 class Objective(NextToken):
     _calls = 0
 
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        is_faulty = os.environ.get("RANK", "0") == os.environ["FAULTY_RANK"]
+        self._phase = os.environ.get("FAULTY_PHASE", "step") if is_faulty else None
+        if self._phase == "save":
+            Checkpointer._write_files = lambda checkpointer, job: cause()
+
     def loss(self, model, microbatch):
-        self._calls += 1
-        if self._calls == 3 and os.environ.get("RANK", "0") == os.environ["FAULTY_RANK"]:
-            globals()[os.environ["FAULT"]]()
+        self._calls += model.training
+        is_third = model.training and self._calls == 3
+        if (self._phase == "step" and is_third) or (self._phase == "evaluation" and not model.training):
+            cause()
         return super().loss(model, microbatch)

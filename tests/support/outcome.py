@@ -9,6 +9,7 @@ from foundry.run_dir.checkpoints import find
 from foundry.tracking.metrics_file import read_metrics
 
 TIMINGS = {"step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes"}
+TIMINGS |= {"reserved_memory_bytes", "allocator_retries"}
 
 
 def outcome(run_dir):

@@ -19,7 +19,7 @@ from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.guards import NonFiniteError, UpdateGuard
 from foundry.training.protocols import LossSum, Mean, Window
-from foundry.training.step import TrainStep
+from foundry.training.step import TrainStep, to_device
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 ADAMW = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -360,3 +360,13 @@ def test_autocast_rounds_a_weight_once_a_window(recomputes):
                 loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
             assert result.grad_norm == norm
+
+
+def test_numbers_that_the_host_reads_stay_in_its_memory():
+    number = torch.tensor(3)
+    moved = to_device({"tokens": number, "position": number, "longest_document": number}, torch.device("meta"))
+    assert {name: tensor.device.type for name, tensor in moved.items()} == {
+        "tokens": "meta",
+        "position": "cpu",
+        "longest_document": "cpu",
+    }

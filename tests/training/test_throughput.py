@@ -152,17 +152,18 @@ def test_what_is_not_known_is_none():
     clock.now += 1.0
     rates = throughput.log(step=1, samples=8)
     assert (rates.tokens_per_second, rates.tflops, rates.mfu) == (None, None, None)
+    assert (rates.reserved_memory_bytes, rates.allocator_retries) == (None, None)  # on a CPU
 
 
 def test_mfu_is_the_share_of_the_devices_peak(monkeypatch):
-    FakeGpus(name="NVIDIA H200", peak=123).replace_torchs(monkeypatch)
+    FakeGpus(name="NVIDIA H200", peak=123, reserved=150, num_retries=2).replace_torchs(monkeypatch)
     clock = Clock()
     throughput = make(clock, device=torch.device("cuda", 0), world_size=1, flops_per_sample=98.94e12)
     clock.now += 1.0
     rates = throughput.log(step=1, samples=4)
     assert rates.mfu == pytest.approx(0.4)
     assert rates.tflops == pytest.approx(395.76)
-    assert rates.peak_memory_bytes == 123
+    assert (rates.peak_memory_bytes, rates.reserved_memory_bytes, rates.allocator_retries) == (123, 150, 2)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,276 @@
+"""Attention by the bounds of documents equals attention with a dense mask; which queries are attended so."""
+
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.devices import DEVICES, Operations, device_of, waiting_is_an_error
+from support.examples import examples
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from foundry.data.packing import find_bounds
+from foundry.models import documents as documents_module
+from foundry.models import kv_cache, varlen
+from foundry.models.documents import Documents
+from foundry.models.transformer import Transformer
+from foundry.models.varlen import DocumentBounds, has_kernel
+from foundry.objectives.sft import SFT
+from foundry.training.step import to_device
+
+CUDA = torch.device("cuda", 0)
+VOCAB, CONTEXT = 40, 24
+
+
+def attend_by_starts(
+    query, key, value, starts, starts_of_keys, longest, longest_of_keys, *, window_size, enable_gqa=False
+):
+    """`varlen_attn` as torch documents it, one document after the other; (tokens, heads, head_dim) each."""
+    assert starts is starts_of_keys
+    assert starts.dtype == torch.int32
+    assert window_size == (-1, 0)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    ends = starts.tolist()
+    assert ends[0] == 0
+    assert ends[-1] == len(query) == len(key) == len(value)
+    assert max(end - start for start, end in pairwise(ends)) <= longest == longest_of_keys
+    parts = []
+    for start, end in pairwise(ends):
+        assert end >= start
+        q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (query, key, value))
+        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@contextmanager
+def kernel_on_cpu():
+    """Give the CPU a kernel for documents in the body; the shapes of the queries of its calls."""
+    calls = []
+
+    def count(*args, **options):
+        calls.append(args[0].shape)
+        return attend_by_starts(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.attention, "varlen", SimpleNamespace(varlen_attn=count), raising=False)
+        for module in (documents_module, kv_cache):
+            patch.setattr(module, "has_kernel", lambda *kind: True)
+        yield calls
+
+
+def documents_of(rows):
+    """(rows, longest) int64 of lists of lengths, with padding."""
+    widths = [sum(lengths) for lengths in rows]
+    found, number = torch.full((len(rows), max(1, *widths)), -1), 0
+    for row, lengths in enumerate(rows):
+        start = 0
+        for length in lengths:
+            found[row, start : start + length] = number
+            start, number = start + length, number + 1
+    return found
+
+
+ROWS = st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=4)
+
+
+@given(rows=ROWS)
+@settings(max_examples=examples(40), deadline=None)
+def test_bounds_are_those_of_the_documents_and_have_few_shapes(rows):
+    documents = documents_of(rows)
+    found = find_bounds(documents)
+    starts, longest = found["document_starts"], int(found["longest_document"])
+    assert starts.dtype == torch.int32
+    runs = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in documents]
+    lengths = [length for row in runs for length in row]
+    assert starts.diff().tolist() == lengths + [0] * (len(starts) - 1 - len(lengths))
+    assert (len(starts) - 1).bit_count() == 1
+    assert len(starts) - 1 < 2 * len(lengths)
+    assert longest % 128 == 0
+    assert max(lengths) <= longest < max(lengths) + 128
+    assert torch.equal(find_bounds(documents[:, None])["document_starts"], starts)
+
+
+def bounds_of(documents):
+    found = find_bounds(documents)
+    return DocumentBounds(found["document_starts"], int(found["longest_document"]))
+
+
+@given(rows=ROWS, heads=st.sampled_from([(2, 2), (4, 2), (6, 1)]), knows_groups=st.booleans())
+@settings(max_examples=examples(40), deadline=None)
+def test_attention_and_gradients_are_those_of_the_mask(rows, heads, knows_groups):
+    documents = documents_of(rows)
+    torch.manual_seed(0)
+    shapes = [(len(rows), count, documents.shape[1], 8) for count in (heads[0], heads[1], heads[1])]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    weights = torch.randn(shapes[0], dtype=torch.float64)
+    results = []
+    with pytest.MonkeyPatch.context() as patch, kernel_on_cpu() as calls:
+        patch.setattr(varlen, "_KNOWS_GROUPED_HEADS", knows_groups)
+        packed = Documents(documents, bounds_of(documents))
+        for attended in (
+            packed.attend(*leaves, grouped=heads[0] != heads[1]),
+            F.scaled_dot_product_attention(*leaves, attn_mask=packed.mask, enable_gqa=heads[0] != heads[1]),
+        ):
+            results.append([attended, *torch.autograd.grad((attended * weights).sum(), leaves)])
+    assert len(calls) == 1
+    for ours, masked in zip(*results, strict=True):
+        torch.testing.assert_close(ours, masked, rtol=1e-9, atol=1e-9)
+
+
+def make_model(**changes):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    return Transformer(vocab_size=VOCAB, max_seq_len=CONTEXT, init_std=0.3, **sizes, **changes)
+
+
+def microbatch_of(rows):
+    documents = documents_of(rows)
+    tokens = torch.randint(0, VOCAB, documents.shape)
+    targets = tokens.roll(-1, dims=1).masked_fill(documents < 0, -100)
+    positions = torch.arange(int(documents.max()) + 1)
+    return {"tokens": tokens, "targets": targets, "documents": documents, "position": positions}
+
+
+def test_a_packed_microbatch_is_one_kernel_a_layer_with_the_same_loss():
+    model, objective, plain = make_model(), SFT(), microbatch_of([[7, 1, 9], [20], [3, 3, 3, 3, 3]])
+    losses, gradients = [], []
+    for added, num_calls in ({}, 0), (find_bounds(plain["documents"]), 2):
+        model.zero_grad()
+        with kernel_on_cpu() as calls:
+            losses.append(objective.loss(model, {**plain, **added}).loss)
+        losses[-1].backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        assert len(calls) == num_calls
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for ours, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+
+
+def test_dropped_attention_weights_keep_the_mask():
+    """The kernel knows no dropout that is keyed by sample."""
+    microbatch = microbatch_of([[7, 1, 9]])
+    microbatch |= find_bounds(microbatch["documents"])
+    with kernel_on_cpu() as calls:
+        SFT(attention_dropout=0.2).loss(make_model(attention_dropout=0.2), microbatch)
+    assert calls == []
+
+
+@torch.no_grad()
+def test_padded_prompts_are_read_by_their_bounds():
+    """Logits of prompts of different lengths beside each other, and of the token after them, are those alone."""
+    model = make_model().eval()
+    sequences = [torch.randint(0, VOCAB, (length,)) for length in (9, 1, 4, 9)]
+    padding = torch.tensor([9 - len(sequence) for sequence in sequences])
+    padded = torch.stack([F.pad(sequence, (9 - len(sequence), 0)) for sequence in sequences])
+    cache, following = model.new_cache(10, padding), torch.randint(0, VOCAB, (4, 1))
+    with kernel_on_cpu() as calls:
+        first = model(padded, return_logits=True, cache=cache).logits[:, -1]
+        second = model(following, return_logits=True, cache=cache).logits[:, -1]
+    assert calls == [(4 * 9, 4, 4)] * 2  # a single token attends to all columns by a mask of their number
+    for row, sequence in enumerate(sequences):
+        whole = torch.cat((sequence, following[row]))[None]
+        expected = model(whole, return_logits=True).logits[0, -2:]
+        torch.testing.assert_close(torch.stack((first[row], second[row])), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "capability", "is_built", "expected"),
+    [
+        (CUDA, torch.bfloat16, 128, (9, 0), True, True),
+        (CUDA, torch.float16, 64, (8, 0), True, True),
+        (CUDA, torch.float32, 128, (9, 0), True, False),
+        (CUDA, torch.bfloat16, 100, (9, 0), True, False),
+        (CUDA, torch.bfloat16, 256, (9, 0), True, False),
+        (CUDA, torch.bfloat16, 128, (7, 5), True, False),
+        (CUDA, torch.bfloat16, 128, (9, 0), False, False),
+        (torch.device("cpu"), torch.bfloat16, 128, (9, 0), True, False),
+    ],
+)
+def test_queries_that_have_a_kernel(monkeypatch, device, dtype, head_dim, capability, is_built, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: is_built)
+    varlen._is_supported.cache_clear()
+    try:
+        assert has_kernel(device, dtype, head_dim) is expected
+    finally:
+        varlen._is_supported.cache_clear()
+
+
+def bytes_made(seq_len):
+    """Bytes of the tensors that attention makes of a row of documents of 512 tokens, forward, on a CUDA device."""
+    import torch.nn.attention.varlen
+
+    class Sizes(Operations):
+        largest = total = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = super().__torch_dispatch__(function, types, args, kwargs)
+            for tensor in found if isinstance(found, tuple) else (found,):
+                if isinstance(tensor, torch.Tensor):
+                    size = tensor.numel() * tensor.element_size()
+                    self.total, self.largest = self.total + size, max(self.largest, size)
+            return found
+
+    with FakeTensorMode(), Sizes() as sizes:
+        query = torch.empty(1, 16, seq_len, 64, dtype=torch.bfloat16, device=CUDA)
+        key = torch.empty(1, 4, seq_len, 64, dtype=torch.bfloat16, device=CUDA)
+        starts = torch.empty(seq_len // 512 + 1, dtype=torch.int32, device=CUDA)
+        attended = DocumentBounds(starts, 512).attend(query, key, key)
+    assert attended.shape == query.shape
+    assert sizes.names.count("torch_attn::_varlen_attn") == 1
+    return sizes.total, sizes.largest
+
+
+def test_memory_is_linear_in_the_row():
+    """By the operator's own rule for tensors without data, which needs no GPU."""
+    (total, largest), (twice, _) = bytes_made(8192), bytes_made(16384)
+    assert twice <= 2 * total
+    assert largest == 8192 * 16 * 64 * 2  # the queries
+
+
+def gpu_model(seq_len, device):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    return Transformer(vocab_size=VOCAB, max_seq_len=seq_len, **sizes).to(device_of(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_loss_in_half_precision_is_that_of_a_cpu(device):
+    """On a GPU with one kernel a layer and no wait; there the kernel itself is compared."""
+    microbatch = microbatch_of([[70, 1, 90], [200], [30, 3, 3, 3, 3]])
+    microbatch |= find_bounds(microbatch["documents"])
+    expected = SFT().loss(gpu_model(256, "cpu"), microbatch).loss
+    model = gpu_model(256, device)
+    pinned = {name: tensor.pin_memory() if device == "cuda" else tensor for name, tensor in microbatch.items()}
+    for is_first in (True, False):  # at the first pass libraries are set up
+        with waiting_is_an_error("cpu" if is_first else device), Operations() as operations:
+            with torch.autocast(device, torch.bfloat16):
+                loss = SFT().loss(model, to_device(pinned, device_of(device))).loss
+            loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-2)
+    if device == "cuda":
+        assert operations.names.count("torch_attn::_varlen_attn") == len(model.model.layers)
+        assert operations.names.count("torch_attn::_varlen_attn_backward") == len(model.model.layers)
+        assert not any("scaled_dot_product" in name for name in operations.names)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_is_linear_in_the_row():
+    def peak(seq_len):
+        model = gpu_model(seq_len, "cuda")
+        microbatch = microbatch_of([[512] * (seq_len // 512)])
+        on_device = to_device(microbatch | find_bounds(microbatch["documents"]), CUDA)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = SFT().loss(model, on_device).loss
+        loss.backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(1024)
+    assert peak(16384) < 2.2 * peak(8192)

@@ -1,0 +1,57 @@
+"""Which operations a step of Muon consists of, and that matrices updated together are updated as each alone."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.devices import Operations
+from torch import nn
+
+from foundry.optim import muon
+
+NO_KERNELS = {"view", "_unsafe_view", "alias", "permute", "split_with_sizes", "slice", "empty"}
+
+
+def muon_kernels(shape, num_matrices, ns_steps):
+    """Operations of a step that compute or copy."""
+    matrices = [nn.Parameter(torch.ones(shape)) for _ in range(num_matrices)]
+    options = {"momentum": 0.9, "nesterov": True, "ns_steps": ns_steps, "weight_decay": 0.1}
+    optimizer = muon.Muon(matrices, lr=1.0, ns_dtype=torch.bfloat16, **options)
+    optimizer.found_inf = torch.zeros(())
+    for matrix in matrices:
+        matrix.grad = torch.ones(shape)
+    optimizer.step()
+    with Operations() as operations:
+        optimizer.step()
+    aten = [name.removeprefix("aten::") for name in operations.names if name.startswith("aten::")]
+    return sum(name.split(".")[0] not in NO_KERNELS for name in aten)
+
+
+@pytest.mark.parametrize(("shape", "num_others"), [((8, 20), 3), ((20, 8), 4)])
+def test_muon_computes_momentum_and_weights_of_many_matrices_together(shape, num_others):
+    """Each matrix has the iteration's three products, its norm and, if it is tall, a transposed copy for itself."""
+    few, many, longer = (muon_kernels(shape, *sizes) for sizes in ((4, 5), (24, 5), (24, 7)))
+    assert many - few == 20 * (3 * 5 + num_others)
+    assert longer - many == 24 * 3 * 2
+    assert few - 4 * (3 * 5 + num_others) < 20
+
+
+def test_muon_updates_chunks_as_it_updates_all_at_once():
+    """Matrices of several groups, types and lengths, by twos and threes."""
+    held = []
+    for chunk_bytes in (2**26, 700):
+        torch.manual_seed(0)
+        shapes = [(8, 20), (20, 8), (8, 8), (3, 20), (8, 20), (8, 20)]
+        matrices = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        matrices[4] = nn.Parameter(torch.randn(8, 20, dtype=torch.bfloat16))
+        groups = [{"params": matrices[:3]}, {"params": matrices[3:], "lr": 0.5, "weight_decay": 0.0, "momentum": 0.5}]
+        options = {"momentum": 0.9, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "ns_dtype": torch.float32}
+        optimizer = muon.Muon(groups, lr=0.1, **options)
+        with patch.object(muon, "_HOST_CHUNK_BYTES", chunk_bytes):
+            for _ in range(3):
+                for matrix in matrices:
+                    matrix.grad = torch.randn_like(matrix)
+                optimizer.step()
+        held.append(matrices)
+    for one, other in zip(*held, strict=True):
+        assert torch.equal(one, other)

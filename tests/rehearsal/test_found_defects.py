@@ -1,0 +1,51 @@
+"""A defect that is put into a run on purpose is found by its rehearsal, and named."""
+
+import pytest
+from support.tiny import SMALL_LM
+
+from foundry.rehearsal.exchange import RehearsalError
+
+pytestmark = pytest.mark.long
+WORDS = [
+    *SMALL_LM,
+    "data.vocab_size=512",
+    "optimizer=adamw",
+    "precision=amp_bf16",
+    "distributed=fsdp",
+    "hparams.per_gpu_batch_size=2",
+    "hparams.global_batch_size=32",
+    "evaluation.write_samples=false",
+    "checkpoint=none",
+]
+
+
+@pytest.fixture(scope="module")
+def sound(rehearsed):
+    """The record of the run without a defect."""
+    return rehearsed(*WORDS, world_size=8)
+
+
+def test_a_loss_that_is_read_is_a_wait_with_its_line(rehearsed):
+    record = rehearsed(*WORDS, world_size=8, before="support.defects:read_the_loss")
+    (wait,) = record.waits_of(record.step)
+    assert (wait.operation, wait.count) == ("aten::_local_scalar_dense", 2)
+    assert wait.where.endswith("_change_loss(lambda part: part if part.loss.item() < 1e9 else None)")
+
+
+def test_a_host_tensor_among_those_of_the_device_is_an_error(rehearsed):
+    with pytest.raises(RehearsalError, match="FakeTensorDeviceMismatchError") as raised:
+        rehearsed(*WORDS, world_size=8, before="support.defects:use_a_host_tensor")
+    assert "(part.loss[None] * torch.ones(3))" in str(raised.value)
+
+
+def test_one_more_collective_is_counted(rehearsed, sound):
+    record = rehearsed(*WORDS, world_size=8, before="support.defects:gather_once_more")
+    counts = sound.collectives_of(sound.step)
+    assert record.collectives_of(record.step) == {**counts, "all_gather": counts["all_gather"] + 1}
+
+
+def test_a_whole_model_that_is_kept_is_among_the_largest_tensors(rehearsed, sound):
+    record = rehearsed(*WORDS, world_size=8, before="support.defects:keep_a_whole_model")
+    whole = next(tensor for tensor in record.largest if "kept.append" in tensor.where)
+    assert whole.bytes == pytest.approx(8 * record.plan["weights"], rel=0.2)
+    assert record.live.bytes == sound.live.bytes + 2 * whole.bytes
