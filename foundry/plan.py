@@ -131,7 +131,7 @@ def _content(
             device=torch.cuda.get_device_name() if on_gpu else "cpu",
             pack_tokens=row_tokens(config),
         ),
-        "memory": {**asdict(memory), "total": memory.total},
+        "memory": {**asdict(memory), "total": memory.total, "peak": memory.peak},
         "checkpoint_bytes": checkpoint_bytes(config, fake),
     }
 
