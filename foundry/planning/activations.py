@@ -43,7 +43,7 @@ class Activations:
     recomputes: bool
 
     def extrapolated(self, twice: "Activations", times: tuple[int, int]) -> "Activations":
-        """Return the activations of more samples, with which they grow linearly.
+        """Extrapolate to more samples: activations are linear in their number.
 
         Args:
             twice: of twice as many samples.
@@ -66,7 +66,7 @@ def count_activations(
     grad_checkpointing: bool,
     selective: bool = False,
 ) -> Activations:
-    """Count what autograd saves, and what else is alive, in the forward pass of one microbatch.
+    """Count the tensors that autograd saves, and the temporary ones, of one microbatch.
 
     Args:
         objective: whose loss is computed.
@@ -76,7 +76,7 @@ def count_activations(
         autocast: around the forward pass.
         device_type: of the run, "cuda" or "cpu"; it decides how many tokens are projected at a time.
         grad_checkpointing: count as if each block were recomputed in the backward pass.
-        selective: with that, count what is kept of each block instead.
+        selective: with that, count the outputs that selective checkpointing keeps of each block.
     """
     # Outside of the mode: an objective may read `position`, and transformers looks at positions that it makes itself. A
     # model's own constants are real, then, and as small as in training.
@@ -114,7 +114,7 @@ class _EnoughError(Exception):
 
 
 def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module) -> int:
-    """Bytes that the backward pass of the loss and of the last block needs beyond what the forward pass has saved.
+    """Return the bytes that the backward pass of the loss and of the last block adds to the saved activations.
 
     Args:
         compute_loss: the forward pass.
@@ -212,7 +212,7 @@ class _Saved:
 
 
 class _LiveActivations(LiveBytes):
-    """Counts what is alive between blocks, without what checkpointing frees of the blocks before."""
+    """Counts the storages that are alive between blocks, apart from those that checkpointing frees."""
 
     def __init__(self, saved: _Saved) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The moments of a run at which a device's memory may be largest."""
+"""Candidates for the moment of a run at which a device needs the most memory."""
 
 from foundry.config.schemas.distributed import GradientSync
 from foundry.planning.activations import Activations
@@ -7,12 +7,12 @@ from foundry.planning.layout import Layout, grad_bytes
 MOMENTS = {
     "build": "while the model is built: shards, and one whole unit",
     "generation": "while answers are generated: whole weights, keys and values",
-    "forward": "around the loss, where the backward pass begins: all activations",
+    "forward": "at the start of the backward pass: all activations",
     "backward": "at the end of the backward pass: all gradients, and the activations of one block",
     "reduction": "while gradients that are not sharded are averaged over the ranks",
     "optimizer": "in the optimizer step: gradients, and the optimizer's temporary tensors",
 }
-"""Moments in the order of a run, and the largest parts at each; between others memory rises or falls steadily."""
+"""Moments in the order of a run, and the largest parts at each. Memory rises or falls steadily between them."""
 
 
 def count_moments(

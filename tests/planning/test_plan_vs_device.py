@@ -95,7 +95,7 @@ CHECKPOINTING = "hparams.grad_checkpointing=true"
     ],
 )
 def test_the_peak_of_a_step_is_within_five_percent_of_the_plan(overrides, microbatches, moment):
-    """Real tensors of a second step, in which the optimizer has its state, on a CPU."""
+    """Measured on real tensors on a CPU, in the second step, when the optimizer has its state."""
     words = [*COMMON, *SIZES, "optimizer=adamw", *overrides]
     size = configure(*words).hparams.per_gpu_batch_size
     config = configure(*words, f"hparams.global_batch_size={size * microbatches}")
