@@ -198,6 +198,7 @@ def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
             enter(mock.patch.object(torch._C, name, _first_device, create=True))
         enter(mock.patch.object(torch._C, "_cuda_setDevice", _do_nothing, create=True))
+        enter(mock.patch.object(torch.backends.cuda, "is_flash_attention_available", _is_true))
         enter(mock.patch.object(fake_tensor, "init_gpu_context", _do_nothing))
         enter(mock.patch.object(torch.utils, "swap_tensors", swap_tensors))
         enter(mock.patch.object(Tensor, "data", property(_get_data, _set_data), create=True))
@@ -208,6 +209,10 @@ def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts_on_cpu)
         enter(dispatch)
         yield
+
+
+def _is_true() -> bool:
+    return True
 
 
 def _first_device(*_: Any) -> int:
