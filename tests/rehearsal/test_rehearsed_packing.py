@@ -45,6 +45,14 @@ def test_a_packed_step_has_one_kernel_a_layer_and_waits_for_nothing(rehearsed):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("policy", "calls"), [("full", 2 * LAYERS), ("selective", LAYERS)])
+def test_selective_checkpointing_keeps_the_output_of_the_kernel(rehearsed, policy, calls):
+    checkpointing = ["hparams.grad_checkpointing=true", f"hparams.grad_checkpointing_policy={policy}"]
+    found = packed(rehearsed, TOKENS, *checkpointing)
+    assert kernels(found) == {("step 1", "varlen"): calls, ("step 2", "varlen"): calls}
+
+
+@pytest.mark.long
 def test_memory_of_a_packed_step_is_linear_in_the_row(rehearsed):
     def activations(tokens):
         found = packed(rehearsed, tokens)
