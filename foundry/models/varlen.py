@@ -57,11 +57,10 @@ class DocumentBounds:
         options = {"enable_gqa": groups > 1} if _KNOWS_GROUPED_HEADS else {}
         if groups > 1 and not _KNOWS_GROUPED_HEADS:
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        kernel: Any = torch.nn.attention.varlen.varlen_attn
         flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-        longest = (self.longest, self.longest)
-        attended: Any = torch.nn.attention.varlen.varlen_attn(
-            *flat, self.starts, self.starts, *longest, window_size=(-1, 0), **options
-        )
+        bounds = (self.starts, self.starts, self.longest, self.longest)
+        attended = kernel(*flat, *bounds, window_size=(-1, 0), **options)
         result: Tensor = attended.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
         return result
 
