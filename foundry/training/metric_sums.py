@@ -63,7 +63,7 @@ def read_means(metrics: Mapping[str, Mean], *numbers: Tensor) -> tuple[dict[str,
         numbers: of one element each.
 
     Returns:
-        The means by name, without those that nothing was counted for; and the numbers.
+        The means by name, without those whose count is zero; and the numbers.
     """
     counted = {name: mean for name, mean in metrics.items() if isinstance(mean.count, Tensor) or mean.count}
     quotients = [mean.sum / mean.count for mean in counted.values() if mean.count is not None]
@@ -83,6 +83,6 @@ def _read(numbers: Sequence[Tensor]) -> list[float]:
     values = [0.0] * len(numbers)
     for own in places.values():
         together = torch.stack([numbers[place].detach().reshape(()).double() for place in own])
-        for place, value in zip(own, together.tolist(), strict=True):
+        for place, value in zip(own, together.cpu().tolist(), strict=True):
             values[place] = value
     return values

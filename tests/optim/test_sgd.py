@@ -18,7 +18,7 @@ def drawn(seed):
 
 
 def steps(optimizer, parameters, place, *, skipped=()):
-    """Take six steps; the gradients of skipped ones are NaN, and of the first parameter there is none in the second."""
+    """Take six steps: gradients are NaN in skipped ones, and the first parameter has no gradient in the second."""
     for step in range(6):
         for number, (parameter, grad) in enumerate(zip(parameters, drawn(step), strict=True)):
             parameter.grad = place(grad * (float("nan") if step in skipped else 1.0))
