@@ -51,8 +51,8 @@ class Activations:
         """
         numerator, denominator = times
         pairs = zip(astuple(self)[:-1], astuple(twice)[:-1], strict=True)
-        sizes = (few + (more - few) * (numerator - denominator) // denominator for few, more in pairs)
-        return Activations(*sizes, self.recomputes)
+        sizes = [few + (more - few) * (numerator - denominator) // denominator for few, more in pairs]
+        return Activations(*sizes, recomputes=self.recomputes)
 
 
 def count_activations(
