@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,7 @@ from foundry.config.command import answer_alone, help_text, output_may_close, pa
 from foundry.config.compose import CONFIG_NAME, config_dir
 from foundry.config.errors import ConfigError
 from foundry.config.schemas.root import Config, to_config
+from foundry.config.store import GROUPS
 
 Options = TypeVar("Options")
 
@@ -30,7 +31,8 @@ def run_composed(
     """Run such a command with the arguments after its name; errors and exit codes are those of a run.
 
     Args:
-        schema: its own options as a frozen dataclass of `setting`s, which are typed as `plan.every` for `foundry.plan`.
+        schema: its own options as a frozen dataclass of `setting`s, which are typed as `plan.every` for `foundry.plan`,
+            or as `every` if no group of a run has that name.
         work: takes the composed configuration, these options, and the run directory that was made for it.
         name: as typed, for the help.
         doc: what it does, for the help.
@@ -38,12 +40,21 @@ def run_composed(
             It may raise a ConfigError, whose keys have no prefix.
     """
     prefix = name.rpartition(".")[2] + "."
-    page = f"{doc}\n\nAll options of a run, which `python -m foundry --help` lists, and:"
+    names = {option.name for option in fields(schema)}  # type: ignore[arg-type]
+    bare = names.difference(GROUPS)
+    prefixed = f", but for {' and '.join(sorted(names - bare))}" if names - bare else ""
+    page = (
+        f"{doc}\n\nAll options of a run, which `python -m foundry --help` lists, and those below, of which {prefix} may be "
+        f"left out{prefixed}:"
+    )
     with output_may_close():
         if answer_alone(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):
             return
-    own = [word.removeprefix(prefix) for word in sys.argv[1:] if word.startswith(prefix)]
-    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(prefix)]
+    own, others = list[str](), list[str]()
+    for word in sys.argv[1:]:
+        is_own = word.startswith(prefix) or word.partition("=")[0] in bare
+        (own if is_own else others).append(word.removeprefix(prefix))
+    sys.argv[1:] = others
 
     def task() -> None:
         try:

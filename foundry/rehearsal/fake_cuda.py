@@ -133,9 +133,7 @@ class _FakeCuda:
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self._dispatch.ledger.reset_peak()
 
-    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
-        pass  # retries and the like: there are none
-
+    reset_accumulated_memory_stats = reset_peak_memory_stats
     memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
@@ -203,6 +201,7 @@ def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
             enter(mock.patch.object(torch._C, name, _first_device, create=True))
         enter(mock.patch.object(torch._C, "_cuda_setDevice", _do_nothing, create=True))
+        enter(mock.patch.object(torch.backends.cuda, "is_flash_attention_available", _is_true))
         enter(mock.patch.object(fake_tensor, "init_gpu_context", _do_nothing))
         enter(mock.patch.object(torch.utils, "swap_tensors", swap_tensors))
         enter(mock.patch.object(Tensor, "data", property(_get_data, _set_data), create=True))
@@ -232,6 +231,10 @@ class _Chunks:
         if start >= self._size > 0:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._step, self._size - start))
+
+
+def _is_true() -> bool:
+    return True
 
 
 def _first_device(*_: Any) -> int:

@@ -85,6 +85,7 @@ def test_every_nth_row_and_the_length_of_the_run(run_command, lm):
     [
         (["plan.evry=2"], "plan.evry: is no option; did you mean every?"),
         (["plan.every=0"], "plan.every: is 0 but must be at least 1"),
+        (["every=0"], "plan.every: is 0 but must be at least 1"),
         (["hparams.lr=-1"], "hparams.lr: is -1 but must be above 0"),
         (
             ["plan.measured=.", "hydra.run.dir=plan"],
