@@ -174,7 +174,7 @@ def _content(
             device=target.name,
             pack_tokens=row_tokens(config),
         ),
-        "memory": {**asdict(memory), "total": memory.total, "usable": usable},
+        "memory": {**asdict(memory), "total": memory.total, "peak": memory.peak, "usable": usable},
         "checkpoint_bytes": checkpoint_bytes(config, fake),
     }
 

@@ -11,7 +11,7 @@ from foundry.config.metrics import declared_metrics
 from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
 from foundry.evaluators.torch_metrics import TorchMetrics
-from foundry.training.metric_sums import add_metrics, reduce_sums
+from foundry.training.metric_sums import add_metrics, read_means, reduce_sums
 from foundry.training.protocols import EvaluationContext, LossSum, Mean, Objective, PredictingObjective
 from foundry.training.step import to_device
 
@@ -87,6 +87,5 @@ class HeldOut:
         # The loss and its count are one metric of several, reduced with the others; none of them replaces it.
         named = {_LOSS: Mean(loss, count)}
         total = reduce_sums(LossSum(loss, {**named, **metrics, **named}), self._own, world)
-        means = {name: mean.item() for name, mean in total.metrics.items()}
-        measured = {name: value for name, value in means.items() if value is not None}
+        measured, _ = read_means(total.metrics)
         return measured if self._torchmetrics is None else measured | self._torchmetrics.measure(world)

@@ -1,5 +1,8 @@
 """The loss of a projection onto the vocabulary, whose gradients are made where its logits exist."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +19,28 @@ A matrix product of fewer tokens would take less time than reading and writing t
 """
 _CPU_ROWS = 2048
 """Of a matrix that a CPU adds in pieces."""
+
+_planned_device: ContextVar[str | None] = ContextVar("planned_device", default=None)
+
+
+@contextmanager
+def tiles_for(device_type: str) -> Iterator[None]:
+    """Have the body project as many tokens at a time as on another device; its numbers are the same but for rounding.
+
+    Args:
+        device_type: "cuda" or "cpu", of the run that is planned on fake tensors.
+    """
+    token = _planned_device.set(device_type)
+    try:
+        yield
+    finally:
+        _planned_device.reset(token)
+
+
+def _tile_tokens(device_type: str, vocab_size: int) -> int:
+    """Tokens projected at a time if the model does not say."""
+    is_cpu = (_planned_device.get() or device_type) == "cpu"
+    return _CPU_TILE_TOKENS if is_cpu else max(1, _TILE_ELEMENTS // vocab_size)
 
 
 def projected_loss(
@@ -52,7 +77,7 @@ def projected_loss(
     weight, shard = VocabularyShard.of(weight)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    tile = tile_tokens or (_CPU_TILE_TOKENS if device == "cpu" else max(1, _TILE_ELEMENTS // weight.shape[0]))
+    tile = tile_tokens or _tile_tokens(device, weight.shape[0])
     settings = (z_loss_coefficient, finds_correct, tile, dtype, torch.is_grad_enabled(), shard)
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets.clamp(min=0), weights, *settings

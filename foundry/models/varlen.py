@@ -3,14 +3,18 @@
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    import torch.nn.attention.varlen
+
 _HEAD_DIM_STEP, _LARGEST_HEAD_DIM = 8, 192
 """FlashAttention supports larger heads too, but on some GPUs without a backward pass."""
 _MIN_CAPABILITY = (8, 0)
-_KNOWS_GROUPED_HEADS = torch.__version__ >= (2, 12)
+_KNOWS_GROUPED_HEADS = torch.__version__ >= "2.12"
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,12 @@ class DocumentBounds:
         options = {"enable_gqa": groups > 1} if _KNOWS_GROUPED_HEADS else {}
         if groups > 1 and not _KNOWS_GROUPED_HEADS:
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        kernel: Any = torch.nn.attention.varlen.varlen_attn
         flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-        longest = (self.longest, self.longest)
-        attended: Tensor = torch.nn.attention.varlen.varlen_attn(
-            *flat, self.starts, self.starts, *longest, window_size=(-1, 0), **options
-        )
-        return attended.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+        bounds = (self.starts, self.starts, self.longest, self.longest)
+        attended = kernel(*flat, *bounds, window_size=(-1, 0), **options)
+        result: Tensor = attended.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+        return result
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -16,6 +16,7 @@ from foundry.models.kv_cache import KVCache
 from foundry.models.token_log_probs import Read, TokenLogProbs
 from foundry.models.token_loss import TokenLoss
 from foundry.models.transformer import RMSNorm, Transformer, TransformerBlock, rotary_table, to_compute_dtype
+from foundry.models.varlen import DocumentBounds
 
 PATCH = 8
 """Height and width in pixels of what a picture token is made of."""
@@ -195,6 +196,7 @@ class PrefixVLM(Transformer):
         token_loss: TokenLoss | None = None,
         dropout_keys: Tensor | None = None,
         documents: Tensor | None = None,
+        document_bounds: DocumentBounds | None = None,
     ) -> TokenLogProbs:
         """Log-probabilities of the targets, given pictures and the words before; of words alone.
 
@@ -209,6 +211,7 @@ class PrefixVLM(Transformer):
             token_loss: see there.
             dropout_keys: see there.
             documents: rows do not hold several samples: each has its own pictures.
+            document_bounds: unused, as `documents`.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len, no pictures are given, or a cache or documents are.

@@ -24,8 +24,8 @@ def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any
     if "documents" not in microbatch:
         return {}
     keywords: dict[str, Any] = {"documents": microbatch["documents"].flatten(0, -2)}
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    if "document_starts" in microbatch and _takes_bounds(type(inner)):
+    kind: Any = type(model.module if isinstance(model, DistributedDataParallel) else model)
+    if "document_starts" in microbatch and _takes_bounds(kind):
         longest = int(microbatch["longest_document"])  # in host memory, so nothing waits for the device
         keywords["document_bounds"] = DocumentBounds(microbatch["document_starts"], longest)
     return keywords

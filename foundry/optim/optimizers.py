@@ -19,8 +19,9 @@ from foundry.config.schemas.optimizer import MomentsDtype, NsDtype
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.models.fsdp_block import find_blocks
 from foundry.optim.adamw_bf16 import Bf16AdamW
-from foundry.optim.eager import SGD, Adam, AdamW
+from foundry.optim.eager import Adam, AdamW
 from foundry.optim.muon import Muon
+from foundry.optim.sgd import ShardedSGD
 from foundry.training.sharded import is_sharded
 
 Groups = Mapping[str, Any]
@@ -76,9 +77,8 @@ def sgd(
     groups: Groups | None = None,
 ) -> list[Optimizer]:
     """Stochastic gradient descent with momentum."""
-    # The fused kernel does not know DTensors.
-    fused = _fused(model) and not any(is_sharded(p) for p in model.parameters())
-    return [SGD(param_groups(model, weight_decay, groups), lr=lr, momentum=momentum, nesterov=nesterov, fused=fused)]
+    options: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "fused": _fused(model)}
+    return [ShardedSGD(param_groups(model, weight_decay, groups), **options)]
 
 
 def muon(

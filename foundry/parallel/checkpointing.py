@@ -26,13 +26,14 @@ _SAVED_BY_NAME = frozenset({"torch_attn::_varlen_attn"})
 """Attention of packed rows, an operator that does not exist until `torch.nn.attention.varlen` is imported."""
 
 
-def is_saved(operator: torch._ops.OpOverload) -> bool:
-    """Whether selective checkpointing keeps the outputs of an operator: of those that take most of a block's time.
+def is_saved(operator: Any) -> bool:
+    """Return whether selective checkpointing keeps the outputs of an operator (an `OpOverload`).
 
-    Not of `bmm`, which is attention written out, whose scores grow with the square of the sequence. Norms, activation
-    functions, rotations, casts and sums are computed again.
+    It keeps those of operators that take most of a block's time. `bmm` is left out, because it is attention written
+    out, whose scores grow with the square of the sequence. Norms, activation functions, rotations, casts and sums are
+    computed again.
     """
-    return operator in _SAVED_OPS or operator.name() in _SAVED_BY_NAME
+    return operator in _SAVED_OPS or str(operator.name()) in _SAVED_BY_NAME
 
 
 def checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:

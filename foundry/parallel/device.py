@@ -1,6 +1,6 @@
 """The devices of this machine: the only module that asks torch.cuda for names, memory, generators and streams.
 
-A function with a `device` answers for the CPU as well, so that callers need no case of their own.
+Most functions with a `device` also accept the CPU, so that callers need no special case.
 """
 
 import os
@@ -27,7 +27,7 @@ def count_cuda() -> int:
 
 
 def select_cuda(device: torch.device) -> None:
-    """Make a GPU the one that "cuda" without an index means in this process."""
+    """Make a GPU the default of this process, for which "cuda" stands."""
     torch.cuda.set_device(device)
 
 
@@ -37,7 +37,7 @@ def choose_device(kind: DeviceKind = DeviceKind.auto) -> torch.device:
     GPUs that CUDA_VISIBLE_DEVICES hides do not exist.
 
     Raises:
-        ConfigError: the machine has a GPU that torch cannot use, or none where one is wanted.
+        ConfigError: torch cannot use the machine's GPU, or `kind` is cuda and there is no GPU.
     """
     if kind is DeviceKind.cpu:
         return torch.device("cpu")
@@ -83,7 +83,7 @@ def describe_devices(device: torch.device, world_size: int) -> str:
     """Return the devices of a run for people: "NVIDIA H100 80GB HBM3 x 8", or "cpu, 2 threads".
 
     Args:
-        device: of this rank; those of the others are taken to be alike.
+        device: of this rank; the other ranks are assumed to have the same kind.
         world_size: ranks.
     """
     name = device_name(device) + (f" x {world_size}" if world_size > 1 else "")
@@ -183,7 +183,7 @@ def allocator_retries(device: torch.device) -> int | None:
 
 
 def resident_bytes() -> int:
-    """Return the memory of the host that this process holds; where the system does not say, the most it has held."""
+    """Return the resident set of this process in bytes; its maximum so far if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -1,6 +1,8 @@
 """What a forward pass keeps for the backward pass, counted on fake tensors."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -10,26 +12,61 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foundry.models.fsdp_block import find_blocks
+from foundry.models.projected_loss import tiles_for
 from foundry.parallel.checkpointing import is_saved
+from foundry.planning.live_bytes import LiveBytes
 from foundry.training.protocols import Microbatch, Objective
 
 _Storages = dict[int, torch.UntypedStorage]
 
 
-def activation_bytes(
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one microbatch's activations, parameters and buffers left out.
+
+    Attributes:
+        saved: all that the backward pass needs. With checkpointing: tensors outside of blocks, those kept of
+            blocks, and the largest block recomputed.
+        forward_peak: the most that is alive in the forward pass, which is in the loss for most models.
+        rounded: matrices of blocks in the type of autocast, which caches them until the window ends; part of `saved`.
+        block: the largest block without its rounded matrices; part of `saved`.
+        backward: the most that the backward pass of a block allocates beyond the activations that it frees, gradients
+            of parameters left out.
+        recomputes: whether blocks are recomputed in the backward pass.
+    """
+
+    saved: int
+    forward_peak: int
+    rounded: int
+    block: int
+    backward: int
+    recomputes: bool
+
+    def extrapolated(self, twice: "Activations", times: tuple[int, int]) -> "Activations":
+        """Extrapolate to more samples: activations are linear in their number.
+
+        Args:
+            twice: of twice as many samples.
+            times: how many times as many samples, as numerator and denominator.
+        """
+        numerator, denominator = times
+        pairs = zip(astuple(self)[:-1], astuple(twice)[:-1], strict=True)
+        sizes = [few + (more - few) * (numerator - denominator) // denominator for few, more in pairs]
+        return Activations(*sizes, recomputes=self.recomputes)
+
+
+def count_activations(
     objective: Objective,
     model: nn.Module,
     microbatch: Microbatch,
     *,
     mode: FakeTensorMode,
     autocast: AbstractContextManager[Any],
+    device_type: str,
     grad_checkpointing: bool,
     selective: bool = False,
-) -> int:
-    """Bytes that autograd saves in the forward pass of one microbatch, parameters and buffers left out.
-
-    With `grad_checkpointing`: what lies outside of blocks, what goes into them or is kept of them, the largest block,
-    recomputed, and the matrices of the blocks as autocast rounds them: it caches them until the window ends.
+) -> Activations:
+    """Count the tensors that autograd saves, and the temporary ones, of one microbatch.
 
     Args:
         objective: whose loss is computed.
@@ -37,23 +74,76 @@ def activation_bytes(
         microbatch: real tensors.
         mode: of the model's tensors.
         autocast: around the forward pass.
+        device_type: of the run, "cuda" or "cpu"; it decides how many tokens are projected at a time.
         grad_checkpointing: count as if each block were recomputed in the backward pass.
-        selective: with that, count what is kept of each block instead.
+        selective: with that, count the outputs that selective checkpointing keeps of each block.
     """
-    saved = _Saved(model)
-    kept_outputs = _KeptOutputs(saved) if grad_checkpointing and selective else nullcontext()
     # Outside of the mode: an objective may read `position`, and transformers looks at positions that it makes itself. A
     # model's own constants are real, then, and as small as in training.
     # Contiguous, since one sample may stand for all of a microbatch.
     fakes = {name: t if name == "position" else mode.from_tensor(t).contiguous() for name, t in microbatch.items()}
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), autocast, kept_outputs:
-        objective.loss(model, fakes)
-    if not grad_checkpointing:
-        return _size(saved.outside | _union(saved.inside))
+
+    def compute_loss() -> Tensor:
+        with tiles_for(device_type), autocast:
+            return objective.loss(model, fakes).loss
+
+    backward = _backward_bytes(compute_loss, model)
+    saved = _Saved(model)
+    kept_outputs = _KeptOutputs(saved) if grad_checkpointing and selective else nullcontext()
+    live = _LiveActivations(saved) if grad_checkpointing else LiveBytes()
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
+    with hooks, kept_outputs, live:
+        compute_loss()
+    rounded = sum(saved.rounded.values())
     kept = saved.outside | saved.inputs | saved.kept
-    recomputed = [_size({k: s for k, s in block.items() if k not in kept}) for block in saved.inside]
-    beyond_rounded = [size - rounded for size, rounded in zip(recomputed, saved.rounded_bytes, strict=True)]
-    return _size(kept) + max(beyond_rounded, default=0) + sum(saved.rounded_bytes)
+    inside = [_size({k: s for k, s in block.items() if k not in kept}) for block in saved.inside]
+    own = [size - matrices for size, matrices in zip(inside, saved.rounded_bytes, strict=True)]
+    block = max(own, default=0)
+    return Activations(
+        saved=_size(kept) + block + rounded if grad_checkpointing else _size(saved.outside | _union(saved.inside)),
+        forward_peak=live.peak + rounded * grad_checkpointing,
+        rounded=rounded,
+        block=block,
+        backward=backward,
+        recomputes=grad_checkpointing,
+    )
+
+
+class _EnoughError(Exception):
+    """The backward pass has come to the input of the last block."""
+
+
+def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module) -> int:
+    """Return the bytes that the backward pass of the loss and of the last block adds to the saved activations.
+
+    Args:
+        compute_loss: the forward pass.
+        model: its parameters are left without gradients.
+    """
+    inputs: list[Any] = []
+
+    def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs[:] = [args, kwargs]
+
+    def free(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    def stop(_: Tensor) -> None:
+        raise _EnoughError
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in find_blocks(model)]
+    hooks += [p.register_post_accumulate_grad_hook(free) for p in model.parameters() if p.requires_grad]
+    with LiveBytes() as live:
+        loss = compute_loss()
+        live.peak = before = live.now
+        for value in tree_leaves(inputs):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(stop)
+        with suppress(_EnoughError):
+            loss.backward()  # type: ignore[no-untyped-call]
+    for hook in hooks:
+        hook.remove()
+    return live.peak - before
 
 
 class _Saved:
@@ -67,6 +157,7 @@ class _Saved:
         self.kept: _Storages = {}
         self.inside: list[_Storages] = []
         self.rounded_bytes: list[int] = []
+        self.rounded: dict[nn.Module, int] = {}
         self._current, self._depth = self.outside, 0
         for block in find_blocks(model):
             block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -84,6 +175,16 @@ class _Saved:
                 if isinstance(value, Tensor):
                     self._add(value, self.kept)
 
+    def recomputed(self) -> int:
+        """Bytes that blocks have saved so far and that checkpointing frees."""
+        kept = self.outside | self.inputs | self.kept
+        return _size({k: s for k, s in _union(self.inside).items() if k not in kept})
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether a block computes."""
+        return self._depth > 0
+
     def _add(self, tensor: Tensor, storages: _Storages) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._ignored:
@@ -100,12 +201,29 @@ class _Saved:
                 self._add(value, self.inputs)
         is_amp = torch.is_autocast_enabled("cpu")
         wide = [p for p in block.parameters() if p.ndim > 1 and p.dtype is torch.float32 and p.requires_grad]
-        self.rounded_bytes.append(is_amp * sum(p.numel() for p in wide) * torch.get_autocast_dtype("cpu").itemsize)
+        size = is_amp * sum(p.numel() for p in wide) * torch.get_autocast_dtype("cpu").itemsize
+        self.rounded_bytes.append(size)
+        self.rounded[block] = size  # once, however often the block is called
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._current = self.outside
+
+
+class _LiveActivations(LiveBytes):
+    """Counts the storages that are alive between blocks, apart from those that checkpointing frees."""
+
+    def __init__(self, saved: _Saved) -> None:
+        super().__init__()
+        self._saved, self._freed, self._counted = saved, 0, 0
+
+    def _note_peak(self) -> None:
+        if self._saved.is_in_block:
+            return
+        if self._counted < len(self._saved.inside):
+            self._freed, self._counted = self._saved.recomputed(), len(self._saved.inside)
+        self.peak = max(self.peak, self.now - self._freed)
 
 
 class _KeptOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -49,6 +49,7 @@ class Layout:
         prefetches: units are gathered while the one before computes.
         offloads: shards live in host memory.
         reduces_whole: gradients of `whole` are copied into one tensor and averaged at the end.
+        keeps_gradients: gradients have memory through the whole run: DDP's buckets.
     """
 
     units: list[_Unit]
@@ -58,6 +59,7 @@ class Layout:
     prefetches: bool = False
     offloads: bool = False
     reduces_whole: bool = False
+    keeps_gradients: bool = False
 
     def parts(self, bytes_of: Callable[[nn.Parameter], int]) -> tuple[int, int]:
         """Bytes of this rank's shards, and of what it holds whole, given those of whole parameters."""
@@ -86,11 +88,22 @@ class Layout:
         # Offloaded shards come into being next to the whole gradients; others take their place.
         return whole + sum(unit.reduced() for unit in self.units) + (shards if self.offloads else 0)
 
-    def reducing(self, sync: GradientSync, accumulates: bool) -> int:
+    def reducing_units(self, sync: GradientSync, accumulates: bool) -> int:
         """A unit's gradients in the reduction's type, next to those just computed unless these are summed already."""
         summed = accumulates and sync is not GradientSync.every
-        largest = max((unit.reduced() + (0 if summed else unit.computed()) for unit in self.units), default=0)
-        return max(largest, sum(map(grad_bytes, self.whole)) if self.reduces_whole else 0)
+        return max((unit.reduced() + (0 if summed else unit.computed()) for unit in self.units), default=0)
+
+    def averaging(self) -> int:
+        """The copy of the gradients of `whole` that is averaged over the ranks."""
+        return sum(map(grad_bytes, self.whole)) if self.reduces_whole else 0
+
+    def reducing(self, sync: GradientSync, accumulates: bool) -> int:
+        """Gradients on their way through a reduction, at most."""
+        return max(self.reducing_units(sync, accumulates), self.averaging())
+
+    def largest_unit(self) -> int:
+        """The largest unit, whole and in the parameters' own type, which has memory before it is sharded."""
+        return max((sum(map(num_bytes, unit.parameters)) for unit in self.units), default=0)
 
     def _rows(self, parameter: nn.Parameter) -> int:
         return -(-parameter.shape[0] // self.num_shards)
@@ -104,7 +117,8 @@ def build_layout(config: Distributed, model: nn.Module, policy: PrecisionPolicy,
     num_shards = resolved.mesh_shape(world_size).get("shard", 1)
     if isinstance(resolved, DDP):
         if not resolved.shard_optimizer:
-            return Layout([], list(model.parameters()), reduces_whole=not resolved.overlap_grad_reduce)
+            overlaps = resolved.overlap_grad_reduce
+            return Layout([], list(model.parameters()), reduces_whole=not overlaps, keeps_gradients=overlaps)
         units, whole = _units(model, policy, blocks=resolved.overlap_grad_reduce)
         return Layout(units, whole, num_shards, keeps_gathered=True, reduces_whole=True)
     units, whole = _units(model, policy, blocks=True)

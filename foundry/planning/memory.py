@@ -30,10 +30,12 @@ from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.process_group import World
 from foundry.parallel.tensor_parallel import divided_dims, is_divisible
 from foundry.parts import build_model, build_objective, build_optimizers
-from foundry.planning.activations import activation_bytes
+from foundry.planning.activations import Activations, count_activations
 from foundry.planning.fake import FakeModel
 from foundry.planning.generation import cache_bytes
 from foundry.planning.layout import Layout, build_layout, grad_bytes, num_bytes
+from foundry.planning.live_bytes import LiveBytes
+from foundry.planning.moments import count_moments
 from foundry.training.protocols import ComparingObjective, Microbatch, Objective
 
 _FLOAT32_BYTES = 4
@@ -57,6 +59,7 @@ class Memory:
         activations_estimated: what the forward pass of one microbatch saves; None where it is not known.
         generation: transient: whole weights, and keys and values of the answers that are generated at a time.
         host: how much of weights, gradients, optimizer and ema lies in host memory instead of the device's.
+        moments: all that is known, on the device, at the moments of `foundry.planning.moments`, by name.
         note: why something is None.
     """
 
@@ -72,13 +75,18 @@ class Memory:
     activations_estimated: int | None
     generation: int
     host: int
+    moments: Mapping[str, int]
     note: str | None
 
     @property
     def total(self) -> int:
-        """All that is known, in the device's memory at once; a bound, since not all peaks coincide."""
-        known = self.weights + self.gathered + self.gradients + self.reducing + self.ema + self.frozen + self.buffers
-        return known + (self.optimizer or 0) + (self.activations_estimated or 0) + self.generation - self.host
+        """Bytes on the device at its peak."""
+        return max(self.moments.values())
+
+    @property
+    def peak(self) -> str:
+        """The moment of the peak."""
+        return max(self.moments, key=self.moments.__getitem__)
 
 
 def estimate_memory(
@@ -114,7 +122,7 @@ def estimate_memory(
     dp_size = config.distributed.dp_size(world_size)
     sizes = resolve_batch_sizes(config.hparams, dp_size=dp_size, tokens_per_sample=None).sizes
     accumulates = max(sizes) > dp_size * config.hparams.per_gpu_batch_size
-    state, optimizer_note = _optimizer_state(config, model)
+    state, temporary, optimizer_note = _optimizer_state(config, model)
     objective = build_objective(config, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer)
     frozen = _build_frozen(config, objective, fake, policy, world_size)
     generation, generation_note = 0, None
@@ -125,28 +133,49 @@ def estimate_memory(
         cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
         generation = whole + (cache or 0) // num_parts
         generation_note = "the memory of keys and values is not known" if cache is None else None
-    activations, activations_note = _activations(config, objective, model, fake.mode, policy, layout, microbatch)
-    shards = layout.parts(num_bytes)
-    gradients = layout.gradients(config.distributed.gradient_sync, accumulates)
+    activations, activations_note = _activations(
+        config, objective, model, fake.mode, policy, layout, microbatch, device_type
+    )
+    sync, offloads = config.distributed.gradient_sync, layout.offloads and device_type != "cpu"
+    shards, grad_shards = layout.parts(num_bytes), layout.parts(grad_bytes)
     optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
     ema = layout.parts(partial(_average_bytes, config))
     others = [each for each, _ in frozen.values()]
     frozen_parts = [each.parts(num_bytes) for each in others]
-    offloaded = sum(part for part, _ in frozen_parts) + shards[0] + layout.parts(grad_bytes)[0] + optimizer[0] + ema[0]
+    frozen_bytes = sum(map(sum, frozen_parts)) + sum(buffers for _, buffers in frozen.values())
+    buffers = sum(map(num_bytes, model.buffers()))
+    gathered = sum(each.gathered(sync) for each in (layout, *others))
+    weights_in_host = (shards[0] + sum(part for part, _ in frozen_parts)) * offloads
+    states_in_host = weights_in_host + (optimizer[0] + ema[0]) * offloads
+    held = sum(shards) + frozen_bytes + buffers
+    moments = count_moments(
+        layout,
+        sync,
+        accumulates=accumulates,
+        offloads=offloads,
+        built=held - weights_in_host + max(each.largest_unit() for each in (layout, *others)),
+        states=held + sum(optimizer) + sum(ema) - states_in_host,
+        gathered=gathered,
+        activations=activations or Activations(0, 0, 0, 0, 0, False),
+        generation=generation,
+        # Of whole parameters; a rank updates its shards alone.
+        temporary=temporary * sum(grad_shards) // max(1, sum(map(grad_bytes, model.parameters()))),
+    )
     notes = [note for note in (optimizer_note, activations_note, generation_note) if note is not None]
     return Memory(
         weights=sum(shards),
-        frozen_weights=sum(shards) - sum(layout.parts(grad_bytes)),
-        gathered=sum(each.gathered(config.distributed.gradient_sync) for each in (layout, *others)),
-        gradients=gradients,
-        reducing=layout.reducing(config.distributed.gradient_sync, accumulates),
+        frozen_weights=sum(shards) - sum(grad_shards),
+        gathered=gathered,
+        gradients=layout.gradients(sync, accumulates),
+        reducing=layout.reducing(sync, accumulates),
         optimizer=sum(optimizer) if optimizer_note is None else None,
         ema=sum(ema),
-        frozen=sum(map(sum, frozen_parts)) + sum(buffers for _, buffers in frozen.values()),
-        buffers=sum(map(num_bytes, model.buffers())),
-        activations_estimated=activations,
+        frozen=frozen_bytes,
+        buffers=buffers,
+        activations_estimated=None if activations is None else activations.saved,
         generation=generation,
-        host=offloaded if layout.offloads and device_type != "cpu" else 0,
+        host=states_in_host + grad_shards[0] * offloads,
+        moments=moments,
         note="; ".join(notes) or None,
     )
 
@@ -195,7 +224,7 @@ def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
         ConfigError: the optimizer does not fit the model.
     """
     model = _as_held(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
-    state, note = _optimizer_state(config, model)
+    state, _, note = _optimizer_state(config, model)
     if note is not None:
         return None
     held: set[Tensor] = set(model.state_dict(keep_vars=True).values())
@@ -205,24 +234,33 @@ def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
     return sum(map(num_bytes, held)) + ema + sum(state.values())
 
 
-def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int], str | None]:
-    """Bytes of state of each whole parameter after a step, scalars left out; or why that is not known."""
+def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int], int, str | None]:
+    """Bytes of state of each whole parameter after a step, scalars left out, and bytes that a later step allocates.
+
+    The last value says why they are not known, or is None.
+    """
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     state: dict[Tensor, int] = {}
+    temporary = 0
     optimizers = build_optimizers(config, model)
     try:
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
+            fused = [group for group in optimizer.param_groups if group.get("fused")]
+            for group in fused:
                 # Same state; not every fused kernel knows fake tensors.
-                group.update({"fused": False} if group.get("fused") else {})
+                group["fused"] = False
             optimizer.step()
             for updated, held in optimizer.state.items():
                 tensors = [value for value in held.values() if isinstance(value, Tensor) and value.ndim > 0]
                 state[updated] = state.get(updated, 0) + sum(map(num_bytes, tensors))
+            if not fused:  # a fused kernel allocates nothing
+                with LiveBytes() as live:
+                    optimizer.step()
+                temporary = max(temporary, live.peak)
     except Exception as error:  # whatever a user's optimizer does with numbers that are not there
-        return {}, f"the optimizers cannot step on fake tensors ({format_reason(error)})"
-    return state, None
+        return {}, 0, f"the optimizers cannot step on fake tensors ({format_reason(error)})"
+    return state, temporary, None
 
 
 def _activations(
@@ -233,18 +271,20 @@ def _activations(
     policy: PrecisionPolicy,
     layout: Layout,
     microbatch: Microbatch | None,
-) -> tuple[int | None, str | None]:
-    """Bytes of activations, or why they are not known; `model` holds the parameters of `layout`."""
+    device_type: str,
+) -> tuple[Activations | None, str | None]:
+    """Activations, or why they are not known; `model` holds the parameters of `layout`."""
     if microbatch is None:
         return None, "activations need a microbatch's shapes"
     samples = len(next(iter(microbatch.values())))
     if samples > 2 * _COUNTED_SAMPLES:
         # Linear in the samples; a loss that takes its positions in parts would take as long as it has parts.
         parts = [{name: t[:few] for name, t in microbatch.items()} for few in (_COUNTED_SAMPLES, 2 * _COUNTED_SAMPLES)]
-        (few, note), (more, _) = [_activations(config, objective, model, mode, policy, layout, part) for part in parts]
+        count = partial(_activations, config, objective, model, mode, policy, layout, device_type=device_type)
+        (few, note), (more, _) = [count(part) for part in parts]
         if few is None or more is None:
             return None, note
-        return few + (more - few) * (samples - _COUNTED_SAMPLES) // _COUNTED_SAMPLES, None
+        return few.extrapolated(more, (samples, _COUNTED_SAMPLES)), None
     # FSDP2 hands over weights in the type it gathers them in, which autocast then need not copy.
     gathered: dict[Tensor, torch.dtype | None] = {
         p: unit.gather_dtype for unit in layout.units for p in unit.parameters
@@ -254,18 +294,19 @@ def _activations(
         model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     try:
         with _quiet():
-            size = activation_bytes(
+            found = count_activations(
                 objective,
                 model,
                 microbatch,
                 mode=mode,
                 autocast=policy.autocast(torch.device("cpu")),
+                device_type=device_type,
                 grad_checkpointing=config.hparams.grad_checkpointing,
                 selective=config.hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
             )
     except Exception as error:  # a model may ask for numbers, or for a kernel that fake tensors do not have
         return None, f"the model cannot run on fake tensors ({format_reason(error)})"
-    return size, None
+    return found, None
 
 
 def _as_held(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from foundry.models.lora import count_by_kind
+from foundry.planning.moments import MOMENTS
 from foundry.run_dir.files import replaced_atomically
 from foundry.run_dir.names import PLAN
 from foundry.run_dir.outputs import Recognizer, has_columns, has_keys, is_picture
@@ -183,7 +184,7 @@ def _stage_rows(plan: Mapping[str, Any], most: int = 12) -> list[tuple[str, str]
 
 
 def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The parts that there are, and their sum."""
+    """The parts that there are, and their sum at the moment at which it is largest."""
     memory = plan["memory"]
     rows = [
         (name, "not known" if memory[key] is None else num_bytes(memory[key]))
@@ -194,7 +195,7 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("of these in host memory", num_bytes(memory["host"])))
     if memory["note"] is not None:
         rows.append(("note", memory["note"]))
-    rows.append(("at most, together", num_bytes(memory["total"])))
+    rows.append(("peak", f"{num_bytes(memory['total'])}, {MOMENTS[memory['peak']]}"))
     if memory["usable"] is not None:
         rows.append(("of a device, less a margin", num_bytes(memory["usable"])))
     return rows

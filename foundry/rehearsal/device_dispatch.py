@@ -149,6 +149,8 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked of every tensor that torch's C++ hands to Python
         kwargs = kwargs or {}
         if any(kind not in (Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor becomes an operation of local tensors first
@@ -197,7 +199,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in KERNELS:
             self.attend(KERNELS[name], args[0])
         for value in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(value, FakeTensor) and value.device.type == "cuda":
+            if isinstance(value, FakeTensor) and value.fake_device.type == "cuda":
                 self._enter(value, name)
         if func is aten.gt.Scalar:
             result.is_likely = True

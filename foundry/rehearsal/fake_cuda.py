@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from foundry.rehearsal.attention import attention_on_cuda
 from foundry.rehearsal.device_dispatch import DeviceDispatch
@@ -132,6 +133,7 @@ class _FakeCuda:
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self._dispatch.ledger.reset_peak()
 
+    reset_accumulated_memory_stats = reset_peak_memory_stats
     memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
@@ -199,16 +201,40 @@ def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
             enter(mock.patch.object(torch._C, name, _first_device, create=True))
         enter(mock.patch.object(torch._C, "_cuda_setDevice", _do_nothing, create=True))
+        enter(mock.patch.object(torch.backends.cuda, "is_flash_attention_available", _is_true))
         enter(mock.patch.object(fake_tensor, "init_gpu_context", _do_nothing))
         enter(mock.patch.object(torch.utils, "swap_tensors", swap_tensors))
         enter(mock.patch.object(Tensor, "data", property(_get_data, _set_data), create=True))
         enter(mock.patch.object(torch.UntypedStorage, "resize_", resize_counted))
         enter(mock.patch.object(nn.functional, "scaled_dot_product_attention", attend))
+        enter(mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks))
         # torch.tensor(..., device="cuda") becomes a copy from the host, which is seen.
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts_on_cpu)
         enter(dispatch)
         yield
+
+
+class _Chunks:
+    """Chunks of a tensor as FSDP2 cuts them for ranks, each cut when it is read: FSDP2 reads the first and its own.
+
+    Chunks for ranks without a part of the tensor are empty.
+    """
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = tensor.shape[dim]
+        self._step = -(-self._size // num_chunks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self._step
+        if start >= self._size > 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._step, self._size - start))
+
+
+def _is_true() -> bool:
+    return True
 
 
 def _first_device(*_: Any) -> int:

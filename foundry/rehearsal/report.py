@@ -33,7 +33,7 @@ _PARTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 )
 _BUILDING = "held"
 """Part of the tensors that a run builds, weights included: only the first optimizer step identifies weights."""
-_LIMITS = {"arithmetic": "arithmetic", "link": "links in a node", "network": "network"}
+_LIMITS = {"arithmetic": "arithmetic", "link": "within a node", "network": "between nodes"}
 _COLUMN = 10
 
 
@@ -108,7 +108,7 @@ class RehearsalReport:
             ("peak memory", f"{num_bytes(peak.bytes)} of {num_bytes(self.usable_bytes)}, in {peak.phase}{fits}"),
             *([] if self._above_plan is None else [("beside the plan", self._difference())]),
             ("after a step", num_bytes(record.live.bytes)),
-            ("host waits of a step", "none" if not waits else f"{sum(wait.count for wait in waits)}"),
+            ("host waits", "none" if not waits else f"{sum(wait.count for wait in waits)}"),
             *(("", f"{wait.count} x {wait.operation} at {wait.where}") for wait in waits),
             *(("attention", f"{number} x {kernel}, query {query}") for (kernel, query), number in attention.items()),
             *(("note", note) for note in record.notes),
@@ -131,7 +131,7 @@ class RehearsalReport:
             if plan is not None:
                 known = [plan[part] for part in planned]
                 values.append(None if None in known else sum(known))
-            if any(value != 0 for value in values):
+            if any(value is None or value >= factor / 20 for value in values):
                 rows.append((name, _cells(values, factor)))
         totals: list[float | None] = [peak.bytes for peak in phases.values()]
         return [*rows, ("together", _cells([*totals, *([] if plan is None else [self._planned])], factor))]
@@ -152,20 +152,19 @@ class RehearsalReport:
 
     def _collective_rows(self) -> list[tuple[str, str]]:
         calls = [each for each in self.record.collectives if each.phase == self.record.step]
-        on_device = [each for each in calls if each.device == "cuda"]
-        rows = [(each.kind, _described(each)) for each in sorted(on_device, key=lambda each: (each.kind, -each.bytes))]
-        rows += [(f"{each.kind}, hosts", _described(each)) for each in calls if each.device != "cuda"]
+        rows = [(each.kind, _described(each)) for each in sorted(calls, key=lambda each: (each.kind, -each.bytes))]
         if not rows:
             return []
-        return [*rows, ("counts by formula", self._compared())]
+        return [*rows, ("by formula", self._compared())]
 
     def _compared(self) -> str:
         if self.expected is None:
             return "not known for this run"
-        counted = self.record.collectives_of(self.record.step)
+        record = self.record
+        counted = Counter(record.collectives_of(record.step)) + Counter(record.collectives_of(record.step, "cpu"))
         kinds = sorted((set(self.expected) | set(counted)) - {"all_to_all"})  # Muon decides their number
         expected = {kind: self.expected.get(kind, 0) for kind in kinds}
-        others = [f"{kind} {number}" for kind, number in expected.items() if number != counted.get(kind, 0)]
+        others = [f"{kind} {number}" for kind, number in expected.items() if number != counted[kind]]
         return ", ".join(others) or "the same"
 
     def _time_rows(self) -> list[tuple[str, str]]:
@@ -199,7 +198,8 @@ class RehearsalReport:
 
 def _described(each: Collective) -> str:
     nodes = f" on {each.num_nodes} nodes" if each.num_nodes > 1 else ""
-    return f"{each.count} among {each.group_size} ranks{nodes}, {num_bytes(each.bytes)}"
+    where = "" if each.device == "cuda" else ", in host memory"
+    return f"{each.count} among {each.group_size} ranks{nodes}, {num_bytes(each.bytes)}{where}"
 
 
 def _cells(values: Sequence[float | None], factor: int) -> str:

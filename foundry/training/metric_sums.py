@@ -1,6 +1,6 @@
-"""Adding up an objective's loss and metrics over microbatches and ranks."""
+"""Adding up an objective's loss and metrics over microbatches and ranks, and reading them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,3 +53,36 @@ def reduce_sums(sums: LossSum, names: Iterable[str] | None, world: World) -> Los
     size = len(known)
     reduced = zip(known, total[1 : 1 + size], total[1 + size :], strict=True)
     return LossSum(total[0], {name: Mean(value, count) for name, value, count in reduced})
+
+
+def read_means(metrics: Mapping[str, Mean], *numbers: Tensor) -> tuple[dict[str, float], list[float]]:
+    """Read means, and other numbers with them; the host waits for a device once.
+
+    Args:
+        metrics: sums with known counts.
+        numbers: of one element each.
+
+    Returns:
+        The means by name, without those whose count is zero; and the numbers.
+    """
+    counted = {name: mean for name, mean in metrics.items() if isinstance(mean.count, Tensor) or mean.count}
+    quotients = [mean.sum / mean.count for mean in counted.values() if mean.count is not None]
+    counts = [mean.count for mean in counted.values() if isinstance(mean.count, Tensor)]
+    values = iter(_read([*numbers, *quotients, *counts]))
+    read = [next(values) for _ in numbers]
+    means = {name: next(values) for name in counted}
+    nothing = {name for name, mean in counted.items() if isinstance(mean.count, Tensor) and next(values) <= 0}
+    return {name: value for name, value in means.items() if name not in nothing}, read
+
+
+def _read(numbers: Sequence[Tensor]) -> list[float]:
+    """Tensors of one element as floats, by one copy from each device."""
+    places: dict[torch.device, list[int]] = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(number.device, []).append(place)
+    values = [0.0] * len(numbers)
+    for own in places.values():
+        together = torch.stack([numbers[place].detach().reshape(()).double() for place in own])
+        for place, value in zip(own, together.cpu().tolist(), strict=True):
+            values[place] = value
+    return values

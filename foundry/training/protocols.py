@@ -37,11 +37,6 @@ class Mean:
     sum: Tensor
     count: Tensor | int | None = None
 
-    def item(self) -> float | None:
-        """The mean of a sum whose count is known; None where nothing was counted. It waits for the device."""
-        assert self.count is not None
-        return float((self.sum / self.count).item()) if self.count > 0 else None
-
 
 @dataclass(frozen=True)
 class LossSum:

@@ -24,6 +24,7 @@ from foundry.training.evaluation import Evaluation
 from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
 from foundry.training.guards import LossSpike
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
+from foundry.training.metric_sums import read_means
 from foundry.training.profiling import StepProfiler
 from foundry.training.progress import Progress
 from foundry.training.protocols import CheckpointManager, SaveError, Schedule, StopRule, Window, WindowSource
@@ -313,12 +314,13 @@ class Trainer:
             log.warning("%s; back to step %d, and past its data", spike, step)
 
     def _log(self, result: StepResult, lr: float, weight_decay: float, window: Window) -> None:
+        # The only place where the host waits for the device.
         self._doing("waiting for the device")
-        self._loss = loss = result.loss.item()  # the only place where the host waits for the device
+        metrics, (loss, grad_norm) = read_means(result.metrics, result.loss, result.grad_norm)
+        self._loss = loss
         self.step.guard.check()
         rates = self.throughput.log(self.progress.steps, self.progress.samples, self.progress.tokens)
         self.compiling.after_log(rates.step_seconds, self.budget.total_steps - self.progress.steps)
-        means = {name: mean.item() for name, mean in result.metrics.items()}
         norms = {} if result.norms is None else result.norms.read()
         self._tell(
             "on_step",
@@ -330,11 +332,9 @@ class Trainer:
                 loss=loss,
                 lr=lr,
                 weight_decay=weight_decay,
-                grad_norm=result.grad_norm.item(),
+                grad_norm=grad_norm,
                 global_batch_size=window.num_samples,
-                metrics={name: value for name, value in means.items() if value is not None}
-                | dict(window.metrics)
-                | norms,
+                metrics={**metrics, **window.metrics, **norms},
                 **asdict(rates),
             ),
         )

@@ -58,6 +58,7 @@ def train(world):
     from foundry.optim.optimizers import adamw
     from foundry.parallel.wrap import parallelize
     from foundry.training.evaluation import Evaluation
+    from foundry.training.metric_sums import read_means
     from foundry.training.step import TrainStep
 
     torch.manual_seed(0)
@@ -86,7 +87,8 @@ def train(world):
         window = loader.next_window()
         positions += [int(p) for microbatch in window.microbatches for p in microbatch["position"]]
         result = step(window, 1e-2, number)
-        logged += [result.loss.item(), result.grad_norm.item(), result.metrics["absolute"].item()]
+        means, numbers = read_means(result.metrics, result.loss, result.grad_norm)
+        logged += [*numbers, means["absolute"]]
     evaluation = Evaluation(
         model=parallel.model,
         evaluators={"held_out": HeldOut(objective=Regression(), data=data, per_gpu_batch_size=PER_RANK)},

@@ -6,13 +6,17 @@ from support.composition import configure
 from support.devices import DEVICES, alone_on
 
 from foundry.config.build import build
+from foundry.models.lora import frozen_matrices
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.wrap import parallelize
 from foundry.parts import build_model, build_objective, build_optimizers
-from foundry.planning.fake import build_fake
+from foundry.planning.fake import build_adapted, build_fake
+from foundry.planning.live_bytes import LiveBytes
 from foundry.planning.memory import estimate_memory
 from foundry.training.ema import WeightAverage
 from foundry.training.memory_error import measure_device_memory
+from foundry.training.protocols import Window
+from foundry.training.step import TrainStep
 
 SMALL = [
     "model.hidden_size=64",
@@ -63,6 +67,63 @@ def test_the_parts_are_planned_to_the_byte(device):
     assert (held.weights, held.gradients, held.ema) == (plan.weights + plan.buffers, plan.gradients, plan.ema)
     # Adam counts its steps in a scalar of each tensor, which the plan leaves out.
     assert plan.optimizer <= held.optimizer < plan.optimizer + 4096
+
+
+SIZES = [
+    "model.hidden_size=128",
+    "model.intermediate_size=512",
+    "model.num_layers=6",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.vocab_size=512",
+    "data.vocab_size=512",
+    "hparams.per_gpu_batch_size=4",
+]
+CHECKPOINTING = "hparams.grad_checkpointing=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "microbatches", "moment"),
+    [
+        pytest.param([], 1, "forward", id="plain"),
+        pytest.param([CHECKPOINTING], 1, "backward", id="checkpointed"),
+        pytest.param([], 2, "forward", id="accumulated"),
+        pytest.param([CHECKPOINTING], 2, "forward", id="checkpointed and accumulated"),
+        pytest.param([CHECKPOINTING, "precision=fp32", "optimizer=muon"], 1, "backward", id="muon"),
+        pytest.param([CHECKPOINTING, "hparams.per_gpu_batch_size=1"], 1, "backward", id="one sample"),
+        pytest.param(["peft=lora"], 1, "forward", id="adapters"),
+    ],
+)
+def test_the_peak_of_a_step_is_within_five_percent_of_the_plan(overrides, microbatches, moment):
+    """Measured on real tensors on a CPU, in the second step, when the optimizer has its state."""
+    words = [*COMMON, *SIZES, "optimizer=adamw", *overrides]
+    size = configure(*words).hparams.per_gpu_batch_size
+    config = configure(*words, f"hparams.global_batch_size={size * microbatches}")
+    world, policy = alone_on("cpu"), PrecisionPolicy(config.precision.mode)
+    tokens = torch.randint(512, (size, SEQ))
+    batch = {"tokens": tokens, "targets": tokens.clone(), "position": torch.arange(size)}
+    fake = build_fake(lambda: build_adapted(config))
+    plan = estimate_memory(config, fake, world_size=1, microbatch=batch, device_type="cpu")
+    model = build_adapted(config)
+    frozen = frozen_matrices(model) if config.peft.narrows_base else ()
+    options = {"grad_checkpointing": config.hparams.grad_checkpointing, "torchcompile": False}
+    parallel = parallelize(policy.prepare(model, frozen), policy, world, **options)
+    step = TrainStep(
+        model=parallel.model,
+        objective=build_objective(config, world),
+        optimizers=build_optimizers(config, parallel.model),
+        sync=parallel.sync,
+        precision=policy,
+        world=world,
+        max_grad_norm=config.hparams.grad_clip_norm,
+    )
+    window = Window([batch] * microbatches, size * microbatches)
+    step(window, 1e-3, 1)
+    with LiveBytes() as live:
+        step(window, 1e-3, 2)
+    states = plan.weights + plan.optimizer + plan.ema + plan.buffers
+    assert plan.peak == moment
+    assert states + live.peak == pytest.approx(plan.total, rel=0.05)
 
 
 @pytest.mark.gpu

@@ -7,9 +7,10 @@ import pytest
 from support.records import MIB, collective, record
 from support.tiny import TINY_LM
 
+from foundry.planning.memory import Memory
 from foundry.rehearsal import rehearsal
 from foundry.rehearsal.exchange import RehearsalError
-from foundry.rehearsal.rehearsed import Attention, HostWait
+from foundry.rehearsal.rehearsed import Attention, HostWait, Peak
 from foundry.rehearsal.report import RehearsalReport
 from foundry.rehearsal.roofline import least_time
 
@@ -35,8 +36,8 @@ def test_a_plan_with_a_rehearsal_prints_and_keeps_it(run_command, rehearsed, mon
     assert plan["accum_freq"] == 2
     assert section["planned_bytes"] == plan["memory"]["total"]
     assert section["above_plan"] == pytest.approx(section["peak"]["bytes"] / plan["memory"]["total"] - 1)
-    assert rows["host waits of a step"] == "none"
-    assert rows["counts by formula"] == "the same"
+    assert rows["host waits"] == "none"
+    assert rows["by formula"] == "the same"
     counted = {}
     for each in section["collectives"]:
         if each["phase"] == "step 2" and each["device"] == "cuda":
@@ -133,7 +134,7 @@ def test_host_waits_are_listed_with_their_lines():
         HostWait(phase="step 1", operation="aten::nonzero", where="foundry/y.py:9", count=1),
     ]
     rows = table(report(record(host_waits=waits)), "Rehearsal")
-    assert ("host waits of a step", "3") in rows
+    assert ("host waits", "3") in rows
     assert ("", "3 x aten::_local_scalar_dense at foundry/x.py:7 loss.item()") in rows
     assert not any("y.py" in value for _, value in rows)
 
@@ -141,8 +142,29 @@ def test_host_waits_are_listed_with_their_lines():
 def test_a_count_that_is_not_the_formulas_is_named():
     gathers = record(collectives=[collective(count=10), collective(kind="broadcast", count=1)])
     shown = report(gathers, {"all_gather": 9, "all_reduce": 2})
-    assert table(shown, "Collectives of a step")["counts by formula"] == "all_gather 9, all_reduce 2, broadcast 0"
-    assert table(report(gathers), "Collectives of a step")["counts by formula"] == "not known for this run"
+    assert table(shown, "Collectives of a step")["by formula"] == "all_gather 9, all_reduce 2, broadcast 0"
+    assert table(report(gathers), "Collectives of a step")["by formula"] == "not known for this run"
+
+
+def test_collectives_in_host_memory_count_for_the_formula():
+    reduced = (
+        collective(kind="all_reduce", count=3, bytes=1024),
+        collective(kind="all_reduce", device="cpu", count=1, bytes=4),
+    )
+    rows = dict(report(record(collectives=reduced), {"all_reduce": 4}).sections())["Collectives of a step"]
+    assert ("all_reduce", "1 among 8 ranks, 4 B, in host memory") in rows
+    assert ("by formula", "the same") in rows
+
+
+def test_tables_fit_into_80_columns():
+    phases = ["starting", "step 2", "step 2, optimizer", "evaluating", "saving a checkpoint"]
+    peaks = [Peak(phase=phase, bytes=MIB, parts={"gathered": MIB}) for phase in phases]
+    plan = dict.fromkeys(Memory.__annotations__, MIB) | {"total": MIB}
+    gathers = [collective(kind="reduce_scatter", group_size=1024, num_nodes=128, bytes=10**12)]
+    shown = report(record(peaks=peaks, plan=plan, collectives=gathers), {"reduce_scatter": 10}).sections()
+    width = max(len(name) for _, rows in shown for name, _ in rows)
+    for _, rows in shown:
+        assert all(2 + width + 2 + len(value) <= 80 for _, value in rows)
 
 
 def test_a_peak_above_the_usable_memory_of_the_device_is_said():

@@ -1,0 +1,55 @@
+"""SGD by torch's fused kernel, of sharded parameters too."""
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from foundry.optim.eager import SGD
+from foundry.training.sharded import local_part
+
+
+class ShardedSGD(SGD):
+    """`torch.optim.SGD` whose fused kernel updates DTensors shard by shard.
+
+    Momentum begins at zeros, which gives the bits of torch's first step. So a first step that is left out leaves no
+    momentum without numbers behind. `dampening`, `maximize` and `differentiable` do nothing.
+    """
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Any]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> float | None:
+        """Update every parameter that has a gradient."""
+        assert closure is None, "the loss is evaluated once a step"
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            has_momentum = group["momentum"] != 0
+            sgd(
+                [local_part(p) for p in parameters],
+                [local_part(p.grad) for p in parameters if p.grad is not None],
+                [local_part(self._momentum(p)) if has_momentum else None for p in parameters],
+                foreach=None if group["fused"] else group["foreach"],
+                fused=group["fused"],
+                found_inf=getattr(self, "found_inf", None),
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=group["nesterov"],
+                maximize=False,
+            )
+        return None
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        """The parameter's momentum, under torch's name; at first zeros."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"]

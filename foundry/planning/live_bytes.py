@@ -1,0 +1,47 @@
+"""The memory of tensors while operations run on fake tensors."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that operations allocate and that are alive.
+
+    Attributes:
+        now: bytes of the storages that were allocated within the mode and are alive.
+        peak: the largest value of `now`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outside = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        output = operator(*args, **(kwargs or {}))
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and (storage := value.untyped_storage())._cdata not in outside:
+                self._add(storage)
+        self._note_peak()
+        return output
+
+    def _note_peak(self) -> None:
+        self.peak = max(self.peak, self.now)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def freed(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += size

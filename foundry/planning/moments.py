@@ -1,0 +1,70 @@
+"""Candidates for the moment of a run at which a device needs the most memory."""
+
+from foundry.config.schemas.distributed import GradientSync
+from foundry.planning.activations import Activations
+from foundry.planning.layout import Layout, grad_bytes
+
+MOMENTS = {
+    "build": "while the model is built: shards, and one whole unit",
+    "generation": "while answers are generated: whole weights, keys and values",
+    "forward": "at the start of the backward pass: all activations",
+    "backward": "at the end of the backward pass: all gradients, and the activations of one block",
+    "reduction": "while gradients that are not sharded are averaged over the ranks",
+    "optimizer": "in the optimizer step: gradients, and the optimizer's temporary tensors",
+}
+"""Moments in the order of a run, and the largest parts at each. Memory rises or falls steadily between them."""
+
+
+def count_moments(
+    layout: Layout,
+    sync: GradientSync,
+    *,
+    accumulates: bool,
+    offloads: bool,
+    built: int,
+    states: int,
+    gathered: int,
+    activations: Activations,
+    generation: int,
+    temporary: int,
+) -> dict[str, int]:
+    """Count the bytes on the device at each of `MOMENTS`, in a step after the first: the optimizer has its state.
+
+    Args:
+        layout: of the trained model.
+        sync: when gradients are reduced.
+        accumulates: whether a window has several microbatches.
+        offloads: whether shards of gradients are in host memory.
+        built: bytes of weights on the device, and of the largest whole unit, of all models.
+        states: bytes on the device between two steps.
+        gathered: bytes of the whole weights of FSDP2's units in flight.
+        activations: of one microbatch.
+        generation: bytes of all whole weights beyond `gathered`, and of keys and values; 0 if nothing is generated.
+        temporary: bytes that the optimizers allocate and free in a step.
+    """
+    shards, whole = layout.parts(grad_bytes)
+    in_host = shards if offloads else 0
+    gradients = layout.gradients(sync, accumulates) - in_host
+    permanent = whole if layout.keeps_gradients else 0
+    earlier = gradients if accumulates else permanent
+    in_window = activations.rounded if accumulates and sync is GradientSync.every else 0
+    reduced = shards + whole - in_host
+    reducing = layout.reducing_units(sync, accumulates)
+    # The last block's gradients are reduced next to the inputs of all blocks and, with checkpointing, a recomputed one.
+    first_backward = activations.saved + activations.backward
+    first_reduction = first_backward + reducing - (0 if activations.recomputes else activations.block)
+    moments = {
+        "build": built,
+        "generation": states + permanent + gathered + generation if generation else 0,
+        "forward": states + earlier + gathered + max(activations.forward_peak, first_backward, first_reduction),
+        "backward": states
+        + gradients
+        + gathered
+        + activations.rounded
+        + activations.block
+        + activations.backward
+        + reducing,
+        "reduction": states + reduced + in_window + layout.averaging() if layout.averaging() else 0,
+        "optimizer": states + reduced + temporary,
+    }
+    return {name: size for name, size in moments.items() if size > 0}
