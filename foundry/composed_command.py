@@ -44,8 +44,8 @@ def run_composed(
     bare = names.difference(GROUPS)
     prefixed = f", but for {' and '.join(sorted(names - bare))}" if names - bare else ""
     page = (
-        f"{doc}\n\nAll options of a run, which `python -m foundry --help` lists, and those below, of which {prefix} may be "
-        f"left out{prefixed}:"
+        f"{doc}\n\nAll options of a run, which `python -m foundry --help` lists, and those below.\n"
+        f"The prefix {prefix} may be left out{prefixed}."
     )
     with output_may_close():
         if answer_alone(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):

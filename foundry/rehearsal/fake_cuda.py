@@ -133,7 +133,9 @@ class _FakeCuda:
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self._dispatch.ledger.reset_peak()
 
-    reset_accumulated_memory_stats = reset_peak_memory_stats
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        pass  # retries and the like: there are none
+
     memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
