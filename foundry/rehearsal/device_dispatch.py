@@ -245,7 +245,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.empty(index.numel(), dtype=torch.int64, device=index.device)
 
     def _copied_to_host(self, source: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """Zeros in host memory for a tensor of the device that is copied there; None for another copy."""
+        """Copy a tensor of the device to the host, with the numbers that `_read` gives; None for another copy."""
         device = kwargs.get("device")
         if not isinstance(source, FakeTensor) or source.device.type != "cuda" or device is None:
             return None
@@ -253,7 +253,8 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if not kwargs.get("non_blocking"):
             self.wait(TO_HOST)
-        return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+        dtype = kwargs.get("dtype") or source.dtype
+        return torch.full(source.shape, 1 if dtype.is_floating_point else 0, dtype=dtype)
 
     def _note_copy_to_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source = args[0] if func is aten._to_copy.default else args[1]
