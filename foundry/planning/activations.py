@@ -52,7 +52,8 @@ class Activations:
         numerator, denominator = times
         pairs = zip(astuple(self)[:-1], astuple(twice)[:-1], strict=True)
         sizes = [few + (more - few) * (numerator - denominator) // denominator for few, more in pairs]
-        return Activations(*sizes, recomputes=self.recomputes)
+        saved, forward_peak, rounded, block, backward = sizes
+        return Activations(saved, forward_peak, rounded, block, backward, self.recomputes)
 
 
 def count_activations(
@@ -131,14 +132,16 @@ def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module) -> int
     def stop(_: Tensor) -> None:
         raise _EnoughError
 
-    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in find_blocks(model)]
-    hooks += [p.register_post_accumulate_grad_hook(free) for p in model.parameters() if p.requires_grad]
-    with LiveBytes() as live:
+    hooks: list[Any] = [block.register_forward_pre_hook(note, with_kwargs=True) for block in find_blocks(model)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hooks += [p.register_post_accumulate_grad_hook(free) for p in trained]  # type: ignore[no-untyped-call]
+    live = LiveBytes()
+    with live:
         loss = compute_loss()
         live.peak = before = live.now
         for value in tree_leaves(inputs):
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(stop)
+                value.register_hook(stop)  # type: ignore[no-untyped-call]
         with suppress(_EnoughError):
             loss.backward()  # type: ignore[no-untyped-call]
     for hook in hooks:
@@ -211,7 +214,7 @@ class _Saved:
             self._current = self.outside
 
 
-class _LiveActivations(LiveBytes):
+class _LiveActivations(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts the storages that are alive between blocks, apart from those that checkpointing frees."""
 
     def __init__(self, saved: _Saved) -> None:

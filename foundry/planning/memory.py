@@ -255,7 +255,8 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
                 tensors = [value for value in held.values() if isinstance(value, Tensor) and value.ndim > 0]
                 state[updated] = state.get(updated, 0) + sum(map(num_bytes, tensors))
             if not fused:  # a fused kernel allocates nothing
-                with LiveBytes() as live:
+                live = LiveBytes()
+                with live:
                     optimizer.step()
                 temporary = max(temporary, live.peak)
     except Exception as error:  # whatever a user's optimizer does with numbers that are not there
