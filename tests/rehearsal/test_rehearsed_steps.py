@@ -76,8 +76,7 @@ CASES = {
     "fsdp_checkpointed": Case(8, (ADAMW, FSDP2, UNSAVED, "hparams.grad_checkpointing=true"), microbatches=2),
     "fsdp_pure_bf16": Case(8, (ADAMW, FSDP2, UNSAVED, "precision=pure_bf16"), replicates=False),
     "fsdp_muon_256": Case(256, (MUON, FSDP2, UNSAVED), owner_batches=1),
-    # Sharded SGD is not fused: the guard reads the loss and the norm.
-    "fsdp_sgd": Case(8, (SGD, FSDP2, UNSAVED), waits=2),
+    "fsdp_sgd": Case(8, (SGD, FSDP2, UNSAVED)),
     "hsdp": Case(8, (ADAMW, "distributed=hsdp", UNSAVED), microbatches=2),
     "hsdp_256": Case(256, (ADAMW, "distributed=hsdp", "distributed.num_replicas=32"), microbatches=2),
     "tensor_parallel": Case(8, (ADAMW, FSDP2, UNSAVED, "distributed.tensor_parallel=2"), shares=2, microbatches=2),
