@@ -84,7 +84,8 @@ class _FakeCuda:
         # Classes, since other libraries name them in annotations.
         self.Stream = type("Stream", (_Stream,), {"dispatch": dispatch})
         self.Event = type("Event", (_Event,), {"dispatch": dispatch})
-        self._stream, self._rng = self.Stream(torch.device("cuda", 0)), torch.zeros(16, dtype=torch.uint8)
+        self._stream: _Stream = self.Stream(torch.device("cuda", 0))
+        self._rng = torch.zeros(16, dtype=torch.uint8)
 
     def functions(self) -> dict[str, Any]:
         """Each function and class of this stand-in that torch.cuda has."""
