@@ -25,6 +25,8 @@ TO_DEVICE, TO_HOST = "blocking copy to the device", "blocking copy to the host"
 
 _NUM_LARGEST = 10
 
+_NUM_READ_TOGETHER = 1024
+
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::allgather_": "all_gather",
@@ -245,7 +247,10 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.empty(index.numel(), dtype=torch.int64, device=index.device)
 
     def _copied_to_host(self, source: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """Zeros in host memory for a tensor of the device that is copied there; None for another copy."""
+        """A tensor in host memory for one of the device that is copied there; None for another copy.
+
+        Few floats are 1, as those that are read one by one: sums and counts of metrics. Others, as weights, are 0.
+        """
         device = kwargs.get("device")
         if not isinstance(source, FakeTensor) or source.device.type != "cuda" or device is None:
             return None
@@ -253,7 +258,10 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if not kwargs.get("non_blocking"):
             self.wait(TO_HOST)
-        return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+        dtype = kwargs.get("dtype") or source.dtype
+        if dtype.is_floating_point and source.numel() <= _NUM_READ_TOGETHER:
+            return torch.ones(source.shape, dtype=dtype)
+        return torch.zeros(source.shape, dtype=dtype)
 
     def _note_copy_to_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source = args[0] if func is aten._to_copy.default else args[1]
