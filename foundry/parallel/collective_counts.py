@@ -1,6 +1,6 @@
 """Collectives of one optimizer step, counted from the strategy: the traffic that a step should have, and no other.
 
-`gradient_sync.py` has the same as a table of what each policy costs.
+`gradient_sync.py` has a table of the collectives of each policy.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ def step_collectives(
 ) -> Counter[str]:
     """Number of collectives between devices of one optimizer step, by kind; a DDP of buckets is not counted.
 
-    A unit is a sharded module: each block, and the root with all that is in no block. Besides the wrapper's:
+    A unit is a sharded module: each block, and the root with all that is in no block. Apart from the wrapper a step has
 
     - one all-reduce of the number of valid items, one of the sums of loss and metrics;
     - one of the squares of sharded gradients, for their norm, over each mesh dimension that divides them;
@@ -31,7 +31,7 @@ def step_collectives(
         num_blocks: of the model.
         num_microbatches: forward passes of the step.
         num_owner_batches: batches of matrices that an optimizer brings together; 0: it needs no whole matrices.
-        num_loss_tiles: parts in which the loss of a microbatch is computed, under tensor parallelism.
+        num_loss_tiles: parts of a microbatch's loss, under tensor parallelism.
         has_replicated: whether FSDP2 leaves parameters replicated: norms and biases in blocks, under amp.
     """
     if isinstance(distributed, Single):
@@ -67,10 +67,10 @@ def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches
 
 
 def _tensor_parallel_all_reduces(num_blocks: int, num_microbatches: int, num_loss_tiles: int) -> int:
-    """All-reduces of activations: after attention and feed-forward, and of what enters both in the backward pass.
+    """All-reduces of activations after attention and feed-forward, and of the gradients of their inputs.
 
-    Of a microbatch besides: the embedded tokens, the gradient of the last hidden states, and of each tile of the loss
-    the maximum and the sums over the vocabulary. Two more in a step are of the norm: gradients that are divided are
-    summed over a second dimension of the mesh.
+    A microbatch adds the embedded tokens, the gradient of the last hidden states, and for each tile of the loss the
+    maximum and the sums over the vocabulary. A step adds two for the norm: divided gradients are summed over a second
+    dimension of the mesh.
     """
     return num_microbatches * (4 * num_blocks + 2 + 2 * num_loss_tiles) + 2

@@ -1,4 +1,4 @@
-"""The attention kernels of CUDA, by the rule with which torch chooses one."""
+"""Selection of attention kernels as in a CUDA build of torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def attention_on_cuda(original: Callable[..., Tensor], on_math: Callable[[Tensor
 
     Args:
         original: torch's function, which tensors on the CPU keep.
-        on_math: called with the query when the plain formula is chosen; the kernels are operations of their own.
+        on_math: called with the query if the plain formula is chosen; each kernel is a separate operation.
     """
 
     def attend(

@@ -1,4 +1,4 @@
-"""The line of foundry, or of a user's own part, that an operation comes from."""
+"""The source line of an operation, in foundry or in a part of a user."""
 
 import linecache
 import sys
@@ -17,9 +17,9 @@ _LIBRARIES = tuple(
 
 
 def call_site() -> str:
-    """Return `file:line text` of the innermost frame that is neither a library's nor of the rehearsal.
+    """Return `file:line text` of the innermost frame outside of libraries and of this package.
 
-    Files of foundry are named from their package on. Threads of autograd have no such frame unless they recompute.
+    Paths in foundry begin with the package. A thread of autograd has such a frame only while it recomputes a block.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""`python -m foundry.rehearsal.child REQUEST ANSWER`: the process in which a run is rehearsed.
+"""`python -m foundry.rehearsal.child REQUEST ANSWER`: the process of a rehearsal.
 
 Both are JSON files. The device guard is loaded before anything imports torch.
 """
@@ -45,7 +45,7 @@ _LARGEST_CHECKPOINT = 2**30
 
 
 class _Follower:
-    """Names the phases of a run by its activities, and notes what lies in memory after each step."""
+    """Names the phases of a run by its activities, and records the live memory after each step."""
 
     def __init__(self, dispatch: DeviceDispatch) -> None:
         self._dispatch = dispatch
@@ -63,7 +63,7 @@ class _Follower:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Rehearse the run of a request; the record, or why there is none, as plain data."""
+    """Rehearse the run of a request; return the record, or the error, as plain data."""
     try:
         return {"rehearsed": rehearse_here(Request(**request)).as_json()}
     except ConfigError as error:
@@ -84,7 +84,7 @@ def rehearse_here(request: Request) -> Rehearsed:
         plan: Memory | None = _plan(config, world_size)
     except ConfigError:
         raise
-    except Exception as error:  # a model of the user's own may not be built without numbers
+    except Exception as error:  # a user's model may need numbers to be built
         plan = None
         notes.append(f"the memory cannot be planned: {format_reason(error)}")
     if request.shortens:
@@ -123,7 +123,7 @@ def _plan(config: Config, world_size: int) -> Memory:
 
 
 def _saved(plan: Memory) -> int:
-    """Bytes of this rank's part of a checkpoint; where the optimizer's state is not known, as of AdamW."""
+    """Return the bytes of this rank's part of a checkpoint; an unknown optimizer counts as AdamW."""
     return plan.weights + plan.ema + (2 * plan.weights if plan.optimizer is None else plan.optimizer)
 
 

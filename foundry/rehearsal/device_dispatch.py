@@ -1,4 +1,4 @@
-"""The dispatch mode of a rehearsal: CUDA tensors are fake, CPU tensors are real, and what happens is recorded."""
+"""The dispatch mode of a rehearsal: CUDA tensors are fake, CPU tensors are real, and operations are recorded."""
 
 import threading
 from bisect import insort
@@ -52,7 +52,7 @@ _COLLECTIVES = {
     "_c10d_functional::all_to_all_single": "all_to_all",
     "_c10d_functional::broadcast": "broadcast",
 }
-"""Operations that are collectives, by the name of the collective; others of these namespaces only wait or wrap."""
+"""Kinds of collectives by operation; other operations of these namespaces only wait or wrap."""
 
 _READS = {
     aten._local_scalar_dense.default,
@@ -103,7 +103,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
 
     def begin(self, phase: str) -> None:
-        """Enter a phase of the run, in which what is allocated for good is not the model's."""
+        """Enter a phase of the run, in which new storages are activations."""
         self.phase, self.ledger.part = phase, "activations"
         self.ledger.begin(phase)
 
@@ -219,7 +219,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 where=call_site(),
             )
             alike = entry.shape, entry.dtype, entry.where
-            with self._lock:  # backward passes run in threads of their own
+            with self._lock:  # a backward pass may run in another thread
                 if all((other.shape, other.dtype, other.where) != alike for other in self.largest):
                     insort(self.largest, entry, key=lambda tensor: -tensor.bytes)
                     del self.largest[_NUM_LARGEST:]
@@ -239,7 +239,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError(f"{func.name()} at {call_site()} has a result whose shape depends on numbers")
 
     def _selected(self, index: Tensor | None) -> Tensor | None:
-        """An index of an operation; a mask selects all, of which the host must know the number."""
+        """An index of an operation; a mask selects all, and the host waits for their number."""
         if index is None or index.dtype is not torch.bool:
             return index
         self.wait("aten::nonzero")
@@ -247,9 +247,9 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.empty(index.numel(), dtype=torch.int64, device=index.device)
 
     def _copied_to_host(self, source: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """A tensor in host memory for one of the device that is copied there; None for another copy.
+        """Return a tensor in host memory for a copy from the device; None for another copy.
 
-        Few floats are 1, as those that are read one by one: sums and counts of metrics. Others, as weights, are 0.
+        A small floating-point tensor, such as sums and counts of metrics, is 1, as in `_read`; a larger tensor is 0.
         """
         device = kwargs.get("device")
         if not isinstance(source, FakeTensor) or source.device.type != "cuda" or device is None:
@@ -271,7 +271,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.wait(TO_DEVICE)
 
     def _faked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments in which real tensors of the host are fake tensors of the host."""
+        """Return the arguments with fake tensors in place of real tensors of the host."""
 
         def fake(value: Tensor) -> Tensor:
             if isinstance(value, FakeTensor):

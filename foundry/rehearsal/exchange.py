@@ -1,4 +1,4 @@
-"""Messages between the process that asks for a rehearsal and the one that does it: plain data, nothing is pickled."""
+"""Messages between a command and the process of its rehearsal: plain data, nothing is pickled."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-import torch._dynamo  # before torch.cuda says that it is there: its import looks for a real one
+import torch._dynamo  # before torch.cuda is replaced: its import looks for a real one
 import torch._inductor.utils
 import torch.distributed.fsdp
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ class _FakeCuda:
         self._rng = torch.zeros(16, dtype=torch.uint8)
 
     def functions(self) -> dict[str, Any]:
-        """Each function and class of this stand-in that torch.cuda has."""
+        """Return the functions and classes of this stand-in whose names torch.cuda has."""
         own = {name: getattr(self, name) for name in dir(self) if not name.startswith("__") and name != "functions"}
         return {name: value for name, value in own.items() if callable(value) and hasattr(torch.cuda, name)}
 
@@ -135,7 +135,7 @@ class _FakeCuda:
         self._dispatch.ledger.reset_peak()
 
     def reset_accumulated_memory_stats(self, device: Any = None) -> None:
-        pass  # retries and the like: there are none
+        pass  # of retries and similar events, which do not occur
 
     memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
@@ -181,12 +181,12 @@ class _FakeCuda:
 
 @contextmanager
 def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
-    """Have torch see GPUs, and keep in `dispatch` what it does with them.
+    """Have torch see GPUs, and record its operations on them in `dispatch`.
 
     Args:
         gpu: each of them.
         count: their number on this node.
-        dispatch: the mode under which tensors on them are fake; entered here.
+        dispatch: the mode that makes tensors on them fake; entered here.
     """
     resize = torch.UntypedStorage.resize_
 

@@ -1,6 +1,6 @@
 """The device guard that lets a torch without CUDA hold fake CUDA tensors: built on demand, loaded before torch.
 
-A CUDA build of torch has a guard of its own, and needs no compiler.
+A CUDA build of torch includes a guard, and needs no compiler.
 """
 
 import ctypes
@@ -82,7 +82,7 @@ def build_guard() -> Path:
 
 
 def _built() -> Path:
-    """Where the library for this source and this torch is kept."""
+    """Return the path of the library for this source and this torch."""
     key = f"{version('torch')} {_torch_folder()}".encode() + SOURCE.read_bytes()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "foundry" / f"device_guard-{hashlib.sha256(key).hexdigest()[:16]}.so"

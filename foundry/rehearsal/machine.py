@@ -13,7 +13,7 @@ class Gpu:
         name: as `torch.cuda.get_device_name` says it.
         memory_bytes: as `torch.cuda.mem_get_info` says it.
         capability: of compute, as `torch.cuda.get_device_capability` says it.
-        memory_bandwidth: bytes per second of its own memory.
+        memory_bandwidth: bytes per second of the GPU's memory.
         link_bandwidth: bytes per second in one direction to the GPUs of its node (NVLink, or PCIe).
         network_bandwidth: bytes per second in one direction to another node: a network card of each GPU's own.
     """

@@ -21,7 +21,7 @@ class _Storage:
 
 @dataclass
 class PhasePeak:
-    """Most bytes that were live at once in a phase, and what they were.
+    """The most bytes that were live at one time in a phase, and their parts.
 
     Attributes:
         size: bytes.
@@ -36,11 +36,11 @@ class MemoryLedger:
     """Counts storages from their allocation until nothing holds them; FSDP2 resizes some of them in between.
 
     Attributes:
-        part: what storages are that are allocated from now on.
+        part: to which new storages belong.
         phase: name of the current phase.
         live: bytes now.
         peak_since_reset: most bytes since `reset_peak`.
-        peaks: by phase, in the order in which they began.
+        peaks: by phase, in order of time.
     """
 
     def __init__(self, phase: str, part: str) -> None:
@@ -48,7 +48,7 @@ class MemoryLedger:
 
         Args:
             phase: name of the first phase.
-            part: what storages are that are allocated from now on.
+            part: to which new storages belong.
         """
         self.part, self.live, self.peak_since_reset = part, 0, 0
         self.peaks: dict[str, PhasePeak] = {}
@@ -58,7 +58,7 @@ class MemoryLedger:
         self.begin(phase)
 
     def begin(self, phase: str) -> None:
-        """Enter a phase; its peak begins with what is live."""
+        """Enter a phase; its peak is at least the bytes that are live now."""
         with self._lock:
             self.phase = phase
             self._peak = self.peaks.setdefault(phase, PhasePeak())
@@ -99,7 +99,7 @@ class MemoryLedger:
                 self._resize(known, storage)
 
     def assign(self, tensor: Tensor, part: str) -> None:
-        """Say which part a tensor is; one that is not in the device's memory is none."""
+        """Assign a tensor to a part; tensors outside of the device's memory are ignored."""
         with self._lock:
             known = self._storages.get(tensor.untyped_storage()._cdata)
             if known is not None:

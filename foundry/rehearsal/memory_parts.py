@@ -20,8 +20,8 @@ OPTIMIZER = ", optimizer"
 def parts_followed(ledger: MemoryLedger) -> Iterator[None]:
     """Tell a ledger about the model and the optimizers of a run: torch calls hooks for all of them.
 
-    The steps of optimizers are phases of their own.
-    Gradients are known from the moment at which they are accumulated, also the whole ones of FSDP2's gathered weights.
+    Each step of an optimizer is a separate phase. Gradients are assigned after each accumulation, including the
+    unsharded gradients of weights that FSDP2 has gathered.
     """
     followed = set[int]()
     phases = list[str]()  # those to go back to: the step of an optimizer may call that of another

@@ -1,6 +1,6 @@
 """Rehearsing a run: `rehearse(config, world_size=256)` runs `foundry.train.train` on GPUs that do not exist.
 
-It needs no GPU and no other rank. It happens in a process of its own, which must load a device guard before torch.
+It needs no GPU and no other rank. It runs in a separate process, which must load a device guard before torch.
 """
 
 import json
@@ -31,18 +31,18 @@ def rehearse(
     run_dir: Path | None = None,
     shortens: bool = True,
 ) -> Rehearsed:
-    """Take a few steps of a run on fake GPUs, as rank 0 of any number of ranks, and say what they did.
+    """Take a few steps of a run on fake GPUs, as rank 0 of any number of ranks, and return their record.
 
-    Tensors of the device have shapes and no numbers, those of the host are real: data, order, counts and files are the
-    run's own. It shows memory, collectives, host waits, attention kernels and FLOPs; it does not show speed,
-    memory of kernels and of NCCL, nor fragmentation. torch.compile is left out.
+    Tensors on the device have shapes and no numbers, tensors on the host are real: data, order, counts and files are
+    those of the run. The record has memory, collectives, host waits, attention kernels and FLOPs. It has no speed, no
+    memory of kernels and of NCCL, and no fragmentation. torch.compile is left out.
 
     Args:
         config: the composed configuration.
         world_size: ranks.
         ranks_per_node: of them; at most `world_size` are used.
         device: short name of a GPU in `foundry.rehearsal.machine.GPUS`.
-        steps: number of the optimizer step at which the run ends.
+        steps: the run ends at this optimizer step.
         run_dir: run directory, which may hold a run to resume; None: a temporary one.
         shortens: evaluate one microbatch per rank at the end, without samples, and save only a checkpoint of up to
             1 GiB. If false, evaluation, schedule and checkpoints are as configured.
@@ -87,7 +87,7 @@ def check_rehearsal(
         world_size: ranks.
         ranks_per_node: of them.
         device: short name of a GPU.
-        steps: number of the optimizer step at which the rehearsal ends.
+        steps: the rehearsal ends at this optimizer step.
         prefix: of the names of these arguments in messages, such as "plan.".
 
     Raises:

@@ -22,12 +22,12 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class HostWait:
-    """An operation for which the host waits until the device has done all that it was given.
+    """An operation before whose end the device has to finish all queued work.
 
     Attributes:
         phase: of the run.
         operation: such as aten::_local_scalar_dense, which is `.item()`, or "copy to the device".
-        where: file:line and text of the innermost line of foundry, or of the user's own code.
+        where: file:line and text of the innermost line in foundry or in the user's code.
         count: how often in this phase.
     """
 
@@ -100,7 +100,7 @@ class LargeTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What a run did on devices that do not exist, seen from rank 0.
+    """The record of a run on devices that do not exist, from rank 0.
 
     Attributes:
         world_size: ranks.
@@ -111,7 +111,7 @@ class Rehearsed:
         last_step: number of the last one.
         result: as result.json has it; its losses and metrics mean nothing.
         plan: bytes by part that were planned, and their `total`; None if the plan cannot be computed.
-        peaks: of each phase, in the order in which the phases began.
+        peaks: of each phase, in order of time.
         live: after the last step.
         host_waits: by phase, operation and line.
         collectives: by phase, kind, group and device.
@@ -140,7 +140,7 @@ class Rehearsed:
 
     @property
     def step(self) -> str:
-        """Phase of the last step, which does only what every step does."""
+        """Phase of the last step, which has no work that only the first step has."""
         return f"step {self.last_step}"
 
     @property
@@ -170,7 +170,7 @@ class Rehearsed:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """The record of which `as_json` made these containers."""
+        """Return the record from the containers of `as_json`."""
         lists = {
             "peaks": Peak,
             "host_waits": HostWait,
