@@ -66,14 +66,19 @@ class Layout:
         shards = sum(bytes_of(p) * self._rows(p) // max(1, p.shape[0]) for unit in self.units for p in unit.parameters)
         return shards, sum(map(bytes_of, self.whole))
 
-    def gathered(self, sync: GradientSync) -> int:
-        """Whole weights at once: the root and the blocks in flight, or everything where it is kept."""
+    def gathered(self, sync: GradientSync, *, ahead: bool = True) -> int:
+        """Return the bytes of whole weights at once: the root and the blocks in flight, or all units if they are kept.
+
+        Args:
+            sync: when gradients are reduced.
+            ahead: count the block that is gathered while another computes.
+        """
         if not self.units:
             return 0
         *blocks, root = [unit.gathered() for unit in self.units]
         if self.keeps_gathered or sync is GradientSync.last_keep_params:
             return sum(blocks) + root
-        pairs = [sum(pair) for pair in pairwise(blocks)] if self.prefetches else []
+        pairs = [sum(pair) for pair in pairwise(blocks)] if self.prefetches and ahead else []
         return root + max([*pairs, *blocks], default=0)
 
     def ungathered(self, sync: GradientSync) -> int:
@@ -88,10 +93,17 @@ class Layout:
         # Offloaded shards come into being next to the whole gradients; others take their place.
         return whole + sum(unit.reduced() for unit in self.units) + (shards if self.offloads else 0)
 
-    def reducing_units(self, sync: GradientSync, accumulates: bool) -> int:
-        """A unit's gradients in the reduction's type, next to those just computed unless these are summed already."""
+    def reducing_units(self, sync: GradientSync, accumulates: bool, *, root: bool = True) -> int:
+        """Return the bytes of a unit's gradients in the reduction's type, and of those just computed unless summed.
+
+        Args:
+            sync: when gradients are reduced.
+            accumulates: whether a window has several microbatches.
+            root: count the root too, which is reduced last.
+        """
         summed = accumulates and sync is not GradientSync.every
-        return max((unit.reduced() + (0 if summed else unit.computed()) for unit in self.units), default=0)
+        units = self.units if root else self.units[:-1] or self.units
+        return max((unit.reduced() + (0 if summed else unit.computed()) for unit in units), default=0)
 
     def averaging(self) -> int:
         """The copy of the gradients of `whole` that is averaged over the ranks."""

@@ -156,6 +156,7 @@ def estimate_memory(
         built=held - weights_in_host + max(each.largest_unit() for each in (layout, *others)),
         states=held + sum(optimizer) + sum(ema) - states_in_host,
         gathered=gathered,
+        gathered_in_loss=sum(each.gathered(sync, ahead=False) for each in (layout, *others)),
         activations=activations or Activations(0, 0, 0, 0, 0, False),
         generation=generation,
         # Of whole parameters; a rank updates its shards alone.

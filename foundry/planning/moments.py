@@ -24,6 +24,7 @@ def count_moments(
     built: int,
     states: int,
     gathered: int,
+    gathered_in_loss: int,
     activations: Activations,
     generation: int,
     temporary: int,
@@ -38,6 +39,7 @@ def count_moments(
         built: bytes of weights on the device, and of the largest whole unit, of all models.
         states: bytes on the device between two steps.
         gathered: bytes of the whole weights of FSDP2's units in flight.
+        gathered_in_loss: the same after the last block of the forward pass, with none fetched ahead.
         activations: of one microbatch.
         generation: bytes of all whole weights beyond `gathered`, and of keys and values; 0 if nothing is generated.
         temporary: bytes that the optimizers allocate and free in a step.
@@ -50,13 +52,15 @@ def count_moments(
     in_window = activations.rounded if accumulates and sync is GradientSync.every else 0
     reduced = shards + whole - in_host
     reducing = layout.reducing_units(sync, accumulates)
+    in_loss = gathered_in_loss + activations.forward_peak
+    first_backward = gathered + activations.saved + activations.backward
     # The last block's gradients are reduced next to the inputs of all blocks and, with checkpointing, a recomputed one.
-    first_backward = activations.saved + activations.backward
-    first_reduction = first_backward + reducing - (0 if activations.recomputes else activations.block)
+    reducing_block = layout.reducing_units(sync, accumulates, root=False)
+    first_reduction = first_backward + reducing_block - (0 if activations.recomputes else activations.block)
     moments = {
         "build": built,
         "generation": states + permanent + gathered + generation if generation else 0,
-        "forward": states + earlier + gathered + max(activations.forward_peak, first_backward, first_reduction),
+        "forward": states + earlier + max(in_loss, first_backward, first_reduction),
         "backward": states
         + gradients
         + gathered
