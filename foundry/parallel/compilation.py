@@ -9,6 +9,9 @@ from torch import nn
 
 from foundry.config.errors import ConfigError, Violation
 
+_COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clang"))}
+"""Of each device: language, the environment variable that chooses a compiler, and the usual commands."""
+
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile each block in place, before or after it is wrapped; blocks of one kind share their graphs.
@@ -42,9 +45,11 @@ def missing_compiler(device: torch.device) -> str | None:
     """Return the compiler that torch.compile needs on a device and this machine lacks, such as "C++ compiler g++".
 
     On a CPU that is Inductor's, on a GPU the one with which Triton builds the launchers of its kernels. None if it is
-    there.
+    there, or if the device is another one.
     """
-    language, variable, usual = ("C++", "CXX", ("g++",)) if device.type == "cpu" else ("C", "CC", ("gcc", "clang"))
+    if device.type not in _COMPILERS:
+        return None
+    language, variable, usual = _COMPILERS[device.type]
     chosen = os.environ.get(variable)
     commands = (chosen.split()[0],) if chosen and chosen.strip() else usual
     if any(shutil.which(command) for command in commands):

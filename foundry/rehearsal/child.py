@@ -4,9 +4,14 @@ Both are JSON files. The device guard is loaded before anything imports torch.
 """
 
 if __name__ == "__main__":
+    from foundry.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
+if __name__ == "__main__":
     from foundry.rehearsal.guard import load_guard
 
-    load_guard()
+    load_guard()  # before an import of torch
 
 import json
 import os

@@ -30,7 +30,7 @@ from foundry.planning.report import show
 VOCAB, CAPACITY, WINDOW = 40, 24, 16
 DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 PACKED = ["data=arithmetic", "data.packing=true"]
-NO_MEMORY = defaultdict(int, note=None)
+NO_MEMORY = defaultdict(int, note=None, peak="forward", usable=None)
 
 
 @given(lengths=st.lists(st.integers(1, CAPACITY), max_size=60))

@@ -19,7 +19,11 @@ from foundry.parallel.wrap import parallelize, place_frozen
 from foundry.parts import start_model
 from foundry.training.sharded import local_part
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    # torch's own, when it imports its compiler
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 RANKS = 64
 # Blocks of 263,000 parameters, with embeddings and a head that are small beside one.
