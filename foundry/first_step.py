@@ -180,6 +180,6 @@ def _without_buckets(model: nn.Module, *, keeps_gradients: bool) -> Iterator[Non
     with ExitStack() as stack:
         for parameter in model.parameters():
             if parameter.requires_grad and not keeps_gradients:
-                stack.callback(parameter.register_post_accumulate_grad_hook(free).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(free).remove)  # type: ignore[no-untyped-call]
         stack.enter_context(model.no_sync())
         yield

@@ -22,6 +22,7 @@ from foundry.training.memory_error import OutOfMemoryError
 
 ON, OFF = "hparams.check_first_step=true", "hparams.check_first_step=false"
 QUIET = [
+    "precision=fp32",
     "tracking=none",
     "tracking.log_every_n_steps=1",
     "evaluation.interval=null",

@@ -35,7 +35,9 @@ from foundry.training.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
-_CHECKING = "checking the first step"
+CHECKING = "checking the first step"
+"""Activity of the check before the first step."""
+
 _TIME_IS_UP = "hparams.max_minutes are over"
 
 
@@ -134,7 +136,7 @@ class Trainer:
         self._began = time.monotonic()
         has_steps = self.progress.steps < self.budget.total_steps and self._stop_reason is None
         if has_steps and self.check_first_step is not None:
-            self._doing(_CHECKING)
+            self._doing(CHECKING)
             with self._errors_explained():
                 self.check_first_step()
         self.throughput.start(self.progress.steps, self.progress.samples, self.progress.tokens)
@@ -372,7 +374,7 @@ class Trainer:
         except Exception as error:
             if is_out_of_memory(error):
                 in_check = "before the first step, in the check with the longest sample (hparams.check_first_step),"
-                moment = in_check if self._now == _CHECKING else f"in step {self.progress.steps + 1}"
+                moment = in_check if self._now == CHECKING else f"in step {self.progress.steps + 1}"
                 raise OutOfMemoryError(self.explain_out_of_memory(error, moment)) from error
             explained = translate(
                 error,
