@@ -17,7 +17,7 @@ from foundry.config.batch_sizes import BatchSizes, parse_count
 from foundry.config.compose import config_dir
 from foundry.config.duration import Duration
 from foundry.config.init_std import parse_std
-from foundry.config.schemas.hparams import parse_torchcompile
+from foundry.config.schemas.hparams import parse_auto
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.launcher import Launcher
 from foundry.config.schemas.sweeper import Search, Sweep, Sweeper
@@ -32,7 +32,7 @@ _PARSED = {
     BatchSizes.parse: "batch sizes",
     parse_count: "count",
     parse_std: "number or rule",
-    parse_torchcompile: "true, false or auto",
+    parse_auto: "true, false or auto",
 }
 _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 _HEADER = ("| key | type | default | meaning | elsewhere called |", "|---|---|---|---|---|")

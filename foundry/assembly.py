@@ -22,6 +22,7 @@ from foundry.config.sources import listed_paths
 from foundry.data.loader import Loader
 from foundry.data.splits import DataSplits
 from foundry.evaluators.pruning import Pruning
+from foundry.first_step import FirstStepCheck
 from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.device import describe_devices, device_name
@@ -98,18 +99,21 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
     def beat(what: str) -> None:
         watchdog.beat(progress.steps + 1, what)
 
+    step = TrainStep(
+        model=trained.parallel.model,
+        objective=trained.objective,
+        optimizers=trained.optimizers,
+        sync=trained.parallel.sync,
+        precision=trained.precision,
+        world=world,
+        max_grad_norm=config.hparams.grad_clip_norm,
+        guard=config.guard,
+        norms=_build_norms(config, trained, world),
+    )
+    checked = config.hparams.check_first_step
+    is_checked = world.device.type == "cuda" if checked == "auto" else checked is True
     return Trainer(
-        step=TrainStep(
-            model=trained.parallel.model,
-            objective=trained.objective,
-            optimizers=trained.optimizers,
-            sync=trained.parallel.sync,
-            precision=trained.precision,
-            world=world,
-            max_grad_norm=config.hparams.grad_clip_norm,
-            guard=config.guard,
-            norms=_build_norms(config, trained, world),
-        ),
+        step=step,
         source=_build_source(setup, trained, beat),
         schedule=trained.schedule,
         constant_weight_decay=constant_weight_decay(config),
@@ -140,6 +144,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
             setup.run_dir / PROFILE, rank=world.rank, steps=config.tracking.profile.steps, device=world.device
         ),
         compiling=_build_compiling(setup, trained),
+        check_first_step=FirstStepCheck(setup, trained, step) if is_checked else None,
         save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
     )
@@ -333,7 +338,7 @@ def _record_stall(run_dir: Path, dump: Callable[[], None], rank: int, reason: st
     dump()
 
 
-def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException, step: int) -> str:
+def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException, moment: str) -> str:
     averages = () if trained.ema is None else trained.ema.average.values()
     memory = measure_device_memory(
         trained.parallel.model,
@@ -347,7 +352,7 @@ def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException,
         memory,
         setup.config,
         distributed=setup.world.distributed,
-        step=step,
+        moment=moment,
         rank=setup.world.rank,
         world_size=setup.world.world_size,
     )

@@ -16,6 +16,7 @@ from foundry.parallel.device import free_memory
 from foundry.parallel.process_group import World
 from foundry.planning.fake import FakeModel, build_adapted, build_fake
 from foundry.planning.memory import Memory, estimate_memory
+from foundry.training.protocols import Microbatch
 
 _GIB = 2**30
 _KERNELS_BYTES = 700 * 2**20
@@ -42,24 +43,38 @@ def plan_memory(config: Config, fake: FakeModel, data: DataSplits, *, world_size
         ConfigError: as `estimate_memory`.
     """
     samples = config.hparams.per_gpu_batch_size
-    # One sample stands for all, which are not read: there may be more than fit into this machine.
-    batch = read_batch(data.train, [getattr(data.train, "longest", 0)])
+    batch = read_longest(data, samples)
     pack_tokens = row_tokens(config)
     if pack_tokens is not None:  # a full row of several samples is like one of a long sample
         rows = {name: t for name, t in batch.items() if name in ("tokens", "targets")}
         batch |= {name: t[..., :1].expand(*t.shape[:-1], pack_tokens) for name, t in rows.items()}
-    sample = {name: t.expand(samples, *t.shape[1:]) for name, t in batch.items()}
-    most = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
     return estimate_memory(
         config,
         fake,
         world_size=world_size,
-        microbatch={**sample, "position": torch.zeros(samples, dtype=torch.int64)},
+        microbatch={**batch, "position": torch.zeros(samples, dtype=torch.int64)},
         device_type=device_type,
         tokenizer=data.tokenizer,
-        answer_tokens=None if most is None else max(len(prompt.tokens) for prompt in data.train_prompts) + most - 1,
+        answer_tokens=answer_tokens(config, data),
         pack_tokens=pack_tokens,
     )
+
+
+def read_longest(data: DataSplits, num_samples: int) -> Microbatch:
+    """Return a microbatch of the longest training sample, which stands for all of them: only this one is read.
+
+    Args:
+        data: of the run.
+        num_samples: length of the first dimension of each tensor, along which the sample is expanded.
+    """
+    batch = read_batch(data.train, [getattr(data.train, "longest", 0)])
+    return {name: t.expand(num_samples, *t.shape[1:]) for name, t in batch.items()}
+
+
+def answer_tokens(config: Config, data: DataSplits) -> int | None:
+    """Tokens of the longest prompt with the longest answer; None if the objective generates none."""
+    most = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
+    return None if most is None else max(len(prompt.tokens) for prompt in data.train_prompts) + most - 1
 
 
 def row_tokens(config: Config) -> int | None:

@@ -235,6 +235,23 @@ def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
     return sum(map(num_bytes, held)) + ema + sum(state.values())
 
 
+def optimizer_bytes(config: Config, fake: FakeModel) -> dict[str, float]:
+    """Return the bytes of optimizer state per element of each trained parameter, by the parameter's name.
+
+    Args:
+        config: of the run.
+        fake: its model; left as it is.
+
+    Raises:
+        RuntimeError: the optimizers cannot step on fake tensors.
+    """
+    model = _as_held(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
+    state, _, note = _optimizer_state(config, model)
+    if note is not None:
+        raise RuntimeError(note)
+    return {name: state[p] / p.numel() for name, p in model.named_parameters() if p in state}
+
+
 def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int], int, str | None]:
     """Bytes of state of each whole parameter after a step, scalars left out, and bytes that a later step allocates.
 

@@ -18,6 +18,7 @@ from foundry.rehearsal.memory_parts import OPTIMIZER
 from foundry.rehearsal.rehearsed import Collective, Peak, Rehearsed
 from foundry.rehearsal.roofline import LeastTime
 from foundry.tracking.humanize import count
+from foundry.training.trainer import CHECKING
 
 PAGE = "docs/rehearsal.md"
 
@@ -141,7 +142,8 @@ class RehearsalReport:
         record, phases = self.record, dict[str, Peak]()
         names = [peak.phase for peak in record.peaks]
         first_step = next(index for index, name in enumerate(names) if name.startswith("step "))
-        phases["build"] = _named_weights(max(record.peaks[:first_step], key=lambda peak: peak.bytes))
+        building = [peak for peak in record.peaks[:first_step] if not peak.phase.startswith(CHECKING)]
+        phases["build"] = _named_weights(max(building, key=lambda peak: peak.bytes))
         shown = {
             "passes": record.step,
             "optimizer": record.step + OPTIMIZER,

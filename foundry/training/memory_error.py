@@ -126,7 +126,7 @@ def explain_out_of_memory(
     config: Config,
     *,
     distributed: Resolved,
-    step: int,
+    moment: str,
     rank: int,
     world_size: int,
 ) -> str:
@@ -137,7 +137,7 @@ def explain_out_of_memory(
         memory: of this rank's device.
         config: of the run; what it sets already is not suggested.
         distributed: how the ranks train together.
-        step: the optimizer step that failed.
+        moment: when it failed, such as "in step 3".
         rank: this rank.
         world_size: ranks.
     """
@@ -158,7 +158,7 @@ def explain_out_of_memory(
         remedies = [*_less_activations(config), ("otherwise", rest)]
     return "\n".join(
         [
-            f"out of {memory.where} memory in step {step} on rank {rank}: {_wanted(error)}{taken}",
+            f"out of {memory.where} memory {moment} on rank {rank}: {_wanted(error)}{taken}",
             "  " + ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size > 0),
             *(f"  {setting}: {effect}" for setting, effect in remedies),
         ]

@@ -104,13 +104,8 @@ class TrainStep:
             LossSpike: the loss has jumped, and the answer is to go back to the last checkpoint.
             PersistentSpikeError: the loss has jumped more often in a row than `guard` lets pass.
         """
-        num_valid = [self._objective.num_valid(microbatch) for microbatch in window.microbatches]
-        count = self._global_count(sum(num_valid))
         set_schedule(self._optimizers, lr, weight_decay)
-        # DDP and FSDP2 average gradients over ranks; the loss is a sum over all of them.
-        with self._precision.window(self._world.device):
-            sums = self._forward_backward(window.microbatches, num_valid, self._world.dp_size / count)
-        self._sync.finish()
+        sums, count = self._compute_gradients(window.microbatches)
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
@@ -124,6 +119,16 @@ class TrainStep:
         by_block = None if norms is None or before is None else norms.after_update(before)
         return replace(result, skipped=skipped, norms=by_block)
 
+    def discard_gradients(self, microbatches: Sequence[Microbatch]) -> None:
+        """Compute and reduce the gradients of a window, and drop them: no update, and nothing else of a step.
+
+        Args:
+            microbatches: of this rank; as many on every rank.
+        """
+        self._compute_gradients(microbatches)
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def state_dict(self) -> dict[str, Any]:
         """What the guard and the loss scaler remember; plain JSON."""
         return {
@@ -136,6 +141,16 @@ class TrainStep:
         self.guard.load_state_dict(state["guard"])
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
+
+    def _compute_gradients(self, microbatches: Sequence[Microbatch]) -> tuple[LossSum, Tensor | int]:
+        """Leave a window's gradients in the parameters; return this rank's sums and the valid items of all ranks."""
+        num_valid = [self._objective.num_valid(microbatch) for microbatch in microbatches]
+        count = self._global_count(sum(num_valid))
+        # DDP and FSDP2 average gradients over ranks; the loss is a sum over all of them.
+        with self._precision.window(self._world.device):
+            sums = self._forward_backward(microbatches, num_valid, self._world.dp_size / count)
+        self._sync.finish()
+        return sums, count
 
     def _update(self, attempt: Attempt) -> Tensor | bool:
         """Take the optimizers' step unless the guard objects; whether it was left out."""

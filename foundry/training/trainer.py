@@ -35,6 +35,9 @@ from foundry.training.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
+CHECKING = "checking the first step"
+"""Activity of the check before the first step."""
+
 _TIME_IS_UP = "hparams.max_minutes are over"
 
 
@@ -75,9 +78,10 @@ class Trainer:
         ema: averaged weights, which are those evaluated, where kept.
         max_rollbacks: how often the run goes back to one checkpoint.
         save_final: whether the end of the run is saved.
-        explain_out_of_memory: what took the memory, given torch's error and the step.
+        explain_out_of_memory: what took the memory, given torch's error and the moment, such as "in step 3".
         profiler: records chosen steps.
         compiling: compiles the model where that pays.
+        check_first_step: called before the first step; leaves everything as it is. None: nothing is checked.
     """
 
     step: TrainStep
@@ -102,9 +106,10 @@ class Trainer:
     ema: WeightAverage | None
     max_rollbacks: int
     save_final: bool
-    explain_out_of_memory: Callable[[BaseException, int], str]
+    explain_out_of_memory: Callable[[BaseException, str], str]
     profiler: StepProfiler
     compiling: Compiling
+    check_first_step: Callable[[], None] | None = None
     observers: Sequence[Observer] = ()
     _loss: float | None = None
     _stop_reason: str | None = None
@@ -129,6 +134,11 @@ class Trainer:
         """
         self._tell("on_start", started)
         self._began = time.monotonic()
+        has_steps = self.progress.steps < self.budget.total_steps and self._stop_reason is None
+        if has_steps and self.check_first_step is not None:
+            self._doing(CHECKING)
+            with self._errors_explained():
+                self.check_first_step()
         self.throughput.start(self.progress.steps, self.progress.samples, self.progress.tokens)
         last = _Measured(stop_reason=self._stop_reason)
         with self._errors_explained(), CollectedBetweenSteps() as garbage:
@@ -363,7 +373,9 @@ class Trainer:
             raise
         except Exception as error:
             if is_out_of_memory(error):
-                raise OutOfMemoryError(self.explain_out_of_memory(error, self.progress.steps + 1)) from error
+                in_check = "before the first step, in the check with the longest sample (hparams.check_first_step),"
+                moment = in_check if self._now == CHECKING else f"in step {self.progress.steps + 1}"
+                raise OutOfMemoryError(self.explain_out_of_memory(error, moment)) from error
             explained = translate(
                 error,
                 rank=self.world.rank,

@@ -2,6 +2,8 @@
 
 import pytest
 
+from foundry.training.trainer import CHECKING
+
 pytestmark = pytest.mark.long
 WORDS = [
     "debug=fast",
@@ -43,6 +45,17 @@ def test_the_peak_of_a_step_is_within_five_percent_of_the_plan(rehearsed, name):
     record = rehearsed(*WORDS, *words, f"hparams.global_batch_size={8 * ranks // shares}", world_size=ranks)
     peak = record.peak_of(record.step)
     assert peak.bytes == pytest.approx(record.plan["total"], rel=0.05), (dict(peak.parts), dict(record.plan))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_check_before_the_first_step_has_the_peak_of_the_passes_of_a_later_step(rehearsed, name):
+    ranks, words = CASES[name]
+    shares = 2 if "distributed.tensor_parallel=2" in words else 1
+    record = rehearsed(*WORDS, *words, f"hparams.global_batch_size={8 * ranks // shares}", world_size=ranks)
+    assert record.peak_of(CHECKING).bytes == pytest.approx(record.peak_of(record.step).bytes, rel=0.01)
+    kinds = ("all_gather", "reduce_scatter")
+    checked, trained = (record.collectives_of(phase) for phase in (CHECKING, record.step))
+    assert [checked.get(kind) for kind in kinds] == [trained.get(kind) for kind in kinds]
 
 
 @pytest.mark.parametrize("strategy", [["distributed=fsdp"], ["distributed=ddp", "distributed.shard_optimizer=true"]])

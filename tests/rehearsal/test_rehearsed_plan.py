@@ -13,6 +13,7 @@ from foundry.rehearsal.exchange import RehearsalError
 from foundry.rehearsal.rehearsed import Attention, HostWait, Peak
 from foundry.rehearsal.report import RehearsalReport
 from foundry.rehearsal.roofline import least_time
+from foundry.training.trainer import CHECKING
 
 RUN = [*TINY_LM, "optimizer=adamw", "distributed=fsdp", "precision=amp_bf16", "checkpoint=none"]
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.global_batch_size=64"]
@@ -170,6 +171,13 @@ def test_tables_fit_into_80_columns():
 def test_a_peak_above_the_usable_memory_of_the_device_is_said():
     rows = table(report(record()), "Rehearsal")
     assert ("peak memory", "5 MiB of 4 MiB, in step 2: DOES NOT FIT") in rows
+
+
+def test_the_check_before_the_first_step_is_no_part_of_building():
+    peaks = list(record().peaks)
+    peaks.insert(1, Peak(phase=CHECKING, bytes=4 * MIB, parts={"activations": 4 * MIB}))
+    rows = table(report(record(peaks=peaks)), "Rehearsed memory per rank")
+    assert rows["together"].split()[0] == "1.0"
 
 
 def test_the_matrix_of_memory_has_what_is_built_as_weights_and_a_mark_for_the_unknown():

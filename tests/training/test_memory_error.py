@@ -70,7 +70,9 @@ def config(distributed, *, hparams=None, model=None, mode=PrecisionMode.amp_bflo
 
 def explained(memory=ACTIVATIONS, *, of, world_size=1):
     distributed = resolve_distributed(of.distributed, world_size)
-    text = explain_out_of_memory(ERROR, memory, of, distributed=distributed, step=12, rank=0, world_size=world_size)
+    text = explain_out_of_memory(
+        ERROR, memory, of, distributed=distributed, moment="in step 12", rank=0, world_size=world_size
+    )
     return text.splitlines()
 
 
@@ -224,7 +226,7 @@ def test_of_a_cpu_the_message_says_what_the_process_holds_and_what_takes_less():
         ask_torch()
     except RuntimeError as error:
         lines = explain_out_of_memory(
-            error, memory, config(FSDP()), distributed=FSDP(), step=12, rank=1, world_size=2
+            error, memory, config(FSDP()), distributed=FSDP(), moment="in step 12", rank=1, world_size=2
         ).splitlines()
     assert lines[0].startswith("out of CPU memory in step 12 on rank 1: 4.00 PiB more were wanted, ")
     assert lines[1].startswith("  weights 1.0 MiB, gradients 1.0 MiB, optimizer state 2.0 MiB, ")

@@ -24,7 +24,7 @@ class CheckpointingPolicy(Enum):
     selective = "selective"
 
 
-def parse_torchcompile(text: str) -> None:
+def parse_auto(text: str) -> None:
     """Check what a user wrote.
 
     Raises:
@@ -173,8 +173,15 @@ class HParams:
     torchcompile: bool | str = setting(
         False,
         "compile each block with torch.compile; auto: after the first steps, where it saves more time than it takes",
-        parse=parse_torchcompile,
+        parse=parse_auto,
         aliases="torch_compile, compile, use_compile",
+        on_resume=OnResume.same,
+    )
+    check_first_step: bool | str = setting(
+        "auto",
+        "before the first step run forward and backward passes of the largest shape, which train nothing, so that too "
+        "little memory shows at once; auto: on GPUs",
+        parse=parse_auto,
         on_resume=OnResume.same,
     )
     deterministic: bool = setting(
