@@ -8,7 +8,7 @@ MOMENTS = {
     "build": "while the model is built: shards, and one whole unit",
     "generation": "while answers are generated: whole weights, keys and values",
     "forward": "at the start of the backward pass: all activations",
-    "backward": "at the end of the backward pass: all gradients, and the activations of one block",
+    "backward": "at the end of the backward pass: all gradients, and the activations or the reduction of one unit",
     "reduction": "while gradients that are not sharded are averaged over the ranks",
     "optimizer": "in the optimizer step: gradients, and the optimizer's temporary tensors",
 }
@@ -57,17 +57,15 @@ def count_moments(
     # The last block's gradients are reduced next to the inputs of all blocks and, with checkpointing, a recomputed one.
     reducing_block = layout.reducing_units(sync, accumulates, root=False)
     first_reduction = first_backward + reducing_block - (0 if activations.recomputes else activations.block)
+    last_block = gathered + activations.rounded + activations.block + activations.backward + reducing_block
+    # FSDP2 frees a unit's whole weights before it reduces their gradients, and the root is the last unit.
+    keeps_root = layout.keeps_gathered or sync is GradientSync.last_keep_params
+    root = (gathered if keeps_root else 0) + activations.rounded + reducing
     moments = {
         "build": built,
         "generation": states + permanent + gathered + generation if generation else 0,
         "forward": states + earlier + max(in_loss, first_backward, first_reduction),
-        "backward": states
-        + gradients
-        + gathered
-        + activations.rounded
-        + activations.block
-        + activations.backward
-        + reducing,
+        "backward": states + gradients + max(last_block, root),
         "reduction": states + reduced + in_window + layout.averaging() if layout.averaging() else 0,
         "optimizer": states + reduced + temporary,
     }
