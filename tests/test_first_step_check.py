@@ -206,10 +206,12 @@ def test_a_custom_window_source_is_not_checked(tmp_path, caplog):
     assert "the first step is not checked in advance: TypeError: Sourced builds its own window source" in caplog.text
 
 
+FOUR_RANKS = ["distributed.nproc_per_node=4", "hparams.per_gpu_batch_size=1"]
 STRATEGIES = {
     "fsdp": ["distributed=fsdp"],
     "ddp": ["distributed=ddp"],
     "ddp without accumulation": ["distributed=ddp", "hparams.per_gpu_batch_size=4"],
+    "ddp of four ranks": [*FOUR_RANKS, "distributed=ddp", "distributed.bucket_cap_mb=0.01"],
     "ddp in one piece": ["distributed=ddp", "distributed.overlap_grad_reduce=false"],
     "ddp with a sharded optimizer": ["distributed=ddp", "distributed.shard_optimizer=true"],
 }
@@ -220,7 +222,7 @@ STRATEGIES = {
 def test_ranks_check_together_and_train_as_without(tmp_path, cache, name):
     shell = WarmShell(tmp_path, cache)
     for folder, switch in (("checked", ON), ("plain", OFF)):
-        words = [*RUNS["adamw"], *STRATEGIES[name], "distributed.nproc_per_node=2", switch]
+        words = [*RUNS["adamw"], "distributed.nproc_per_node=2", *STRATEGIES[name], switch]
         shell.run(*words, f"hydra.run.dir={folder}")
     assert "the first step fits" in (tmp_path / "checked" / "foundry.log").read_text()
     assert outcome(tmp_path / "checked") == outcome(tmp_path / "plain")
