@@ -54,7 +54,7 @@ class FirstStepCheck:
         """Check, or log why the run cannot be checked; every rank calls it together.
 
         Raises:
-            Exception: whatever the passes raise, an error of memory that ran out among others.
+            Exception: any error of the passes, such as torch.OutOfMemoryError.
         """
         world, trained, config = self._setup.world, self._trained, self._setup.config
         began = time.monotonic()
@@ -79,7 +79,7 @@ class FirstStepCheck:
         microbatch, reason = None, None
         try:
             microbatch = self._largest_microbatch()
-        except Exception as error:  # a dataset or an objective of the user's own may have none to give
+        except Exception as error:  # of a custom dataset or objective
             reason = format_reason(error)
         reasons = [each for each in gather(reason, self._setup.world) if each is not None]
         if not reasons:
@@ -99,7 +99,7 @@ class FirstStepCheck:
             assert longest is not None, "an objective with rollouts has prompts"
             return _packed_example(objective, num_rows, longest, pack_tokens)
         if isinstance(objective, SourcingObjective):
-            raise TypeError(f"{type(objective).__name__} has a source of its own, whose microbatches are not known")
+            raise TypeError(f"{type(objective).__name__} builds its own window source, whose microbatches are unknown")
         if pack_tokens is not None:
             batch = _full_rows(cast(PackedDataset, data.train), num_rows, pack_tokens)
         else:
@@ -117,7 +117,7 @@ class FirstStepCheck:
         config = self._setup.config
         try:
             per_element = optimizer_bytes(config, build_fake(lambda: build_adapted(config)))
-        except Exception as error:  # a model or an optimizer of the user's own may not do without numbers
+        except Exception as error:  # a custom model or optimizer may not support fake tensors
             log.info("the check of the first step leaves out the optimizer's state: %s", format_reason(error))
             return []
         parts = {name: local_part(p.detach()) for name, p in self._trained.parallel.inner.named_parameters()}
@@ -149,7 +149,7 @@ def _packed_example(objective: RolloutObjective, num_rows: int, longest: int, pa
 
 @contextmanager
 def _kept_state(models: Sequence[nn.Module], world: World) -> Iterator[None]:
-    """Bring generators and buffers back to where they were, unless the body fails."""
+    """Restore generators and buffers after the body, unless it fails."""
     generators = rng_state(world.device)
     modules = [module for model in models for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
@@ -167,8 +167,8 @@ def _kept_state(models: Sequence[nn.Module], world: World) -> Iterator[None]:
 def _without_buckets(model: nn.Module, *, keeps_gradients: bool) -> Iterator[None]:
     """Leave the buckets of DDP alone, which are put into their final order after their first reduction.
 
-    The order decides how sums over more than two ranks are rounded. Gradients need no memory beside the buckets, unless
-    those of a window are kept until its end.
+    The order decides how sums over more than two ranks are rounded. Gradients are freed at once, since they lie in
+    the buckets already, unless a window accumulates them outside.
     """
     if not isinstance(model, DistributedDataParallel):
         yield

@@ -70,7 +70,7 @@ def _cache(cache, monkeypatch):
 
 
 class Forgetful(Transformer):
-    """Draws from all generators, and counts its forward passes in a buffer, which scales what it answers."""
+    """Draws from the generators of torch and Python; a buffer counts the forward passes and scales the output."""
 
     shapes: ClassVar = []
 
@@ -90,7 +90,7 @@ class Forgetful(Transformer):
 
 
 class Short(NextToken):
-    """Fails for rows of more than 16 tokens, as for want of memory if `error` says so."""
+    """Raises the error called `error` for rows of more than 16 tokens."""
 
     def __init__(self, *, error, **settings):
         super().__init__(**settings)
@@ -103,14 +103,14 @@ class Short(NextToken):
 
 
 class Sourced(NextToken):
-    """Brings the loader as a source of its own."""
+    """Builds a window source: the loader."""
 
     def build_source(self, context):
         return context.build_loader(False)
 
 
 def own(config, part, kind, **settings):
-    """The configuration with a part of this module in the place of its own."""
+    """Return the configuration with a part replaced by a class of this module."""
     node = {**vars(getattr(config, part)), "_target_": f"{__name__}.{kind.__name__}", **settings}
     return replace(config, **{part: node})
 
@@ -199,17 +199,19 @@ def test_the_optimizer_state_has_its_memory_in_the_check(tmp_path, monkeypatch):
     assert size == sum(value.nbytes for value in states if torch.is_tensor(value) and value.ndim > 0) > 0
 
 
-def test_a_source_of_ones_own_is_not_checked(tmp_path, caplog):
+def test_a_custom_window_source_is_not_checked(tmp_path, caplog):
     config = own(composition.configure(*LM, "hparams.max_steps=1", ON), "objective", Sourced)
     with caplog.at_level(logging.INFO):
         train(config, tmp_path / "run")
-    assert "the first step is not checked in advance: TypeError: Sourced has a source of its own" in caplog.text
+    assert "the first step is not checked in advance: TypeError: Sourced builds its own window source" in caplog.text
 
 
+FOUR_RANKS = ["distributed.nproc_per_node=4", "hparams.per_gpu_batch_size=1"]
 STRATEGIES = {
     "fsdp": ["distributed=fsdp"],
     "ddp": ["distributed=ddp"],
     "ddp without accumulation": ["distributed=ddp", "hparams.per_gpu_batch_size=4"],
+    "ddp of four ranks": [*FOUR_RANKS, "distributed=ddp", "distributed.bucket_cap_mb=0.01"],
     "ddp in one piece": ["distributed=ddp", "distributed.overlap_grad_reduce=false"],
     "ddp with a sharded optimizer": ["distributed=ddp", "distributed.shard_optimizer=true"],
 }
@@ -220,7 +222,7 @@ STRATEGIES = {
 def test_ranks_check_together_and_train_as_without(tmp_path, cache, name):
     shell = WarmShell(tmp_path, cache)
     for folder, switch in (("checked", ON), ("plain", OFF)):
-        words = [*RUNS["adamw"], *STRATEGIES[name], "distributed.nproc_per_node=2", switch]
+        words = [*RUNS["adamw"], "distributed.nproc_per_node=2", *STRATEGIES[name], switch]
         shell.run(*words, f"hydra.run.dir={folder}")
     assert "the first step fits" in (tmp_path / "checked" / "foundry.log").read_text()
     assert outcome(tmp_path / "checked") == outcome(tmp_path / "plain")
