@@ -44,33 +44,42 @@ def assert_same(ours, theirs):
     assert ours[2] == theirs[2]
 
 
-def test_every_command_refuses_a_gpu_that_torch_cannot_use(run_command, lm, monkeypatch):
-    run_dir, _, _ = lm
+@pytest.fixture
+def unusable_gpu(monkeypatch):
+    """A GPU that this machine has and torch cannot use."""
     unusable = [Path("/dev/nvidia0")]
     for module in (device, environment):
         monkeypatch.setattr(module, "gpu_files", lambda: unusable)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
+
+
+def assert_refused(run_command, module, words):
+    _, err = run_command(*words, module=module, code=2)
+    assert err.startswith("device: is auto and this machine has a GPU (/dev/nvidia0), but torch "), (module, err)
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused_before_a_run(run_command, unusable_gpu):
+    assert_refused(run_command, "foundry", TINY_LM)
+    out, _ = run_command(*TINY_LM, "device=cpu", "hparams.max_steps=1", "hydra.run.dir=run")
+    assert out.startswith("device ")
+    assert "  cpu, " in out.splitlines()[0]
+
+
+@pytest.mark.long
+def test_every_command_refuses_a_gpu_that_torch_cannot_use(run_command, lm, unusable_gpu):
+    run_dir, _, _ = lm
     commands = {
-        "foundry": TINY_LM,
         "foundry.plan": TINY_LM,
         "foundry.lr_find": TINY_LM,
         "foundry.eval": [f"run={run_dir}", "out=eval.json"],
         "foundry.sample": [f"run={run_dir}", "out=text"],
     }
     for module, words in commands.items():
-        out, err = run_command(*words, module=module, code=2)
-        assert err.startswith("device: is auto and this machine has a GPU (/dev/nvidia0), but torch "), (
-            module,
-            out,
-            err,
-        )
+        assert_refused(run_command, module, words)
     assert not (run_command.cwd / "text.txt").exists()
     run_command(f"run={run_dir}", "out=text", "max_new_tokens=4", "device=cpu", module="foundry.sample")
     assert (run_command.cwd / "text.txt").exists()
-    out, _ = run_command(*TINY_LM, "device=cpu", "hparams.max_steps=1", "hydra.run.dir=run")
-    assert out.startswith("device ")
-    assert "  cpu, " in out.splitlines()[0]
 
 
 @pytest.mark.long

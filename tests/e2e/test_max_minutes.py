@@ -18,16 +18,18 @@ def records(folder):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "starts"),
     [
-        pytest.param([], id="one"),
-        pytest.param(["distributed=ddp", "distributed.nproc_per_node=2"], id="two", marks=pytest.mark.long),
+        pytest.param([], "run_command", id="one"),
+        pytest.param(["distributed=ddp", "distributed.nproc_per_node=2"], "shell", id="two", marks=pytest.mark.long),
     ],
 )
-def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(shell, layout):
+def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(request, layout, starts):
+    command = request.getfixturevalue(starts)
+    run = command.run if starts == "shell" else command
     words = [*RUN, *layout, "hydra.run.dir=run"]
-    shell.run(*words, "hparams.max_minutes=0.0001")
-    folder = shell.cwd / "run"
+    run(*words, "hparams.max_minutes=0.0001")
+    folder = command.cwd / "run"
     result, status = read(folder, "result.json"), read(folder, "status.json")
     ended = result["step"]
     assert 1 <= ended < 40
@@ -37,18 +39,18 @@ def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(shell, layout
     assert (last["step"], last["val_loss"]) == (ended, result["val_loss"])
 
     kept = {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
-    shell.run(*words, "hparams.max_minutes=0.0001")  # it has its result
+    run(*words, "hparams.max_minutes=0.0001")  # it has its result
     assert read(folder, "result.json") == result
     assert kept == {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
 
     # The time before counts: this is over after one more step, or two where ranks agree one step late.
-    shell.run(*words, "hparams.max_minutes=0.00010001")
+    run(*words, "hparams.max_minutes=0.00010001")
     assert ended < read(folder, "result.json")["step"] <= ended + 2
 
-    shell.run(*words, "hparams.max_minutes=null")
-    shell.run(*RUN, *layout, "hydra.run.dir=whole")
+    run(*words, "hparams.max_minutes=null")
+    run(*RUN, *layout, "hydra.run.dir=whole")
     assert read(folder, "result.json")["step"] == 40
-    whole = {record["step"]: record["loss"] for record in records(shell.cwd / "whole") if "loss" in record}
+    whole = {record["step"]: record["loss"] for record in records(command.cwd / "whole") if "loss" in record}
     found = {record["step"]: record["loss"] for record in records(folder) if "loss" in record}
     assert found == whole
 

@@ -190,6 +190,7 @@ def test_a_simulator_that_does_not_fit_is_a_line(taught, overrides, message):
     assert len(str(refused.value).splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_run_acts_in_another_simulator_than_its_own(runs, tmp_path):
     options = {"run": str(runs / "good"), "trust": True, "out": str(tmp_path / "eval.json"), "config_dir": OWN_OPTIONS}
     assert evaluate(EvalOptions(**options), ["simulator=reach"]) == evaluate(

@@ -87,10 +87,14 @@ CHECKPOINTING = "hparams.grad_checkpointing=true"
     [
         pytest.param([], 1, "forward", id="plain"),
         pytest.param([CHECKPOINTING], 1, "backward", id="checkpointed"),
-        pytest.param([], 2, "forward", id="accumulated"),
-        pytest.param([CHECKPOINTING], 2, "forward", id="checkpointed and accumulated"),
-        pytest.param([CHECKPOINTING, "precision=fp32", "optimizer=muon"], 1, "backward", id="muon"),
-        pytest.param([CHECKPOINTING, "hparams.per_gpu_batch_size=1"], 1, "backward", id="one sample"),
+        pytest.param([], 2, "forward", id="accumulated", marks=pytest.mark.long),
+        pytest.param([CHECKPOINTING], 2, "forward", id="checkpointed and accumulated", marks=pytest.mark.long),
+        pytest.param(
+            [CHECKPOINTING, "precision=fp32", "optimizer=muon"], 1, "backward", id="muon", marks=pytest.mark.long
+        ),
+        pytest.param(
+            [CHECKPOINTING, "hparams.per_gpu_batch_size=1"], 1, "backward", id="one sample", marks=pytest.mark.long
+        ),
         pytest.param(["peft=lora"], 1, "forward", id="adapters"),
     ],
 )

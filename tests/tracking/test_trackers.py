@@ -135,6 +135,7 @@ def test_wandb_records_offline_without_a_key_or_a_connection(tmp_path, nobody):
     assert nobody == []
 
 
+@pytest.mark.long
 def test_wandb_online_without_a_key_asks_nobody_and_records_offline(tmp_path, events, nobody, caplog):
     tracker = WandB(run_dir=tmp_path)
     tracker.on_start(events.start())
