@@ -58,6 +58,7 @@ class _Follower:
         self.steps = 0
 
     def follow(self, step: int, activity: str) -> None:
+        """Begin the phase of an activity, as `on_activity` of `foundry.train.train`."""
         dispatch = self._dispatch
         if dispatch.phase.startswith("step "):
             self.live = Peak(phase=dispatch.phase, bytes=dispatch.ledger.live, parts=dispatch.ledger.parts)
