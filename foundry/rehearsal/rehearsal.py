@@ -7,8 +7,10 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from foundry.config.errors import ConfigError, Violation
 from foundry.config.frozen import save_config
@@ -20,6 +22,9 @@ from foundry.rehearsal.rehearsed import Rehearsed
 from foundry.rehearsal.shortened import take_steps
 from foundry.safe_path import environment_of_module
 
+Ask = Callable[[Request, Path], Mapping[str, Any]]
+"""Has a process rehearse a request, with a folder for their messages, and returns the answer of the process."""
+
 
 def rehearse(
     config: Config,
@@ -30,6 +35,7 @@ def rehearse(
     steps: int = 2,
     run_dir: Path | None = None,
     shortens: bool = True,
+    ask: Ask | None = None,
 ) -> Rehearsed:
     """Take a few steps of a run on fake GPUs, as rank 0 of any number of ranks, and return their record.
 
@@ -46,6 +52,7 @@ def rehearse(
         run_dir: run directory, which may hold a run to resume; None: a temporary one.
         shortens: evaluate one microbatch per rank at the end, without samples, and save only a checkpoint of up to
             1 GiB. If false, evaluation, schedule and checkpoints are as configured.
+        ask: has a process rehearse a request; None: a new one.
 
     Raises:
         ConfigError: a setting is wrong or cannot be rehearsed, the GPU is unknown, or there is no compiler for the
@@ -65,16 +72,20 @@ def rehearse(
             steps=steps,
             shortens=shortens,
         )
-        asked, answered = folder / "request.json", folder / "answer.json"
-        asked.write_text(json.dumps(asdict(request)))
-        command = [sys.executable, "-P", "-m", "foundry.rehearsal.child", str(asked), str(answered)]
-        done = subprocess.run(command, env=environment_of_module(), capture_output=True, text=True, check=False)
-        try:
-            content = json.loads(answered.read_text())
-        except FileNotFoundError:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise RehearsalError(f"the process of the rehearsal has ended without an answer: {last}") from None
-    return read_answer(content)
+        return read_answer((ask or _ask_new_process)(request, folder))
+
+
+def _ask_new_process(request: Request, folder: Path) -> dict[str, Any]:
+    asked, answered = folder / "request.json", folder / "answer.json"
+    asked.write_text(json.dumps(asdict(request)))
+    command = [sys.executable, "-P", "-m", "foundry.rehearsal.child", str(asked), str(answered)]
+    done = subprocess.run(command, env=environment_of_module(), capture_output=True, text=True, check=False)
+    try:
+        answer: dict[str, Any] = json.loads(answered.read_text())
+    except FileNotFoundError:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise RehearsalError(f"the process of the rehearsal has ended without an answer: {last}") from None
+    return answer
 
 
 def check_rehearsal(
