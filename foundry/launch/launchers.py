@@ -165,14 +165,16 @@ def set_number(config: DictConfig, number: int) -> None:
 def queue_job(run_dir: Path, config: Config) -> None:
     """Make a job's run directory, with the configuration that will run.
 
-    One that has begun keeps what it has done, and where another process is at it nothing is changed.
+    A job that has begun keeps its files. Nothing is changed if another process trains in the run directory, or if the
+    job has finished with this configuration since it was found unfinished: Slurm may still have it in the queue.
     """
-    if is_held(run_dir):
+    config_hash, status = hash_config(config), read_status(run_dir)
+    if is_held(run_dir) or (status.get("state"), status.get("config_hash")) == ("finished", config_hash):
         return
     run_dir.mkdir(parents=True, exist_ok=True)
     is_new = not (run_dir / STATUS).exists()
     # First, as it says whose directory this is.
-    write_status(run_dir, state="queued", reason="", config_hash=hash_config(config))
+    write_status(run_dir, state="queued", reason="", config_hash=config_hash)
     if is_new:
         save_config(config, run_dir)
 

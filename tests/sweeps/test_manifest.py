@@ -118,6 +118,17 @@ def test_a_queued_job_says_what_will_run(tmp_path, config_of):
     assert "lr: 0.001" in (tmp_path / "0" / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize(("state", "kept"), [("finished", "finished"), ("stopped", "queued"), ("failed", "queued")])
+def test_a_job_that_has_finished_meanwhile_is_not_queued(tmp_path, config_of, state, kept):
+    job, other = points("hparams.lr=1e-3,2e-3")
+    queue_job(tmp_path, config_of(job))
+    write_status(tmp_path, state=state)
+    queue_job(tmp_path, config_of(job))
+    assert read_status(tmp_path)["state"] == kept
+    queue_job(tmp_path, config_of(other))
+    assert read_status(tmp_path)["state"] == "queued"
+
+
 def test_a_job_queued_again_keeps_what_it_has_done(tmp_path, config_of):
     (job,) = points("hparams.lr=1e-3")
     queue_job(tmp_path, config_of(job))
