@@ -30,6 +30,7 @@ from foundry.rehearsal.machine import GPUS, Gpu, find_gpu
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import PLAN, STATUS
 from foundry.run_dir.redact import printable
+from foundry.stop_signals import raised
 
 _DEVICE, _RANKS_PER_NODE = "h100", 8
 """Defaults of a rehearsal."""
@@ -241,7 +242,7 @@ def _rehearse(
 
     per_node, device = options.ranks_per_node or _RANKS_PER_NODE, options.device or _DEVICE
     try:
-        with console.status("rehearsing two steps") if console.is_terminal else nullcontext():
+        with raised(), console.status("rehearsing two steps") if console.is_terminal else nullcontext():
             record = rehearse(config, world_size=ranks, ranks_per_node=per_node, device=device)
     except RehearsalError as error:
         sys.stderr.write(f"{printable(str(error))}\n")

@@ -6,7 +6,6 @@ if __name__ == "__main__":
     leave_current_folder()  # before the imports below
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
@@ -31,7 +30,6 @@ _LOOK_SECONDS = 1.0
 _LONGEST_MESSAGE = 300
 _LONGEST_REPLY = 2**26
 """Bytes; an environment that writes into the connection without an end would take all memory."""
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class FaultError(RuntimeError):
@@ -191,7 +189,7 @@ def _serve() -> None:
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what it reads is not the answers
     first = json.loads(requests.readline())
-    _end_with(first["parent"])
+    stop_signals.end_with_parent(first["parent"])
     _end_first()
     sys.path[:] = first["path"]
     if first["PYTHONPATH"] is None:
@@ -247,14 +245,6 @@ def _number(name: object, value: Any) -> float | None:
         return None if value is None else float(value)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"score(answers) returned {shown(value)} as {shown(name)}, not a number") from None
-
-
-def _end_with(parent: int) -> None:
-    """End this process when the one that started it does, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 def _end_first() -> None:

@@ -1,6 +1,5 @@
 """Several processes on this machine."""
 
-import ctypes
 import json
 import math
 import multiprocessing
@@ -24,12 +23,11 @@ from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.stopped import Stopped
 from foundry.run_dir.ends import NOTES, leave_note
 from foundry.safe_path import VARIABLE
-from foundry.stop_signals import STOP_SIGNALS
+from foundry.stop_signals import STOP_SIGNALS, end_with_parent
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # for the others to fail because one has
 _LAST_PATIENCE_SECONDS = 15.0  # for them to obey SIGTERM; one that is stopped obeys SIGKILL only
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 START = multiprocessing.get_context("spawn")  # what CUDA holds does not survive a fork
 _PROCESS = ".process"
 _ANSWER = "answer"
@@ -178,15 +176,9 @@ def _join_session(folder: Path) -> None:
 
     SIGINT is held back until here, so that Ctrl-C during imports prints no traceback.
     """
-    _end_with_parent()
+    end_with_parent()
     begin_session()
     (folder / f"{os.getpid()}{_PROCESS}").touch()
-
-
-def _end_with_parent() -> None:
-    """Have Linux kill this process if the one that started it is killed: nobody could stop it, or start it again."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

@@ -1,12 +1,20 @@
-"""`python -m foundry.rehearsal.child REQUEST ANSWER`: the process of a rehearsal.
+"""`python -m foundry.rehearsal.child PARENT REQUEST ANSWER`: the process of a rehearsal.
 
-Both are JSON files. The device guard is loaded before anything imports torch.
+PARENT is the process ID of the command, with which this process ends; the others are JSON files. The device guard is
+loaded before anything imports torch.
 """
+
+import sys
 
 if __name__ == "__main__":
     from foundry.safe_path import leave_current_folder
 
     leave_current_folder()  # before the imports below
+
+if __name__ == "__main__":
+    from foundry.stop_signals import end_with_parent
+
+    end_with_parent(int(sys.argv[1]))
 
 if __name__ == "__main__":
     from foundry.rehearsal.guard import load_guard
@@ -15,7 +23,6 @@ if __name__ == "__main__":
 
 import json
 import os
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -159,7 +166,7 @@ def _ranks(world_size: int, ranks_per_node: int) -> Iterator[None]:
 
 def main() -> None:
     """Read the request, and write the answer."""
-    request, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    request, path = json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
     path.write_text(json.dumps(answer(request)))
 
 

@@ -4,6 +4,7 @@ It needs no GPU and no other rank. It runs in a separate process, which must loa
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,7 @@ def rehearse(
 def _ask_new_process(request: Request, folder: Path) -> dict[str, Any]:
     asked, answered = folder / "request.json", folder / "answer.json"
     asked.write_text(json.dumps(asdict(request)))
-    command = [sys.executable, "-P", "-m", "foundry.rehearsal.child", str(asked), str(answered)]
+    command = [sys.executable, "-P", "-m", "foundry.rehearsal.child", str(os.getpid()), str(asked), str(answered)]
     done = subprocess.run(command, env=environment_of_module(), capture_output=True, text=True, check=False)
     try:
         answer: dict[str, Any] = json.loads(answered.read_text())

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import time
+from pathlib import Path
 
 import pytest
 from support.records import MIB, collective, record
@@ -63,6 +66,32 @@ def test_the_command_starts_the_process_of_the_rehearsal_itself(shell, rehearsed
     assert section["least_time"]["network_bandwidth"] == 1e9
     assert section["least_time"]["limit"] == "network"
     assert "step 2" not in {wait["phase"] for wait in section["host_waits"]}
+
+
+@pytest.mark.long
+def test_sigterm_ends_the_process_of_a_rehearsal_and_deletes_its_folder(shell, rehearsed):
+    process = shell.start(*RUN, *BATCH, *REHEARSAL, module="foundry.plan")
+    deadline = time.monotonic() + 60
+    while not (children := find_children(process.pid, "foundry.rehearsal.child")):
+        assert process.poll() is None, process.outputs()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    [(child, words)] = children.items()
+    folder = Path(words[-1]).parent
+    assert folder.is_dir()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not folder.exists()
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def find_children(parent, word):
+    """Return the words of the command line of each child of a process that has this word among them, by process ID."""
+    pids = [pid for path in Path(f"/proc/{parent}/task").glob("*/children") for pid in path.read_text().split()]
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1] for pid in pids}
+    return {pid: line for pid, line in words.items() if word in line}
 
 
 @pytest.mark.parametrize(
