@@ -1,0 +1,69 @@
+"""The structure of the package: its rooms, the imports between them, and fields declared more than once.
+
+Each limit is the count of today, and only ever lowered.
+"""
+
+from pathlib import Path
+
+import pytest
+from support.declarations import fields_of_parts
+from support.house import House, measure
+
+PACKAGE = Path(__file__).resolve().parent.parent / "foundry"
+FLOORS = 16
+ARROWS = 257
+CIRCLES = [("models", "parallel", "training")]
+PARAMETERS, SECOND_DEFAULTS = 369, 203
+
+
+@pytest.fixture(scope="module")
+def house():
+    return measure(PACKAGE)
+
+
+def test_floors_and_arrows_stay_within_their_limits(house):
+    assert max(house.floors().values()) <= FLOORS
+    assert len(house.arrows) <= ARROWS
+    assert set(house.circles()) <= set(CIRCLES)
+
+
+def test_rooms_outside_tasks_import_no_task(house):
+    into = {pair: modules for pair, modules in house.arrows.items() if pair[1].startswith("tasks.")}
+    assert {pair: modules for pair, modules in into.items() if not pair[0].startswith("tasks.")} == {}
+
+
+def test_fields_declared_twice_stay_within_their_limits():
+    declared = fields_of_parts()
+    assert sum(field.is_parameter for field in declared) <= PARAMETERS
+    assert sum(field.has_second_default for field in declared) <= SECOND_DEFAULTS
+
+
+def write(root, **modules):
+    for name, text in modules.items():
+        path = root / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return measure(root)
+
+
+def test_imports_in_functions_count_and_those_for_types_do_not(tmp_path):
+    house = write(
+        tmp_path,
+        low__one="x = 1\n",
+        high__one="def f():\n    from foundry.low import one\n",
+        typed="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from foundry.low.one import x\n",
+        tasks__robots__arm="import foundry.high.one\n",
+    )
+    assert house.rooms == ["high", "low", "tasks.robots", "typed"]
+    assert house.arrows == {
+        ("high", "low"): frozenset({"foundry.high.one"}),
+        ("tasks.robots", "high"): frozenset({"foundry.tasks.robots.arm"}),
+    }
+    assert house.floors() == {"low": 1, "high": 2, "tasks.robots": 3, "typed": 1}
+
+
+def test_rooms_of_a_circle_share_a_floor():
+    arrows = dict.fromkeys([("a", "b"), ("b", "c"), ("c", "b"), ("b", "d")], frozenset("x"))
+    house = House({name: name for name in "abcd"}, arrows)
+    assert house.circles() == [("b", "c")]
+    assert house.floors() == {"d": 1, "b": 2, "c": 2, "a": 3}
