@@ -9,7 +9,7 @@ from support.warm_server import MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 # Folders of tests of several rooms together.
-ACROSS = {"distributed", "docs", "e2e", "parity", "security", "slurm"}
+ACROSS = {"distributed", "docs", "e2e", "evidence", "parity", "security", "slurm"}
 
 
 def modules():
