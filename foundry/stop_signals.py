@@ -26,6 +26,12 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def ignore() -> None:
+    """Ignore them for the rest of this process, which is about to end, and in programs that it starts meanwhile."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def outlive() -> None:
     """From here on they do not end this process, as long as the one that started it is there to do that, by SIGKILL.
 

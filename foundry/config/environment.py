@@ -3,9 +3,12 @@
 The rule, first match wins:
 
 1. `RANK` and `WORLD_SIZE` are set: torchrun, or anything that speaks its language (also inside a Slurm job).
-2. The process is a task of a Slurm step: `SLURM_STEP_ID` names an ordinary step and `SLURM_PROCID` is set. Plain
+2. submitit started it on this machine, as one of several tasks: `SUBMITIT_EXECUTOR=local`, with
+   `SUBMITIT_LOCAL_GLOBALID` and `SUBMITIT_LOCAL_NTASKS`. They meet at a port that follows from the number of the job.
+   A single task is one process, whatever started submitit itself.
+3. The process is a task of a Slurm step: `SLURM_STEP_ID` names an ordinary step and `SLURM_PROCID` is set. Plain
    `srun`, `srun` inside `sbatch` or `salloc`, and submitit are all of this kind. The size is the step's, not the job's.
-3. One process. That includes the batch script of `sbatch` and the shell of `salloc`: their environment says
+4. One process. That includes the batch script of `sbatch` and the shell of `salloc`: their environment says
    `SLURM_NTASKS=4` (and, in a batch script, `SLURM_PROCID=0`), yet nobody started the other three. Where the batch
    script, the interactive step or the extern step has a number, it is a reserved one and not an ordinary step's.
 """
@@ -45,7 +48,7 @@ class LaunchEnvironment:
         master_port: its port; the same for every rank, and again after a requeue.
     """
 
-    launcher: Literal["single", "torchrun", "slurm"]
+    launcher: Literal["single", "torchrun", "submitit", "slurm"]
     rank: int
     local_rank: int
     world_size: int
@@ -53,6 +56,9 @@ class LaunchEnvironment:
     num_nodes: int
     master_addr: str = "127.0.0.1"
     master_port: int = _DEFAULT_PORT
+
+
+_SINGLE = LaunchEnvironment("single", 0, 0, 1, 1, 1)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
@@ -66,15 +72,22 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     """
     variables = os.environ if environ is None else environ
     if variables.get("RANK") or variables.get("WORLD_SIZE"):
-        found = _torchrun(variables)
+        found, keys = _torchrun(variables), ("RANK", "LOCAL_RANK")
+    elif is_local_submitit(variables):
+        found, keys = _submitit(variables), ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID")
     elif _is_step_task(variables):
-        found = _slurm(variables)
+        found, keys = _slurm(variables), ("SLURM_PROCID", "SLURM_LOCALID")
     else:
-        return LaunchEnvironment("single", 0, 0, 1, 1, 1)
-    _check_range("RANK" if found.launcher == "torchrun" else "SLURM_PROCID", found.rank, "processes", found.world_size)
-    local_key = "LOCAL_RANK" if found.launcher == "torchrun" else "SLURM_LOCALID"
-    _check_range(local_key, found.local_rank, "processes on this node", found.local_world_size)
+        return _SINGLE
+    _check_range(keys[0], found.rank, "processes", found.world_size)
+    _check_range(keys[1], found.local_rank, "processes on this node", found.local_world_size)
     return found
+
+
+def is_local_submitit(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process is a task that submitit started on this machine, without a scheduler."""
+    variables = os.environ if environ is None else environ
+    return variables.get("SUBMITIT_EXECUTOR") == "local" and bool(variables.get("SUBMITIT_LOCAL_GLOBALID"))
 
 
 @contextmanager
@@ -141,6 +154,18 @@ def _torchrun(variables: Mapping[str, str]) -> LaunchEnvironment:
     num_nodes = -(-world_size // local_world_size)
     rank = _integer(variables, "RANK")
     return LaunchEnvironment("torchrun", rank, local_rank, world_size, local_world_size, num_nodes, address, port)
+
+
+def _submitit(variables: Mapping[str, str]) -> LaunchEnvironment:
+    world_size = _integer(variables, "SUBMITIT_LOCAL_NTASKS", 1)
+    if world_size == 1:
+        return _SINGLE
+    # The process id of the job's controller: the same for all tasks, and again after a requeue.
+    port = _FIRST_PORT + _integer(variables, "SUBMITIT_LOCAL_JOB_ID", 0) % _NUM_PORTS
+    address, port = _master(variables, "127.0.0.1", port)
+    rank = _integer(variables, "SUBMITIT_LOCAL_GLOBALID")
+    local_rank = _integer(variables, "SUBMITIT_LOCAL_LOCALID", rank)
+    return LaunchEnvironment("submitit", rank, local_rank, world_size, world_size, 1, address, port)
 
 
 def _is_step_task(variables: Mapping[str, str]) -> bool:

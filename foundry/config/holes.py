@@ -10,7 +10,7 @@ from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueE
 
 from foundry.config.errors import Violation, first_line, shown
 from foundry.config.names import did_you_mean
-from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
+from foundry.config.schemas.launcher import is_known
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.config.wanted import wanted
@@ -72,7 +72,7 @@ def _is_alike(node: Any, value: object) -> bool:
 
 def check_hydra(composed: DictConfig) -> Iterator[Violation]:
     """Values in foundry's own parts of Hydra's configuration that are missing, lead nowhere or are unknown."""
-    for name, schemas in (("launcher", LAUNCHERS), ("sweeper", SWEEPERS)):
+    for name in ("launcher", "sweeper"):
         hydra = OmegaConf.select(composed, "hydra")
         if hydra is None or name not in hydra._content:
             continue
@@ -81,5 +81,5 @@ def check_hydra(composed: DictConfig) -> Iterator[Violation]:
             remedy = f"to choose one give hydra/{name}=..."
             yield Violation(f"hydra.{name}", f"is {shown(hydra[name])} but holds settings; {remedy}")
             continue
-        if is_open or OmegaConf.get_type(hydra, name) in schemas:
+        if is_open or (is_known(hydra[name]) if name == "launcher" else OmegaConf.get_type(hydra, name) in SWEEPERS):
             yield from holes(hydra, name, f"hydra.{name}")

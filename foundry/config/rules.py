@@ -278,8 +278,9 @@ def _restarts(config: Config, launch: Launch) -> Iterator[Violation]:
         return
     if launcher == "torchrun":
         yield Violation(key, f"is {wanted} but torchrun starts the processes; give it --max-restarts={wanted}")
-    elif launcher == "slurm" or launch.tasks > 1:
-        yield Violation(key, f"is {wanted} but Slurm starts the processes; have it queue the job again (docs/slurm.md)")
+    elif launcher in ("slurm", "submitit") or launch.tasks > 1:
+        message = "but Slurm or submitit starts the processes; have Slurm queue the job again (docs/slurm.md)"
+        yield Violation(key, f"is {wanted} {message}")
     elif config.distributed.nproc_per_node == 1:
         yield Violation(key, f"is {wanted} but foundry starts no processes; set distributed.nproc_per_node, or 0")
     if config.checkpoint.interval is None and config.checkpoint.every_minutes is None:

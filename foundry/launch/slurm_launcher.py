@@ -1,4 +1,4 @@
-"""`hydra/launcher=slurm`: the jobs of a sweep on a Slurm cluster.
+"""`hydra/launcher=slurm`, and `submitit_slurm` of hydra-submitit-launcher: the jobs of a sweep on a Slurm cluster.
 
 submitit writes the batch script, submits jobs as an array, and puts a job back into the queue when its time is up. What
 came of a job is read from its run directory and from Slurm's controller, so that no accounting database is needed.
@@ -49,7 +49,8 @@ class SlurmLauncher(FrozenLauncher):
                 check_partition(settings)
                 check_script(settings, min(at_a_time, len(places)))
             except Unreachable as error:
-                raise ConfigError(Violation(GROUP, f"is slurm, which does not answer: {_last_line(error)}")) from None
+                message = f"is {settings.option} but Slurm does not answer: {_last_line(error)}"
+                raise ConfigError(Violation(GROUP, message)) from None
             self._checked.append(settings)
 
     def run(self, jobs: Sequence[ComposedJob]) -> None:
@@ -95,8 +96,8 @@ def check_partition(settings: Slurm) -> None:
         ConfigError: there is none such, its limit is lower, or Slurm is not here.
     """
     if shutil.which("sbatch") is None:
-        message = "is slurm but there is no sbatch on this machine; submit from a login node, or choose local"
-        raise ConfigError(Violation(GROUP, message))
+        message = "but there is no sbatch on this machine; submit from a login node, or choose hydra/launcher=local"
+        raise ConfigError(Violation(GROUP, f"is {settings.option} {message}"))
     limits, default = partitions()
     wanted = settings.partition or default
     listed = f"partitions here: {', '.join(limits)}"

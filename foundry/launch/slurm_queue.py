@@ -112,14 +112,19 @@ def refusal(script: str) -> str | None:
     return "; ".join(line for line in lines if line and not line.startswith("Try "))
 
 
-def is_requeued() -> bool:
-    """Whether the job that this process belongs to is to start again, or Slurm does not say.
+def will_restart() -> bool | None:
+    """Return whether the job of this process is to start again; None if it is of no job, or Slurm does not say.
 
     A requeue counts as a restart once it is ordered.
     """
-    message = _ask(["scontrol", "--oneliner", "show", "job", os.environ.get("SLURM_JOB_ID", "")])
+    if not (job := os.environ.get("SLURM_JOB_ID")):
+        return None
+    try:
+        message = _ask(["scontrol", "--oneliner", "show", "job", job])
+    except Unreachable:
+        return None
     restarts = _fields(message.stdout).get("Restarts")
-    return restarts is None or int(restarts) > int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    return None if restarts is None else int(restarts) > int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
 def cancel(job_ids: Collection[str]) -> None:
@@ -192,12 +197,20 @@ def _named(text: str | None) -> str:
 def _ask(command: list[str], script: str | None = None) -> "subprocess.CompletedProcess[str]":
     """Run one of Slurm's commands, which may read a script; one that is not there says nothing.
 
+    It has a session of its own: signals to a task of a job, which this process may be, do not reach it.
+
     Raises:
         Unreachable: it takes too long.
     """
     try:
         return subprocess.run(
-            command, input=script, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+            command,
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+            start_new_session=True,
         )
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{command[0]} takes more than {_TIMEOUT_SECONDS:g} s") from None

@@ -27,7 +27,7 @@ def check_script(settings: Slurm, num_jobs: int) -> None:
         ConfigError: it would not take it.
         Unreachable: it does not answer.
     """
-    with _clean_environment():
+    with clean_environment():
         executor = _executor(settings, None)._executor
         if num_jobs > 1:
             executor.parameters["map_count"] = num_jobs
@@ -55,7 +55,7 @@ def submit(
     from submitit.core.utils import FailedSubmissionError, UncompletedJobError
 
     try:
-        with _clean_environment():
+        with clean_environment():
             jobs = _executor(settings, code).map_array(task, list(map(str, run_dirs)))
     except (UncompletedJobError, FailedSubmissionError) as error:
         raise _refused(str(error).strip().splitlines()[-1]) from None
@@ -95,7 +95,7 @@ def _environment_of_job(code: Path | None) -> list[str]:
 
 
 @contextmanager
-def _clean_environment() -> Iterator[None]:
+def clean_environment() -> Iterator[None]:
     """Hide what this process's own job, if it is one, has set; where Slurm is configured stays known."""
     from submitit.helpers import clean_env
 

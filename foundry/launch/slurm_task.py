@@ -1,19 +1,36 @@
-"""What submitit runs as each task of a Slurm job."""
+"""The function that submitit runs as each task of a job."""
 
 import functools
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from foundry.config.environment import is_local_submitit
+from foundry.launch.slurm_queue import will_restart
+from foundry.stop_signals import ignore
 
-class OutOfTime(SystemExit):
-    """submitit would not put the job into the queue once more."""
+_OUT_OF_TIME = "its time is up, as often as {} allows; the same command resumes it"
+_NOT_REQUEUED = "Slurm does not queue the job again ({}); the same command resumes it"
+
+
+class NotRequeued(SystemExit):
+    """The job is not to be started once more.
+
+    Attributes:
+        code: 128 + the number of the signal.
+        reason: why, for status.json.
+    """
 
     code: int
+
+    def __init__(self, signum: int, reason: str) -> None:
+        super().__init__(128 + signum)
+        self.reason = reason
 
 
 class SlurmTask:
@@ -30,7 +47,7 @@ class SlurmTask:
         """Work, and leave with the run's exit code, by which Slurm tells a job that failed."""
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
-        _end_when_out_of_time()
+        _leave_in_order()
         if code := self._work(Path(run_dir)):
             sys.exit(code)
 
@@ -41,8 +58,11 @@ class SlurmTask:
         return DelayedSubmission(self, run_dir)
 
 
-def _end_when_out_of_time() -> None:
-    """Have submitit's handler leave when it has no attempts left; it raises an error, which any code here may catch."""
+def _leave_in_order() -> None:
+    """Have submitit's handler of a signal leave, whether it can have the job queued again or not.
+
+    By itself it raises an error where it cannot, which any code here may catch.
+    """
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         handler = signal.getsignal(signum)
         if callable(handler) and getattr(handler, "__name__", "").startswith("checkpoint_and_"):
@@ -54,9 +74,15 @@ def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, 
 
     @functools.wraps(handler)
     def handle(signum: int, frame: FrameType | None) -> None:
+        ignore()  # a scheduler signals each process of a task, and may do so again: also `scontrol requeue`
         try:
             handler(signum, frame)
         except UncompletedJobError:
-            raise OutOfTime(128 + signum) from None
+            limit = "submitit" if is_local_submitit() else "hydra.launcher.max_num_timeout"
+            raise NotRequeued(signum, _OUT_OF_TIME.format(limit)) from None
+        except (OSError, subprocess.SubprocessError) as error:
+            if will_restart() is False:
+                raise NotRequeued(signum, _NOT_REQUEUED.format(error)) from None
+            sys.exit(128 + signum)
 
     return handle

@@ -250,8 +250,10 @@ def _device(environment: LaunchEnvironment, device: torch.device) -> torch.devic
         return device
     count = count_cuda()
     # Slurm's --gpus-per-task shows each task its own GPU only, as number 0, and so does who sets CUDA_VISIBLE_DEVICES
-    # for each process. Those that foundry starts itself all have the same; NCCL names two that share one otherwise.
-    is_own = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and STORE not in os.environ)
+    # for each process. Those that foundry or submitit start here all have the same; NCCL names two that share one
+    # otherwise.
+    is_shared = STORE in os.environ or environment.launcher == "submitit"
+    is_own = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and not is_shared)
     index = 0 if count == 1 and is_own else environment.local_rank
     if index >= count:
         message = f"is {environment.local_world_size} but this node has {count} GPUs: start at most one process per GPU"
@@ -291,8 +293,8 @@ def join_ranks(config: Distributed, environment: LaunchEnvironment, backend: str
         )
         return
     store, method = _store(config, environment, timeout), config.init_method
-    if method == "env://" and environment.launcher == "slurm":
-        # Slurm sets neither MASTER_ADDR nor RANK; what it does set says the same.
+    if method == "env://" and environment.launcher in ("slurm", "submitit"):
+        # These set neither MASTER_ADDR nor RANK; the variables that they do set say the same.
         method = f"tcp://{environment.master_addr}:{environment.master_port}"
     dist.init_process_group(
         backend,
@@ -319,7 +321,7 @@ def _store(config: Distributed, environment: LaunchEnvironment, timeout: timedel
     if config.init_method.startswith("tcp://"):
         url = urlsplit(config.init_method)
         host, port = url.hostname or "", url.port or 0
-    elif environment.launcher == "slurm" and environment.num_nodes == 1:
+    elif environment.launcher in ("slurm", "submitit") and environment.num_nodes == 1:
         host = "localhost"
     elif config.init_method != "env://" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None

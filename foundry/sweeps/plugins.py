@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.hydra_internals import register_plugin
-from foundry.config.schemas.launcher import PLUGINS
+from foundry.config.schemas.launcher import PLUGINS, SUBMITIT_PLUGIN
 
 if TYPE_CHECKING:
     from foundry.launch.launchers import FrozenLauncher
@@ -11,12 +11,19 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Register the names that the schemas of `hydra/sweeper` and `hydra/launcher` have as `_target_`."""
+    """Register the names that the schemas of `hydra/sweeper` and `hydra/launcher` have as `_target_`.
+
+    The launchers of hydra-submitit-launcher compose a job again in each of its tasks, from the YAML files as they are
+    by then, and each task would take the run directory. So foundry's own launchers, which use submitit too, take their
+    place.
+    """
     register_plugin(f"{PLUGINS}.GridSweeper", build_grid_sweeper)
     register_plugin(f"{PLUGINS}.OptunaSweeper", build_optuna_sweeper)
     register_plugin(f"{PLUGINS}.SequentialLauncher", build_sequential_launcher)
     register_plugin(f"{PLUGINS}.LocalLauncher", build_local_launcher)
     register_plugin(f"{PLUGINS}.SlurmLauncher", build_slurm_launcher)
+    register_plugin(f"{SUBMITIT_PLUGIN}.SlurmLauncher", build_slurm_launcher)
+    register_plugin(f"{SUBMITIT_PLUGIN}.LocalLauncher", build_submitit_local_launcher)
 
 
 # Hydra imports what it calls by its name, so that a partial would not do.
@@ -53,8 +60,16 @@ def build_local_launcher(**settings: Any) -> "FrozenLauncher":
 
 
 def build_slurm_launcher(**settings: Any) -> "FrozenLauncher":
-    """A launcher of `hydra/launcher=slurm`."""
+    """A launcher of `hydra/launcher=slurm` or `submitit_slurm`."""
     from foundry.launch.slurm_launcher import SlurmLauncher
     from foundry.sweeps.worker import work
 
     return SlurmLauncher(work, **settings)
+
+
+def build_submitit_local_launcher(**settings: Any) -> "FrozenLauncher":
+    """A launcher of `hydra/launcher=submitit_local`."""
+    from foundry.launch.submitit_local_launcher import SubmititLocalLauncher
+    from foundry.sweeps.worker import work
+
+    return SubmititLocalLauncher(work, **settings)

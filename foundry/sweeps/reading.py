@@ -26,7 +26,7 @@ NOT_RUNNING = "the sweep is not running; the same command resumes it"
 """Said of jobs that nobody will start."""
 
 _QUIET_SECONDS = 300.0  # a run that logs rarely, or evaluates for long, is silent for a while
-_ON_THIS_MACHINE = ("sequential", "local")  # launchers; a user's YAML built on slurm may have any other name
+_ON_THIS_MACHINE = ("sequential", "local", "submitit_local")  # a user's YAML built on slurm may have another name
 
 
 def evaluations(job: JobReport, metric: str) -> list[tuple[int, float]]:

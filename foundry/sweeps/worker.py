@@ -33,8 +33,8 @@ from foundry.config.stopped import Stopped
 from foundry.config.strict_yaml import read_yaml
 from foundry.launch.local import WorkerFailed, format_trace, is_consequence
 from foundry.launch.slurm_end import ErrorOutput
-from foundry.launch.slurm_queue import is_requeued
-from foundry.launch.slurm_task import OutOfTime
+from foundry.launch.slurm_queue import will_restart
+from foundry.launch.slurm_task import NotRequeued
 from foundry.launch.start import start
 from foundry.run_dir.files import make_folder, open_regular, write_atomically
 from foundry.run_dir.lock import is_held
@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 
 _NOTES = ".failures"
 _PATIENCE_SECONDS = 3.0  # for another rank to say why it failed; Slurm's KillWait may be as short as 5
-_OUT_OF_TIME = "its time is up, as often as hydra.launcher.max_num_timeout allows; the same command resumes it"
 _LOCKED_SECONDS = 120.0  # for a process of the run's last attempt to save and end
 
 
@@ -76,13 +75,13 @@ def work(run_dir: Path) -> int:
             _wait_for_last_attempt(run_dir)
         # A launcher has just written it.
         start_job(load_config(run_dir, trust=True), run_dir, job_logging)
-    except OutOfTime as ended:
+    except NotRequeued as ended:
         if rank == 0:
-            write_status(run_dir, state="stopped", reason=_OUT_OF_TIME)
+            write_status(run_dir, state="stopped", reason=ended.reason)
         return ended.code
     except Stopped as stopped:
         log.warning("%s", stopped)
-        if rank == 0 and stopped.state == "requeued" and not is_requeued():
+        if rank == 0 and stopped.state == "requeued" and will_restart() is False:
             write_status(run_dir, state="stopped", reason=f"{stopped.reason}; Slurm does not queue the job again")
         return 128 + stopped.signum
     except KeyboardInterrupt:
@@ -145,7 +144,9 @@ def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutpu
     log.error("failed:\n%s", trace)
     if consequence and detect().world_size > 1:
         reason = _cause(run_dir, error_output) or reason
-    write_status(run_dir, state="failed", reason=one_line(reason))
+    # Of a job that is preempted or queued again, processes may end in any order, and each misses another.
+    state = "requeued" if will_restart() else "failed"
+    write_status(run_dir, state=state, reason=one_line(reason))
     if isinstance(error, WorkerFailed):
         return error.exit_code
     return 2 if isinstance(error, ConfigError) else 1
@@ -153,7 +154,8 @@ def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutpu
 
 def _note_path(run_dir: Path, rank: int | str) -> Path:
     """Where a rank of this attempt leaves its note."""
-    attempt = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID")
+    attempt = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
     return run_dir / _NOTES / f"{attempt}.rank{rank}.json"
 
 

@@ -19,7 +19,9 @@ from enum import IntFlag
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
+from foundry.config.environment import is_local_submitit
 from foundry.config.stopped import Stopped
+from foundry.stop_signals import ignore
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +114,10 @@ class SignalHandler:
         """Have the job queued again where that is due; called by every rank after the save and the record.
 
         Where submitit handles `signum`, rank 0 calls its handler, which writes the job down again and runs `scontrol
-        requeue`. The other ranks sleep until Slurm ends them: continuing would train past the checkpoint, and leaving
-        could have srun end rank 0 too early.
+        requeue`. From then on this process heeds no signal: a scheduler may signal all processes of a task again, and
+        a requeue that is ordered brings SIGTERM. The other ranks sleep until Slurm ends them: continuing would train
+        past the checkpoint, and leaving could have srun end rank 0 too early. Without Slurm they leave: submitit waits
+        for all of them before it starts the job again.
 
         A job that Slurm preempts it requeues itself, but only if it is still there when the grace time ends; one that
         leaves before, its work saved, has to ask for it, or it has simply failed.
@@ -135,8 +139,10 @@ class SignalHandler:
                 _leave_preempted(job, is_main=is_main)
             return False
         if is_main:
+            self._previous.clear()
+            ignore()
             handler(signum, None)
-        else:
+        elif not is_local_submitit():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_PARKED_SECONDS)
         return True
@@ -193,6 +199,9 @@ def _asked(job: str) -> dict[str, str]:
 
 def _scontrol(*arguments: str) -> str:
     try:
-        return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=10, check=True).stdout
+        # In a session of its own, out of reach of the signals that come to this task.
+        return subprocess.run(
+            ["scontrol", *arguments], capture_output=True, text=True, timeout=10, check=True, start_new_session=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -32,6 +32,16 @@ STEP_TASK = BATCH_SCRIPT | {
     "SLURM_PROCID": "2",
     "SLURM_NODEID": "1",
 }
+# What the second of two tasks of submitit's executor for one machine sees.
+SUBMITIT_TASK = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_JOB_ID": "20031",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+    "SUBMITIT_LOCAL_NODEID": "0",
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_LOCALID": "1",
+}
 SALLOC_SHELL = {
     key: BATCH_SCRIPT[key] for key in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NODELIST")
 }
@@ -80,6 +90,29 @@ PORT = 10_000 + 31 * 31
             id="a meeting place of the user's",
         ),
         pytest.param(
+            SUBMITIT_TASK,
+            LaunchEnvironment("submitit", 1, 1, 2, 2, 1, "127.0.0.1", 10_031),
+            id="submitit without Slurm",
+        ),
+        pytest.param(
+            STEP_TASK | SUBMITIT_TASK,
+            LaunchEnvironment("submitit", 1, 1, 2, 2, 1, "127.0.0.1", 10_031),
+            id="submitit without Slurm in srun",
+        ),
+        pytest.param(
+            SUBMITIT_TASK | {"SUBMITIT_LOCAL_NTASKS": "1", "SUBMITIT_LOCAL_GLOBALID": "0"}, SINGLE, id="submitit's only"
+        ),
+        pytest.param(
+            SUBMITIT_TASK | TORCHRUN,
+            LaunchEnvironment("torchrun", 5, 1, 8, 4, 2, "host7", 1234),
+            id="torchrun in submitit",
+        ),
+        pytest.param(
+            STEP_TASK | SUBMITIT_TASK | {"SUBMITIT_EXECUTOR": "slurm"},
+            LaunchEnvironment("slurm", 2, 0, 4, 2, 2, "n1", PORT),
+            id="submitit's executor for Slurm",
+        ),
+        pytest.param(
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "31"}
             | {"SLURM_JOB_NODELIST": "x1"},
             LaunchEnvironment("slurm", 1, 1, 2, 2, 1, "x1", PORT),
@@ -102,6 +135,10 @@ def test_detect(environ, expected):
         (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not an integer"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE: '16' must be between 1 and WORLD_SIZE=8"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT: 'http' is not an integer"),
+        (
+            SUBMITIT_TASK | {"SUBMITIT_LOCAL_GLOBALID": "2"},
+            "SUBMITIT_LOCAL_GLOBALID: '2' must be at least 0 and below the 2 processes",
+        ),
         (STEP_TASK | {"SLURM_PROCID": "4"}, "SLURM_PROCID: '4' must be at least 0 and below the 4 processes"),
         (STEP_TASK | {"SLURM_STEP_NUM_NODES": "5"}, "SLURM_NNODES: '5' must be between 1 and the 4 tasks"),
         (STEP_TASK | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST: 'n[1-' is not a node list"),

@@ -1,11 +1,16 @@
 """Wrong settings of a launcher are refused while the configuration is composed."""
 
+from dataclasses import fields
+
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
 
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.errors import ConfigError
+from foundry.config.schemas.launcher import resolve_launcher
 
+NAMED = ["hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]  # `${hydra:...}` is known in a process only
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.global_batch_size=16"]
 
 
@@ -38,13 +43,62 @@ def test_slurm_starts_the_processes_itself():
         composed("hydra/launcher=slurm", "distributed.nproc_per_node=2")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["submitit_slurm", "timeout_min=2"], "signal_delay_s: is 120 but the time limit of 2 min is no longer than"),
+        (["submitit_slurm", "gpus_per_node=8"], "gpus_per_node: is 8 but tasks_per_node is 1, and each task trains on"),
+        (
+            ["submitit_slurm", "+use_srun=false"],
+            "use_srun: is no key of hydra.launcher",
+        ),
+        (["submitit_slurm", "nodes=3"], "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12 or 18"),
+        (
+            ["submitit_local", "nodes=2"],
+            "nodes: is 2 but submitit_local has this machine only; choose hydra/launcher=sl",
+        ),
+        (
+            ["submitit_local", "mem_gb=4"],
+            "mem_gb: is 4 but submitit_local does not bound memory; leave it out, or choose",
+        ),
+        (
+            ["submitit_local", "gpus_per_node=2"],
+            "gpus_per_node: is 2 but a job has 1 processes, each of which trains on",
+        ),
+        (
+            ["submitit_local", "tasks_per_node=3"],
+            "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12",
+        ),
+        (["submitit_local", "tasks_per_node=0"], "tasks_per_node: is 0 but must be at least 1"),
+        (["submitit_local", "name=${gone}"], "hydra.launcher.name: "),
+    ],
+)
+def test_launchers_of_the_plugin(overrides, message):
+    launcher, *settings = overrides
+    words = [f"+hydra.launcher.{word[1:]}" if word[0] == "+" else f"hydra.launcher.{word}" for word in settings]
+    with pytest.raises(ConfigError) as caught:
+        composed(f"hydra/launcher={launcher}", *words)
+    assert message in str(caught.value)
+
+
+def test_settings_of_the_plugin_have_its_defaults():
+    slurm = resolve_launcher(composed("hydra/launcher=submitit_slurm", "hydra.launcher.partition=a", *NAMED))
+    assert (slurm.max_num_timeout, slurm.signal_delay_s, slurm.partition) == (0, 120, "a")
+    assert not {item.name for item in fields(SlurmQueueConf)} - {item.name for item in fields(slurm)}
+    local = resolve_launcher(composed("hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", *NAMED))
+    assert (local.timeout_min, local.tasks_per_node) == (60, 2)
+    assert {item.name for item in fields(LocalQueueConf)} == {item.name for item in fields(local)}
+
+
 def test_a_launcher_of_a_sweep_is_not_ignored_by_a_single_run():
-    with pytest.raises(ConfigError, match="hydra/launcher: is local, which starts the jobs of a sweep; add -m"):
-        composed("hydra/launcher=local", "hydra.mode=RUN")
+    for name in ("local", "submitit_local", "submitit_slurm"):
+        with pytest.raises(ConfigError, match=f"hydra/launcher: is {name}, which starts the jobs of a sweep; add -m"):
+            composed(f"hydra/launcher={name}", "hydra.mode=RUN")
 
 
 def test_accumulation_follows_from_the_tasks_of_the_job():
     assert composed("hydra/launcher=slurm").hparams.accum_freq == 8
     overrides = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2"]
     assert composed("hydra/launcher=slurm", *overrides).hparams.accum_freq == 2
+    assert composed("hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2").hparams.accum_freq == 4
     assert composed("hydra/launcher=local", "distributed.nproc_per_node=2").hparams.accum_freq == 4

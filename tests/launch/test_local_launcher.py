@@ -1,15 +1,11 @@
 """Jobs of a sweep side by side on this machine."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
+from support.local_sweeps import Sweeps
 
 from foundry.config.environment import visible_gpus
 from foundry.config.schemas.launcher import Local
@@ -17,79 +13,10 @@ from foundry.launch.local_launcher import divide
 from foundry.run_dir.lock import is_held
 from foundry.tracking.metrics_file import read_metrics
 
-TINY = [
-    "hparams=diffusion",
-    "debug=fast",
-    "model.hidden_size=16",
-    "model.num_layers=1",
-    "model.num_heads=2",
-    "hparams.global_batch_size=4",
-    "hparams.per_gpu_batch_size=4",
-    "evaluation.interval=null",
-    "evaluation.write_samples=false",
-    "tracking.plots=false",
-    "hydra/launcher=local",
-    "hydra.launcher.n_jobs=2",
-    "hydra.sweep.dir=s",
-]
-
-
-class Sweeps:
-    """Sweeps that somebody starts in an empty folder."""
-
-    def __init__(self, cwd):
-        self.cwd = cwd
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-
-    def start(self, *overrides):
-        with (self.cwd / "said.txt").open("w") as message:
-            return subprocess.Popen(
-                [sys.executable, "-m", "foundry", "-m", *TINY, *overrides],
-                cwd=self.cwd,
-                env=self.environment,
-                stdout=message,
-                stderr=message,
-                start_new_session=True,
-            )
-
-    def ctrl_c(self, driver):
-        """As in a terminal: every process of the driver's group gets it."""
-        os.killpg(driver.pid, signal.SIGINT)
-
-    @property
-    def output(self):
-        return (self.cwd / "said.txt").read_text()
-
-    def finish(self, driver, code=0):
-        driver.wait(100)
-        assert driver.returncode == code, self.output
-
-    def status(self, job):
-        return json.loads((self.cwd / "s" / str(job) / "status.json").read_text())
-
-    def wait(self, condition, seconds=60):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.02)
-
-    def wait_for_steps(self, job, steps):
-        path = self.cwd / "s" / str(job) / "metrics.jsonl"
-        self.wait(lambda: path.is_file() and path.read_bytes().count(b"\n") >= steps)
-
-    def process_of(self, job):
-        """The process that trains in the job's directory."""
-        lock = str(self.cwd / "s" / str(job) / ".lock")
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            with suppress(OSError):
-                if str(link.readlink()) == lock:
-                    return int(link.parts[2])
-        raise AssertionError(f"no process trains in {lock}")
-
 
 @pytest.fixture
 def sweeps(tmp_path):
-    return Sweeps(tmp_path)
+    return Sweeps(tmp_path, "hydra/launcher=local", "hydra.launcher.n_jobs=2")
 
 
 def steps(run_dir):

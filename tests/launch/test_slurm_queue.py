@@ -2,7 +2,7 @@
 
 import pytest
 
-from foundry.launch.slurm_queue import QueuedJob, Unreachable, is_requeued, partitions, query, refusal
+from foundry.launch.slurm_queue import QueuedJob, Unreachable, partitions, query, refusal, will_restart
 
 ARRAY = """\
 JobId=31 ArrayJobId=31 ArrayTaskId=2-3,5%256 JobName=foundry JobState=PENDING Reason=Resources NodeList= ExitCode=0:0
@@ -77,8 +77,10 @@ def test_a_requeue_that_was_ordered_counts_as_a_restart(commands, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "31")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     commands(scontrol="echo 'JobId=31 JobState=COMPLETING Requeue=1 Restarts=1'")
-    assert is_requeued()
+    assert will_restart()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert not is_requeued()
+    assert will_restart() is False
     commands()
-    assert is_requeued(), "as far as anybody knows"
+    assert will_restart() is None, "Slurm does not answer"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert will_restart() is None, "of no job"

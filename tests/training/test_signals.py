@@ -24,6 +24,7 @@ class Submitit:
 
     def checkpoint_and_try_requeue(self, signum, frame):
         self.calls.append(signum)
+        subprocess.check_call(["sh", "-c", "kill -TERM $$; kill -USR2 $$"])  # `scontrol requeue`, signalled as well
         sys.exit(-1)
 
     def bypass(self, signum, frame):
@@ -154,7 +155,9 @@ def test_submitits_handler_is_called_once_and_by_rank_zero(install):
             signals.hand_over(signal.SIGUSR2, is_main=True)
     assert left.value.code == -1
     assert launcher.calls == [signal.SIGUSR2]
-    assert signal.getsignal(signal.SIGUSR2) == launcher.checkpoint_and_try_requeue
+    for signum in (signal.SIGUSR2, signal.SIGTERM):  # a second copy, and the one that a requeue brings
+        os.kill(os.getpid(), signum)
+    assert launcher.calls == [signal.SIGUSR2]
 
 
 def test_what_submitit_ignores_is_not_handed_over(install):
@@ -183,6 +186,16 @@ with SignalHandler() as signals:
     sys.stdout.flush()
     signals.hand_over(signal.SIGUSR2, is_main=False)
 """
+
+
+def test_other_ranks_leave_where_submitit_waits_for_them(install, monkeypatch):
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    monkeypatch.setenv("SUBMITIT_LOCAL_GLOBALID", "1")
+    launcher = Submitit()
+    install({signal.SIGUSR2: launcher.checkpoint_and_try_requeue})
+    with SignalHandler() as signals:
+        assert signals.hand_over(signal.SIGUSR2, is_main=False) is True
+    assert launcher.calls == []
 
 
 def test_other_ranks_wait_until_slurm_ends_them():

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,10 +14,19 @@ GROUP = "hydra/launcher"
 PLUGINS = "hydra_plugins.foundry"
 """Hydra takes launchers from its plugins' package only; foundry's are registered under this name."""
 
+SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher.submitit_launcher"
+"""The module of hydra-submitit-launcher that has its launchers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Jobs run exactly the configuration that was checked when they were submitted."""
+    """Jobs run exactly the configuration that was checked when they were submitted.
+
+    Attributes:
+        option: the name by which `hydra/launcher` chooses it.
+    """
+
+    option: ClassVar[str]
 
     def check(self, nproc_per_node: int) -> Iterator[Violation]:
         """Say which settings contradict each other, or the run's own number of processes."""
@@ -28,6 +37,7 @@ class Launcher:
 class Local(Launcher):
     """Processes of this machine, some at a time, each with cores and GPUs of its own."""
 
+    option: ClassVar[str] = "local"
     _target_: str = f"{PLUGINS}.LocalLauncher"
     n_jobs: int | None = setting(
         None, "jobs at a time; null: as many as GPUs, or else cores, suffice for", ge=1, le=1024
@@ -39,6 +49,7 @@ class Local(Launcher):
 class Slurm(Launcher):
     """Jobs of a Slurm cluster, submitted as an array through submitit; the names are those of submitit_slurm."""
 
+    option: ClassVar[str] = "slurm"
     _target_: str = f"{PLUGINS}.SlurmLauncher"
     submitit_folder: str = setting("${hydra.sweep.dir}/.submitit/%j", "what jobs print, and submitit's own files")
     name: str = setting("${hydra.job.name}", "name in the queue")
@@ -125,17 +136,73 @@ class Slurm(Launcher):
                 yield Violation("hydra.launcher.additional_parameters", message)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SubmititSlurm(Slurm):
+    """The settings of `submitit_slurm` of the plugin hydra-submitit-launcher, which has names and defaults itself."""
+
+    option: ClassVar[str] = "submitit_slurm"
+    _target_: str = f"{SUBMITIT_PLUGIN}.SlurmLauncher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmititLocal(Launcher):
+    """The settings of `submitit_local` of the plugin hydra-submitit-launcher, which has names and defaults itself."""
+
+    option: ClassVar[str] = "submitit_local"
+    _target_: str = f"{SUBMITIT_PLUGIN}.LocalLauncher"
+    submitit_folder: str = setting("${hydra.sweep.dir}/.submitit/%j", "what jobs print, and submitit's own files")
+    name: str = setting("${hydra.job.name}", "of jobs; nothing shows it here")
+    nodes: int = setting(1, "this machine", ge=1, le=10**6)
+    tasks_per_node: int = setting(1, "processes of a job, which train together", ge=1, le=1024)
+    gpus_per_node: int | None = setting(None, "GPUs of a job, one for each process", ge=0, le=1024)
+    cpus_per_task: int | None = setting(None, "threads of each process", ge=1, le=10**5)
+    mem_gb: int | None = setting(None, "memory, which submitit does not bound here")
+    timeout_min: int = setting(60, "time limit in minutes, after which the job is started again", ge=1, le=5_256_000)
+    stderr_to_stdout: bool = setting(False, "one file for all that a process prints")
+
+    def check(self, nproc_per_node: int) -> Iterator[Violation]:
+        """Say which settings submitit would ignore on one machine, or contradict the run's own processes."""
+        if self.nodes != 1:
+            message = "but submitit_local has this machine only; choose hydra/launcher=slurm, or leave it out"
+            yield Violation("hydra.launcher.nodes", f"is {self.nodes} {message}")
+        if self.mem_gb is not None:
+            message = "but submitit_local does not bound memory; leave it out, or choose hydra/launcher=slurm"
+            yield Violation("hydra.launcher.mem_gb", f"is {self.mem_gb} {message}")
+        if nproc_per_node != 1 and self.tasks_per_node != 1:
+            message = f"but hydra.launcher.tasks_per_node={self.tasks_per_node} starts the processes; leave one out"
+            yield Violation("distributed.nproc_per_node", f"is {nproc_per_node} {message}")
+        elif self.gpus_per_node and self.gpus_per_node != self.tasks_per_node * nproc_per_node:
+            processes = self.tasks_per_node * nproc_per_node
+            message = f"but a job has {processes} processes, each of which trains on one GPU; give {processes}"
+            yield Violation("hydra.launcher.gpus_per_node", f"is {self.gpus_per_node} {message}")
+
+
 SCHEMAS: tuple[type[Launcher], ...] = (Local, Slurm)
+_OF_PLUGIN: dict[str, type[Launcher]] = {schema._target_: schema for schema in (SubmititSlurm, SubmititLocal)}
+
+
+def is_known(node: DictConfig) -> bool:
+    """Return whether foundry knows the settings of a launcher."""
+    return OmegaConf.get_type(node) in SCHEMAS or _of_plugin(node) is not None
 
 
 def resolve_launcher(composed: DictConfig) -> Launcher | None:
-    """The launcher of a composed configuration; None where it is not one of foundry's."""
+    """Return the launcher of a composed configuration; None if foundry does not know it."""
     node = OmegaConf.select(composed, "hydra.launcher")
-    if node is None or OmegaConf.get_type(node) not in SCHEMAS:
+    if not isinstance(node, DictConfig):
         return None
-    launcher = OmegaConf.to_object(node)
-    assert isinstance(launcher, Launcher)
-    return launcher
+    if OmegaConf.get_type(node) in SCHEMAS:
+        launcher = OmegaConf.to_object(node)
+        assert isinstance(launcher, Launcher)
+        return launcher
+    if (schema := _of_plugin(node)) is None:
+        return None
+    values: Any = OmegaConf.to_container(node, resolve=True)
+    return schema(**values)
+
+
+def _of_plugin(node: DictConfig) -> type[Launcher] | None:
+    return _OF_PLUGIN.get(str(node.get("_target_")))
 
 
 def resolve_num_tasks(composed: DictConfig) -> int:
@@ -153,7 +220,6 @@ def check_launcher(composed: DictConfig) -> Iterator[Violation]:
         return
     mode = OmegaConf.select(composed, "hydra.mode")
     if mode is not None and mode.name == "RUN":
-        name = type(launcher).__name__.lower()
-        yield Violation(GROUP, f"is {name}, which starts the jobs of a sweep; add -m, for a single job too")
+        yield Violation(GROUP, f"is {launcher.option}, which starts the jobs of a sweep; add -m, for a single job too")
         return
     yield from list(check_fields(launcher, "hydra.launcher")) or launcher.check(composed.distributed.nproc_per_node)

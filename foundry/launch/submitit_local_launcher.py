@@ -1,0 +1,152 @@
+"""`hydra/launcher=submitit_local` of hydra-submitit-launcher: the jobs of a sweep on this machine, by submitit.
+
+submitit starts all jobs at once, and the tasks of a job as ranks that train together. It tells a job 30 seconds before
+its time limit, and starts it again; the run resumes from its checkpoint.
+
+Jobs survive this process if it is killed, as the plugin's do. Signals that it gets it passes on: jobs save and stop.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from foundry.config.environment import default_variables, visible_gpus
+from foundry.config.errors import ConfigError, Violation
+from foundry.config.schemas.launcher import SubmititLocal, resolve_launcher
+from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
+from foundry.launch.local import ended_by, interrupts_held, noted_signals
+from foundry.launch.slurm_submission import clean_environment
+from foundry.launch.slurm_task import SlurmTask
+from foundry.run_dir.files import read_tail
+from foundry.run_dir.lock import is_held
+from foundry.run_dir.status import ENDED, read_status, write_status
+from foundry.safe_path import VARIABLE
+
+_POLL_SECONDS = 0.2
+_AGAIN_SECONDS = 2.0
+"""submitit ignores SIGTERM until a run is there to heed it."""
+_GPUS = "hydra.launcher.gpus_per_node"
+_INSTEAD = "choose hydra/launcher=local"
+
+
+class SubmititLocalLauncher(FrozenLauncher):
+    """Runs jobs through submitit's executor for one machine, and waits for them."""
+
+    def check(self, configs: Sequence[DictConfig]) -> None:
+        """Refuse jobs that would not see this machine's GPUs, or share them.
+
+        Raises:
+            ConfigError: with the first of them.
+        """
+        gpus = visible_gpus()
+        for config in configs:
+            wanted = _resolve_settings(config).gpus_per_node
+            if wanted is None and gpus:
+                message = "has no value, and submitit then hides this machine's GPUs; give one for each process of a"
+                raise ConfigError(Violation(_GPUS, f"{message} job, 0 for the CPU, or {_INSTEAD}"))
+            if wanted and wanted > len(gpus):
+                raise ConfigError(Violation(_GPUS, f"is {wanted} but {len(gpus)} GPUs are visible here"))
+            if wanted and not all(name.isdecimal() for name in gpus):
+                message = f"is {wanted} but submitit needs CUDA_VISIBLE_DEVICES as numbers, not {gpus[0]}; {_INSTEAD}"
+                raise ConfigError(Violation(_GPUS, message))
+            at_a_time = config.hydra.sweeper.get("max_batch_size") or len(configs)
+            if wanted and min(at_a_time, len(configs)) > 1:
+                message = f"is {wanted} but submitit starts all jobs at once, on the same GPUs"
+                remedy = f"add hydra.sweeper.max_batch_size=1, or {_INSTEAD}"
+                raise ConfigError(Violation(_GPUS, f"{message}; {remedy}"))
+
+    def run(self, jobs: Sequence[ComposedJob]) -> None:
+        """Run the jobs to their ends, or until a signal comes: then each saves and stops.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came; a second one ended the wait.
+            SystemExit: another signal came; its code is 128 + its number.
+        """
+        with noted_signals() as noted:
+            _Watch(self.work, jobs, noted).run()
+        if noted:
+            say(f"the same command with hydra.sweep.dir={self._master.hydra.sweep.dir} resumes from there")
+            raise ended_by(noted[0])
+
+
+class _Watch:
+    """Jobs that run, each with submitit's process that controls its tasks."""
+
+    def __init__(
+        self, work: Callable[[Path], int], jobs: Sequence[ComposedJob], noted: Sequence[signal.Signals]
+    ) -> None:
+        self._noted = noted
+        self._ledger = Ledger(jobs)
+        self._running = dict[ComposedJob, Any]()
+        self._next_signal = 0.0
+        for job in jobs:
+            if is_held(job.run_dir):
+                self._ledger.note(job, "running", "in another process, which this one does not wait for")
+            elif not noted:
+                self._running[job] = _start(work, job)
+                self._ledger.note(job, "running")
+
+    def run(self) -> None:
+        """Until every job has ended, or a second Ctrl-C came."""
+        while self._running and list(self._noted).count(signal.SIGINT) < 2:
+            time.sleep(_POLL_SECONDS)
+            if self._noted and time.monotonic() >= self._next_signal:
+                self._stop()
+            for job, submitted in list(self._running.items()):
+                if submitted.done():
+                    self._settle(job, submitted.paths.stderr)
+                    del self._running[job]
+
+    def _stop(self) -> None:
+        """Have the tasks of all jobs save and stop."""
+        if not self._next_signal:
+            text = f"{len(self._running)} running, which save and stop; a second Ctrl-C does not wait for them"
+            say(f"{self._noted[0].name}: {text}")
+        self._next_signal = time.monotonic() + _AGAIN_SECONDS
+        for submitted in self._running.values():
+            submitted._process.terminate()
+
+    def _settle(self, job: ComposedJob, error_output: Path) -> None:
+        """Take the end of a job, of whatever attempt of it was the last."""
+        state = read_status(job.run_dir).get("state")
+        if self._noted and state not in ("finished", "failed"):
+            write_status(job.run_dir, state="stopped", reason=self._noted[0].name)
+        elif state == "requeued":
+            reason = "its time is up, as often as submitit allows; the same command resumes it"
+            write_status(job.run_dir, state="stopped", reason=reason)
+        elif state not in ENDED:
+            lines = [line.strip() for line in read_tail(error_output).splitlines() if line.strip()]
+            last = f"; it said last: {lines[-1]}" if lines else ""
+            write_status(job.run_dir, state="lost", reason=f"its processes have ended without a word{last}")
+        self._ledger.settled(job)
+
+
+def _start(work: Callable[[Path], int], job: ComposedJob) -> Any:
+    """Start a job; returns submitit's."""
+    from submitit import LocalExecutor
+
+    settings = _resolve_settings(job.config)
+    executor = LocalExecutor(folder=Path(settings.submitit_folder).absolute())
+    executor.update_parameters(
+        timeout_min=settings.timeout_min,
+        tasks_per_node=settings.tasks_per_node,
+        gpus_per_node=settings.gpus_per_node or 0,
+        visible_gpus=[int(name) for name in visible_gpus() if name.isdecimal()] if settings.gpus_per_node else (),
+        stderr_to_stdout=settings.stderr_to_stdout,
+    )
+    variables = {VARIABLE: "1"}
+    if settings.cpus_per_task is not None:
+        variables["OMP_NUM_THREADS"] = str(settings.cpus_per_task)
+    # Ctrl-C reaches this process only, which passes it on once.
+    with interrupts_held(), clean_environment(), default_variables(variables):
+        return executor.submit(SlurmTask(work), str(job.run_dir))
+
+
+def _resolve_settings(config: DictConfig) -> SubmititLocal:
+    settings = resolve_launcher(config)
+    assert isinstance(settings, SubmititLocal)
+    return settings

@@ -1,0 +1,62 @@
+"""The end of a task that a signal asked to stop, as submitit's handler and Slurm have it."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+from submitit.core.utils import UncompletedJobError
+
+from foundry.launch.slurm_task import NotRequeued, SlurmTask
+from foundry.stop_signals import STOP_SIGNALS
+
+
+@pytest.fixture(autouse=True)
+def _handlers_come_back():
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def stop_task(error):
+    """Run a task that gets SIGUSR2, where submitit's handler raises an error."""
+
+    def checkpoint_and_try_requeue(signum, frame):
+        raise error
+
+    signal.signal(signal.SIGUSR2, checkpoint_and_try_requeue)
+    with pytest.raises(SystemExit) as ended:
+        SlurmTask(lambda run_dir: os.kill(os.getpid(), signal.SIGUSR2))("run")
+    return ended.value
+
+
+def slurm_says(monkeypatch, tmp_path, text):
+    """Make this process one of a job of which Slurm says a line; nothing if the text is None."""
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{f'echo {text}' if text else 'exit 1'}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+
+
+@pytest.mark.parametrize("restarts", [1, 0, None])
+def test_a_requeue_that_seems_to_fail_is_looked_up(monkeypatch, tmp_path, restarts):
+    slurm_says(monkeypatch, tmp_path, None if restarts is None else f"JobId=7 JobState=COMPLETING Restarts={restarts}")
+    ended = stop_task(subprocess.CalledProcessError(1, ["scontrol", "requeue", "7"]))
+    assert ended.code == 128 + signal.SIGUSR2
+    assert isinstance(ended, NotRequeued) is (restarts == 0)
+    if restarts == 0:
+        assert ended.reason.startswith("Slurm does not queue the job again (Command '['scontrol', 'requeue', '7']'")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize(("executor", "limit"), [("slurm", "hydra.launcher.max_num_timeout"), ("local", "submitit")])
+def test_one_time_limit_too_many(monkeypatch, executor, limit):
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
+    monkeypatch.setenv("SUBMITIT_LOCAL_GLOBALID", "0")
+    ended = stop_task(UncompletedJobError("timed-out too many times"))
+    assert (ended.code, ended.reason) == (
+        140,
+        f"its time is up, as often as {limit} allows; the same command resumes it",
+    )

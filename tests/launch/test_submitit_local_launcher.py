@@ -1,0 +1,142 @@
+"""Jobs through submitit on this machine, as `submitit_local` of hydra-submitit-launcher has them."""
+
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from support.local_sweeps import Sweeps
+
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.errors import ConfigError
+from foundry.launch.submitit_local_launcher import SubmititLocalLauncher
+from foundry.tracking.metrics_file import read_metrics
+
+
+@pytest.fixture
+def sweeps(tmp_path):
+    return Sweeps(tmp_path, "hydra/launcher=submitit_local")
+
+
+RANKS = ["hydra.launcher.tasks_per_node=2", "distributed=fsdp", "hparams.per_gpu_batch_size=2"]
+
+
+def composed(*overrides):
+    """A job, with the settings that only a process of Hydra's could resolve given."""
+    install()
+    words = [*overrides, "hydra/launcher=submitit_local", "hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return compose(CONFIG_NAME, words, return_hydra_config=True)
+
+
+def tasks(folder):
+    """Process ids of the tasks whose jobs submitit keeps in a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            if b"submitit.core._submit" in command and any(str(folder).encode() in word for word in command):
+                found.append(int(process.name))
+    return found
+
+
+def shards(run_dir):
+    return {path.name: path.read_bytes() for path in (run_dir / "checkpoints" / "latest").glob("*.safetensors")}
+
+
+def test_tasks_of_a_job_train_together(sweeps):
+    sweeps.finish(sweeps.start(*RANKS, "hparams.max_steps=3"))
+    run_dir = sweeps.cwd / "s" / "0"
+    assert sweeps.status(0)["state"] == "finished"
+    assert json.loads((run_dir / "plan.json").read_text())["world_size"] == 2
+    assert sorted(shards(run_dir)) == ["shard-00000.safetensors", "shard-00001.safetensors"]
+    assert [line["step"] for line in read_metrics(run_dir) if "loss" in line] == [1, 2, 3]
+    assert "job 0: finished; 1 finished" in sweeps.output
+    assert "1 job: 1 finished" in sweeps.output
+
+
+@pytest.mark.parametrize(
+    ("visible", "settings", "message"),
+    [
+        ("0", [], "has no value, and submitit then hides this machine's GPUs; give one for each process"),
+        ("0", ["gpus_per_node=2", "tasks_per_node=2"], "is 2 but 1 GPUs are visible here"),
+        ("GPU-8932f937", ["gpus_per_node=1"], "is 1 but submitit needs CUDA_VISIBLE_DEVICES as numbers, not GPU-8932f"),
+        (
+            "0,1",
+            ["gpus_per_node=1"],
+            "is 1 but submitit starts all jobs at once, on the same GPUs; add hydra.sweeper",
+        ),
+    ],
+)
+def test_jobs_that_would_not_have_gpus_of_their_own_are_refused(monkeypatch, visible, settings, message):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = composed(*(f"hydra.launcher.{word}" for word in settings))
+    with pytest.raises(ConfigError) as caught:
+        SubmititLocalLauncher(lambda run_dir: 0).check([config, config])
+    assert str(caught.value).startswith(f"hydra.launcher.gpus_per_node: {message}")
+
+
+def test_jobs_with_gpus_run_one_after_the_other(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    one = composed("hydra.launcher.gpus_per_node=1", "hydra.sweeper.max_batch_size=1")
+    SubmititLocalLauncher(lambda run_dir: 0).check([one, one])
+    cpu = composed("hydra.launcher.gpus_per_node=0")
+    SubmititLocalLauncher(lambda run_dir: 0).check([cpu, cpu])
+
+
+@pytest.mark.long
+def test_ranks_of_submitit_and_of_foundry_come_to_the_same_bytes(sweeps):
+    sweeps.finish(sweeps.start(*RANKS, "hparams.max_steps=5"))
+    ours = Sweeps(sweeps.cwd, "hydra/launcher=local", "distributed.nproc_per_node=2", "hydra.sweep.dir=t")
+    ours.finish(ours.start(*RANKS[1:], "hparams.max_steps=5"))
+    assert shards(sweeps.cwd / "s/0") == shards(sweeps.cwd / "t/0")
+
+
+@pytest.mark.long
+def test_a_time_limit_costs_nothing(sweeps):
+    """The signal is the one that submitit sends before the limit, by the process that controls the tasks."""
+    driver = sweeps.start(*RANKS, "hparams.max_steps=200")
+    sweeps.wait_for_steps(0, 5)
+    for rank in tasks(sweeps.cwd):
+        os.kill(rank, signal.SIGUSR2)
+    sweeps.finish(driver)
+    assert sweeps.status(0)["state"] == "finished"
+    steps = [line["step"] for line in read_metrics(sweeps.cwd / "s/0") if "loss" in line]
+    assert steps == list(range(1, 201)), "none is lost, and none done twice"
+    assert "job 0: finished" in sweeps.output
+
+
+@pytest.mark.long
+def test_ctrl_c_has_jobs_save_and_the_same_command_resumes(sweeps):
+    overrides = [*RANKS, "hparams.seed=1,2", "hparams.max_steps=300"]
+    driver = sweeps.start(*overrides)
+    for job in (0, 1):
+        sweeps.wait_for_steps(job, 3)
+    sweeps.ctrl_c(driver)
+    sweeps.finish(driver, code=130)
+    assert "SIGINT: 2 running, which save and stop" in sweeps.output
+    assert "the same command with hydra.sweep.dir=s resumes from there" in sweeps.output
+    assert [sweeps.status(job)["state"] for job in (0, 1)] == ["stopped", "stopped"]
+    sweeps.finish(sweeps.start(*overrides))
+    for job in (0, 1):
+        steps = [line["step"] for line in read_metrics(sweeps.cwd / "s" / str(job)) if "loss" in line]
+        assert steps == list(range(1, 301))
+
+
+@pytest.mark.long
+def test_a_job_whose_rank_is_killed_does_not_end_the_others(sweeps):
+    driver = sweeps.start(*RANKS, "hparams.seed=1,2", "hparams.max_steps=100")
+    sweeps.wait_for_steps(0, 3)
+    os.kill(sweeps.process_of(0), signal.SIGKILL)
+    sweeps.finish(driver, code=1)
+    assert [sweeps.status(job)["state"] for job in (0, 1)] == ["failed", "finished"]
+    assert "job 0 (hparams.seed=1): rank 0 is gone, killed perhaps; " in sweeps.output
+
+
+@pytest.mark.long
+def test_a_job_of_one_task_may_start_processes_itself(sweeps):
+    sweeps.finish(sweeps.start("distributed.nproc_per_node=2", "distributed=fsdp", "hparams.per_gpu_batch_size=2"))
+    assert len(shards(sweeps.cwd / "s/0")) == 2
