@@ -5,10 +5,11 @@ from dataclasses import replace
 from functools import partialmethod
 
 import pytest
-from support.harness import count_collectives, run_ranks, spawn
-from support.toy import FP32, NUM_BLOCKS, Toy, backward_window, global_batch, largest_difference, train, whole
+from support.harness import count_collectives, recorded_collectives, run_ranks, spawn
+from support.toy import FP32, NUM_BLOCKS, Toy, backward_window, global_batch, largest_difference, sum_loss, train, whole
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, GradientSync, Single
+from foundry.config.schemas.precision import PrecisionMode
 
 pytestmark = pytest.mark.distributed
 
@@ -144,6 +145,67 @@ def check_grad_norm_of_a_mixture(world):
         torch.testing.assert_close(clip_grad_norm_(parameters, math.inf), torch.tensor(0.1), rtol=1e-5, atol=0)
 
 
+def check_overlap_of_reductions(world):
+    """DDP reduces during the backward pass, or sends nothing before the window is finished."""
+    tokens, valid = global_batch(0)
+    for overlaps, during, after in ((True, 1, 0), (False, 0, 1)):
+        parallel = wrap(DDP(overlap_grad_reduce=overlaps), world)
+
+        def backward(parallel=parallel):
+            with parallel.sync.microbatch(first=True, last=True):
+                sum_loss(parallel.model, tokens, valid).backward()
+
+        assert count_collectives(backward).get("allreduce", 0) == during
+        assert count_collectives(parallel.sync.finish).get("allreduce", 0) == after
+
+
+def check_gathers_ahead(world):
+    """How many units of FSDP2 are gathered, or being gathered, when a block computes: one more with the overlap."""
+    blocks = range(1, NUM_BLOCKS + 1)
+    for config in (FSDP(), DDP(shard_optimizer=True)):
+        for overlaps in (False, True):
+            parallel = wrap(replace(config, overlap_param_gather=overlaps), world)
+            forward, backward = gathers_before_blocks(parallel)
+            assert forward == [min(1 + block + overlaps, NUM_BLOCKS + 1) for block in blocks], config
+            if isinstance(config, FSDP):  # which gathers the blocks again, from the last one on
+                again = [min(block + overlaps, NUM_BLOCKS) for block in blocks]
+                assert backward == [NUM_BLOCKS + 1 + gathered for gathered in again]
+
+
+def gathers_before_blocks(parallel):
+    """All-gathers begun before each block's MLP computes in the forward pass, and in the backward pass."""
+    forward, backward, tokens = [], [], global_batch(0)[0][:, :-1]
+    with recorded_collectives() as sent:
+
+        def note(begun):
+            begun.append(sum(name == "allgather_base" for name, _ in sent))
+
+        for block in parallel.inner.blocks:
+            block.mlp.register_forward_pre_hook(lambda *_: note(forward))
+            block.mlp.register_full_backward_pre_hook(lambda *_: note(backward))
+        with parallel.sync.microbatch(first=True, last=True):
+            parallel.model(tokens).sum().backward()
+    return forward, backward
+
+
+def check_types_of_traffic(world):
+    """Under amp the blocks' matrices are gathered in bf16, what the root holds and all gradients are sent in fp32."""
+    import torch
+
+    from foundry.parallel.precision import PrecisionPolicy
+
+    policy = PrecisionPolicy(PrecisionMode.amp_bfloat16)
+    for config in (FSDP(gradient_sync=GradientSync.last_keep_params), DDP(shard_optimizer=True)):
+        parallel = wrap(config, world, policy=policy)
+        with recorded_collectives() as sent:
+            backward_window(parallel, policy, world, 0, 1)
+        gathered, reduced = (
+            [dtype for name, dtype in sent if name == kind] for kind in ("allgather_base", "reduce_scatter_base")
+        )
+        assert gathered == [torch.float32] + [torch.bfloat16] * NUM_BLOCKS
+        assert reduced == [torch.float32] * (NUM_BLOCKS + 1)
+
+
 def check_world(world):
     import torch
 
@@ -159,6 +221,9 @@ CHECKS = {check.__name__.removeprefix("check_"): check for check in (
     check_refusals,
     check_sync_is_found_behind_wrappers,
     check_grad_norm_of_a_mixture,
+    check_overlap_of_reductions,
+    check_gathers_ahead,
+    check_types_of_traffic,
     check_world,
 )}  # fmt: skip
 

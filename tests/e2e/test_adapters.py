@@ -16,6 +16,7 @@ from foundry.checkpoint.folder import read_manifest
 from foundry.config.errors import ConfigError
 from foundry.eval import EvalOptions, evaluate
 from foundry.export import ExportOptions, export
+from foundry.models.lora import adapted_layers
 from foundry.restore import restore
 from foundry.run_dir.checkpoints import find
 from foundry.sample import SampleOptions, sample
@@ -41,7 +42,7 @@ def base(tmp_path_factory):
 def adapted(base, tmp_path_factory):
     """A run of adapters on that."""
     folder = tmp_path_factory.mktemp("adapted") / "adapted"
-    train(on(base, "hparams.ema_decay=0.5"), folder)
+    train(on(base, "hparams.ema_decay=0.5", "peft.merge=true"), folder)
     return folder
 
 
@@ -120,6 +121,19 @@ def test_a_base_that_is_gone_or_another_is_a_config_error(base, tmp_path):
         restore(tmp_path / "run", "last", ema=True)
 
 
+def test_an_export_merges_as_the_run_says_unless_it_is_told_otherwise(base, adapted, tmp_path):
+    for name, merge in (("merged", None), ("adapters", False)):
+        export(ExportOptions(run=str(adapted), out=str(tmp_path / name), merge=merge))
+    assert (tmp_path / "adapters" / "adapter_config.json").exists()
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    name = "model.layers.0.self_attn.q_proj"
+    layer = adapted_layers(restore(adapted, "last", ema=True).model)[name]
+    update = layer.get_delta_weight("default")
+    assert update.abs().max() > 1e-3
+    merged = load_file(tmp_path / "merged" / "model.safetensors")[f"{name}.weight"]
+    torch.testing.assert_close(merged, layer.base_layer.weight + update)
+
+
 @pytest.mark.long
 def test_a_run_of_adapters_is_the_base_of_others(adapted, tmp_path):
     expected = logits(adapted)
@@ -138,7 +152,7 @@ def test_plain_peft_loads_the_adapters_and_transformers_the_merged_model(base, a
     if kind == "transformers":
         run = tmp_path / "run"
         train(on(tmp_path / "base", "peft.rslora=true", "peft.alpha=4", "peft.target_modules=[linear_qkv]"), run)
-    export(ExportOptions(run=str(run), out=str(tmp_path / "adapter")))
+    export(ExportOptions(run=str(run), out=str(tmp_path / "adapter"), merge=False))
     export(ExportOptions(run=str(run), out=str(tmp_path / "merged"), merge=True))
     with torch.no_grad():
         merged = load(tmp_path / "merged").eval()(TOKENS).logits

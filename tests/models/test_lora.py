@@ -177,6 +177,17 @@ def test_adapters_change_nothing_at_first_and_can_be_merged(build, targets):
     torch.testing.assert_close(log_prob(model), ours, atol=1e-5, rtol=1e-5)
 
 
+def test_dropout_acts_on_adapters_alone_and_in_training_alone():
+    exact, model = trained(transformer()), trained(transformer(), adapter_dropout=0.5)
+    torch.manual_seed(0)
+    one, other = log_prob(model), log_prob(model)
+    assert not torch.equal(one, other)
+    assert torch.equal(log_prob(exact), log_prob(exact))
+    with adapters_off(model):
+        assert torch.equal(log_prob(model), log_prob(transformer()))
+    assert torch.equal(log_prob(model.eval()), log_prob(exact.eval()))
+
+
 def test_adapters_off_is_the_base_bit_for_bit_and_leaves_what_is_trained():
     """It sets `_disable_adapters`, which is peft's own affair: here is noticed if that has another name."""
     model, base = trained(transformer()), transformer()

@@ -25,7 +25,7 @@ def log_probs(model, tokens, targets, *, temperature=1.0, top_k=None, top_p=1.0)
     return logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
 
 
-def written_out(model, reference, samples, rewards, old, *, filters, beta, by_token):
+def written_out(model, reference, samples, rewards, old, *, filters, beta, by_token, on_policy):
     """Leave-one-out advantages over their deviation, the clipped ratio and the k3 estimate, as the papers have them."""
     tokens, targets = samples["tokens"], samples["targets"]
     mask = targets != -100
@@ -42,17 +42,20 @@ def written_out(model, reference, samples, rewards, old, *, filters, beta, by_to
     ratio, a = (x - o).exp(), advantage.float()[:, None]
     policy = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
     r = f - plain
-    kl = (r.exp() - 1 - r) * (plain - plain.detach()).exp()
+    kl = (r.exp() - 1 - r) * (plain - (o if on_policy else plain.detach())).exp()  # old is the sampler's, too
     loss = ((policy + beta * kl) * mask).double()
     return loss.sum() / mask.sum() if by_token else (loss.sum(-1) / mask.sum(-1)).mean()
 
 
 @pytest.mark.parametrize("by_token", [True, False])
-@pytest.mark.parametrize(("filters", "updates"), [(FILTERS, 1), (NO_FILTERS, 2), (FILTERS, 2)])
-def test_the_loss_of_a_step_and_its_gradient(by_token, filters, updates):
+@pytest.mark.parametrize(
+    ("filters", "updates", "on_policy"), [(FILTERS, 1, True), (NO_FILTERS, 2, True), (FILTERS, 2, False)]
+)
+def test_the_loss_of_a_step_and_its_gradient(by_token, filters, updates, on_policy):
     model, reference = make_model(), make_model(seed=4)
     clamps = {"kl_input_clamp": None, "kl_output_clamp": None}
     settings = {"updates_per_rollout": updates, "token_level_loss": by_token, "ref_policy_kl_penalty": 0.3}
+    settings["use_on_policy_kl_approximation"] = on_policy
     objective = make_objective(reference, **settings, **clamps, **filters)
     source = make_source(objective, model)
     plain = {name.removeprefix("generation_"): value for name, value in filters.items()}
@@ -72,7 +75,8 @@ def test_the_loss_of_a_step_and_its_gradient(by_token, filters, updates):
         samples = {name: column[rows] for name, column in whole.items()}
         rewards = source._samples["reward"][rows]
         old = log_probs(first, samples["tokens"], samples["targets"], **plain).detach() if update else None
-        expected = written_out(model, reference, samples, rewards, old, filters=plain, beta=0.3, by_token=by_token)
+        options = {"filters": plain, "beta": 0.3, "by_token": by_token, "on_policy": on_policy}
+        expected = written_out(model, reference, samples, rewards, old, **options)
         assert loss.item() == pytest.approx(expected.item(), abs=1e-6, rel=1e-5)
         names = [name for name, _ in model.named_parameters()]
         ours = torch.autograd.grad(loss, list(model.parameters()))

@@ -157,6 +157,30 @@ def test_the_divergence_has_the_gradient_of_the_expectation(kl_type):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("by_token", [True, False])
+def test_the_on_policy_divergence_weighs_by_the_policy_over_the_sampler(by_token):
+    """NeMo-RL's ClippedPGLossFn: exp(policy - sampler), through which gradients flow, times the estimate k3."""
+    part = completions(seed=4)
+    settings = PolicyLossSettings(
+        use_on_policy_kl_approximation=True, ref_policy_kl_penalty=0.3, token_level_loss=by_token
+    )
+    ours = policy_loss(part, settings)
+    expected = 0.0
+    for row, length in enumerate(part.mask.sum(-1).tolist()):
+        terms = []
+        for token in range(length):
+            log_prob = part.log_prob[row, token]
+            weight = log_prob.exp() / part.sampler[row, token].exp()
+            ratio = part.reference[row, token].exp() / log_prob.exp()
+            terms.append(weight * (ratio - ratio.log() - 1))
+        expected += sum(terms) if by_token else sum(terms) / length
+    torch.testing.assert_close(ours.kl, expected)
+    torch.testing.assert_close(ours.loss, ours.policy + 0.3 * expected)
+    gradients = [torch.autograd.grad(kl, part.log_prob, retain_graph=True)[0] for kl in (ours.kl, expected)]
+    torch.testing.assert_close(*gradients)
+    assert ours.kl.item() != pytest.approx(policy_loss(part, PolicyLossSettings(token_level_loss=by_token)).kl.item())
+
+
 def test_a_clamped_divergence_has_no_gradient():
     log_prob = torch.tensor([-30.0, -1.0], requires_grad=True)
     estimate = kl_estimate(log_prob, torch.tensor([-1.0, -1.5]), weights=(log_prob - log_prob.detach()).exp())

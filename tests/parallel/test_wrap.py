@@ -25,6 +25,7 @@ from foundry.models.fsdp_block import FSDPBlock
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import process_group
 from foundry.parallel.wrap import parallelize
+from foundry.training.sharded import sharded_modules
 
 FP32 = PrecisionPolicy(PrecisionMode.fp32)
 
@@ -80,6 +81,9 @@ def test_offloading_one_process_shards_over_a_group_of_one():
         for ours, theirs in zip(parallel.model.parameters(), reference.parameters(), strict=True):
             assert isinstance(ours, DTensor)
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        # FSDP2's own note of it: where device and host are the same, nothing else tells.
+        states = [unit._get_fsdp_state() for unit in sharded_modules(parallel.model)]
+        assert all(param.offload_to_cpu for state in states for param in state._fsdp_param_group.fsdp_params)
     assert world.distributed is config
     assert not dist.is_initialized()
 

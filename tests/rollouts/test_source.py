@@ -53,8 +53,11 @@ def test_answers_do_not_depend_on_how_many_are_asked_at_a_time_or_scored_before(
     windows = []
     for size, updates in ((6, 1), (16, 1), (3, 4)):
         objective = make_objective(**PLAIN, generation_batch_size=size, updates_per_rollout=updates)
-        source = make_source(objective, make_model())
+        model, rows = make_model(), set()
+        model.register_forward_pre_hook(lambda model, args, rows=rows: rows.add(len(args[0])))
+        source = make_source(objective, model)
         windows.append([source.next_window() for _ in range(updates)])
+        assert max(rows) == size, "completions generated at a time"
     tokens = [[row.tolist() for w in ws for part in w.microbatches for row in part["targets"]] for ws in windows]
     trimmed = [[[token for token in row if token != -100] for row in rows] for rows in tokens]
     assert trimmed[0] == trimmed[1] == trimmed[2]

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 
@@ -213,20 +214,26 @@ def _forget_groups():
 
 def count_collectives(function):
     """Call `function()` and count the collectives that reach a process group, by the name of the c10d operator."""
-    from collections import Counter
+    with recorded_collectives() as sent:
+        function()
+    return dict(Counter(name for name, _ in sent))
 
+
+@contextmanager
+def recorded_collectives():
+    """Yield a list that gets each collective of this rank: the name of the c10d operator, and the type that is sent."""
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
 
-    class Count(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.counts = Counter()
+    sent = []
 
+    class Record(TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             if operator.namespace == "c10d":
-                self.counts[operator.name().removeprefix("c10d::").strip("_")] += 1
+                *_, given = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+                sent.append((operator.name().removeprefix("c10d::").strip("_"), given.dtype))
             return operator(*args, **(kwargs or {}))
 
-    with Count() as mode:
-        function()
-    return dict(mode.counts)
+    with Record():
+        yield sent
