@@ -18,6 +18,8 @@ from foundry.run_dir.names import TOKENIZER
 
 _BACKBONE = "model.backbone.init_from"
 """Weights of a part of the model, which knows the words that a policy is told."""
+_MOST_PIXELS = 96
+"""Height and width to which pictures are brought that are not square, at most: what policies from cameras are shown."""
 _LEAST = {"image_size": 8, "instruction_tokens": 1}
 _SIZED_BY = {"state_dim": "state_key", "action_dim": "action_key", "image_size": "image_key"}
 
@@ -139,7 +141,7 @@ def _lerobot_size(name: str, *, _root_: DictConfig) -> int | None:
         height, width = info.picture_size(str(column), "")
     except ConfigError:
         return _simulator_size(name, _root_=_root_)
-    return height if height == width else None
+    return height if height == width else min(height, width, _MOST_PIXELS)
 
 
 def _image_classes(*, _root_: DictConfig) -> int:

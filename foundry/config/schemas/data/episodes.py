@@ -118,7 +118,8 @@ class LeRobot(Episodes):
     )
     image_size: int | None = setting(
         "${lerobot_size:image_size}",
-        "height and width in pixels that pictures are brought to; default: their own, where they are square",
+        "height and width in pixels that pictures are brought to; default: their own, or the shorter and at most 96 if "
+        "they are not square",
         ge=8,
         le=4096,
         runtime=True,
