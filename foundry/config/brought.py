@@ -20,9 +20,7 @@ POLICY = "policy"
 
 
 def bring(chosen: Chosen) -> Mapping[str, str]:
-    """Return the options that the chosen ones bring, by group; those that the user has chosen are left alone.
-
-    """
+    """Return the options that the chosen ones bring, by group; those that the user has chosen are left alone."""
     options = chosen.options
     if not {"hparams", "objective", "data", "model", "simulator", "evaluation"} <= options.keys():
         return {}
@@ -31,7 +29,6 @@ def bring(chosen: Chosen) -> Mapping[str, str]:
     brought: dict[str, str] = {}
     if own is not None and options["hparams"] == DEFAULT_HPARAMS and "hparams" not in chosen.chosen_by:
         brought["hparams"] = own
-
 
     def is_free(group: str) -> bool:
         return group not in chosen.chosen_by or str(chosen.chosen_by[group]).startswith("hparams/")

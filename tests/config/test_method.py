@@ -26,9 +26,11 @@ def test_a_run_says_what_the_method_has_brought_first(shell, tmp_path):
 
 @pytest.mark.parametrize("words", [["objective=next_token"], ["hparams=sft"]])
 def test_it_says_nothing_of_what_the_user_has_chosen(shell, words):
-    _, said = shell(*[word for word in TINY if word != "objective=sft"], "data.form=text", *words, module=PLAN) if (
-        words == ["objective=next_token"]
-    ) else shell(*TINY, *words, module=PLAN)
+    _, said = (
+        shell(*[word for word in TINY if word != "objective=sft"], "data.form=text", *words, module=PLAN)
+        if (words == ["objective=next_token"])
+        else shell(*TINY, *words, module=PLAN)
+    )
     assert "goes with" not in said
 
 
