@@ -1,4 +1,4 @@
-"""The notices of a run about its method: the options that a method has brought, and a learning rate far above its own."""
+"""The notices of a run about its method: the hyperparameters that it has brought, and a rate far above its default."""
 
 import logging
 from collections.abc import Mapping

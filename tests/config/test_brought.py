@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from support.composition import compose, configure
+from omegaconf import OmegaConf
+from support.composition import configure
 
 from foundry.config.brought import DEFAULT_HPARAMS
 from foundry.config.compose import config_dir, install
@@ -86,9 +87,8 @@ def test_a_given_budget_is_the_only_one(budget):
 
 
 def test_text_is_learnt_with_the_default_hyperparameters():
-    assert DEFAULT_HPARAMS == compose().hydra.runtime.choices.hparams if "hydra" in compose() else True
-    hparams = configure().hparams
-    assert (hparams.lr, hparams.max_steps, hparams.global_batch_size) == (4e-3, 500, 8)
+    assert {"hparams": DEFAULT_HPARAMS} in OmegaConf.load(f"{config_dir()}/config.yaml").defaults
+    assert configure() == configure(f"hparams={DEFAULT_HPARAMS}")
     assert type(configure().optimizer) is Muon
 
 

@@ -24,13 +24,9 @@ def test_a_run_says_what_the_method_has_brought_first(shell, tmp_path):
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["global_batch_size"] == 16
 
 
-@pytest.mark.parametrize("words", [["objective=next_token"], ["hparams=sft"]])
-def test_it_says_nothing_of_what_the_user_has_chosen(shell, words):
-    _, said = (
-        shell(*[word for word in TINY if word != "objective=sft"], "data.form=text", *words, module=PLAN)
-        if (words == ["objective=next_token"])
-        else shell(*TINY, *words, module=PLAN)
-    )
+@pytest.mark.parametrize("words", [["objective=next_token", "data.form=text"], ["hparams=sft"]], ids=" ".join)
+def test_it_says_nothing_of_defaults_and_of_what_the_user_has_chosen(shell, words):
+    _, said = shell(*TINY, *words, module=PLAN)
     assert "goes with" not in said
 
 
