@@ -23,6 +23,7 @@ from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, format_reason
 from foundry.config.help import list_groups, write_page, write_sweep_page
 from foundry.config.hydra_internals import compose_once, take_over, write_help
+from foundry.config.method import log_method
 from foundry.config.schemas.root import to_config
 from foundry.config.stopped import Stopped
 from foundry.launch.claim import Refused, describe_disk_error, run_job
@@ -40,6 +41,7 @@ Result = TypeVar("Result")
 @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
 def task(composed: DictConfig) -> float | None:
     """Run one composed configuration; returns the metric that sweeps minimise."""
+    log_method(composed)
     return in_run_dir(partial(start_job, to_config(composed))).metric
 
 

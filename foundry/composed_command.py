@@ -14,6 +14,7 @@ from foundry.cli import enter, in_run_dir
 from foundry.config.command import answer_alone, help_text, output_may_close, parse_options
 from foundry.config.compose import CONFIG_NAME, config_dir
 from foundry.config.errors import ConfigError
+from foundry.config.method import log_method
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.store import GROUPS
 
@@ -75,4 +76,5 @@ def run_composed(
 def _typed(
     composed: DictConfig, work: Callable[[Config, Options, Path], object], options: Options, run_dir: Path
 ) -> None:
+    log_method(composed)
     work(to_config(composed), options, run_dir)

@@ -16,9 +16,16 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.brought import bring
 from foundry.config.choices import compose_with, current
 from foundry.config.errors import ConfigError, Violation, shown
-from foundry.config.hydra_internals import ConfigLoaderImpl, answer_long_names, cache_interpolations, wrap_loading
+from foundry.config.hydra_internals import (
+    ConfigLoaderImpl,
+    answer_long_names,
+    cache_interpolations,
+    wrap_choosing,
+    wrap_loading,
+)
 from foundry.config.resolvers import register_resolvers
 from foundry.config.schemas.root import Config
 from foundry.config.secrets import check_overrides, check_secrets
@@ -62,6 +69,7 @@ def install(*, alone: bool = False) -> None:
         _process.alone = True
         Plugins.instance().register(_OwnOptions)
     wrap_loading(_load, compose_with)
+    wrap_choosing(bring)
     answer_long_names()
     cache_interpolations()
 

@@ -43,5 +43,5 @@ def _check_columns(data: LeRobot, info: LeRobotInfo) -> Iterator[Violation]:
     if data.image_key is not None:
         height, width = info.picture_size(data.image_key, "data.image_key")
         if data.image_size is None:
-            message = f"has no value, and pictures of {data.image_key} are {height} by {width}, not square"
+            message = f"is null, and pictures of {data.image_key} are {height} by {width}"
             yield Violation("data.image_size", f"{message}; give the size to bring them to, such as 96")

@@ -7,8 +7,9 @@ import functools
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, cast
 
@@ -20,6 +21,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
@@ -108,6 +110,52 @@ def wrap_loading(load: Load, compose_with: Compose) -> None:
         return load(self, config_name, overrides, run_mode, compose)
 
     ConfigLoaderImpl._load_configuration_impl = wrapped  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The options that a composition has chosen, before their values are merged.
+
+    Attributes:
+        repo: where options are found.
+        options: the chosen option of each group.
+        chosen_by: for a group whose default was replaced, the path of the file that did so, such as `hparams/llm`, or
+            None for an override of the command line.
+    """
+
+    repo: IConfigRepository
+    options: Mapping[str, str | None]
+    chosen_by: Mapping[str, str | None]
+
+
+def wrap_choosing(bring: Callable[[Chosen], Mapping[str, str]]) -> None:
+    """Have options bring options of other groups, in every composition; calling it again changes nothing.
+
+    Args:
+        bring: returns the options that others bring, by group.
+
+    Raises:
+        UnsupportedHydraError: this Hydra chooses options in another way.
+    """
+    from hydra._internal import config_loader_impl
+
+    names = ("repo", "config_name", "overrides_list", "prepend_hydra", "skip_missing")
+    original = require(config_loader_impl, "create_defaults_list", *names)
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def create(repo: Any, config_name: Any, overrides_list: list[Override], **kwargs: Any) -> Any:
+        listed = original(repo, config_name, overrides_list, **kwargs)
+        state = listed.overrides
+        by = {key: meta.containing_config_path for key, meta in state.override_metadata.items()}
+        brought = bring(Chosen(repo, state.known_choices, by | dict.fromkeys(state.deletions)))
+        if not brought:
+            return listed
+        more = OverridesParser.create().parse_overrides([f"{group}={option}" for group, option in brought.items()])
+        return original(repo, config_name, [*overrides_list, *more], **kwargs)
+
+    config_loader_impl.create_defaults_list = create
 
 
 _RUN = "hydra.mode=RUN"

@@ -18,6 +18,8 @@ from foundry.run_dir.names import TOKENIZER
 
 _BACKBONE = "model.backbone.init_from"
 """Weights of a part of the model, which knows the words that a policy is told."""
+_MOST_PIXELS = 96
+"""Height and width to which pictures are brought that are not square, at most: what policies from cameras are shown."""
 _LEAST = {"image_size": 8, "instruction_tokens": 1}
 _SIZED_BY = {"state_dim": "state_key", "action_dim": "action_key", "image_size": "image_key"}
 
@@ -27,6 +29,8 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("accum_freq", _accum_freq, replace=True)
     OmegaConf.register_new_resolver("times", _times, replace=True)
     OmegaConf.register_new_resolver("half", _half, replace=True)
+    OmegaConf.register_new_resolver("where", _where, replace=True)
+    OmegaConf.register_new_resolver("unless_given", _unless_given, replace=True)
     OmegaConf.register_new_resolver("completions_per_update", _completions_per_update, replace=True)
     OmegaConf.register_new_resolver("mode_of", _mode_of, replace=True)
     OmegaConf.register_new_resolver("direction_of", _direction_of, replace=True)
@@ -45,6 +49,17 @@ def _times(factor: float, value: float) -> float:
 
 def _half(value: int) -> int:
     return max(1, value // 2)
+
+
+def _where(key: str, value: str, then: Any, otherwise: Any, *, _root_: DictConfig) -> Any:
+    """Return `then` if the setting `key` has this value, else `otherwise`, also if there is no such setting."""
+    own = OmegaConf.select(_root_, key)
+    return then if str(getattr(own, "name", own)) == str(value) else otherwise
+
+
+def _unless_given(value: Any, *keys: str, _root_: DictConfig) -> Any:
+    """Return a value, or null if one of the settings `keys` has one."""
+    return value if all(OmegaConf.select(_root_, key) is None for key in keys) else None
 
 
 def _completions_per_update(prompts: int, generations: int, updates: int) -> int:
@@ -126,7 +141,7 @@ def _lerobot_size(name: str, *, _root_: DictConfig) -> int | None:
         height, width = info.picture_size(str(column), "")
     except ConfigError:
         return _simulator_size(name, _root_=_root_)
-    return height if height == width else None
+    return height if height == width else min(height, width, _MOST_PIXELS)
 
 
 def _image_classes(*, _root_: DictConfig) -> int:

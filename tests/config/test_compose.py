@@ -31,6 +31,8 @@ COMPANIONS = {
     "chats": ["objective=sft"],
     "preferences": ["objective=dpo"],
     "sft": ["data=arithmetic"],
+    "vla_foundry": ["hparams.max_steps=20000"],
+    "megatron": ["hparams.max_steps=20000"],
     "dpo": ["data=arithmetic", "data.form=preferences"],
     **{name: [ANSWERED] for name in ("arithmetic", "exact_match", "multiple_choice", "python")},
     "format": [ANSWERED, "environment.pattern=x"],
@@ -76,7 +78,7 @@ def test_every_option_composes(compose, group, option):
         return
     if option in ("gymnasium", "lerobot", "images"):
         with pytest.raises(ConfigError, match="has no value"):  # an environment or a folder of the user's
-            compose("hparams=diffusion" if option == "images" else "hparams=policy", *overrides)
+            compose(*{"images": ["hparams=diffusion"], "gymnasium": ["hparams=policy"]}.get(option, []), *overrides)
         return
     if group == "simulator" and option != "none":
         overrides.append("hparams=policy")

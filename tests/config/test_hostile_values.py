@@ -104,7 +104,12 @@ VALUES = [*NUMBERS, *INTEGERS, *TEXTS, *NESTED, *INTERPOLATIONS, *SWEEPS]
 ODD = ("Traceback", "object at 0x", "<class", "<enum", "full_key", "ConfigValueError", "NoneType")
 
 REWARDED = ["objective=grpo", "environment=arithmetic", "evaluation=reward", "data.seq_len=512"]
-REWARDED += ["objective.num_generations_per_prompt=8", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=8"]
+REWARDED += [
+    "objective.num_prompts_per_step=1",
+    "objective.num_generations_per_prompt=8",
+    "hparams.global_batch_size=8",
+    "hparams.per_gpu_batch_size=8",
+]
 ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evaluators.exact_match.ExactMatch"
 SUMS = [*REWARDED, "data=arithmetic", "data.form=prompts"]
 NEEDED = {
@@ -120,6 +125,14 @@ NEEDED = {
     "objective=sft": ["data=arithmetic"],
     "objective=dpo": ["data=arithmetic", "data.form=preferences"],
     "hparams=nemo_sft": ["model=transformer", "data.path=setup.cfg"],
+    "hparams=sft": ["data=arithmetic"],
+    "hparams=dpo": ["data=arithmetic", "data.form=preferences"],
+    "hparams=grpo": SUMS,
+    "hparams=distillation": ["objective.teacher=BASE"],
+    "hparams=vlm": ["experiment=vlm_scenes"],
+    "hparams=vla": ["experiment=vla_touch"],
+    "hparams=vla_foundry": ["hparams.max_steps=2000"],
+    "hparams=megatron": ["hparams.max_steps=100"],
     "model=base": ["model.path=BASE"],
     "peft=lora": ["optimizer=adamw"],
     "model=hf": ["+model.config={hidden_size: 32}"],
@@ -133,7 +146,7 @@ NEEDED = {
     **{f"objective={name}": ["hparams=policy"] for name in ("diffusion_policy", "flow_policy", "action_regression")},
     **{f"simulator={name}": ["hparams=policy"] for name in ("around", "push", "touch")},
     **{f"simulator={name}": ["hparams=policy"] for name in ("fetch_push", "fetch_pick_and_place")},
-    "data=lerobot": ["hparams=policy", "simulator=none", "evaluation=default", "data.path=EPISODES"],
+    "data=lerobot": ["data.path=EPISODES"],
     "simulator=gymnasium": ["hparams=policy", "simulator.id=X", "simulator.state_dim=3", "simulator.action_dim=1"],
     "simulator=metaworld": ["hparams=policy"],
     **{word: ["experiment=vlm_scenes"] for word in ("data=scenes", "model=vlm")},

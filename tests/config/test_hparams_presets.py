@@ -14,6 +14,14 @@ NEEDS = {
     "nemo_dpo": ["model", "data"],
     "nemo_distillation": ["model", "data", "teacher"],
     "nemo_grpo": ["model", "data", "environment"],
+    "sft": ["data"],
+    "dpo": ["data"],
+    "grpo": ["data", "environment"],
+    "distillation": ["teacher"],
+    "vlm": ["pictures", "size"],
+    "vla": ["seen", "told", "one observation"],
+    "vla_foundry": ["budget"],
+    "megatron": ["budget"],
 }
 """Names of the settings that a preset leaves to the user."""
 
@@ -28,6 +36,12 @@ def words(tmp_path):
         "data": f"data.path={tmp_path / 'rows.jsonl'}",
         "teacher": f"objective.teacher={tmp_path}",
         "environment": "environment=exact_match",
+        "pictures": "data=image_chats",
+        "size": f"data.path={tmp_path / 'rows.jsonl'}",
+        "seen": "simulator.image_size=48",
+        "told": "data.instruction_tokens=24",
+        "one observation": "data.num_observations=1",
+        "budget": "hparams.max_steps=20000",
     }
 
 

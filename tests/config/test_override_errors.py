@@ -15,6 +15,7 @@ def ramp(start, increment, over_samples):
 LONG = "a" * 256
 """A word that is no name of a file."""
 
+PAIRS = ["objective=dpo", "data=arithmetic", "data.form=preferences"]
 # (words, errors, what the answer must contain)
 CASES = [
     ([f"{LONG}=1"], 1, "is neither a group nor a key"),
@@ -46,13 +47,14 @@ CASES = [
     (["hparams.max_steps=0"], 1, "must be at least 1"),
     (["hparams.loss_function=mse"], 1, "minimises cross_entropy"),
     (["hparams.loss_function=mse", "hparams.z_loss_coefficient=1", "hparams=diffusion"], 1, "Diffusion has no z-loss"),
-    (["objective=dpo"], 1, "is DPO, made for pairs"),
-    (["objective=dpo", "objective.preference_loss_weight=0"], 1, "give one of them a weight"),
-    (["objective=dpo", "objective.label_smoothing=0.5"], 1, "must be below 0.5"),
-    (["objective=dpo", "objective.ref_policy_kl_penalty=0"], 1, "must be above 0"),
+    (["objective=dpo"], 1, "data.path: has no value"),
+    ([*PAIRS, "data.form=chats"], 1, "is DPO, made for pairs"),
+    ([*PAIRS, "objective.preference_loss_weight=0"], 1, "give one of them a weight"),
+    ([*PAIRS, "objective.label_smoothing=0.5"], 1, "must be below 0.5"),
+    ([*PAIRS, "objective.ref_policy_kl_penalty=0"], 1, "must be above 0"),
     (["hparams.accum_freq=3"], 1, "is computed"),
-    (["objective=diffusion", "hparams.loss_function=mse"], 1, "is taken from data.num_classes"),
-    (["objective=diffusion", "objective.num_classes=3", "hparams.loss_function=mse"], 1, "made for images"),
+    (["objective=diffusion", "data=stdlib", "model=transformer"], 1, "is taken from data.num_classes"),
+    (["objective=diffusion", "data=stdlib", "model=transformer", "objective.num_classes=3"], 1, "made for images"),
     (["scheduler.warmup=1.5"], 1, "decimal point"),
     (["scheduler.warmup=-10"], 1, "not a duration"),
     (["scheduler.warmup=10 parsecs"], 1, "unknown unit"),

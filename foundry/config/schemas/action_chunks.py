@@ -22,6 +22,7 @@ def parse_regression_loss(text: str) -> None:
 class ActionChunks:
     """What all objectives of policies have, which answer what was observed with the next actions."""
 
+    brings_hparams: ClassVar[str] = "policy"
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
     metrics: ClassVar[tuple[str, ...]] = ()
 

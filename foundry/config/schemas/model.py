@@ -39,6 +39,8 @@ class Base(Model):
     It is replaced by that model when the configuration is composed, so that no run is recorded with it.
     """
 
+    brings_hparams: ClassVar[str] = "continued"
+
     _target_: str = "???"
     path: str = setting(
         "???", "run directory, or folder of transformers, to start from", path=True, aliases="base_model, pretrained"
@@ -118,6 +120,7 @@ class Transformer(Model):
 class PrefixVLM(Transformer):
     """The decoder of model=transformer behind a convolutional stem: it looks at pictures, and answers about them."""
 
+    brings_hparams: ClassVar[str] = "vlm"
     wants: ClassVar[frozenset[str]] = frozenset({"tokens", "images"})
 
     _target_: str = "foundry.models.vlm.PrefixVLM"
@@ -322,6 +325,7 @@ class PolicyDiT(Model):
 class VLA(Model):
     """An action expert on a vision-language model: a policy that is told in words what to do."""
 
+    brings_hparams: ClassVar[str] = "vla"
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
 
     _target_: str = "foundry.models.vla.VLA"

@@ -66,6 +66,7 @@ class SFT:
 
     sampling: ClassVar[type[TextSampling]] = TextSampling
 
+    brings_hparams: ClassVar[str] = "sft"
     wants: ClassVar[frozenset[str]] = frozenset({"completions"})
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
@@ -139,6 +140,7 @@ class Reference(Enum):
 class DPO:
     """Direct preference optimisation: chosen responses become likelier than rejected ones."""
 
+    brings_hparams: ClassVar[str] = "dpo"
     wants: ClassVar[frozenset[str]] = frozenset({"pairs"})
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
@@ -191,6 +193,7 @@ class DPO:
 class Distillation(Rollouts, Teaching):
     """A teacher's next-token distribution, at the tokens of the data or at those that the student draws itself."""
 
+    brings_hparams: ClassVar[str] = "distillation"
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
@@ -230,6 +233,8 @@ class Distillation(Rollouts, Teaching):
 class GRPO(PolicyGradient):
     """Group-relative policy optimisation: the model's own answers that are better than others become likelier."""
 
+    brings_hparams: ClassVar[str] = "grpo"
+
     _target_: str = "foundry.objectives.grpo.GRPO"
 
 
@@ -239,6 +244,7 @@ class Diffusion:
 
     sampling: ClassVar[type[ImageSampling]] = ImageSampling
 
+    brings_hparams: ClassVar[str] = "diffusion"
     wants: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
     loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
     metrics: ClassVar[tuple[str, ...]] = ()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from foundry.config.errors import Violation
 from foundry.config.schemas.data.base import MODEL_TOKENIZER, MODEL_VOCAB_SIZE, Data, check_entries
@@ -11,6 +12,8 @@ from foundry.config.setting import OnResume, setting
 @dataclass(frozen=True, kw_only=True)
 class Episodes(Data):
     """Episodes of a robot, as windows: what it has seen of late, and what it does next."""
+
+    brings_hparams: ClassVar[str] = "policy"
 
     num_observations: int = setting(
         2, "states that a policy sees: the present one and those before it", ge=1, le=1024, aliases="n_obs_steps"
@@ -115,7 +118,8 @@ class LeRobot(Episodes):
     )
     image_size: int | None = setting(
         "${lerobot_size:image_size}",
-        "height and width in pixels that pictures are brought to; default: their own, where they are square",
+        "height and width in pixels that pictures are brought to; default: their own, or the shorter and at most 96 if "
+        "they are not square",
         ge=8,
         le=4096,
         runtime=True,

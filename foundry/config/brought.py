@@ -1,0 +1,75 @@
+"""Options that other options bring: a method its hyperparameters, and recordings of a robot no simulator.
+
+Hydra cannot express this: presets such as `hparams=policy` choose the objective, the objective chooses `hparams`, and a
+defaults list has one order; an option chosen by interpolation may not override others, and has no fallback.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from foundry.config.hydra_internals import Chosen, IConfigRepository
+from foundry.config.schemas.data import Demonstrations, LeRobot
+from foundry.config.schemas.model import Base
+from foundry.config.store import group_schemas
+
+DEFAULT_HPARAMS = "llm"
+"""The option of `hparams` in config.yaml, in whose place a method's own is chosen."""
+POLICY = "policy"
+"""The option of `hparams` for robot policies."""
+
+
+def bring(chosen: Chosen) -> Mapping[str, str]:
+    """Return the options that the chosen ones bring, by group; those that the user has chosen are left alone."""
+    options = chosen.options
+    if not {"hparams", "objective", "data", "model", "simulator", "evaluation"} <= options.keys():
+        return {}
+    own, _ = own_hparams(chosen.repo, options)
+    data = option_schema(chosen.repo, "data", options["data"])
+    brought: dict[str, str] = {}
+    if own is not None and options["hparams"] == DEFAULT_HPARAMS and "hparams" not in chosen.chosen_by:
+        brought["hparams"] = own
+
+    def is_free(group: str) -> bool:
+        return group not in chosen.chosen_by or str(chosen.chosen_by[group]).startswith("hparams/")
+
+    # The simulator of hparams=policy is the one that makes demonstrations; other episodes come without one.
+    is_recorded = data is LeRobot or ("hparams" in brought and data is not Demonstrations)
+    if own == POLICY and is_recorded and not is_free("data") and is_free("simulator"):
+        brought["simulator"] = "none"
+        if is_free("evaluation"):
+            brought["evaluation"] = "default"
+    return brought
+
+
+def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> tuple[str | None, str]:
+    """Return the option of `hparams` that goes with the chosen options, and the group whose option brings it.
+
+    The schema of an option names it as `brings_hparams`. A new model comes before the data, then the objective; a base
+    comes last, since it can be trained by any method.
+
+    Args:
+        repo: where options are found.
+        options: the chosen option of each group.
+    """
+    schemas = {group: option_schema(repo, group, options[group]) for group in ("model", "data", "objective")}
+    is_base = schemas["model"] is not None and issubclass(schemas["model"], Base)
+    order = ("data", "objective", "model") if is_base else ("model", "data", "objective")
+    named = ((getattr(schemas[group], "brings_hparams", None), group) for group in order)
+    return next((found for found in named if found[0] is not None), (None, ""))
+
+
+def option_schema(repo: IConfigRepository, group: str, option: str | None) -> type[Any] | None:
+    """Return the schema on which an option builds, by itself or by the option that it extends; None if it has none."""
+    loaded = repo.load_config(f"{group}/{option}") if isinstance(option, str) else None
+    names = [name for entry in (loaded and loaded.defaults_list) or () if (name := entry.get_name()) is not None]
+    for name in names:
+        if (schema := _schemas(group).get(name.rpartition("/")[2])) is not None:
+            return schema
+    extended = [name for name in names if "/" not in name and name not in ("_self_", option)]
+    return next((found for name in extended if (found := option_schema(repo, group, name)) is not None), None)
+
+
+@cache
+def _schemas(group: str) -> Mapping[str, type[Any]]:
+    return group_schemas(group)

@@ -1,0 +1,161 @@
+"""A method brings its hyperparameters, and recordings no simulator, unless the user has chosen others."""
+
+import numpy as np
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+from support.composition import configure
+
+from foundry.config.brought import DEFAULT_HPARAMS
+from foundry.config.compose import config_dir, install
+from foundry.config.schemas.evaluation import Direction
+from foundry.config.schemas.optimizer import SGD, AdamW, Muon
+from foundry.config.schemas.root import to_config
+from foundry.data.lerobot_writing import Episode, write_lerobot
+
+CHATS = ["objective=sft", "data=arithmetic"]
+PAIRS = ["objective=dpo", "data=arithmetic", "data.form=preferences"]
+REWARDS = ["objective=grpo", "data=arithmetic", "data.form=prompts", "environment=arithmetic"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What users have: a base and teacher as far as a composition reads them, and recordings of a robot."""
+    made = tmp_path_factory.mktemp("own")
+    sizes = '{"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 256}'
+    (made / "config.json").write_text(sizes)
+    frames = np.zeros((20, 40, 64, 3), np.uint8)
+    episodes = [
+        Episode(state=np.zeros((20, 3), np.float32), actions=np.zeros((20, 2), np.float32), task="pick", images=frames)
+        for _ in range(2)
+    ]
+    write_lerobot(made / "recorded", episodes, fps=10)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "batch", "rates", "epochs"),
+    [
+        (CHATS, 16, (2e-5, 2e-4), 3),
+        (PAIRS, 32, (1e-6, 1e-5), 1),
+        (REWARDS, 128, (1e-6, 1e-5), 1),
+        (["objective=distillation", "objective.teacher=BASE", "data=arithmetic"], 16, (1e-5, 1e-4), 3),
+        (["model=base", "model.path=BASE"], 16, (2e-5, 2e-4), 1),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_method_brings_optimizer_rate_batch_and_budget(words, batch, rates, epochs, folder):
+    words = [word.replace("BASE", str(folder)) for word in words]
+    for adapters, rate in zip(([], ["peft=lora"]), rates, strict=True):
+        config = configure(*words, *adapters)
+        hparams = config.hparams
+        assert (hparams.global_batch_size, hparams.epochs, hparams.max_steps) == (batch, epochs, None)
+        assert (hparams.lr, hparams.grad_clip_norm) == (pytest.approx(rate), 1.0)
+        assert type(config.optimizer) is AdamW
+
+
+def test_rewards_are_the_metric_of_a_run_that_learns_from_them():
+    evaluation = configure(*REWARDS).evaluation
+    assert (evaluation.metric, evaluation.direction) == ("val_reward", Direction.maximize)
+    assert evaluation.evaluators["held_out"] is None
+
+
+def test_a_student_on_policy_learns_from_whole_rollouts(folder):
+    prompts = ["objective=distillation", f"objective.teacher={folder}", "data=arithmetic", "data.form=prompts"]
+    for more, size in (([], 16), (["objective.num_prompts_per_step=6"], 6)):
+        config = configure(*prompts, "objective.mode=on_policy", "evaluation=answers", *more)
+        assert config.hparams.global_batch_size == config.objective.samples_per_rollout == size
+        assert config.hparams.epochs == 1
+
+
+def test_given_settings_win():
+    given = ["hparams.lr=3e-3", "hparams.global_batch_size=6", "optimizer=sgd", "scheduler.warmup=0"]
+    config = configure(*CHATS, *given)
+    assert (config.hparams.lr, config.hparams.global_batch_size, config.hparams.epochs) == (3e-3, 6, 3)
+    assert (type(config.optimizer), config.scheduler.warmup) == (SGD, "0")
+    config = configure("hparams=llm", *CHATS)
+    assert (config.hparams.lr, config.hparams.max_steps, config.hparams.epochs) == (4e-3, 500, None)
+    assert type(config.optimizer) is Muon
+
+
+@pytest.mark.parametrize("budget", ["hparams.max_steps=700", "hparams.train_samples=700"])
+def test_a_given_budget_is_the_only_one(budget):
+    assert configure(*CHATS, budget).hparams.epochs is None
+    assert configure(*CHATS, budget, "hparams.epochs=2").hparams.epochs == 2
+    assert configure(*CHATS, "debug=fast").hparams.max_steps == 5
+
+
+def test_text_is_learnt_with_the_default_hyperparameters():
+    assert {"hparams": DEFAULT_HPARAMS} in OmegaConf.load(f"{config_dir()}/config.yaml").defaults
+    assert configure() == configure(f"hparams={DEFAULT_HPARAMS}")
+    assert type(configure().optimizer) is Muon
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["data=lerobot"], ["hparams=policy", "data=lerobot"], ["objective=flow_policy", "data=lerobot"]],
+    ids=" ".join,
+)
+def test_recordings_need_their_path_only(words, folder):
+    config = configure(*words, f"data.path={folder / 'recorded'}")
+    assert config.simulator._target_ is None
+    assert (config.evaluation.metric, set(config.evaluation.evaluators)) == ("val_loss", {"held_out"})
+    assert (config.hparams.lr, config.hparams.max_steps, config.hparams.loss_function) == (1e-3, 1600, "mse")
+    assert (config.data.state_dim, config.data.action_dim) == (3, 2)
+
+
+def test_recordings_are_judged_in_a_simulator_that_is_chosen(folder):
+    own = ["hparams=policy", "data=lerobot", f"data.path={folder / 'recorded'}"]
+    config = configure(*own, "simulator=around", "data.state_dim=3")
+    assert config.evaluation.metric == "val_success"
+    assert configure(*own, "evaluation=default").simulator._target_ is None
+
+
+def test_pictures_that_are_not_square_get_a_size(folder):
+    own = ["data=lerobot", f"data.path={folder / 'recorded'}", "data.image_key=observation.images.front"]
+    assert configure(*own).data.image_size == 40
+    assert configure(*own, "data.image_size=16").model.image_size == 16
+
+
+@pytest.mark.parametrize("words", [["data=demonstrations"], ["objective=diffusion_policy"], ["hparams=policy"]])
+def test_a_policy_brings_demonstrations_and_their_simulator(words):
+    config = configure(*words)
+    assert (config.data.episodes, config.simulator.task) == (300, "around")
+    assert config.evaluation.metric == "val_success"
+
+
+def test_diffusion_brings_model_and_data():
+    config = configure("objective=diffusion")
+    assert (config.hparams.lr, type(config.model).__name__, type(config.data).__name__) == (5e-4, "DiT", "Digits")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "rate"),
+    [
+        ("defaults: [/schema/objective/SFT@_here_]\n", 2e-5),
+        ("defaults: [sft, _self_]\nsample_tokens: 8\n", 2e-5),
+        ("_target_: foundry.objectives.sft.SFT\n", 4e-3),
+    ],
+    ids=["by its schema", "by the option it extends", "of one's own"],
+)
+def test_an_objective_of_ones_own(yaml, rate, tmp_path):
+    (tmp_path / "objective").mkdir()
+    (tmp_path / "objective" / "mine.yaml").write_text(yaml)
+    found = compose_with_folder(tmp_path, "objective=mine", "data=arithmetic")
+    assert found.hparams.lr == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("chosen", "rate"), [("", 2e-5), (", override /hparams: llm", 4e-3)])
+def test_an_experiment_of_ones_own_may_choose_others(chosen, rate, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    text = f"# @package _global_\ndefaults: [override /objective: sft, override /data: arithmetic{chosen}]\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    assert compose_with_folder(tmp_path, "experiment=mine").hparams.lr == pytest.approx(rate)
+
+
+def compose_with_folder(folder, *overrides):
+    """The configuration with options of a folder of one's own."""
+    install()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return to_config(hydra_compose("config", [f"hydra.searchpath=[{folder}]", *overrides]))

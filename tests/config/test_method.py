@@ -1,0 +1,51 @@
+"""A run says what its method has brought, and warns of a rate far above the method's default."""
+
+import json
+
+import pytest
+from support.in_process import Commands
+from support.tiny import SMALL_LM
+
+TINY = [*SMALL_LM, "tracking=none", "objective=sft", "data=arithmetic", "data.num_rows=40"]
+PLAN = "foundry.plan"
+
+
+@pytest.fixture
+def shell(tmp_path):
+    return Commands(tmp_path, tmp_path / "cache")
+
+
+def test_a_run_says_what_the_method_has_brought_first(shell, tmp_path):
+    _, said = shell(*TINY, "hydra.run.dir=run")
+    (line,) = [line for line in said.splitlines() if "goes with" in line]
+    brought = "objective=sft goes with hparams=sft: optimizer=adamw, hparams.lr=2e-05, 16 samples a step, 5 steps"
+    assert line.endswith(brought)
+    assert brought in (tmp_path / "run" / "foundry.log").read_text().splitlines()[0]
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["global_batch_size"] == 16
+
+
+@pytest.mark.parametrize("words", [["objective=next_token", "data.form=text"], ["hparams=sft"]], ids=" ".join)
+def test_it_says_nothing_of_defaults_and_of_what_the_user_has_chosen(shell, words):
+    _, said = shell(*TINY, *words, module=PLAN)
+    assert "goes with" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (["hparams.lr=2.1e-4"], "hparams.lr=0.00021 is 10 times the default of hparams=sft, 2e-05"),
+        (["hparams.lr=2e-4"], None),
+        (["hparams.lr=2e-3", "peft=lora"], None),
+        (["hparams.lr=4e-3", "peft=lora"], "hparams.lr=0.004 is 20 times the default of hparams=sft, 0.0002"),
+        (["hparams.lr=0.1", "optimizer=sgd"], None),
+        (["hparams.lr=1e-2", "hparams=llm", "optimizer=adamw"], None),
+        (["hparams.lr=1e-2", "hparams=nemo_dpo", "model=transformer", "data.form=preferences", "scheduler.min_lr=0"],
+         "hparams.lr=0.01 is 1,111 times the default of hparams=nemo_dpo, 9e-06"),
+    ],
+)  # fmt: skip
+def test_a_rate_of_more_than_ten_times_the_default_is_warned_of_once(shell, words, warning):
+    objective = ["objective=dpo"] if "hparams=nemo_dpo" in words else []
+    _, said = shell(*TINY, "model.num_layers=1", *objective, *words, module=PLAN)
+    lines = [line for line in said.splitlines() if "times the default" in line]
+    assert len(lines) == (warning is not None)
+    assert warning is None or warning in lines[0]
