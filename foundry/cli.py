@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from io import StringIO
@@ -21,6 +21,7 @@ from foundry.config.command import output_may_close, versions
 from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, format_reason
+from foundry.config.flags import anchor_config_path, check_flags
 from foundry.config.help import list_groups, write_page, write_sweep_page
 from foundry.config.hydra_internals import compose_once, take_over, write_help
 from foundry.config.method import log_method
@@ -91,11 +92,18 @@ def _masked_output() -> Iterator[None]:
     sys.stdout.write(printable(printed.getvalue()))
 
 
-def enter(task: Callable[[], object]) -> None:
-    """Compose and do a task: exit code 2 and a line for each config error, 1 if the task failed."""
+def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
+    """Compose and do a task: exit code 2 and a line for each config error, 1 if the task failed.
+
+    Args:
+        task: composes what is in `sys.argv`, and does it.
+        options: keys of the command's own, which are no settings of a run.
+    """
     if flags := {"-m", "--multirun"} & set(sys.argv[2:]):  # argparse takes no flag between overrides
         sys.argv[1:] = [*flags, *(argument for argument in sys.argv[1:] if argument not in flags)]
+    anchor_config_path(sys.argv)
     try:
+        check_flags(sys.argv[1:], options)
         install(alone=True)
         register()
         take_over(run_job, list_groups)

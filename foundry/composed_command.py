@@ -70,7 +70,7 @@ def run_composed(
 
         compose_and_work()
 
-    enter(task)
+    enter(task, options={*bare, *(prefix + option for option in names)})
 
 
 def _typed(

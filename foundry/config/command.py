@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry import __version__
 from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.config.flags import Flag, split_flags
 from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
 from foundry.config.sources import local_path
@@ -110,6 +111,10 @@ def parse_options(schema: type[Options], overrides: list[str]) -> Options:
     OmegaConf.set_readonly(options, None)
     OmegaConf.set_struct(options, True)
     names = [item.name for item in fields(schema)]  # type: ignore[arg-type] # a dataclass, by contract
+    flags, overrides = split_flags(overrides)
+    for flag in flags:
+        message = f"is no argument; {_write(flag, names)}"
+        violations.append(Violation(flag.text, message))
     for text in overrides:
         try:
             override = OverridesParser.create().parse_overrides([text])[0]
@@ -125,7 +130,7 @@ def parse_options(schema: type[Options], overrides: list[str]) -> Options:
             from foundry.config.override_errors import explain_value
 
             violations.append(explain_value(override, error))
-    wrong_keys = {violation.key for violation in violations}
+    wrong_keys = {violation.key for violation in violations} | {flag.key for flag in flags}
     missing = sorted(OmegaConf.missing_keys(options) - wrong_keys)
     violations += [Violation(key, f"has no value; give it as {key}=...") for key in missing]
     if violations:
@@ -135,6 +140,12 @@ def parse_options(schema: type[Options], overrides: list[str]) -> Options:
         raise ConfigError(violations)
     assert isinstance(result, schema)
     return result
+
+
+def _write(flag: Flag, names: Sequence[str]) -> str:
+    if flag.key in names:
+        return f"write {flag.key}={flag.value}"
+    return f"options are given as key=value{nearest(flag.key, names)} (options: {', '.join(names)})"
 
 
 def _check_override(override: Override, names: Sequence[str]) -> Violation | None:

@@ -46,9 +46,10 @@ def format_reason(error: BaseException) -> str:
 
 
 def nearest(word: str, among: Iterable[str]) -> str:
-    """`; did you mean x?` for the one nearest to a misspelt word, or nothing."""
-    near = difflib.get_close_matches(word, list(among), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    """`; did you mean x?` for the one nearest to a misspelt word, whatever its case, or nothing."""
+    words = {other.lower(): other for other in among}
+    near = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
+    return f"; did you mean {words[near[0]]}?" if near else ""
 
 
 def shown(value: object) -> str:

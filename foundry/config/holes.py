@@ -22,7 +22,8 @@ def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Viol
     known = {item.name for item in fields(schema)} if is_dataclass(schema) else None
     if known is not None and key not in known:
         whole = path.rpartition(".")[0]
-        hint = did_you_mean(path, [f"{whole}.{name}" if whole else name for name in known])
+        value = shown(parent._get_node(key))
+        hint = did_you_mean(path, [f"{whole}.{name}" if whole else name for name in known], value=value)
         yield Violation(path, f"is no key of {whole or 'the configuration'}{hint}")
     elif OmegaConf.is_missing(parent, key):
         doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""

@@ -3,6 +3,7 @@
 A Hydra that lacks one of these, or has it with other parameters, is refused with its version.
 """
 
+import copy
 import functools
 import inspect
 import pickle
@@ -26,12 +27,12 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigSource
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.plugin import Plugin
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-__all__ = ["CachingConfigRepository", "ConfigLoaderImpl", "IConfigRepository"]
+__all__ = ["CachingConfigRepository", "ConfigLoaderImpl", "ConfigResult", "IConfigRepository"]
 
 SUPPORTED = ">=1.3.8,<1.4"
 """The versions of hydra-core that setup.cfg allows."""
@@ -260,6 +261,47 @@ def open_repository(
     except Exception as error:  # whatever Hydra, OmegaConf or a file system says of such a folder
         return repository, error
     return repository, None
+
+
+Edit = Callable[[str, ConfigResult], ConfigResult]
+"""`edit(path, loaded)`: a file of options, by its path without `.yaml`, as a composition shall take it."""
+
+
+@contextmanager
+def edited_files(loader: ConfigLoaderImpl, edit_defaults: Edit, edit_content: Edit) -> Iterator[None]:
+    """Have a loader take each file as two functions return it.
+
+    Args:
+        loader: Hydra's.
+        edit_defaults: called with a file as it is read, before its list of defaults is followed.
+        edit_content: called with a file whose keys begin at the root, in the order in which they are merged.
+
+    Raises:
+        UnsupportedHydraError: this Hydra loads files in another way.
+    """
+    parse = require(loader, "_parse_overrides_and_create_caching_repo", "config_name", "overrides")
+    load = require(loader, "_load_single_config", "default", "repo")
+
+    def parse_and_open(*args: Any, **kwargs: Any) -> Any:
+        parsed, repo = parse(*args, **kwargs)
+        load_config = repo.load_config
+
+        def edited(config_path: str) -> ConfigResult | None:
+            loaded = load_config(config_path)
+            return None if loaded is None else edit_defaults(config_path, copy.copy(loaded))
+
+        repo.load_config = edited
+        return parsed, repo
+
+    def load_single(default: Any, repo: IConfigRepository) -> ConfigResult:
+        return edit_content(default.config_path, load(default=default, repo=repo))
+
+    own = vars(loader)
+    own.update(_parse_overrides_and_create_caching_repo=parse_and_open, _load_single_config=load_single)
+    try:
+        yield
+    finally:
+        del own["_parse_overrides_and_create_caching_repo"], own["_load_single_config"]
 
 
 def answer_long_names() -> None:

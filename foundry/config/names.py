@@ -8,42 +8,60 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig
 
-from foundry.config.errors import nearest
+from foundry.config.elsewhere import Options, hint, own_options
 from foundry.config.schemas.root import Config
 from foundry.config.store import group_schemas
 
-_ELSEWHERE = {
-    "hydra.run.dir": ("output_dir", "save_dir", "run_dir", "out_dir", "log_dir", "logging_dir", "default_root_dir"),
-    "optimizer": ("optim", "optimizer_name", "optimizer_type"),
-    "scheduler": ("lr_scheduler", "lr_scheduler_type", "lr_schedule", "lr_decay_style"),
-    "peft": ("finetuning_type", "peft_type", "peft_config", "use_peft", "lora", "use_lora"),
-    "distributed": ("parallel", "parallelism", "fsdp", "ddp", "deepspeed"),
-}
-"""Other systems' names of what is no setting of a schema."""
+_LIKE_A_LEAF, _LIKE_A_GROUP = 0.6, 0.75
+"""Least likeness, as of difflib, of the last parts of keys in one group, and of groups or keys of any group."""
 
 
-def did_you_mean(key: str, known: Collection[str], groups: Collection[str] = ()) -> str:
-    """`; did you mean x?` for a dotted key that there is not, or nothing.
+def did_you_mean(
+    key: str,
+    known: Collection[str],
+    groups: Collection[str] = (),
+    *,
+    value: str | None = None,
+    options: Options = own_options,
+) -> str:
+    """`; write x=1` or `; did you mean x?` for a dotted key that there is not, or nothing.
 
-    A name that is right elsewhere, or another system's for the same, says more than one that is spelt alike.
+    A name of another system comes first, then a setting of the same name in another group, then one spelt alike.
 
     Args:
         key: as it was given.
         known: dotted paths of the settings that there are.
         groups: what can be chosen besides them.
+        value: as it was given; None if it is unknown.
+        options: lists the options of a group.
     """
     group, _, leaf = key.rpartition(".")
     if leaf.startswith("_"):  # such as _target_, which every part has
         return ""
+    if told := hint(key, value, known, options):
+        return told
     if leaf in groups:
         return f"; did you mean {leaf}?"
-    if home := [path for path in known if path.rpartition(".")[2] == leaf]:
+    settings = [path for path in known if not path.rpartition(".")[2].startswith("_")]
+    if home := [path for path in settings if path.rpartition(".")[2] == leaf]:
         return f"; did you mean {min(home, key=lambda path: path.count('.'))}?"
-    if paths := [path for path in _elsewhere().get(leaf.lower().replace("-", "_"), []) if path != key]:
+    if paths := [path for path in _by_name().get(leaf.lower().replace("-", "_"), []) if path != key]:
         path = next((path for path in paths if path.startswith(f"{group}.")), paths[0])
         return f"; did you mean {path}?{_brief(meanings().get(path, ''))}"
-    near = difflib.get_close_matches(key, groups, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else nearest(key, known)
+    return _spelt_alike(key, settings, groups)
+
+
+def _spelt_alike(key: str, settings: Collection[str], groups: Collection[str]) -> str:
+    """The nearest group, or the nearest last part of a key: in the same group, or else anywhere, if it is very near."""
+    group, _, leaf = key.rpartition(".")
+    if near := difflib.get_close_matches(key, groups, n=1, cutoff=_LIKE_A_GROUP):
+        return f"; did you mean {near[0]}?"
+    same = [path for path in settings if group and path.rpartition(".")[0] == group]
+    for paths, cutoff in ((same, _LIKE_A_LEAF), (settings, _LIKE_A_GROUP)):
+        names = {path.rpartition(".")[2]: path for path in sorted(paths, reverse=True)}
+        if near := difflib.get_close_matches(leaf.lower(), names, n=1, cutoff=cutoff):
+            return f"; did you mean {names[near[0]]}?"
+    return ""
 
 
 def leaves(config: DictConfig, path: str = "") -> list[str]:
@@ -61,15 +79,11 @@ def leaves(config: DictConfig, path: str = "") -> list[str]:
 
 
 @cache
-def _elsewhere() -> dict[str, list[str]]:
-    """The settings that other systems call by a name."""
-    named = {name: [path] for path, names in _ELSEWHERE.items() for name in names}
-    for path, metadata in settings():
-        elsewhere = f"{metadata.get('source', '')},{metadata.get('aliases', '')}"
-        for name in (path.rpartition(".")[2], *elsewhere.split(",")):
-            paths = named.setdefault(name.strip(), [])
-            if path not in paths:
-                paths.append(path)
+def _by_name() -> dict[str, list[str]]:
+    """The settings of all schemas by the last part of their paths."""
+    named = dict[str, list[str]]()
+    for path in meanings():
+        named.setdefault(path.rpartition(".")[2], []).append(path)
     return named
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.base import OF_THE_BASE
 from foundry.config.check import check
 from foundry.config.choices import open_repository
+from foundry.config.elsewhere import option_hint
 from foundry.config.errors import Violation, first_line, nearest, shown
+from foundry.config.file_errors import compose_without_wrong_entries, describe_yaml_error, in_file
 from foundry.config.hydra_internals import (
     CachingConfigRepository,
     ConfigLoaderImpl,
@@ -135,7 +138,10 @@ def find_errors(
     try:
         config = compose(_lines(good))
     except Exception as base_error:
-        return violations or list(_wrong_alone(compose, good)) or [_unattributed(base_error)]
+        config, wrong = _without_wrong_files(loader, compose, repo, good)
+        violations += wrong
+        if config is None:
+            return violations or list(_wrong_alone(compose, good)) or [_unattributed(base_error)]
     for value in values:
         found = list(_apply(repo, config, value, sweeping=not whole))
         violations += found
@@ -145,6 +151,27 @@ def find_errors(
         return list(_wrong_alone(compose, good)) or [_unattributed(error)]
     is_ours = OmegaConf.get_type(config) is Config
     return violations + (known.check(config, _lines(good)) if whole and is_ours else [])
+
+
+def _without_wrong_files(
+    loader: ConfigLoaderImpl,
+    compose: Callable[[list[str]], DictConfig],
+    repo: IConfigRepository,
+    choices: list[Override],
+) -> tuple[DictConfig | None, list[Violation]]:
+    """Compose without the entries of files that are wrong; None if that fails too. And a violation for each entry."""
+    chosen = {choice.key_or_group for choice in choices}
+    made = compose_without_wrong_entries(loader, compose, _lines(choices), repo=repo, chosen=chosen)
+    violations = [
+        in_file(choice.file, violation)
+        for choice in made.choices.values()
+        for violation in _check_choice(repo, choice.override, sweeping=False)
+    ]
+    known = OmegaConf.create() if made.config is None else made.config
+    violations += [in_file(entry.file, _explain(repo, known, entry.override, entry.error)) for entry in made.entries]
+    if made.error is not None and violations:
+        violations.append(describe_yaml_error(made.error) or _unattributed(made.error))
+    return made.config, violations
 
 
 def _wrong_alone(compose: Callable[[list[str]], DictConfig], overrides: list[Override]) -> Iterator[Violation]:
@@ -165,6 +192,8 @@ def _repository(
     repo, error = open_repository(loader, config_name, parsed)
     if error is None:
         return repo, []
+    if (broken := describe_yaml_error(error)) is not None:
+        return repo, [broken]
     return repo, [Violation(_SEARCHPATH, first_line(str(error)).removeprefix(f"{_SEARCHPATH} "))]
 
 
@@ -253,7 +282,8 @@ def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) 
             yield Violation(group, f"cannot be null; options: {', '.join(options)}")
         elif name is not None and str(name) not in options:
             listed = f"options: {', '.join(options)}" if options else "it has none; see --config-dir for your own"
-            hint = _own_option(group, str(name)) or nearest(str(name), options)
+            hint = _own_option(group, str(name)) or option_hint(group, str(name), partial(_options, repo))
+            hint = hint or nearest(str(name), options)
             yield Violation(group, f"has no option '{shown(name)}'{hint} ({listed})")
 
 
@@ -292,26 +322,28 @@ def _explain(repo: IConfigRepository, config: DictConfig, override: Override, er
     if override.is_add() and "An item is already at" in message:
         return Violation(key, "is a key already; leave out the +")
     if isinstance(node, DictConfig) and OmegaConf.get_type(node) is not dict:
-        return _explain_mapping(key, override, node, error)
+        return _explain_mapping(repo, override, node, error)
     if isinstance(node, DictConfig) and isinstance(override.value(), dict):
         return Violation(key, f"has no such keys yet; to add them write +{shown(override.input_line)}")
     if re.match("Key '.*' (is )?not in|Key '.*' not found|.*does not exist", first_line(message)) or (
         "Could not override" in message or "Could not append" in message
     ):
-        return Violation(key, _unknown_key(repo, config, key))
+        return Violation(key, _unknown_key(repo, config, override))
     return explain_value(override, error)
 
 
-def _explain_mapping(key: str, override: Override, node: DictConfig, error: Exception) -> Violation:
+def _explain_mapping(repo: IConfigRepository, override: Override, node: DictConfig, error: Exception) -> Violation:
     """What is wrong with a value given to a schema."""
-    given, names = override.value(), [str(name) for name in node]
+    key, given, names = override.key_or_group, override.value(), [str(name) for name in node]
     if not isinstance(given, dict):
         wanted = f"a mapping with keys of {', '.join(names)}"
         return Violation(key, f"is {shown(override.get_value_string())} but must be {wanted}")
     unknown = [str(name) for name in given if str(name) not in names]
     if unknown:
         path = f"{key}.{unknown[0]}"
-        return Violation(path, f"is no key of {key}{did_you_mean(path, [f'{key}.{name}' for name in names])}")
+        known, value = [f"{key}.{name}" for name in names], shown(given[unknown[0]])
+        meant = did_you_mean(path, known, value=value, options=partial(_options, repo))
+        return Violation(path, f"is no key of {key}{meant}")
     return explain_value(override, error)
 
 
@@ -327,11 +359,14 @@ def explain_value(override: Override, error: Exception) -> Violation:
             key, f"is {value} but must be {'a list' if isinstance(override.value(), dict) else 'a mapping'}"
         )
     if (kind := wanted(error)) is not None:
-        return Violation(key, f"is {value} but must be {kind}{nearest(value, accepted_options(error))}")
+        accepted = accepted_options(error)
+        meant = option_hint(key.partition(".")[0], value, lambda group: ()) if accepted else ""
+        return Violation(key, f"is {value} but must be {kind}{meant or nearest(value, accepted)}")
     return Violation(key, f"cannot be {value}: {first_line(message)}")
 
 
-def _unknown_key(repo: IConfigRepository, config: DictConfig, key: str) -> str:
+def _unknown_key(repo: IConfigRepository, config: DictConfig, override: Override) -> str:
+    key = override.key_or_group
     group, _, leaf = key.rpartition(".")
     part = OmegaConf.select(config, group) if leaf in runtime_settings(group) else None
     if isinstance(part, DictConfig) and OmegaConf.get_type(part) is dict:
@@ -341,13 +376,13 @@ def _unknown_key(repo: IConfigRepository, config: DictConfig, key: str) -> str:
     elsewhere = list(_options_with(repo, group, leaf))
     if elsewhere:
         return f"is not a setting of the chosen {group}; it belongs to {' and '.join(elsewhere)}"
-    known = leaves(config)
-    if not group:
-        return f"is neither a group nor a key{did_you_mean(key, known, _groups(repo))}"
     node = OmegaConf.select(config, group) if group.startswith("hydra") else None
     if isinstance(node, DictConfig):
         return f"is no key of {group}{nearest(key, [f'{group}.{name}' for name in map(str, node)])}"
-    return f"is no key of {group}{did_you_mean(key, known)}"
+    value = override.get_value_string()
+    groups = () if group else _groups(repo)
+    meant = did_you_mean(key, leaves(config), groups, value=value, options=partial(_options, repo))
+    return f"is no key of {group}{meant}" if group else f"is neither a group nor a key{meant}"
 
 
 def _options_with(repo: IConfigRepository, group: str, leaf: str) -> Iterator[str]:

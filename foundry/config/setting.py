@@ -1,4 +1,4 @@
-"""A field of a schema: its default, what it means, its bounds and the names other systems give it."""
+"""A field of a schema: its default, what it means and its bounds."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -44,8 +44,6 @@ def setting(
     ge: float | None = None,
     lt: float | None = None,
     le: float | None = None,
-    source: str = "",
-    aliases: str = "",
     parse: Callable[[str], object] | None = None,
     path: bool = False,
     finite: bool = True,
@@ -61,8 +59,6 @@ def setting(
         ge: a number must be at least this.
         lt: a number must be below this.
         le: a number must be at most this.
-        source: the field's name in the documents foundry implements, where it differs.
-        aliases: its names in other systems, separated by commas; who types one is told the field's.
         parse: called with the value; the message of the ValueError it raises is shown to the user.
         path: the value names a file, folder or glob that must exist.
         finite: a number may not be infinite.
@@ -73,8 +69,6 @@ def setting(
     metadata = {
         "doc": doc,
         "bounds": bounds,
-        "source": source,
-        "aliases": aliases,
         "parse": parse,
         "path": path,
         "finite": finite,

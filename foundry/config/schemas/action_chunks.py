@@ -33,7 +33,6 @@ class ActionChunks:
         "actions of a chunk that are carried out before the model is asked again",
         ge=1,
         le=10**5,
-        aliases="n_action_steps",
     )
 
     def check(self) -> Iterator[Violation]:

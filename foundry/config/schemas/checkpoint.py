@@ -45,29 +45,22 @@ class Checkpoint:
     resume: str = setting(
         "auto",
         "auto: resume from the newest whole checkpoint of the run directory; never; or the path of a run or checkpoint",
-        aliases="resume_from_checkpoint, ckpt_path, load, load_checkpoint",
     )
     interval: str | None = setting(
         None,
         "duration between checkpoints; null: by time only",
         parse=Duration.parse_positive,
-        aliases="save_interval, save_steps, checkpoint_interval, save_every",
     )
     every_minutes: float | None = setting(10.0, "minutes between checkpoints; null: by interval only", gt=0, le=10**9)
-    keep_last: int = setting(
-        2, "newest checkpoints that are kept", ge=1, aliases="save_total_limit, save_top_k, keep_latest_k"
-    )
+    keep_last: int = setting(2, "newest checkpoints that are kept", ge=1)
     keep_every: int | None = setting(None, "optimizer steps whose multiples are kept for good; null: none", ge=1)
     keep_best: KeepBest = field(default_factory=KeepBest)
     save_final: bool = setting(True, "save at the end of the run")
-    asynchronous: bool = setting(
-        True, "write in the background; training waits only for a copy in host memory", aliases="async_save, async_mode"
-    )
+    asynchronous: bool = setting(True, "write in the background; training waits only for a copy in host memory")
     strict_saves: bool = setting(False, "a checkpoint that cannot be written ends the run; otherwise it is tried again")
     scheduler_on_resume: SchedulerOnResume = setting(
         SchedulerOnResume.match,
         "schedule of a resumed run: match: the configuration's, which must equal the checkpoint's; config; checkpoint",
-        source="override_opt_param_scheduler, use_checkpoint_opt_param_scheduler",
     )
     on_changed_config: OnChangedConfig = setting(
         OnChangedConfig.error, "what to do when a resumed run has settings that change what it computes: error, warn"

@@ -20,4 +20,4 @@ class DeviceKind(Enum):
 class Device:
     """On which kind of device a run computes."""
 
-    kind: DeviceKind = setting(DeviceKind.auto, KIND_DOC, aliases="accelerator, use_cpu, no_cuda, device_type")
+    kind: DeviceKind = setting(DeviceKind.auto, KIND_DOC)

@@ -68,7 +68,6 @@ class Teaching:
         "???",
         "run directory, or folder of transformers, of the model to learn from",
         path=True,
-        aliases="teacher_model, teacher_model_name_or_path",
     )
     teacher_which: str = setting("last", "checkpoint of that run: last, best, or the number of a step")
     teacher_trust: bool = setting(False, "build a model that the run names and foundry does not know: it runs its code")
@@ -77,7 +76,6 @@ class Teaching:
     divergence: Divergence = setting(
         Divergence.forward,
         "forward: KL(teacher || student); reverse: KL(student || teacher); mixed: both, weighted; or jsd",
-        aliases="kl_type",
     )
     mixed_kl_weight: float = setting(0.5, "share of forward in mixed", ge=0, le=1)
     jsd_beta: float = setting(0.5, "weight of the teacher in the mixture of jsd", gt=0, lt=1)
@@ -92,18 +90,15 @@ class Teaching:
         "which knows no right answers",
         ge=0,
         le=1,
-        aliases="alpha",
     )
     top_k: int | None = setting(
         None,
         "compare the teacher's likeliest tokens only, which saves memory",
         ge=1,
-        aliases="topk_logits_k",
     )
     outside_top_k: OutsideTopK = setting(
         OutsideTopK.tail,
         "the other tokens: tail: one entry together; renormalize: left out; zero: nothing for the teacher only",
-        aliases="zero_outside_topk",
     )
 
     def check_teaching(self) -> Iterator[Violation]:

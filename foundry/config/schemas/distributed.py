@@ -40,23 +40,20 @@ class Distributed:
         "processes to start on this machine; leave at 1 under torchrun and Slurm",
         ge=1,
         le=1024,
-        aliases="devices, num_gpus, gpus, num_processes",
     )
-    backend: Backend = setting(Backend.auto, "auto: nccl on GPUs, gloo on CPUs", source="dist_backend")
-    init_method: str = setting("env://", "where ranks meet: env:// or tcp://host:port", source="dist_url")
+    backend: Backend = setting(Backend.auto, "auto: nccl on GPUs, gloo on CPUs")
+    init_method: str = setting("env://", "where ranks meet: env:// or tcp://host:port")
     timeout_seconds: float = setting(
         600.0,
         "a collective that takes longer ends the run, naming rank and step",
         gt=0,
         le=10**7,
-        aliases="dist_timeout",
     )
     start_timeout_seconds: float | None = setting(
         None,
         "the same before the first step is done, which compiles; null: three times timeout_seconds",
         gt=0,
         le=10**7,
-        aliases="init_timeout_seconds",
     )
     max_restarts: int = setting(
         0,
@@ -70,7 +67,6 @@ class Distributed:
         "neighbouring ranks that divide each matrix between them and share their samples",
         ge=1,
         le=1024,
-        aliases="tensor_model_parallel_size, tensor_parallel_degree, tp_size, tp",
     )
 
     def check(self) -> Iterator[Violation]:
@@ -116,9 +112,7 @@ class DDP(Distributed):
     gradient_sync: GradientSync = setting(GradientSync.last, _SYNC_DOC)
     overlap_grad_reduce: bool = setting(True, "reduce gradients in buckets while the backward pass still runs")
     bucket_cap_mb: float = setting(_DEFAULT_BUCKET_MB, "size of a gradient bucket in MiB", gt=0, le=10**6)
-    shard_optimizer: bool = setting(
-        False, "each rank keeps and updates one shard of the optimizer state", source="use_distributed_optimizer"
-    )
+    shard_optimizer: bool = setting(False, "each rank keeps and updates one shard of the optimizer state")
     overlap_param_gather: bool = setting(False, "with shard_optimizer: gather the next block's weights during compute")
 
     def check(self) -> Iterator[Violation]:
@@ -154,11 +148,8 @@ class FSDP(Distributed):
     reshard_after_forward: bool = setting(
         True,
         "free gathered weights after forward: less memory, one more all-gather",
-        source="fsdp_reshard_after_forward",
     )
-    cpu_offload: bool = setting(
-        False, "keep weights, gradients and optimizer state in host memory", source="fsdp_cpu_offload"
-    )
+    cpu_offload: bool = setting(False, "keep weights, gradients and optimizer state in host memory")
     overlap_param_gather: bool = setting(True, "gather the next block's weights while this one computes")
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:

@@ -45,7 +45,6 @@ class EarlyStopping:
         None,
         "units without improvement after which the run stops; null: never",
         ge=1,
-        aliases="early_stopping_patience",
     )
     unit: PatienceUnit = setting(
         PatienceUnit.epochs, "what patience counts; an epoch is that in which the evaluated step began"
@@ -74,15 +73,12 @@ class Evaluation:
         "0.25 run",
         "between evaluations: a whole number of batches, or a fraction of an epoch, both counted anew in each epoch; "
         'or a duration as text, such as "0.25 run"; null: only at the end',
-        source="val_check_interval",
-        aliases="eval_interval, eval_steps",
     )
     max_samples: int | None = setting(
         None,
         "held-out samples per evaluation, the same on any number of ranks; null: all",
         ge=1,
         le=10**15,
-        aliases="max_eval_samples",
     )
     evaluators: dict[str, Any] = setting(
         _default_evaluators,

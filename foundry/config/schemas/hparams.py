@@ -61,16 +61,12 @@ class HParams:
         "samples per optimizer step, over all ranks and microbatches",
         ge=1,
         le=10**12,
-        source="batch_size",
-        aliases="train_batch_size, effective_batch_size",
     )
     per_gpu_batch_size: int = setting(
         8,
         "samples per forward pass on one rank: the microbatch",
         ge=1,
         le=10**6,
-        source="micro_batch_size",
-        aliases="per_device_train_batch_size, train_micro_batch_size_per_gpu, local_batch_size",
         on_resume=OnResume.same,
     )
     batch_ramp: BatchRamp = field(default_factory=BatchRamp)
@@ -78,7 +74,6 @@ class HParams:
         None,
         'global batch sizes from thresholds on, such as "0:256 100M:512 1B:1024"; the last is global_batch_size',
         parse=BatchSizes.parse,
-        source="step_batch_size_schedule",
     )
     batch_schedule_unit: ScheduleUnit = setting(
         ScheduleUnit.auto, "what those thresholds count: tokens, samples, or auto: tokens where the data has them"
@@ -86,23 +81,17 @@ class HParams:
     allow_rounding: bool = setting(
         False,
         "round batch sizes down to a multiple of per_gpu_batch_size x ranks instead of refusing them",
-        source="decrease_batch_size_if_needed",
     )
     accum_freq: int = setting(
         "${accum_freq:${.global_batch_size},${.per_gpu_batch_size},${distributed.nproc_per_node}}",
         "computed from the batch sizes, never set: microbatches per rank and optimizer step, after any ramp",
-        aliases="gradient_accumulation_steps, accumulate_grad_batches, grad_accum_steps",
         on_resume=OnResume.same,
     )
-    seed: int = setting(
-        42, "seed of initial weights, data order and noise", ge=0, aliases="random_seed, manual_seed, data_seed"
-    )
+    seed: int = setting(42, "seed of initial weights, data order and noise", ge=0)
     lr: float = setting(
         1e-4,
         "peak learning rate",
         gt=0,
-        source="learning_rate",
-        aliases="max_lr, peak_lr, base_lr",
         on_resume=OnResume.schedule,
     )
     epochs: float | None = setting(
@@ -110,7 +99,6 @@ class HParams:
         "budget in passes over the training data; null: not limited by it",
         gt=0,
         le=10**9,
-        aliases="num_train_epochs, max_epochs, num_epochs",
         on_resume=OnResume.budget,
     )
     max_steps: int | None = setting(
@@ -118,8 +106,6 @@ class HParams:
         "budget in optimizer steps; null: not limited by it",
         ge=1,
         le=10**12,
-        source="train_iters",
-        aliases="train_steps, total_steps, num_steps, max_iters",
         on_resume=OnResume.budget,
     )
     train_samples: int | None = setting(
@@ -127,7 +113,6 @@ class HParams:
         "budget in samples; null: not limited by it; the shortest budget wins",
         ge=1,
         le=10**15,
-        source="total_train_samples",
         on_resume=OnResume.budget,
     )
     max_minutes: float | None = setting(
@@ -136,45 +121,37 @@ class HParams:
         "such limit",
         gt=0,
         le=10**9,
-        aliases="max_time, max_duration",
         on_resume=OnResume.budget,
     )
     loss_function: str = setting(
         "cross_entropy",
         "cross_entropy (language models), mse (diffusion) or l1 (regression of actions)",
-        aliases="loss",
     )
     z_loss_coefficient: float = setting(
         0.0,
         "weight of the mean squared log-sum-exp of the logits, over valid tokens; 0 disables it",
         ge=0,
-        aliases="z_loss",
     )
     grad_clip_norm: float | None = setting(
         None,
         "largest global L2 norm of the gradient; null: no clipping; inf: the norm is measured only",
         gt=0,
         finite=False,
-        source="clip_grad, max_grad_norm",
-        aliases="gradient_clip_val, max_norm, gradient_clipping",
     )
     grad_checkpointing: bool = setting(
         False,
         "recompute each block's activations in the backward pass: less memory",
-        aliases="gradient_checkpointing, activation_checkpointing, activation_checkpoint, recompute_activations",
         on_resume=OnResume.same,
     )
     grad_checkpointing_policy: CheckpointingPolicy = setting(
         CheckpointingPolicy.full,
         "full: recompute all of a block; selective: keep the outputs of matrix products and attention",
-        aliases="selective_ac_option, activation_checkpoint_mode, recompute_granularity",
         on_resume=OnResume.same,
     )
     torchcompile: bool | str = setting(
         False,
         "compile each block with torch.compile; auto: after the first steps, where it saves more time than it takes",
         parse=parse_auto,
-        aliases="torch_compile, compile, use_compile",
         on_resume=OnResume.same,
     )
     check_first_step: bool | str = setting(
@@ -187,11 +164,10 @@ class HParams:
     deterministic: bool = setting(
         False,
         "use only algorithms that give the same bits each time; on a GPU that costs time, on a CPU nearly all do",
-        aliases="full_determinism, use_deterministic_algorithms",
         on_resume=OnResume.same,
     )
     ema_decay: float | None = setting(
-        None, "decay of the exponential moving average of the weights; null: none is kept", gt=0, lt=1, aliases="ema"
+        None, "decay of the exponential moving average of the weights; null: none is kept", gt=0, lt=1
     )
 
     def check(self) -> Iterator[Violation]:

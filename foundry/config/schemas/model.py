@@ -42,9 +42,7 @@ class Base(Model):
     brings_hparams: ClassVar[str] = "continued"
 
     _target_: str = "???"
-    path: str = setting(
-        "???", "run directory, or folder of transformers, to start from", path=True, aliases="base_model, pretrained"
-    )
+    path: str = setting("???", "run directory, or folder of transformers, to start from", path=True)
     which: str = setting("last", "checkpoint of that run: last, best, or the number of a step")
     trust: bool = setting(False, "build a model that the run names and foundry does not know: it runs its code")
 
@@ -57,42 +55,29 @@ class Transformer(Model):
 
     _target_: str = "foundry.models.transformer.Transformer"
     vocab_size: int = setting("${data.vocab_size}", "entries of the token embedding", ge=1, le=10**8)
-    hidden_size: int = setting(
-        256, "width of the residual stream", ge=1, le=10**6, aliases="n_embd, d_model, dim, embed_dim"
-    )
-    intermediate_size: int = setting(
-        704, "width of the SwiGLU feed-forward", ge=1, le=10**7, aliases="ffn_hidden_size, d_ff, n_inner"
-    )
-    num_layers: int = setting(4, "blocks", ge=1, le=1000, aliases="num_hidden_layers, n_layer, n_layers, depth")
-    num_heads: int = setting(
-        4, "query heads; must divide hidden_size", ge=1, le=10**5, aliases="num_attention_heads, n_head, n_heads"
-    )
+    hidden_size: int = setting(256, "width of the residual stream", ge=1, le=10**6)
+    intermediate_size: int = setting(704, "width of the SwiGLU feed-forward", ge=1, le=10**7)
+    num_layers: int = setting(4, "blocks", ge=1, le=1000)
+    num_heads: int = setting(4, "query heads; must divide hidden_size", ge=1, le=10**5)
     num_kv_heads: int = setting(
         4,
         "key and value heads; must divide num_heads",
         ge=1,
         le=10**5,
-        aliases="num_key_value_heads, num_query_groups, n_kv_heads",
     )
-    max_seq_len: int = setting(
-        "${data.seq_len}", "longest sequence in tokens", ge=1, le=10**8, aliases="max_position_embeddings, n_positions"
-    )
-    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0, aliases="rotary_base")
-    norm_eps: float = setting(
-        1e-5, "added to the mean square in RMSNorm", gt=0, aliases="rms_norm_eps, layernorm_epsilon"
-    )
-    tie_embeddings: bool = setting(False, "the head shares the embedding's matrix", aliases="tie_word_embeddings")
+    max_seq_len: int = setting("${data.seq_len}", "longest sequence in tokens", ge=1, le=10**8)
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
+    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", gt=0)
+    tie_embeddings: bool = setting(False, "the head shares the embedding's matrix")
     init_std: int | float | str = setting(
         0.02,
         f"standard deviation of initial weights: {_STD_RULES}",
         parse=parse_std,
-        source="STD init, init_method_std",
     )
     embedding_init_std: int | float | str | None = setting(
         None,
         "that of the token embedding, and of the head where tied to it; null: init_std",
         parse=parse_std,
-        source="embedding_init_method_std",
     )
     logprob_tile_tokens: int = setting(
         0,
@@ -128,25 +113,19 @@ class PrefixVLM(Transformer):
         "${data.image_size}", "height and width of a picture in pixels; a multiple of 8", ge=8, le=4096
     )
     num_images: int = setting(1, "pictures of a sample", ge=1, le=1024)
-    hidden_size: int = setting(
-        128, "width of the residual stream", ge=1, le=10**6, aliases="n_embd, d_model, dim, embed_dim"
-    )
-    intermediate_size: int = setting(
-        384, "width of the SwiGLU feed-forward", ge=1, le=10**7, aliases="ffn_hidden_size, d_ff, n_inner"
-    )
+    hidden_size: int = setting(128, "width of the residual stream", ge=1, le=10**6)
+    intermediate_size: int = setting(384, "width of the SwiGLU feed-forward", ge=1, le=10**7)
     init_std: int | float | str = setting(
         "wang",
         f"standard deviation of initial weights, but for convolutions, which follow their fan-in: {_STD_RULES}",
         parse=parse_std,
-        source="STD init, init_method_std",
     )
     embedding_init_std: int | float | str | None = setting(
         0.1,
         "that of the token embedding, and of the head where tied to it: near that of pictures' tokens; null: init_std",
         parse=parse_std,
-        source="embedding_init_method_std",
     )
-    tie_embeddings: bool = setting(True, "the head shares the embedding's matrix", aliases="tie_word_embeddings")
+    tie_embeddings: bool = setting(True, "the head shares the embedding's matrix")
 
     def check(self) -> Iterator[Violation]:
         """Say which sizes do not divide as they must."""
@@ -168,7 +147,6 @@ class HuggingFace(Model):
         None,
         "folder with config.json and weights; null: build `architecture` with fresh weights",
         path=True,
-        aliases="model_name_or_path, pretrained_model_name_or_path",
     )
     architecture: str = setting("llama", "transformers model type to build when there is no path")
     config: dict[str, Any] = setting(
@@ -184,13 +162,11 @@ class HuggingFace(Model):
         None,
         f"standard deviation of fresh weights: {_STD_RULES}; null: the architecture's own initialisation",
         parse=parse_std,
-        source="STD init, init_method_std",
     )
     embedding_init_std: int | float | str | None = setting(
         None,
         "that of embeddings of tokens and positions, and of the head where tied; null: init_std",
         parse=parse_std,
-        source="embedding_init_method_std",
     )
 
     def check(self) -> Iterator[Violation]:
@@ -265,7 +241,7 @@ class DiT(Model):
     num_classes: int = setting("${data.num_classes}", "classes to condition on", ge=1, le=10**8)
     patch_size: int = setting(2, "height and width of a patch in pixels; must divide image_size", ge=1, le=10**5)
     hidden_size: int = setting(128, "width of the residual stream; a multiple of 4", ge=1, le=10**6)
-    num_layers: int = setting(4, "blocks", ge=1, le=1000, aliases="num_hidden_layers, n_layer, n_layers, depth")
+    num_layers: int = setting(4, "blocks", ge=1, le=1000)
     num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
     mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
 
@@ -304,7 +280,7 @@ class PolicyDiT(Model):
     )
     patch_size: int = setting(8, "actions of a token; must divide horizon", ge=1, le=10**5)
     hidden_size: int = setting(128, "width of the residual stream; an even number", ge=2, le=10**6)
-    num_layers: int = setting(3, "blocks", ge=1, le=1000, aliases="num_hidden_layers, n_layer, n_layers, depth")
+    num_layers: int = setting(3, "blocks", ge=1, le=1000)
     num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
     mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
 

@@ -56,7 +56,7 @@ class NextToken:
 
     _target_: str = "foundry.objectives.next_token.NextToken"
     z_loss_coefficient: float = setting("${hparams.z_loss_coefficient}", "weight of the z-loss", ge=0)
-    sample_tokens: int = setting(160, "length of a text sample in tokens", ge=1, le=10**8, aliases="max_new_tokens")
+    sample_tokens: int = setting(160, "length of a text sample in tokens", ge=1, le=10**8)
     temperature: float = setting(0.8, "of a text sample; 0 picks the likeliest token", ge=0)
 
 
@@ -86,10 +86,9 @@ class SFT:
         "share dropped of what attention and feed-forward add to the hidden states; null: the model's own; 0: none",
         ge=0,
         lt=1,
-        aliases="resid_pdrop, residual_dropout",
     )
     attention_dropout: float | None = setting(
-        None, "share dropped of attention weights; null: the model's own; 0: none", ge=0, lt=1, aliases="attn_pdrop"
+        None, "share dropped of attention weights; null: the model's own; 0: none", ge=0, lt=1
     )
     seed: int = setting("${hparams.seed}", "seed of dropout", ge=0)
     sample_tokens: int = setting(160, "longest answer of a text sample in tokens", ge=1, le=10**8)
@@ -159,7 +158,6 @@ class DPO:
         0.05,
         "β: how strongly the model is held to its reference, the model with which the run starts",
         gt=0,
-        aliases="beta",
     )
     loss_type: PreferenceLoss = setting(
         PreferenceLoss.sigmoid, "what is made of the margin between the responses: sigmoid, ipo or hinge"
@@ -263,7 +261,7 @@ class Diffusion:
     )
     condition_dropout: float = setting(0.1, "share of samples trained without their class, for guidance", ge=0, le=1)
     guidance_scale: float = setting(2.0, "classifier-free guidance when drawing; 1: none", ge=0)
-    sampling_steps: int = setting(50, "denoising steps when drawing", ge=1, le=10**6, aliases="num_inference_steps")
+    sampling_steps: int = setting(50, "denoising steps when drawing", ge=1, le=10**6)
     samples_per_class: int = setting(8, "images of each class in a sample grid", ge=1, le=10**5)
 
     def check(self) -> Iterator[Violation]:
@@ -293,7 +291,7 @@ class DiffusionPolicy(ActionChunks):
     beta_schedule: BetaSchedule = setting(
         BetaSchedule.squaredcos_cap_v2, "noise schedule: squaredcos_cap_v2 (the cosine), linear or scaled_linear"
     )
-    sampling_steps: int = setting(10, "denoising steps of an answer", ge=1, le=10**6, aliases="num_inference_steps")
+    sampling_steps: int = setting(10, "denoising steps of an answer", ge=1, le=10**6)
 
     def check(self) -> Iterator[Violation]:
         """Say where a chunk or the noise schedule is shorter than what is asked of it."""
@@ -309,7 +307,7 @@ class FlowPolicy(ActionChunks):
 
     _target_: str = "foundry.objectives.action_chunks.FlowPolicy"
     seed: int = setting("${hparams.seed}", "seed of noise and times", ge=0)
-    sampling_steps: int = setting(10, "Euler steps of an answer", ge=1, le=10**6, aliases="num_inference_steps")
+    sampling_steps: int = setting(10, "Euler steps of an answer", ge=1, le=10**6)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,9 +76,7 @@ class Optimizer:
     """What every optimizer has. The learning rate is `hparams.lr` shaped by `scheduler`."""
 
     _target_: str
-    weight_decay: float = setting(
-        0.01, "weight decay of matrices; biases, norms and other vectors are exempt", ge=0, source="wd"
-    )
+    weight_decay: float = setting(0.01, "weight decay of matrices; biases, norms and other vectors are exempt", ge=0)
     groups: ParamGroups = field(default_factory=ParamGroups)
 
     def check(self) -> Iterator[Violation]:
@@ -91,11 +89,9 @@ class Adam(Optimizer):
     """Adam; its weight decay is an L2 term added to the gradient."""
 
     _target_: str = "foundry.optim.optimizers.adam"
-    beta1: float = setting(0.9, "decay of the first moment", ge=0, lt=1, source="adam_beta1", aliases="betas")
-    beta2: float = setting(0.95, "decay of the second moment", ge=0, lt=1, source="adam_beta2")
-    eps: float = setting(
-        1e-8, "added to the root of the second moment", gt=0, source="adam_eps", aliases="adam_epsilon, epsilon"
-    )
+    beta1: float = setting(0.9, "decay of the first moment", ge=0, lt=1)
+    beta2: float = setting(0.95, "decay of the second moment", ge=0, lt=1)
+    eps: float = setting(1e-8, "added to the root of the second moment", gt=0)
 
 
 class MomentsDtype(Enum):
@@ -112,7 +108,6 @@ class AdamW(Adam):
     moments_dtype: MomentsDtype | None = setting(
         None,
         "bf16: both moments are stored in it, in half of the memory, and updated in fp32; null: the parameters' type",
-        aliases="exp_avg_dtype, exp_avg_sq_dtype, state_dtype, optimizer_dtype",
     )
 
     def check(self) -> Iterator[Violation]:
@@ -133,7 +128,7 @@ class SGD(Optimizer):
     """Stochastic gradient descent with momentum."""
 
     _target_: str = "foundry.optim.optimizers.sgd"
-    momentum: float = setting(0.9, "decay of the velocity", ge=0, lt=1, source="sgd_momentum")
+    momentum: float = setting(0.9, "decay of the velocity", ge=0, lt=1)
     nesterov: bool = setting(False, "look ahead by one step of momentum")
 
 

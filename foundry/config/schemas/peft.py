@@ -45,22 +45,15 @@ class LoRA(Peft):
     """Low-rank adapters (Hu et al., 2021) of linear layers; all other weights are frozen."""
 
     method: str = "lora"
-    adapter_dim: int = setting(
-        8, "rank of the adapters; a power of 2", ge=1, le=2**16, aliases="r, rank, lora_r, lora_rank, lora_dim"
-    )
-    alpha: float = setting(
-        16.0, "adapters are scaled by alpha / adapter_dim", gt=0, aliases="lora_alpha, adapter_alpha"
-    )
-    adapter_dropout: float | None = setting(
-        None, "dropout of what goes into the adapters; null: none", ge=0, lt=1, aliases="lora_dropout"
-    )
+    adapter_dim: int = setting(8, "rank of the adapters; a power of 2", ge=1, le=2**16)
+    alpha: float = setting(16.0, "adapters are scaled by alpha / adapter_dim", gt=0)
+    adapter_dropout: float | None = setting(None, "dropout of what goes into the adapters; null: none", ge=0, lt=1)
     target_modules: list[str] = setting(
         lambda: ["*_proj"],
         "layers that get one: last parts of names, wildcards for whole names, or Megatron's linear_qkv, linear_proj, "
         "linear_fc1, linear_fc2",
-        aliases="lora_target_modules",
     )
-    rslora: bool = setting(False, "scale by alpha / sqrt(adapter_dim) instead", aliases="use_rslora")
+    rslora: bool = setting(False, "scale by alpha / sqrt(adapter_dim) instead")
     base_dtype: BaseDtype = setting(
         BaseDtype.auto,
         "frozen matrices of blocks: auto: in the type that amp computes in, with the same results; fp32",
@@ -69,7 +62,6 @@ class LoRA(Peft):
     merge: bool = setting(
         False,
         "foundry.export adds the adapters to the weights, in fp32, and writes a plain model",
-        aliases="lora_merged, merge_adapters",
         on_resume=OnResume.same,
     )
 

@@ -64,10 +64,8 @@ class PolicyGradient(Rollouts):
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     normalize_rewards: bool = setting(True, "divide advantages by the deviation of their group's rewards")
     use_rloo: bool = setting(True, "compare an answer with the others of its prompt; false: with all, itself included")
-    ratio_clip_min: float = setting(
-        0.2, "a ratio of probabilities below 1 - this is clipped; 1: never", ge=0, le=1, aliases="epsilon, clip_range"
-    )
-    ratio_clip_max: float = setting(0.2, "a ratio above 1 + this is clipped", ge=0, aliases="epsilon_high")
+    ratio_clip_min: float = setting(0.2, "a ratio of probabilities below 1 - this is clipped; 1: never", ge=0, le=1)
+    ratio_clip_max: float = setting(0.2, "a ratio above 1 + this is clipped", ge=0)
     ratio_clip_c: float | None = setting(
         None, "bounds the loss of a negative advantage A at this times |A| (dual clip), such as 3; null: not", gt=1
     )
@@ -75,7 +73,6 @@ class PolicyGradient(Rollouts):
         0.01,
         "β: weight of the divergence from the reference, the model with which the run starts; 0: none is kept",
         ge=0,
-        aliases="beta",
     )
     token_level_loss: bool = setting(True, "mean over all tokens; false: over answers of the mean of their tokens")
     use_on_policy_kl_approximation: bool = setting(

@@ -30,10 +30,8 @@ class Precision:
     mode: PrecisionMode = setting(
         PrecisionMode.amp_bfloat16,
         "amp_bfloat16: fp32 weights, bf16 compute; amp_float16: the same in fp16, with loss scaling; pure_bf16; fp32",
-        aliases="bf16, fp16, mixed_precision, dtype, torch_dtype, mixed_precision_param, params_dtype",
     )
     tf32: bool = setting(
         False,
         "compute fp32 matrix products and convolutions in TF32, with 10 bits of mantissa; on NVIDIA GPUs since Ampere",
-        aliases="allow_tf32, use_tf32",
     )

@@ -23,7 +23,7 @@ class Rollouts:
         1, "answers to each prompt; objective=grpo compares them with each other and needs at least 2", ge=1, le=10**6
     )
     updates_per_rollout: int = setting(
-        1, "optimizer steps that a rollout is divided among, by whole prompts", ge=1, le=10**6, aliases="num_iterations"
+        1, "optimizer steps that a rollout is divided among, by whole prompts", ge=1, le=10**6
     )
     generation_batch_size: int = setting(32, "answers that a rank generates at a time", ge=1, le=10**6)
     generation_temperature: float = setting(1.0, "of what is drawn", gt=0, le=1)
@@ -32,9 +32,7 @@ class Rollouts:
     )
     generation_top_k: int | None = setting(50, "draw from so many of the likeliest tokens; null: all", ge=1)
     generation_pipeline_parallel_size: int = setting(1, "stages of the model when it generates: only 1", ge=1, le=1)
-    max_new_tokens: int = setting(
-        256, "longest answer in tokens", ge=1, le=10**7, aliases="max_completion_length, max_total_sequence_length"
-    )
+    max_new_tokens: int = setting(256, "longest answer in tokens", ge=1, le=10**7)
     overlong_filtering: bool = setting(
         False, "learn nothing from answers that did not end by themselves; their rewards still count"
     )

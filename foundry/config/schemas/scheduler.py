@@ -43,28 +43,22 @@ class Scheduler:
         "1000",
         "duration of the linear warm-up; a fraction is one of the horizon",
         parse=Duration.parse,
-        source="lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction, warmup_steps",
-        aliases="warmup_ratio, num_warmup_steps, warmup_iters, warmup_epochs",
         runtime=True,
     )
     clamp_warmup: bool = setting(
         False,
         "shorten a warm-up that does not fit to all but the last step, with a warning, instead of refusing it",
     )
-    warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", ge=0, source="lr_warmup_init")
+    warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", ge=0)
     horizon: str = setting(
         "1.0",
         "duration at whose end the curve has reached its floor, warm-up included; longer than a run that is cut short",
         parse=Duration.parse_positive,
-        source="lr_decay_iters, lr_decay_samples",
-        aliases="T_max, num_training_steps",
     )
     min_lr: float = setting(
         0.0,
         "learning rate at the end of the horizon",
         ge=0,
-        source="lr_cooldown_end",
-        aliases="eta_min, end_lr",
         runtime=True,
     )
     force_min_lr: float = setting(0.0, "after the warm-up the learning rate never falls below this", ge=0)
@@ -83,7 +77,6 @@ class Scheduler:
         None,
         "duration of the weight decay's curve; null: the run, or the horizon where that is longer",
         parse=Duration.parse_positive,
-        source="wd_incr_steps",
     )
 
     def phases(self, budget: Budget) -> Phases:
@@ -175,11 +168,8 @@ class WSD(Scheduler):
         "0.3",
         "duration of the decay that ends at the horizon, of which a fraction is one",
         parse=Duration.parse_positive,
-        source="lr_wsd_decay_iters, lr_wsd_decay_samples",
-        aliases="num_decay_steps, decay_steps",
     )
     decay_style: DecayStyle = setting(
         DecayStyle.exponential,
         "shape of the decay: exponential, linear, cosine, minus_sqrt",
-        source="lr_wsd_decay_style",
     )

@@ -108,7 +108,7 @@ class Gymnasium(Simulator):
     """Any environment of Gymnasium with numbers as observation and action."""
 
     _target_: str = "foundry.simulators.gymnasium.Gymnasium"
-    id: str = setting("???", "of the environment, as for gymnasium.make, such as FetchPush-v4", aliases="env_id")
+    id: str = setting("???", "of the environment, as for gymnasium.make, such as FetchPush-v4")
     kwargs: dict[str, Any] = setting(dict, "what the environment is made with besides, as a mapping")
     import_module: str | None = setting(None, "module to import first, which registers the environment; null: none")
     success_reward: float | None = setting(

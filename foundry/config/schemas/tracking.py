@@ -32,29 +32,25 @@ class Tracking:
 
     offered: ClassVar[tuple[str, ...]] = ("run_dir", "uri", "experiment_name", "run_name")
 
-    log_every_n_steps: int = setting(
-        10, "optimizer steps between log lines", ge=1, aliases="logging_steps, log_interval, log_freq, log_every"
-    )
+    log_every_n_steps: int = setting(10, "optimizer steps between log lines", ge=1)
     norms_every_n_steps: int | None = setting(
         None,
         "optimizer steps between those in which the norms of gradient, weights and update are measured by block; a "
         "multiple of log_every_n_steps; null: none are",
         ge=1,
     )
-    progress: bool = setting(True, "show progress on the terminal", aliases="enable_progress_bar")
+    progress: bool = setting(True, "show progress on the terminal")
     plots: bool = setting(
         True, "draw plots/: loss, metrics, schedule, norms by block where measured, and success of a policy"
     )
     mlflow: bool = setting(True, "log to MLflow")
     uri: str | None = setting(None, "MLflow tracking URI; null: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db")
-    experiment_name: str = setting("foundry", "MLflow experiment", aliases="project, project_name")
+    experiment_name: str = setting("foundry", "MLflow experiment")
     run_name: str | None = setting(None, "MLflow run; null: the run directory's name, of a job what is swept")
     tags: dict[str, Any] = setting(
         dict, "further tags of the run in MLflow, by name, as a mapping", on_resume=OnResume.allowed
     )
-    note: str | None = setting(
-        None, "about the run in words, on its page in MLflow", aliases="notes, description", on_resume=OnResume.allowed
-    )
+    note: str | None = setting(None, "about the run in words, on its page in MLflow", on_resume=OnResume.allowed)
     system_metrics: bool = setting(
         False,
         "measure processors, memory, disk, network, GPUs of rank 0's machine in MLflow; GPUs need nvidia-ml-py",

@@ -26,25 +26,24 @@ URLS = ("path", "validation_path")
 
 def path_of_files(doc: str) -> Any:
     """Where samples lie, one path or several; whether a resumed run may have them elsewhere, their content tells."""
-    aliases = "data_path, dataset_path, data_dir, train_file, dataset"
-    return setting("???", doc, path=True, aliases=aliases, on_resume=OnResume.data)
+    return setting("???", doc, path=True, on_resume=OnResume.data)
 
 
 def path_of_held_out_files(doc: str) -> Any:
     """Likewise of those that are held out; null: there are none."""
-    return setting(None, doc, path=True, aliases="valid_data_path, validation_file", on_resume=OnResume.data)
+    return setting(None, doc, path=True, on_resume=OnResume.data)
 
 
 def weights_of_files() -> Any:
     """The shares of several paths."""
     doc = "shares in which the samples of several paths are read; null: each sample once an epoch"
-    return setting(None, doc, aliases="mixture_weights, data_weights, probabilities, blend")
+    return setting(None, doc)
 
 
 def errors_of_files() -> Any:
     """What becomes of bytes that are not UTF-8."""
     doc = "of bytes that are not UTF-8: strict refuses the file, with the line; replace puts U+FFFD in their place"
-    return setting(EncodingErrors.strict, doc, aliases="errors, encoding_error_handling")
+    return setting(EncodingErrors.strict, doc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +56,12 @@ class Data:
         "processes per rank that read samples ahead; 0: read in the training process",
         ge=0,
         le=1024,
-        aliases="dataloader_num_workers, workers",
         on_resume=OnResume.same,
         runtime=True,
     )
     cache_dir: str = setting(
         "${oc.env:FOUNDRY_CACHE,.cache/foundry}",
         "folder for tokenizers and token arrays",
-        aliases="data_cache_path",
         on_resume=OnResume.same,
     )
 
@@ -86,7 +83,6 @@ class Tokenised(Data):
         "tokens per training sequence; of data with rows of their own lengths the most that one may have",
         ge=1,
         le=10**8,
-        aliases="seq_length, sequence_length, max_length, block_size, context_length",
     )
     vocab_size: int = setting(
         MODEL_VOCAB_SIZE,
@@ -98,7 +94,6 @@ class Tokenised(Data):
         MODEL_TOKENIZER,
         "tokenizer.json or folder to use; null: train one on the training text; model.path brings its own",
         path=True,
-        aliases="tokenizer_name, tokenizer_path",
         on_resume=OnResume.data,
     )
     held_out: float = setting(0.05, "share of documents or rows kept for validation", gt=0, lt=1)

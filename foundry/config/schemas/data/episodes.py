@@ -15,12 +15,8 @@ class Episodes(Data):
 
     brings_hparams: ClassVar[str] = "policy"
 
-    num_observations: int = setting(
-        2, "states that a policy sees: the present one and those before it", ge=1, le=1024, aliases="n_obs_steps"
-    )
-    horizon: int = setting(
-        16, "actions of a sample, from the present one on", ge=1, le=10**5, aliases="chunk_size, action_horizon"
-    )
+    num_observations: int = setting(2, "states that a policy sees: the present one and those before it", ge=1, le=1024)
+    horizon: int = setting(16, "actions of a sample, from the present one on", ge=1, le=10**5)
     state_dim: int = setting("???", "numbers in a state", ge=1, le=10**6, runtime=True)
     action_dim: int = setting("???", "numbers in an action", ge=1, le=10**6, runtime=True)
     image_size: int | None = setting(
@@ -73,7 +69,7 @@ class Demonstrations(Episodes):
 
     _target_: str = "foundry.data.demonstrations.demonstrations"
 
-    episodes: int = setting(300, "successful episodes", ge=2, le=10**7, aliases="num_episodes, num_demos")
+    episodes: int = setting(300, "successful episodes", ge=2, le=10**7)
     noise: float = setting(
         0.2,
         "standard deviation of what is added to the actions that are executed, in the simulator's units; the expert's "
@@ -102,9 +98,7 @@ class LeRobot(Episodes):
 
     _target_: str = "foundry.data.lerobot.lerobot"
 
-    path: str = setting(
-        "???", "folder with meta/info.json", aliases="repo_id, root, dataset_path", on_resume=OnResume.data
-    )
+    path: str = setting("???", "folder with meta/info.json", on_resume=OnResume.data)
     state_key: str = setting("observation.state", "column of the states")
     action_key: str = setting("action", "column of the actions")
     image_key: str | None = setting(

@@ -58,7 +58,7 @@ class Scenes(AboutPictures):
 
     _target_: str = "foundry.data.scenes.scenes"
 
-    num_scenes: int = setting(4200, "pictures, those held out among them", ge=2, le=2**30, aliases="num_rows")
+    num_scenes: int = setting(4200, "pictures, those held out among them", ge=2, le=2**30)
     seq_len: int = setting(64, "most tokens of a conversation", ge=1, le=10**8)
     vocab_size: int = setting(
         320, "entries of the byte-level BPE trained on the conversations, or most of `tokenizer`", ge=1, le=10**8
@@ -95,27 +95,20 @@ class ImageFolder(Data):
     offers: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
     _target_: str = "foundry.data.image_folder.image_folder"
-    path: str = setting(
-        "???", "folder with a folder for each class", aliases="data_dir, train_data_dir, root", on_resume=OnResume.data
-    )
-    image_size: int = setting(
-        32, "height and width in pixels that pictures are brought to", ge=4, le=4096, aliases="resolution, img_size"
-    )
-    num_channels: int = setting(3, "3: red, green and blue; 1: grey", ge=1, le=3, aliases="in_channels")
+    path: str = setting("???", "folder with a folder for each class", on_resume=OnResume.data)
+    image_size: int = setting(32, "height and width in pixels that pictures are brought to", ge=4, le=4096)
+    num_channels: int = setting(3, "3: red, green and blue; 1: grey", ge=1, le=3)
     num_classes: int = setting("${image_classes:}", "classes: the folders in `path`", ge=1, le=10**6, runtime=True)
     fit: PictureFit = setting(
         PictureFit.crop, "of a picture that is not square: crop takes the middle, stretch all of it"
     )
-    mirror: bool = setting(
-        False, "also train on each picture the other way round, left to right", aliases="random_flip, horizontal_flip"
-    )
+    mirror: bool = setting(False, "also train on each picture the other way round, left to right")
     random_crop: int = setting(
         0,
         "pixels by which a picture is shifted at most, up, down, left and right, another way each time that it is "
         "trained on; what comes in repeats the edge; 0: none",
         ge=0,
         le=4096,
-        aliases="crop_padding, pad_crop",
     )
     held_out: float = setting(0.05, "share of the pictures of each class kept for validation", gt=0, lt=1)
 

@@ -76,7 +76,6 @@ class Templated(Tokenised):
         False,
         "put several samples of a batch into a row of seq_len tokens, in which none sees another, and several pairs "
         "into two such rows; hparams.per_gpu_batch_size then counts rows, or of pairs twos of rows",
-        aliases="sequence_packing_enabled, packed_sequence, sample_packing",
         on_resume=OnResume.same,
         runtime=True,
     )
@@ -114,7 +113,6 @@ class RowFiles(Templated):
         dict,
         "what columns are called in the files, by their names here, as {prompt: question, completion: answer.text}; "
         "dots lead into others",
-        aliases="column_mapping, field_mapping",
     )
     encoding_errors: EncodingErrors = errors_of_files()
     on_bad_row: OnBadRow = setting(

@@ -45,7 +45,6 @@ class TextFiles(Text):
     text_field: str = setting(
         "text",
         "column or key that holds the text where files have rows; dots lead into others, as message.text",
-        aliases="text_column, text_key",
     )
     encoding_errors: EncodingErrors = errors_of_files()
     validation_path: Any = path_of_held_out_files("files for validation; null: hold out a share of `path`")
@@ -82,7 +81,6 @@ class TokenFiles(Text):
         MODEL_TOKENIZER,
         "tokenizer.json or folder that the tokens are of, for samples; null: there are none",
         path=True,
-        aliases="tokenizer_name, tokenizer_path",
         on_resume=OnResume.data,
     )
     held_out: float = setting(0.05, "share of the end of each file kept for validation", gt=0, lt=1)
