@@ -128,7 +128,7 @@ def _is_for_targets(parameter: inspect.Parameter) -> bool:
 
 
 def _extended(signature: inspect.Signature, num_positional: int) -> inspect.Signature:
-    """Return a model's signature with foundry's keywords; its first `num_positional` parameters become tokens and targets."""
+    """Return a model's signature with foundry's keywords; its first parameters become tokens and targets."""
     positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     first = [inspect.Parameter("tokens", positional), inspect.Parameter("targets", positional, default=None)]
     own = [p for p in list(signature.parameters.values())[num_positional:] if p.kind in (positional, keyword)]
