@@ -36,6 +36,7 @@ from foundry.evaluators.drawn_samples import DrawnSamples
 from foundry.models.documents import isolates_documents
 from foundry.models.initialisation import InitialModel, matrices_on_meta
 from foundry.models.keyed_draws import Draw, Part, draw_parts
+from foundry.models.logits import answer_with_log_probs
 from foundry.optim.optimizers import not_covered
 from foundry.parallel.process_group import World
 from foundry.simulators.protocol import Simulator
@@ -45,6 +46,9 @@ from foundry.training.protocols import Evaluator, GenerativeObjective, Objective
 from foundry.training.sharded import is_fake
 
 log = logging.getLogger(__name__)
+
+_TILE = "logprob_tile_tokens"
+"""A model's argument for the positions whose logits exist at a time."""
 
 
 def build_model(config: Config, node: Any = None) -> nn.Module:
@@ -146,9 +150,30 @@ def _construct(config: Config, node: Any, **given: Any) -> nn.Module:
     """The model as its constructor makes it, with torch's generator at the seed."""
     torch.manual_seed(config.hparams.seed)
     target = field_of(node, "_target_")
-    runtime = {**_dropouts(config.objective, target), **_tile(config.objective, target), **given}
-    model: nn.Module = build(node, **runtime)
+    size = field_of(config.objective, "logprob_chunk_size")
+    tile = {} if size is None or not _takes(target, _TILE) else {_TILE: size}
+    model: nn.Module = build(node, **_dropouts(config.objective, target), **tile, **given)
+    add_log_probs(config, model, tile_tokens=0 if tile or size is None else size)
     return model.train()  # transformers hands over what it reads from a folder without dropout
+
+
+def add_log_probs(config: Config, model: nn.Module, *, tile_tokens: int = 0) -> None:
+    """Let a model answer with logits where the objective reads log-probabilities; one that computes the loss does not.
+
+    Args:
+        config: of the run.
+        model: changed in place.
+        tile_tokens: positions whose logits exist at a time, of which the constructor has not been told; 0: all.
+
+    Raises:
+        ConfigError: nobody can heed `tile_tokens`.
+    """
+    reads_them = getattr(get_object(field_of(config.objective, "_target_")), "reads_log_probs", False)
+    if reads_them and "token_loss" not in inspect.signature(model.forward).parameters:
+        answer_with_log_probs(model, tile_tokens=tile_tokens, vocab_size=field_of(config.data, "vocab_size"))
+    elif tile_tokens:
+        message = f"is {tile_tokens} but the model, {type(model).__name__}, has no argument {_TILE}; set it to null"
+        raise ConfigError(Violation("objective.logprob_chunk_size", message))
 
 
 def _dropouts(objective: Any, target: str) -> dict[str, Any]:
@@ -166,19 +191,9 @@ def _dropouts(objective: Any, target: str) -> dict[str, Any]:
     return given
 
 
-def _tile(objective: Any, target: str) -> dict[str, Any]:
-    """The model's argument for the logits that exist at a time, where the objective gives it.
-
-    Raises:
-        ConfigError: it does not take one.
-    """
-    size = field_of(objective, "logprob_chunk_size")
-    if size is None:
-        return {}
-    if "logprob_tile_tokens" not in inspect.signature(get_object(target)).parameters:
-        message = f"but the model, {target}, has no argument logprob_tile_tokens; set it to null"
-        raise ConfigError(Violation("objective.logprob_chunk_size", f"is {size} {message}"))
-    return {"logprob_tile_tokens": size}
+def _takes(target: str, name: str) -> bool:
+    """Whether a constructor has a parameter of this name."""
+    return name in inspect.signature(get_object(target)).parameters
 
 
 def samples_per_epoch(config: Config, data: DataSplits) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 
 from foundry.checkpoint.folder import CheckpointError, problems
 from foundry.checkpoint.tensors import load_weights, require_shapes
-from foundry.config.build import build
+from foundry.config.build import build, field_of
 from foundry.config.errors import ConfigError, Violation, format_reason, shown
 from foundry.config.foreign import ForeignData
 from foundry.config.frozen import load_config
@@ -32,7 +32,7 @@ from foundry.models.initialisation import InitialModel, allocate
 from foundry.models.lora import add_adapters
 from foundry.parallel.device import choose_device
 from foundry.parallel.process_group import World
-from foundry.parts import drawn, resolve_init_from, unfilled
+from foundry.parts import add_log_probs, drawn, resolve_init_from, unfilled
 from foundry.planning.fake import build_fake
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
@@ -192,7 +192,13 @@ def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
 def _build(config: Config, run_dir: Path, *, trust: bool) -> nn.Module:
     """The model without its weights; see `unfilled`."""
     with unfilled(config.model):
-        model: nn.Module = build_part(config, "model", **_own_architecture(config, run_dir, trust=trust))
+        return _build_model(config, **_own_architecture(config, run_dir, trust=trust))
+
+
+def _build_model(config: Config, **runtime: Any) -> nn.Module:
+    """The model as its constructor makes it, for an objective that may read log-probabilities."""
+    model: nn.Module = build_part(config, "model", **runtime)
+    add_log_probs(config, model)
     return model
 
 
@@ -209,9 +215,9 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
         if resolve_init_from(node) is not None:
             return InitialModel(_build(whole, run_dir, trust=trust))
         if isinstance(node, HuggingFace) and node.path is not None:
-            return InitialModel(build_part(whole, "model"))
+            return InitialModel(_build_model(whole))
         torch.manual_seed(config.hparams.seed)  # a base that was drawn is drawn again
-        return drawn(build_part(whole, "model"), config.hparams.seed)
+        return drawn(_build_model(whole), config.hparams.seed)
 
     world = World(0, 0, 1, 1, torch.device("cpu"))
     model = read_base(config.model, checkpoint, start, world, "run")
@@ -290,6 +296,7 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
         validation=[],
         fingerprint="",
         tokens_per_sample=tokens,
+        max_tokens=field_of(config.data, "seq_len"),
         tokenizer=tokenizer,
         **_special_tokens(run_dir / STOP_TOKENS, tokenizer),
         chat_template=_chat_template(run_dir / CHAT_TEMPLATE),

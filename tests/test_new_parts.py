@@ -33,7 +33,13 @@ class Halved(Schedule):
     def phases(self):
         return [("warmup", self.warmup), ("whole", self.share * self.horizon), ("half", float("inf"))]
 '''
-SCHEDULE_SCHEMA = '''
+SCHEDULE_SCHEMA = '''"""A rate that is halved."""
+
+from dataclasses import dataclass
+
+from foundry.config.schemas.scheduler import Scheduler
+from foundry.config.setting import setting
+
 
 @dataclass(frozen=True, kw_only=True)
 class Halved(Scheduler):
@@ -58,7 +64,13 @@ class Scaled(NextToken):
     def loss(self, model, microbatch):
         return LossSum(super().loss(model, microbatch).loss * self.factor)
 '''
-OBJECTIVE_SCHEMA = '''
+OBJECTIVE_SCHEMA = '''"""Next-token loss times a factor."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from foundry.config.setting import setting
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
@@ -129,10 +141,10 @@ class Lines:
         with self.path.open("a") as file:
             file.write(f"{self.prefix} {event.step}\\n")
 '''
-# For each part: group, option, schema's name, Python file and its text, file of the schema and what it gets.
+# For each part: group, option, schema's name, Python file and its text, file of the schema and its text.
 PARTS = [
-    ("scheduler", "halved", "Halved", "optim/halved.py", SCHEDULE, "scheduler.py", SCHEDULE_SCHEMA),
-    ("objective", "scaled", "Scaled", "objectives/scaled.py", OBJECTIVE, "objective.py", OBJECTIVE_SCHEMA),
+    ("scheduler", "halved", "Halved", "optim/halved.py", SCHEDULE, "scheduler/halved.py", SCHEDULE_SCHEMA),
+    ("objective", "scaled", "Scaled", "objectives/scaled.py", OBJECTIVE, "objective/scaled.py", OBJECTIVE_SCHEMA),
     ("data", "counting", "Counting", "data/counting.py", DATA, "data/counting.py", DATA_SCHEMA),
 ]
 WORDS = [
@@ -155,8 +167,7 @@ def checkout(tmp_path_factory):
     shutil.copytree(config_dir(), root / "conf", ignore=ignored)
     for group, option, schema, file, text, schema_file, schema_text in PARTS:
         (root / "foundry" / file).write_text(text)
-        with (root / "foundry" / "config" / "schemas" / schema_file).open("a") as schemas:
-            schemas.write(schema_text)
+        (root / "foundry" / "config" / "schemas" / schema_file).write_text(schema_text)
         option_file = root / "conf" / group / f"{option}.yaml"
         option_file.write_text(f"# A new part.\ndefaults: [/schema/{group}/{schema}@_here_]\n")
     (root / "foundry" / "evaluators" / "weight_norm.py").write_text(EVALUATOR)

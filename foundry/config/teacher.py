@@ -8,8 +8,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.base import BaseKeys, kind_without_tokens, resolve_base
+from foundry.config.build import field_of
 from foundry.config.errors import ConfigError, Violation
-from foundry.config.schemas.model import Model
 from foundry.config.schemas.objective import Distillation
 from foundry.config.sources import local_path
 from foundry.run_dir.checkpoints import parse_step
@@ -43,7 +43,7 @@ def resolve_teacher(folder: Path, which: str, trust: bool, sizes: Mapping[str, i
     if isinstance(own[1], int) and own[1] < sizes["max_seq_len"]:
         text = f"{message} {own[1]} positions; set model.max_seq_len, {sizes['max_seq_len']}, to at most as many"
         raise ConfigError(Violation(KEYS.path, text))
-    return OmegaConf.to_object(node) if issubclass(OmegaConf.get_type(node) or dict, Model) else node
+    return OmegaConf.to_object(node)
 
 
 def pin_teacher(composed: DictConfig) -> list[Violation]:
@@ -65,7 +65,7 @@ def pin_teacher(composed: DictConfig) -> list[Violation]:
         return list(error.violations)
     except (OmegaConfBaseException, TypeError, ValueError, OSError):
         return []  # said of the setting itself
-    weights = node.get("init_from") if isinstance(node, DictConfig) else node.init_from
+    weights = field_of(node, "init_from")
     if weights is not None:
         objective.teacher_which = str(parse_step(Path(weights)))
     return []

@@ -178,6 +178,7 @@ def chat_splits(
         fingerprint=fingerprint,
         mixture=mix_rows(source, encoded.statistics.sources, notes),
         content=f"{source.content}-{seq_len}-{described}",
+        max_tokens=seq_len,
         tokens_per_sample=max(1, round(len(encoded.train) / len(train) * float(encoded.train.lengths.mean()))),
         tokenizer=found,
         notes=notes,

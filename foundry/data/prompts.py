@@ -148,6 +148,7 @@ def prompt_splits(
         fingerprint=hashlib.sha256(settings.encode(errors="surrogateescape")).hexdigest()[:32],
         content=f"{source.content}-{described}",
         tokens_per_sample=round(float(lengths.mean())) + max_new_tokens,
+        max_tokens=seq_len,
         tokenizer=found,
         mixture=mix_rows(source, sizes if len(sizes) > 1 else [], notes),
         notes=notes,

@@ -92,6 +92,7 @@ class DataSplits:
         fingerprint: changes whenever the samples or their order in the dataset do; the order of a run is drawn from it.
         tokens_per_sample: tokens in one sample, the mean where lengths differ; None where samples are not sequences of
             tokens.
+        max_tokens: most tokens of a sample, of a prompt with its answer; None: `tokens_per_sample`.
         tokenizer: a `tokenizers.Tokenizer` for text; None otherwise.
         notes: facts worth telling, such as the unigram entropy of held-out text; they go to plan.json.
         prompts: held-out prompts, most of them with answers, where the data has such.
@@ -109,6 +110,7 @@ class DataSplits:
     validation: Dataset
     fingerprint: str
     tokens_per_sample: int | None = None
+    max_tokens: int | None = None
     tokenizer: Any = None
     notes: dict[str, Any] | None = None
     content: str | None = None

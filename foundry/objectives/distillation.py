@@ -53,6 +53,7 @@ class Distillation:
         rollouts: as in `RolloutSettings.from_options`, which is read on policy only.
     """
 
+    reads_log_probs = True
     forward_keywords = ("read", "per_token")
 
     def __init__(

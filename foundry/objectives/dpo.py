@@ -30,6 +30,8 @@ class DPO:
     settings.
     """
 
+    reads_log_probs = True
+
     def __init__(
         self,
         *,

@@ -48,6 +48,8 @@ class GRPO:
     All others are those of `PolicyLossSettings`.
     """
 
+    reads_log_probs = True
+
     def __init__(
         self,
         *,

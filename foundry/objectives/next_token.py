@@ -24,6 +24,7 @@ class NextToken:
         temperature: of a text sample; 0 picks the likeliest token.
     """
 
+    reads_log_probs = True
     asks_for_loss = True
     """Its logits exist tile by tile whatever `model.logprob_tile_tokens` is."""
 

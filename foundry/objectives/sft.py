@@ -34,6 +34,7 @@ class SFT:
         temperature: of a text sample; 0 picks the likeliest token.
     """
 
+    reads_log_probs = True
     asks_for_loss = True
     metrics: tuple[str, ...]
     forward_keywords: tuple[str, ...] = ("read",)

@@ -147,9 +147,9 @@ def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], da
 
 
 def context_of(model: nn.Module, data: Any) -> int:
-    """Most tokens that a model reads; of one that does not say it, those of a sample."""
-    length = getattr(getattr(model, "module", model), "max_seq_len", None)
-    return int(data.tokens_per_sample if length is None else length)
+    """Most tokens that a model reads: its `max_seq_len`; without that attribute those of the longest sample."""
+    lengths = (getattr(getattr(model, "module", model), "max_seq_len", None), data.max_tokens, data.tokens_per_sample)
+    return int(next(length for length in lengths if length is not None))
 
 
 def _given(prompt: str | None, prompts: Sequence[str] | None, data: Any, *, chat: bool) -> Sequence[str]:

@@ -65,6 +65,8 @@ class Objective(Protocol):
     One that has `metrics`, the names of those in its `LossSum`, has settings that choose another refused at the start,
     and may leave any of them out of a microbatch. Without `metrics`, every microbatch of every rank has the same ones.
     One that has `forward_keywords` calls the model with these, and a model whose forward() lacks one is refused.
+    One whose `reads_log_probs` is true gets `foundry.models.token_log_probs.TokenLogProbs` of every model, also of one
+    that returns logits (`foundry.models.logits`).
     One whose `asks_for_loss` is true leaves the sum over tokens to the model, by `foundry.models.token_loss`.
     """
 

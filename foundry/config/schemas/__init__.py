@@ -1,1 +1,1 @@
-"""The schemas of the configuration, one file a group."""
+"""The schemas of the configuration, a folder for each group."""
