@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from foundry.sweeps.panels import PRUNED, Frame, Parameter, draw_parameter, resolve_colour
+from foundry.config.errors import listed
+from foundry.sweeps.panels import PRUNED, Colours, Frame, draw_parameter, is_share, name_colours, resolve_colour
+from foundry.sweeps.parameters import Parameter, series_of, shorten
 from foundry.sweeps.reading import evaluations
 from foundry.sweeps.results import JobReport, SweepReport
 from foundry.sweeps.table import metric_text, why_no_best
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 _MOST_PARAMETERS = 8
 _MOST_POINTS = 300  # of a curve
+_MOST_NAMES = 20  # at the ends of curves
+_LONGEST_NAME = 30  # characters
+_NAME_INCHES, _LINE_INCHES = 0.072, 0.155  # a character, and a line, of a name
 
 Panel = Callable[["Axes"], None]
 Curve = tuple[JobReport, list[tuple[int, float]]]
@@ -26,7 +32,11 @@ Curve = tuple[JobReport, list[tuple[int, float]]]
 
 def sweep_figure(sweep: SweepReport) -> "Figure":
     """A panel for each parameter, and one for the learning curves."""
-    panels: list[Panel] = [*_parameter_panels(sweep), partial(_draw_curves, sweep=sweep)]
+    parameters = Parameter.read_all(sweep)
+    panels: list[Panel] = [
+        *_parameter_panels(sweep, parameters),
+        partial(_draw_curves, sweep=sweep, parameters=parameters),
+    ]
     figure, found = grid(len(panels))
     for axes, draw in zip(found, panels, strict=True):
         draw(axes)
@@ -34,26 +44,31 @@ def sweep_figure(sweep: SweepReport) -> "Figure":
     return figure
 
 
-def _parameter_panels(sweep: SweepReport) -> Iterator[Panel]:
+def _parameter_panels(sweep: SweepReport, parameters: Sequence[Parameter]) -> Iterator[Panel]:
     measured = [job for job in sweep.jobs if job.has_metric and not job.has_failed]
     if not measured:
         return
     whole = [job for job in measured if job.is_complete] or measured
-    frame = Frame.around(value for job in whole for value in (job.metric, *(job.interval or ())) if value is not None)
-    for parameter in Parameter.read_all(sweep)[:_MOST_PARAMETERS]:
-        yield partial(draw_parameter, sweep=sweep, parameter=parameter, frame=frame)
+    values = [value for job in whole for value in (job.metric, *(job.interval or ())) if value is not None]
+    frame = Frame.around(values, is_linear=is_share(sweep.metric, values, minimize=sweep.minimize))
+    for parameter in parameters[:_MOST_PARAMETERS]:
+        yield partial(draw_parameter, sweep=sweep, parameter=parameter, parameters=parameters, frame=frame)
 
 
-def _draw_curves(axes: "Axes", sweep: SweepReport) -> None:
+def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter]) -> None:
     """The metric of every job over its steps; the training loss while nothing has been evaluated twice."""
     name, curves = _curves(sweep)
     count_steps(axes)
-    axes.set_ylabel(name, parse_math=False)
+    axes.set_ylabel(shorten(name, 40), parse_math=False)
     if not curves:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no learning curves", transform=axes.transAxes, ha="center", color=GREY)
         return
-    Frame.around(value for _, points in curves for _, value in points).apply(axes)
+    values = [value for _, points in curves for _, value in points]
+    is_linear = name == sweep.metric and is_share(name, values, minimize=sweep.minimize)
+    frame = Frame.around(values, is_linear=is_linear)
+    frame.apply(axes)
+    colours = Colours(parameters[0]) if parameters else None
     alpha = 0.9 if len(curves) <= 40 else 0.45
     for job, points in reversed(curves):
         steps, values = zip(*points, strict=True)
@@ -61,7 +76,7 @@ def _draw_curves(axes: "Axes", sweep: SweepReport) -> None:
         axes.plot(
             steps,
             values,
-            color=resolve_colour(sweep, job),
+            color=_curve_colour(sweep, job, colours),
             linewidth=2.6 if is_best else 1.2,
             alpha=1.0 if is_best else alpha,
             linestyle="--" if job.has_failed else "-",
@@ -70,17 +85,92 @@ def _draw_curves(axes: "Axes", sweep: SweepReport) -> None:
         )
         if job.has_failed:
             axes.plot(steps[-1:], values[-1:], "x", color=RED, markersize=7, markeredgewidth=1.8, zorder=4)
-        if is_best:
-            axes.annotate(
-                f"job {job.index}",
-                (steps[-1], values[-1]),
-                xytext=(-2, -7 if sweep.minimize else 7),
-                textcoords="offset points",
-                ha="right",
-                va="top" if sweep.minimize else "bottom",
-                color=ORANGE,
-                fontweight="bold",
-            )
+    names, title = _curve_names(sweep, parameters, curves), ", ".join(parameter.name for parameter in parameters)
+    if len(names) > _MOST_NAMES:
+        names, title = [name for name in names if name.is_best], ""
+        if colours is not None:
+            name_colours(axes, colours)
+    _write_names(axes, names, frame, "" if any(name.is_number for name in names) else title)
+
+
+def _curve_colour(sweep: SweepReport, job: JobReport, colours: Colours | None) -> str:
+    """The colour of the first parameter's value, unless the job is the best or has another state than finished."""
+    if colours is not None and job.is_complete and job is not sweep.best:
+        return colours.of(job)
+    return resolve_colour(sweep, job)
+
+
+@dataclass(frozen=True)
+class _CurveName:
+    """The name at the end of a curve, or of those of several seeds, by the curve of the best of them."""
+
+    text: str
+    end: float
+    colour: str
+    is_best: bool
+    is_number: bool
+
+
+def _curve_names(sweep: SweepReport, parameters: Sequence[Parameter], curves: Sequence[Curve]) -> list[_CurveName]:
+    """A name for each series of curves: the values of the parameters, or the job's number if these are too long."""
+    series: dict[tuple[float, ...], list[Curve]] = {}
+    for job, points in curves:
+        series.setdefault(series_of(parameters, job.index), []).append((job, points))
+    texts = {
+        places: ", ".join(one.label(place) for one, place in zip(parameters, places, strict=True)) for places in series
+    }
+    are_long = max(map(len, texts.values())) > _LONGEST_NAME or len(set(texts.values())) < len(texts)
+    if are_numbers := not parameters or are_long:
+        numbers = {places: [job.index for job, _ in alike] for places, alike in series.items()}
+        texts = {places: f"job{'s' * (len(many) > 1)} {listed(many, 3)}" for places, many in numbers.items()}
+    colours = Colours(parameters[0]) if parameters else None
+    found = []
+    for places, alike in series.items():
+        job, points = alike[0]  # jobs are sorted, the best first
+        end = next(value for _, value in reversed(points) if math.isfinite(value))
+        found.append(_CurveName(texts[places], end, _curve_colour(sweep, job, colours), job is sweep.best, are_numbers))
+    return found
+
+
+def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title: str) -> None:
+    """Write names at the right of the panel, which becomes narrower, each as near to its curve's end as others allow.
+
+    Args:
+        axes: of the curves.
+        names: of curves.
+        frame: the vertical extent of the panel.
+        title: above the names: the parameters whose values they are.
+    """
+    at, figure = axes.get_position(), axes.figure
+    width, height = at.width * figure.get_figwidth(), at.height * figure.get_figheight()
+    room = (max(len(name.text) for name in names) + 2) * _NAME_INCHES / width if names else 0.0
+    axes.set_position((at.x0, at.y0, at.width * (1 - room), at.height))
+    ordered = sorted(names, key=lambda name: name.end)
+    heights = spread([frame.share(name.end) for name in ordered], min(_LINE_INCHES / height, 0.95 / max(len(names), 1)))
+    for name, place in zip(ordered, heights, strict=True):
+        text = axes.text(1.02, place, name.text, transform=axes.transAxes, va="center", fontsize="small")
+        text.set(color=name.colour, fontweight="bold" if name.is_best else "normal", parse_math=False)
+    if title:
+        right = 1 / (1 - room)
+        above = axes.text(right, 1.04, shorten(title, 45), transform=axes.transAxes, ha="right", fontsize="small")
+        above.set(color=GREY, parse_math=False)
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Move ascending places between 0 and 1, as little as possible in squares, until neighbours are `gap` apart.
+
+    That is isotonic regression of the places less their multiples of the gap; what would leave the range is moved back.
+    """
+    pools = list[tuple[float, int]]()  # mean and number
+    for index, place in enumerate(places):
+        mean, number = place - index * gap, 1
+        while pools and pools[-1][0] > mean:
+            other, many = pools.pop()
+            mean, number = (mean * number + other * many) / (number + many), number + many
+        pools.append((mean, number))
+    level = [mean for mean, number in pools for _ in range(number)]
+    highest = 0.98 - (len(places) - 1) * gap
+    return [min(max(mean, 0.0), highest) + index * gap for index, mean in enumerate(level)]
 
 
 def _curves(sweep: SweepReport) -> tuple[str, list[Curve]]:

@@ -1,12 +1,12 @@
-"""The panels of a sweep's picture: the metric against a parameter."""
+"""The panels of a sweep's picture: the metric against a parameter, the colours telling another one."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median_low, quantiles
+from statistics import fmean, median_low, quantiles, stdev
 from typing import TYPE_CHECKING
 
-from foundry.config.job_overrides import parse_number
+from foundry.sweeps.parameters import Parameter, companion, number_text, series_of, shorten
 from foundry.sweeps.results import JobReport, SweepReport
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, scale_logarithmically
 
@@ -19,68 +19,52 @@ WIDE_SPAN = 20.0
 PRUNED = "#c2a5cf"
 """Of jobs that a search ended early."""
 
-_MOST_TICKS = 7
-_ROOM = 36  # characters of all labels, side by side
-_LONGEST_LABEL = 22  # characters
+_TICK_INCHES, _LEGEND_INCHES = 0.085, 0.07
+"""Width of a character of a tick label, and of a row of names, estimated."""
+
+_HUES = (BLUE, "#db2777", "#0d9488", "#7c3aed", "#a16207", "#0891b2", "#475569", "#65a30d")
+"""Of categories; not those that tell the best job and states."""
+_SCALE, _SCALE_END = "viridis", 0.75  # its end is too light to be seen
+_MOST_TICKS = 12
+_SHORTEST_TICK = 7  # characters, below which category names are drawn aslant
+_ASLANT = 9  # characters
+_LONGEST_NAME = 40  # characters of an axis
 _MANY_JOBS = 60  # drawn smaller
+_SHARES = ("accuracy", "rate", "share", "missing", "success", "match", "dropout", "ratio", "fraction", "probability")
+_SHARES += ("momentum", "beta", "top_p")
+
+
+def is_share(name: str, values: Iterable[float], *, minimize: bool = True) -> bool:
+    """Whether values are fractions of one, such as an accuracy, which mean nothing on a logarithmic axis.
+
+    Args:
+        name: of a metric or a parameter; a loss between 0 and 1 is no share.
+        values: those that are not finite are left out.
+        minimize: False: any metric between 0 and 1 of which more is better is a share.
+    """
+    is_bounded = all(0 <= value <= 1 for value in values if math.isfinite(value))
+    return is_bounded and (not minimize or any(word in name for word in _SHARES))
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """An override that differs between jobs.
+class Colours:
+    """Colours that tell the values of a parameter: a scale for numbers, hues for a few categories."""
 
-    Attributes:
-        name: as shown.
-        at: each job's place along the axis, by index: its value, or the number of its category.
-        labels: of the categories; empty for numbers.
-    """
+    parameter: Parameter
 
-    name: str
-    at: Mapping[int, float]
-    labels: tuple[str, ...]
+    def __getitem__(self, value: float) -> str:
+        from matplotlib import colormaps
+        from matplotlib.colors import to_hex
 
-    @classmethod
-    def read(cls, sweep: SweepReport, key: str) -> "Parameter":
-        """Numbers where every job has one, else categories in the order in which they were given."""
-        texts = {job.index: job.values.get(key, "-") for job in sorted(sweep.jobs, key=lambda job: job.index)}
-        numbers = {index: parse_number(text) for index, text in texts.items()}
-        if all(math.isfinite(number) for number in numbers.values()):
-            return cls(sweep.names[key], numbers, ())
-        labels = tuple(dict.fromkeys(texts.values()))
-        return cls(sweep.names[key], {index: labels.index(text) for index, text in texts.items()}, labels)
+        values = self.parameter.values
+        rank = values.index(value)
+        if self.parameter.labels and len(values) <= len(_HUES):
+            return _HUES[rank]
+        return to_hex(colormaps[_SCALE](_SCALE_END * rank / max(len(values) - 1, 1)))
 
-    @classmethod
-    def read_all(cls, sweep: SweepReport) -> list["Parameter"]:
-        """The swept parameters; those that always go together, as zipped ones do, are one.
-
-        Where no value occurs twice, as in a random search, nothing can be said to go together.
-        """
-        together: dict[tuple[float, ...], list[Parameter]] = {}
-        for key in sweep.names:
-            parameter = cls.read(sweep, key)
-            order = list(parameter.at.values())
-            alike = tuple(order.index(place) for place in order)
-            together.setdefault(alike if len(set(alike)) < len(order) else (len(together), -1), []).append(parameter)
-        return [parameters[0] if len(parameters) == 1 else cls._joined(parameters) for parameters in together.values()]
-
-    @classmethod
-    def _joined(cls, parameters: Sequence["Parameter"]) -> "Parameter":
-        """Categories, each named by the values that go together."""
-        first = parameters[0]
-        names = {index: ", ".join(one.label(one.at[index]) for one in parameters) for index in first.at}
-        labels = tuple(dict.fromkeys(names.values()))
-        places = {index: float(labels.index(name)) for index, name in names.items()}
-        return cls(", ".join(one.name for one in parameters), places, labels)
-
-    @property
-    def values(self) -> list[float]:
-        """The different places, ascending."""
-        return sorted(set(self.at.values()))
-
-    def label(self, value: float) -> str:
-        """A place's name."""
-        text = self.labels[int(value)] if self.labels else f"{value:g}"
-        return text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 1]}…"
+    def of(self, job: JobReport) -> str:
+        """A job's colour."""
+        return self[self.parameter.at[job.index]]
 
 
 @dataclass(frozen=True)
@@ -92,11 +76,16 @@ class Frame:
     is_log: bool
 
     @classmethod
-    def around(cls, values: Iterable[float]) -> "Frame":
-        """Hold the values; of those far above or below the bulk only that they lie outside."""
+    def around(cls, values: Iterable[float], *, is_linear: bool = False) -> "Frame":
+        """Hold the values; of those far above or below the bulk only that they lie outside.
+
+        Args:
+            values: those that are not finite are left out; one at least is finite.
+            is_linear: never choose a logarithmic axis.
+        """
         finite = sorted(value for value in values if math.isfinite(value))
         low, high = finite[0], finite[-1]
-        is_log = low > 0 and high > WIDE_SPAN * low
+        is_log = not is_linear and low > 0 and high > WIDE_SPAN * low
         if is_log:
             margin = (high / low) ** 0.09
             return cls(low / margin, high * margin, True)
@@ -106,6 +95,12 @@ class Frame:
             low, high = max(low, first - reach), min(high, third + reach)
         margin = 0.09 * (high - low) or 0.05 * abs(high) or 0.5
         return cls(low - margin, high + margin, False)
+
+    def share(self, value: float) -> float:
+        """How far up the panel a value lies, from 0 to 1."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
+        place = math.log(value) if self.is_log else value
+        return min(max((place - low) / (high - low), 0.0), 1.0)
 
     def apply(self, axes: "Axes") -> None:
         """Give a panel this extent."""
@@ -125,12 +120,21 @@ def resolve_colour(sweep: SweepReport, job: JobReport) -> str:
     return BLUE if job.is_complete and job.has_metric else GREEN if job.is_going else GREY
 
 
-def draw_parameter(axes: "Axes", sweep: SweepReport, parameter: Parameter, frame: Frame) -> None:
-    """The metric of each job against a parameter; what failed or diverged is a cross at the bad end."""
-    axes.set_xlabel(parameter.name, parse_math=False)
-    axes.set_ylabel(sweep.metric_name, parse_math=False)
+def draw_parameter(
+    axes: "Axes", sweep: SweepReport, parameter: Parameter, parameters: Sequence[Parameter], frame: Frame
+) -> None:
+    """The metric of each job against a parameter; what failed or diverged is a cross at the bad end.
+
+    Colours tell the values of another parameter. Jobs that are alike in all others are joined; of several seeds their
+    means are, and a line is as long as two standard deviations.
+    """
+    axes.set_xlabel(shorten(parameter.name, _LONGEST_NAME), parse_math=False)
+    axes.set_ylabel(shorten(sweep.metric_name, _LONGEST_NAME), parse_math=False)
     frame.apply(axes)
-    place = _scale_categories(axes, parameter) if parameter.labels else _scale_numbers(axes, parameter)
+    others = [other for other in parameters if other is not parameter]
+    told = companion(parameter, parameters)
+    colours = None if told is None else Colours(told)
+    place = _scale_categories(axes, parameter, others) if parameter.labels else _scale_numbers(axes, parameter)
     edge = 0.965 if sweep.minimize else 0.035
     transform = axes.get_xaxis_transform()
     for job in reversed(sweep.jobs):  # the best on top
@@ -138,10 +142,84 @@ def draw_parameter(axes: "Axes", sweep: SweepReport, parameter: Parameter, frame
             colour = RED if job.has_failed else GREY
             axes.plot(place(job), edge, "x", color=colour, transform=transform, markersize=7, markeredgewidth=1.8)
         elif job.has_metric:
-            _draw_job(axes, place(job), sweep, job, frame)
+            _draw_job(axes, place(job), sweep, job, frame, colours)
+    _draw_series(axes, place, sweep, parameter, others, colours)
+    if colours is not None:
+        name_colours(axes, colours)
 
 
-def _draw_job(axes: "Axes", x: float, sweep: SweepReport, job: JobReport, frame: Frame) -> None:
+def _draw_series(
+    axes: "Axes",
+    place: Callable[[JobReport], float],
+    sweep: SweepReport,
+    parameter: Parameter,
+    others: Sequence[Parameter],
+    colours: Colours | None,
+) -> None:
+    """Join the jobs that differ in the parameter only, and show mean and standard deviation of several seeds."""
+    series: dict[tuple[float, ...], dict[float, list[JobReport]]] = {}
+    for job in sweep.jobs:
+        if job.is_complete and job.has_metric:
+            alike = series.setdefault(series_of(others, job.index), {})
+            alike.setdefault(parameter.at[job.index], []).append(job)
+    if not others and all(len(jobs) == 1 for by_value in series.values() for jobs in by_value.values()):
+        return
+    for by_value in series.values():
+        colour = BLUE if colours is None else colours.of(next(iter(by_value.values()))[0])
+        means = list[tuple[float, float]]()
+        for _, jobs in sorted(by_value.items()):
+            values, at = [job.metric for job in jobs if job.metric is not None], [place(job) for job in jobs]
+            means.append((fmean(at), fmean(values)))
+            if len(jobs) > 1:
+                _draw_spread(axes, at, values, colour)
+        if len(means) > 1 and not parameter.labels:
+            axes.plot(*zip(*means, strict=True), color=colour, linewidth=1.4, alpha=0.7, zorder=2, gid="series")
+
+
+def _draw_spread(axes: "Axes", at: Sequence[float], values: Sequence[float], colour: str) -> None:
+    """A dash at the mean of several seeds, and a line of one standard deviation to either side."""
+    middle, mean, spread = fmean(at), fmean(values), stdev(values)
+    axes.plot([middle] * 2, [mean - spread, mean + spread], color=colour, linewidth=2, alpha=0.8, zorder=2, gid="std")
+    axes.plot(middle, mean, "_", color=colour, markersize=14, markeredgewidth=2.4, zorder=4, gid="mean")
+
+
+def name_colours(axes: "Axes", colours: Colours) -> None:
+    """A row above the panel: the parameter that colours tell, and as many of its values as there is room for."""
+    from matplotlib.lines import Line2D
+
+    parameter = colours.parameter
+    values, name = parameter.values, shorten(parameter.name, 22)
+    room = axes.get_position().width * axes.figure.get_figwidth() / _LEGEND_INCHES - len(name) - 2
+    lengths = sorted((len(parameter.label(value)) + 3.5 for value in values), reverse=True)  # with mark and gap
+    number = max((n for n in range(2, len(values) + 1) if sum(lengths[:n]) <= room), default=2)
+    chosen = sorted({round(place * (len(values) - 1) / (number - 1)) for place in range(number)})
+    handles = [Line2D([], [], linestyle="", label=name)]
+    handles += [
+        Line2D([], [], linestyle="", marker="o", markersize=6, color=colours[values[rank]], label=label)
+        for rank in chosen
+        for label in [parameter.label(values[rank])]
+    ]
+    legend = axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(-0.06, 0.99),
+        ncols=len(handles),
+        frameon=False,
+        fontsize="small",
+        handlelength=0.8,
+        handletextpad=0.4,
+        columnspacing=0.9,
+        borderaxespad=0.1,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    if len(chosen) < len(values):
+        legend.get_texts()[0].set_text(f"{name} ({len(values)} values)")
+
+
+def _draw_job(
+    axes: "Axes", x: float, sweep: SweepReport, job: JobReport, frame: Frame, colours: Colours | None
+) -> None:
     """A star for the best, a dot for another, a triangle where the frame ends; hollow until the job is complete.
 
     The line behind it is the interval of the metric, where there is one.
@@ -150,6 +228,8 @@ def _draw_job(axes: "Axes", x: float, sweep: SweepReport, job: JobReport, frame:
     y = min(max(job.metric, frame.low), frame.high)
     is_best = job is sweep.best
     colour = resolve_colour(sweep, job)
+    if colours is not None and job.is_complete and not is_best:
+        colour = colours.of(job)
     if job.interval is not None:
         axes.plot([x, x], job.interval, color=colour, linewidth=1.4, alpha=0.45, zorder=1)
     axes.plot(
@@ -166,35 +246,79 @@ def _draw_job(axes: "Axes", x: float, sweep: SweepReport, job: JobReport, frame:
 
 
 def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], float]:
-    """Set the axis, logarithmic over a wide span unless the values lie evenly but for a small one."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+    """Set the axis, logarithmic over a wide span unless the values lie evenly but for a small one, or are shares.
+
+    Ticks are at the values if these are few, but at none whose label would touch another's.
+    """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     values = parameter.values
     is_wide = values[0] > 0 and values[-1] > WIDE_SPAN * values[0]
-    axes.margins(x=0.06)
-    if is_wide and median_low(values) < 0.35 * values[-1]:
+    is_log = is_wide and median_low(values) < 0.35 * values[-1] and not is_share(parameter.name, values)
+    if is_log:
         axes.set_xscale("log")
+    axes.margins(x=0.06)
+    if len(values) <= _MOST_TICKS:
+        inches = 0.88 * axes.get_position().width * axes.figure.get_figwidth()
+        axes.xaxis.set_major_locator(FixedLocator(_apart(parameter, is_log=is_log, inches=inches)))
+    elif is_log:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if values[-1] >= 100 * values[0] else (1.0, 2.0, 5.0)))
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-    if len(values) <= _MOST_TICKS and axes.get_xscale() == "log":
-        axes.set_xticks(values, [parameter.label(value) for value in values])
-        axes.xaxis.set_minor_locator(NullLocator())
-    else:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=parameter.is_integer, min_n_ticks=1))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
     return lambda job: parameter.at[job.index]
 
 
-def _scale_categories(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], float]:
-    """Set the names below the strips, aslant where they are long; a job's place is among those of its category."""
-    names = [parameter.label(value) for value in range(len(parameter.labels))]
-    axes.set_xticks(range(len(names)), names)
-    if sum(map(len, names)) > _ROOM:
-        axes.tick_params(axis="x", rotation=25)
+def _apart(parameter: Parameter, *, is_log: bool, inches: float) -> list[float]:
+    """The values whose labels do not touch on an axis of this length: from the left, and the last one."""
+    values = parameter.values
+    scaled = [math.log(value) if is_log else value for value in values]
+    extent = scaled[-1] - scaled[0] or 1.0
+    kept: list[tuple[float, float, float]] = []  # value, left and right end of its label in inches
+    for value, place in zip(values, scaled, strict=True):
+        middle, half = (place - scaled[0]) / extent * inches, 0.5 * _TICK_INCHES * (len(number_text(value)) + 1)
+        label = (value, middle - half, middle + half)
+        if value == values[-1]:
+            while len(kept) > 1 and kept[-1][2] > label[1]:
+                kept.pop()
+        if not kept or kept[-1][2] <= label[1]:
+            kept.append(label)
+    return [value for value, _, _ in kept]
+
+
+def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Parameter]) -> Callable[[JobReport], float]:
+    """Set the names below the strips, on two lines or aslant where they are long.
+
+    A job's place is among those of its category, beside those that are alike in the other parameters.
+    """
+    names = parameter.labels
+    slot = axes.get_position().width * axes.figure.get_figwidth() / (len(names) + 0.2) / _TICK_INCHES
+    axes.set_xticks(range(len(names)))
+    if max(map(len, names)) <= slot - 1 or slot >= _SHORTEST_TICK:
+        axes.set_xticklabels([_in_lines(name, int(slot) - 1) for name in names])
+    else:
+        labels = [shorten(name, _ASLANT) for name in names]
+        axes.set_xticklabels(labels, rotation=25, ha="right", rotation_mode="anchor")
+        axes.xaxis.labelpad = 0
+    for text in axes.get_xticklabels():
+        text.set_parse_math(False)
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.grid(axis="x", visible=False)
     offsets = dict[int, float]()
     for value in range(len(names)):
-        alike = sorted(index for index, at in parameter.at.items() if at == value)
+        alike = [index for index, at in parameter.at.items() if at == value]
+        alike.sort(key=lambda index: (series_of(others, index), index))
         step = min(0.1, 0.44 / max(len(alike) - 1, 1))
         offsets |= {index: step * (place - (len(alike) - 1) / 2) for place, index in enumerate(alike)}
     return lambda job: parameter.at[job.index] + offsets[job.index]
+
+
+def _in_lines(name: str, longest: int) -> str:
+    """A category's name on one or two lines of so many characters, broken between words if possible."""
+    text = shorten(name, 2 * longest)
+    if len(text) <= longest:
+        return text
+    breaks = [at for at in range(len(text) - longest, longest + 1) if text[at - 1] in " _-.,=/"]
+    at = breaks[-1] if breaks else longest
+    return f"{text[:at].rstrip()}\n{text[at:].lstrip()}"

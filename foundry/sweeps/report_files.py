@@ -12,6 +12,7 @@ from foundry.run_dir.files import UnsafeFileError, write_atomically
 from foundry.run_dir.outputs import Recognizer, has_columns, has_keys, is_picture, refusal
 from foundry.run_dir.strict_json import encode
 from foundry.sweeps.results import JobReport, SweepReport
+from foundry.sweeps.seeds import seed_groups
 
 CSV, JSON, PICTURE = "report.csv", "report.json", "report.png"
 """The files in a sweep's directory."""
@@ -78,6 +79,16 @@ def write_json(sweep: SweepReport) -> Path:
                 "result": job.result,
             }
             for job in sweep.jobs
+        ],
+        "over_seeds": [
+            {
+                "swept": dict(group.values),
+                "jobs": [job.index for job in group.jobs],
+                "measured": len(group.measured),
+                "mean": group.mean,
+                "std": group.std,
+            }
+            for group in seed_groups(sweep)
         ],
     }
     path = sweep.folder / JSON

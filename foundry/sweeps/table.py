@@ -15,6 +15,7 @@ from foundry.config.errors import listed
 from foundry.config.job_overrides import brief, parse_number
 from foundry.run_dir.redact import one_line
 from foundry.sweeps.results import JobReport, SweepReport
+from foundry.sweeps.seeds import SeedGroup, is_seed, seed_groups
 from foundry.tracking.humanize import duration
 
 _STYLES = {
@@ -42,7 +43,7 @@ def show(sweep: SweepReport, console: Console) -> None:
     if console.is_terminal:
         console.print(screen(sweep, console))
         return
-    for line in _plain(sweep):
+    for line in [*_plain(sweep), *_plain_seeds(sweep)]:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     for text in summary(sweep):
         console.print(text, soft_wrap=True)
@@ -56,7 +57,7 @@ def screen(sweep: SweepReport, console: Console, *, scrolls: bool = True) -> Gro
         console: where it is shown; without the logs' names where it is narrow.
         scrolls: False: leave out jobs where the console is too low for all.
     """
-    below = [*_notes(sweep), *summary(sweep)]
+    below = [*_seeds_table(sweep), *_notes(sweep), *summary(sweep)]
     jobs: Sequence[JobReport] = sweep.jobs
     if not scrolls:
         used = _ROWS_BESIDES + len(console.render_lines(Group(*below)))
@@ -87,7 +88,18 @@ def summary(sweep: SweepReport) -> Iterator[Text]:
     settled = "best" if best.is_complete else "best so far"
     message = [f"job {best.index}", f"{sweep.metric_name} {metric_text(best.metric)}", sweep.settings(best)]
     yield Text(f"{settled}: ", style="bold") + Text(", ".join(part for part in message if part))
+    if (groups := seed_groups(sweep)) and groups[0].std is not None:
+        yield Text("best over seeds: ", style="bold") + Text(_over_seeds(sweep, groups[0]))
     yield Text("repeat: ", style="bold") + Text(one_line(sweep.repeat(best)))
+
+
+def _over_seeds(sweep: SweepReport, group: SeedGroup) -> str:
+    """`lr=0.01, val_loss 0.3989 ± 0.0021 of 3 seeds`."""
+    settings = " ".join(f"{sweep.names[key]}={brief(value)}" for key, value in group.values.items())
+    measured = (
+        f"{sweep.metric_name} {metric_text(group.mean)} ± {metric_text(group.std)} of {len(group.measured)} seeds"
+    )
+    return ", ".join(part for part in (settings, measured) if part)
 
 
 def why_no_best(sweep: SweepReport) -> str:
@@ -125,6 +137,30 @@ def _table(sweep: SweepReport, jobs: Sequence[JobReport], *, with_log: bool = Tr
     return table
 
 
+def _seeds_table(sweep: SweepReport) -> Iterator[Table]:
+    """Mean and standard deviation over seeds, on a terminal; nothing where no seed is swept."""
+    if rows := list(_seed_rows(sweep)):
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column in _seed_columns(sweep):
+            table.add_column(column.name, justify="right" if column.is_number else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        yield table
+
+
+def _seed_columns(sweep: SweepReport) -> list[_Column]:
+    columns = [_swept_column(sweep, key) for key in sweep.names if not is_seed(key)]
+    return [*columns, *(_Column(name, True) for name in ("seeds", f"mean {sweep.metric_name}", "std"))]
+
+
+def _seed_rows(sweep: SweepReport) -> Iterator[list[str]]:
+    """A row for each setting: its values, how many of its seeds are measured, mean and standard deviation."""
+    for group in seed_groups(sweep):
+        settings = [brief(group.values.get(key, "-")) for key in sweep.names if not is_seed(key)]
+        count = f"{len(group.measured)}/{len(group.jobs)}"
+        yield [*settings, count, metric_text(group.mean), metric_text(group.std)]
+
+
 def _most_telling(jobs: Sequence[JobReport], number: int) -> Sequence[JobReport]:
     """So many of the jobs, in their order: those that run, then from the top."""
     chosen = {job.index for job in sorted(jobs, key=lambda job: job.state != "running")[:number]}
@@ -145,13 +181,9 @@ def _notes(sweep: SweepReport) -> Iterator[Text]:
 
 
 def _columns(sweep: SweepReport) -> list[_Column]:
-    swept = [
-        _Column(name, not any(math.isnan(parse_number(job.values.get(key, "0"))) for job in sweep.jobs))
-        for key, name in sweep.names.items()
-    ]
     return [
         _Column("job", True),
-        *swept,
+        *(_swept_column(sweep, key) for key in sweep.names),
         _Column("state"),
         _Column("step", True),
         _Column(sweep.metric_name, True),
@@ -159,6 +191,11 @@ def _columns(sweep: SweepReport) -> list[_Column]:
         _Column("time", True),
         _Column("log"),
     ]
+
+
+def _swept_column(sweep: SweepReport, key: str) -> _Column:
+    are_numbers = not any(math.isnan(parse_number(job.values.get(key, "0"))) for job in sweep.jobs)
+    return _Column(sweep.names[key], are_numbers)
 
 
 def _cells(sweep: SweepReport, job: JobReport) -> list[str]:
@@ -183,13 +220,20 @@ def _interval_text(job: JobReport) -> str:
 
 
 def _plain(sweep: SweepReport) -> Iterator[str]:
-    columns = _columns(sweep)
-    columns.append(_Column("note"))
-    rows = [[column.name for column in columns], *([*_cells(sweep, job), job.note] for job in sweep.jobs)]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return _aligned([*_columns(sweep), _Column("note")], [[*_cells(sweep, job), job.note] for job in sweep.jobs])
+
+
+def _plain_seeds(sweep: SweepReport) -> Iterator[str]:
+    rows = list(_seed_rows(sweep))
+    return _aligned(_seed_columns(sweep), rows) if rows else iter(())
+
+
+def _aligned(columns: Sequence[_Column], cells: Sequence[Sequence[str]]) -> Iterator[str]:
+    rows = [[column.name for column in columns], *cells]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [
+        padded = [
             cell.rjust(width) if column.is_number else cell.ljust(width)
             for cell, width, column in zip(row, widths, columns, strict=True)
         ]
-        yield "  ".join(cells).rstrip()
+        yield "  ".join(padded).rstrip()

@@ -1,10 +1,12 @@
+import itertools
 import math
+import shutil
 
 import pytest
 from matplotlib.colors import to_hex
 from support.sweep_dirs import SweepDir
 
-from foundry.sweeps.figure import sweep_figure
+from foundry.sweeps.figure import spread, sweep_figure
 from foundry.sweeps.panels import Frame
 from foundry.sweeps.reading import read_sweep
 from foundry.tracking.plot_style import ORANGE, RED, save_figure
@@ -22,6 +24,11 @@ def drawn(sweep_dir):
     save_figure(figure, path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
     return figure.axes
+
+
+def undrawn(sweep_dir):
+    """The panels of a picture that is not written."""
+    return sweep_figure(read_sweep(sweep_dir.folder)).axes
 
 
 def marks(axes, marker):
@@ -47,7 +54,7 @@ def test_one_number_over_a_wide_span_is_drawn_on_a_logarithmic_axis(sweep_dir):
     assert [label.get_text() for label in panel.get_xticklabels()] == ["0.0001", "0.001", "0.01"]
     best = max(curves.lines, key=lambda line: line.get_linewidth())
     assert (to_hex(best.get_color()), list(best.get_ydata())) == (ORANGE, [3.0, 1.5])
-    assert message(curves) == ["job 1"]
+    assert message(curves) == ["0.001", "0.01", "0.0001", "lr"]  # from the lowest up, and of which parameter
 
 
 def test_a_line_shows_the_interval_of_a_metric(sweep_dir):
@@ -105,16 +112,209 @@ def test_keys_that_go_together_are_one_parameter(sweep_dir):
         for seed, loss in ((0, 1.0), (1, math.nan)):
             overrides = (f"hparams.lr={lr}", f"hparams.grad_clip_norm={clip}", f"hparams.seed={seed}")
             sweep_dir.job(*overrides, losses=(3.0, loss + float(lr)))
-    panel, seeds, _ = drawn(sweep_dir)
-    assert (panel.get_xlabel(), seeds.get_xlabel()) == ("lr, grad_clip_norm", "seed")
+    panel, curves = drawn(sweep_dir)
+    assert (panel.get_xlabel(), curves.get_xlabel()) == ("lr, grad_clip_norm", "optimizer step")
     assert [label.get_text() for label in panel.get_xticklabels()] == ["0.001, 1", "0.003, 0.5"]
-    assert len(marks(panel, "x")) == len(marks(seeds, "x")) == 2
+    assert len(marks(panel, "x")) == 2
 
 
 def test_numbers_that_lie_evenly_but_for_a_small_one_have_a_linear_axis(sweep_dir):
     for number in (0.001, 0.1, 0.2, 0.3, 0.4):
         sweep_dir.job(f"optimizer.weight_decay={number}")
     assert drawn(sweep_dir)[0].get_xscale() == "linear"
+
+
+def series(axes, kind="series"):
+    """Lines of a kind by colour: (x, y) of each."""
+    return [
+        (to_hex(line.get_color()), [(float(x), float(y)) for x, y in zip(*line.get_data(), strict=True)])
+        for line in axes.lines
+        if line.get_gid() == kind
+    ]
+
+
+def legend(axes):
+    """The row above a panel: its texts, and the colours of its marks."""
+    row = axes.get_legend()
+    colours = [to_hex(mark.get_markerfacecolor()) for mark in row.legend_handles if mark.get_marker() == "o"]
+    return [text.get_text() for text in row.get_texts()], colours
+
+
+def ticks(axes):
+    axes.figure.canvas.draw()
+    low, high = sorted(axes.get_xlim())
+    return [
+        label.get_text()
+        for tick, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+        if low <= tick <= high
+    ]
+
+
+def overlaps(axes):
+    """Pairs of neighbouring tick labels that touch."""
+    axes.figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+    return [(one, other) for one, other in itertools.pairwise(boxes) if one.x1 > other.x0]
+
+
+def test_colours_tell_the_second_parameter_and_lines_join_what_differs_in_the_first(sweep_dir):
+    for lr in (1, 2, 3):
+        for layers in (2, 4):
+            sweep_dir.job(f"hparams.lr={lr}", f"model.num_layers={layers}", losses=(9.0, lr + layers / 10))
+    by_lr, by_layers, curves = undrawn(sweep_dir)
+    names, colours = legend(by_lr)
+    assert names == ["num_layers", "2", "4"]
+    assert series(by_lr) == [
+        (colours[0], [(1, 1.2), (2, 2.2), (3, 3.2)]),
+        (colours[1], [(1, 1.4), (2, 2.4), (3, 3.4)]),
+    ]
+    dots = {(float(line.get_xdata()[0]), round(float(line.get_ydata()[0]), 1)): line for line in by_lr.lines}
+    assert [to_hex(dots[x, y].get_markerfacecolor()) for x, y in ((3, 3.2), (2, 2.4))] == colours
+    names, colours = legend(by_layers)
+    assert (names, len(set(colours))) == (["lr", "1", "2", "3"], 3)
+    assert [colour for colour, _ in series(by_layers)] == colours
+    assert message(curves)[-1] == "lr, num_layers"
+    assert message(curves)[:2] == ["1, 2", "1, 4"]
+    ends = {to_hex(line.get_color()) for line in curves.lines}
+    assert ends == {ORANGE, *colours}  # curves have the colours of the first parameter
+
+
+def test_categories_have_hues_and_are_not_joined(sweep_dir):
+    for optimizer in ("adamw", "muon"):
+        for scheduler in ("wsd", "cosine"):
+            sweep_dir.job(f"optimizer={optimizer}", f"scheduler={scheduler}")
+    panel, _, _ = undrawn(sweep_dir)
+    names, colours = legend(panel)
+    assert names == ["scheduler", "wsd", "cosine"]
+    assert len(set(colours)) == 2
+    assert not {ORANGE, RED} & set(colours)
+    assert series(panel) == []
+
+
+def test_a_random_search_is_coloured_by_the_other_parameter(sweep_dir):
+    for number in range(30):
+        sweep_dir.job(f"hparams.lr={1e-4 * 1.3**number:.6g}", f"a.b={0.01 * ((7 * number) % 30):.4f}")
+    panel, _, curves = undrawn(sweep_dir)
+    names, colours = legend(panel)
+    assert names[0] == "b (30 values)"
+    assert names[1] == "0"
+    assert names[-1] == "0.29"
+    assert len(set(colours)) == len(colours) >= 3
+    assert series(panel) == []
+    assert message(curves) == ["0.0001, 0"]  # with so many only the best has a name, the others a colour
+    assert legend(curves)[0][0] == "lr (30 values)"
+
+
+def test_seeds_have_a_mean_and_a_deviation_and_no_panel(sweep_dir):
+    for lr, losses in ((1, (1.0, 2.0, 3.0)), (2, (4.0, 4.0, 7.0))):
+        for seed, loss in enumerate(losses):
+            sweep_dir.job(f"hparams.lr={lr}", f"hparams.seed={seed}", losses=(9.0, loss))
+    panel, curves = undrawn(sweep_dir)
+    assert [points for _, points in series(panel)] == [[(1, 2.0), (2, 5.0)]]
+    spreads = [[y for _, y in points] for _, points in series(panel, "std")]
+    assert spreads == [[1.0, 3.0], [pytest.approx(5 - 3**0.5), pytest.approx(5 + 3**0.5)]]
+    assert len(marks(panel, "_")) == 2
+    assert message(curves) == ["1", "2", "lr"]
+
+
+def test_seeds_alone_are_a_parameter_whose_values_are_not_joined(sweep_dir):
+    for seed in range(4):
+        sweep_dir.job(f"hparams.seed={seed}", losses=(3.0, 2.0 - seed / 10))
+    panel, _ = undrawn(sweep_dir)
+    assert panel.get_xlabel() == "seed"
+    assert ticks(panel) == ["0", "1", "2", "3"]
+    assert series(panel) + series(panel, "std") == []
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((1, 2, 3), ["1", "2", "3"]),
+        ((2, 4), ["2", "4"]),
+        ((1, 2, 3, 4, 6, 8, 12, 24, 48), None),
+        (tuple(range(1, 15)), None),
+        ((64, 128, 2048), ["64", "128", "2048"]),
+    ],
+)
+def test_ticks_of_integers_are_integers_and_do_not_overlap(sweep_dir, values, expected):
+    for value in values:
+        sweep_dir.job(f"model.num_layers={value}")
+    panel, _ = undrawn(sweep_dir)
+    assert ticks(panel) == expected or (expected is None and all(text.isdecimal() for text in ticks(panel)))
+    assert len(ticks(panel)) > 1
+    assert overlaps(panel) == []
+
+
+@pytest.mark.parametrize(
+    "key_and_values",
+    [
+        ("hparams.lr", ("1e-4", "1.1e-4", "1.2e-4", "1e-3", "1.05e-3", "1e-2")),
+        ("hparams.lr", ("0.1", "0.1000001", "0.1000002", "0.9")),
+        ("data.path", tuple(f"a_folder_with_a_long_name/and_number_{n}" for n in range(4))),
+        ("data.path", tuple(f"a_folder_with_a_long_name/and_number_{n}" for n in range(10))),
+    ],
+)
+def test_close_and_long_labels_do_not_overlap_and_lie_within_the_picture(sweep_dir, key_and_values):
+    key, values = key_and_values
+    for value in values:
+        sweep_dir.job(f"{key}={value}")
+    panel, _ = undrawn(sweep_dir)
+    panel.figure.canvas.draw()
+    labels = panel.get_xticklabels()
+    assert overlaps(panel) == [] or labels[0].get_rotation() == 25
+    assert min(label.get_window_extent().y0 for label in labels) > panel.xaxis.label.get_window_extent().y0 > 0
+    assert len({label.get_text() for label in labels}) == len(labels)
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "scale"),
+    [
+        ("val_accuracy", "maximize", "linear"),
+        ("val_reward", "maximize", "linear"),
+        ("val_word_error_rate", "minimize", "linear"),
+        ("val_loss", "minimize", "log"),
+    ],
+)
+def test_shares_have_a_linear_axis(tmp_path, events, metric, direction, scale):
+    sweep_dir = SweepDir(tmp_path / "sweep", type(events), metric=metric, direction=direction)
+    for lr, value in ((1, 0.01), (2, 0.5), (3, 0.9)):
+        run_dir = sweep_dir.job(f"hparams.lr={lr}", losses=(value / 2, value))
+        for file in (run_dir / "metrics.jsonl", run_dir / "result.json"):
+            file.write_text(file.read_text().replace("val_loss", metric))
+    assert [axes.get_yscale() for axes in undrawn(sweep_dir)] == [scale, scale]
+
+
+def test_a_swept_share_has_a_linear_axis(sweep_dir):
+    for dropout in (0.01, 0.1, 0.5):
+        sweep_dir.job(f"model.dropout={dropout}")
+    assert undrawn(sweep_dir)[0].get_xscale() == "linear"
+
+
+def test_names_of_curves_do_not_overlap_and_long_ones_are_numbers(sweep_dir):
+    for number in range(20):
+        sweep_dir.job(f"hparams.lr={number}", losses=(3.0, 1.0 + number / 1000))
+    _, curves = undrawn(sweep_dir)
+    curves.figure.canvas.draw()
+    *names, title = curves.texts
+    boxes = [name.get_window_extent() for name in names]
+    assert len(names) == 20
+    assert title.get_text() == "lr"
+    assert all(one.y1 <= other.y0 + 2 for one, other in itertools.pairwise(boxes))  # pixels
+    assert max(box.x1 for box in boxes) < curves.figure.get_window_extent().x1
+    sweep_dir.facts["jobs"].clear()
+    shutil.rmtree(sweep_dir.folder)
+    sweep_dir.folder.mkdir()
+    for number in range(2):
+        sweep_dir.job(f"data.path=a/path/that/is/long/{number}", f"data.other=another/path/that/is/long/{number}")
+        sweep_dir.job(f"data.path=a/path/that/is/long/{number}", f"data.other=no/path/that/is/long/{number}")
+    assert message(undrawn(sweep_dir)[-1]) == ["job 0", "job 1", "job 2", "job 3"]
+
+
+def test_places_spread_as_little_as_they_must():
+    assert spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
+    assert spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    assert spread([0.0, 0.0, 1.0, 1.0], 0.1) == pytest.approx([0.0, 0.1, 0.88, 0.98], abs=0.02)
+    assert spread([], 0.1) == []
 
 
 def test_two_parameters_have_a_panel_each(sweep_dir):
@@ -131,7 +331,7 @@ def test_three_parameters_and_words_among_them(sweep_dir):
                     f"optimizer={optimizer}", f"hparams.lr={lr}", f"hparams.seed={seed}", losses=(2.0, lr + seed)
                 )
     panels = drawn(sweep_dir)
-    assert [axes.get_xlabel() for axes in panels] == ["optimizer", "lr", "seed", "optimizer step"]
+    assert [axes.get_xlabel() for axes in panels] == ["optimizer", "lr", "optimizer step"]
     assert [label.get_text() for label in panels[0].get_xticklabels()] == ["adamw", "muon"]
     places = sorted(x for x, _ in marks(panels[0], "o") + marks(panels[0], "*"))
     assert len(set(places)) == 8  # side by side
@@ -142,7 +342,7 @@ def test_three_parameters_and_words_among_them(sweep_dir):
 def test_a_single_job_in_any_state_has_a_picture(sweep_dir, state):
     sweep_dir.job("hparams.lr=1", state=state)
     (panel,) = drawn(sweep_dir)
-    assert message(panel) == (["no learning curves"] if state == "queued" else [] if state == "failed" else ["job 0"])
+    assert message(panel) == (["no learning curves"] if state == "queued" else ["job 0"])
 
 
 def test_before_the_first_evaluations_the_training_loss_is_shown(sweep_dir):

@@ -154,6 +154,59 @@ def test_slurm_is_named_where_it_has_jobs(tmp_path, events):
     assert "in Slurm: squeue --jobs=31,40" in shown(read_sweep(sweep_dir.folder))
 
 
+@pytest.fixture
+def seeded(sweep_dir):
+    """Two learning rates with three seeds each, and a third of which one seed diverged and another still runs."""
+    for lr, losses in (("1e-3", (1.0, 2.0, 3.0)), ("2e-3", (1.5, 1.75, 2.0)), ("3e-3", (1.0, math.nan, 1.1))):
+        for seed, loss in enumerate(losses):
+            state = "stopped" if loss == 1.1 else "finished"
+            sweep_dir.job(f"hparams.lr={lr}", f"hparams.seed={seed}", losses=(3.0, loss), state=state)
+    return sweep_dir
+
+
+def test_mean_and_deviation_over_seeds(seeded):
+    sweep = read_sweep(seeded.folder)
+    lines = shown(sweep)
+    assert [line.split() for line in lines[10:14]] == [
+        ["lr", "seeds", "mean", "val_loss", "std"],
+        ["2e-3", "3/3", "1.7500", "0.2500"],
+        ["1e-3", "3/3", "2.0000", "1.0000"],
+        ["3e-3", "1/3", "1.0000", "-"],  # its mean leaves out the one that diverged
+    ]
+    assert "best: job 0, val_loss 1.0000, lr=1e-3 seed=0" in lines
+    assert "best over seeds: lr=2e-3, val_loss 1.7500 ± 0.2500 of 3 seeds" in lines
+    on_screen = " ".join(" ".join(shown(sweep, force_terminal=True, width=120, color_system=None)).split())
+    assert "lr seeds mean val_loss std" in on_screen
+    assert "2e-3 3/3 1.7500 0.2500" in on_screen
+    content = json.loads(write_json(sweep).read_text())["over_seeds"]
+    assert content[0] == {
+        "swept": {"hparams.lr": "2e-3"}, "jobs": [3, 4, 5], "measured": 3, "mean": 1.75, "std": 0.25,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        [("hparams.lr=1", "hparams.seed=0"), ("hparams.lr=2", "hparams.seed=1")],  # zipped
+        [("hparams.lr=1",), ("hparams.lr=2",)],
+    ],
+)
+def test_no_means_without_several_seeds_of_a_setting(sweep_dir, jobs):
+    for overrides in jobs:
+        sweep_dir.job(*overrides)
+    text = "\n".join(shown(read_sweep(sweep_dir.folder)))
+    assert "std" not in text
+    assert "over seeds" not in text
+
+
+def test_seeds_alone_have_one_mean(sweep_dir):
+    for seed, loss in enumerate((1.0, 2.0, 3.0)):
+        sweep_dir.job(f"hparams.seed={seed}", losses=(3.0, loss))
+    lines = shown(read_sweep(sweep_dir.folder))
+    assert lines[5].split() == ["3/3", "2.0000", "1.0000"]
+    assert "best over seeds: val_loss 2.0000 ± 1.0000 of 3 seeds" in lines
+
+
 def test_the_best_evaluation_is_named_as_such(mixed):
     lines = shown(read_sweep(mixed, Which.best))
     assert "best val_loss" in lines[0]

@@ -1,0 +1,71 @@
+"""Jobs of a sweep that differ in their seeds only: mean and standard deviation of the metric."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from foundry.sweeps.results import JobReport, SweepReport
+
+
+def is_seed(key: str) -> bool:
+    """Whether a swept key is a seed, such as `hparams.seed`: its values repeat a setting."""
+    return key.rpartition(".")[2] == "seed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedGroup:
+    """Jobs with the same settings but for their seeds.
+
+    Attributes:
+        values: of the other swept keys.
+        jobs: all of them, in any state.
+    """
+
+    values: Mapping[str, str]
+    jobs: tuple[JobReport, ...]
+
+    @property
+    def measured(self) -> list[float]:
+        """Finite metrics of the jobs that ran to their end."""
+        return [job.metric for job in self.jobs if job.is_complete and job.has_metric and job.metric is not None]
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the measured metrics; None if there is none."""
+        return fmean(self.measured) if self.measured else None
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation (n - 1); None for fewer than two measured metrics."""
+        return stdev(self.measured) if len(self.measured) > 1 else None
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether a job has failed or diverged, so that the mean leaves out the worst."""
+        return any(job.has_failed or job.has_diverged for job in self.jobs)
+
+    def rank(self, *, minimize: bool) -> tuple[bool, bool, float]:
+        """Sorting key: the best mean first, groups with failed or diverged jobs behind, unmeasured ones last."""
+        mean = math.inf if self.mean is None else self.mean if minimize else -self.mean
+        return self.mean is None, self.has_losses, mean
+
+
+def seed_groups(sweep: SweepReport) -> list[SeedGroup]:
+    """The jobs by their settings without seeds, the best mean first; empty if no setting has several seeds."""
+    others = [key for key in sweep.names if not is_seed(key)]
+    if len(others) == len(sweep.names):
+        return []
+    found: dict[tuple[str | None, ...], list[JobReport]] = {}
+    for job in sweep.jobs:
+        found.setdefault(tuple(job.values.get(key) for key in others), []).append(job)
+    if all(len(jobs) == 1 for jobs in found.values()):
+        return []
+    groups = [
+        SeedGroup(
+            values={key: value for key, value in zip(others, values, strict=True) if value is not None},
+            jobs=tuple(jobs),
+        )
+        for values, jobs in found.items()
+    ]
+    return sorted(groups, key=lambda group: group.rank(minimize=sweep.minimize))
