@@ -24,6 +24,7 @@ from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError, Violation, first_line, listed
 from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.metrics import check_metrics, val_metric_names
+from foundry.config.schemas.evaluation import PatienceUnit
 from foundry.config.schemas.hparams import ScheduleUnit
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.peft import LoRA
@@ -389,6 +390,10 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
         raise ConfigError(Violation("hparams.batch_schedule", str(error))) from None
     if wrong := list(check_lengths(config, budget)):
         raise ConfigError(wrong)
+    stopping, epochs = config.evaluation.early_stopping, budget.total_samples / budget.samples_per_epoch
+    if stopping.patience is not None and stopping.unit is PatienceUnit.epochs and epochs <= stopping.patience:
+        patience = f"evaluation.early_stopping.patience={stopping.patience} epochs"
+        log.warning("%s is not shorter than the run, which has %.3g", patience, epochs)
     return budget
 
 

@@ -12,6 +12,7 @@ from foundry.config.errors import shown
 _SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # OmegaConf turns 0.00001 into the text 1e-05.
 _PATTERN = re.compile(r"(?P<number>(\d+|\d*\.\d+|\d+\.\d*)(e-\d{1,2})?)(?P<suffix>[kKMBT]?)(?:\s+(?P<unit>[a-z]+))?")
+_EPOCH_STEPS = re.compile(r"(?P<count>\d+[kKMBT]?)\s+epoch_steps?")
 _FORMS = '"1000" (steps), "0.3 run", "2 epochs", "50k samples" or "250M tokens"'
 
 
@@ -170,13 +171,21 @@ class Interval:
         # 0.07 of 100 samples is 7.000000000000001, which the seventh does not reach.
         samples = without_rounding_error(duration.samples(budget))
         if samples > budget.total_samples:
+            length = "" if duration.unit is Unit.steps else f"{shown(text)}, "
             steps = budget.batch_sizes.steps_at(samples)
-            raise ValueError(f"is {shown(text)}, {steps:g} steps, but the run has only {budget.total_steps}")
+            raise ValueError(f"is {length}{steps:g} steps, but the run has only {budget.total_steps}")
         return cls(
             steps=int(duration.value) if duration.unit is Unit.steps else None,
             samples=samples,
             tokens=duration.value if duration.unit is Unit.tokens else None,
         )
+
+    def times_before_end(self, budget: Budget) -> int:
+        """How often it is due before the last step of a run of this budget, at most."""
+        before = budget.total_steps - 1
+        if self.steps is not None:
+            return before // self.steps
+        return min(before, int(budget.batch_sizes.samples_after(before) / self.samples))
 
     def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
         """Whether it is due after optimizer step `step`, which consumed samples `samples_before` to `samples_after`.
@@ -195,12 +204,23 @@ class Interval:
         return int(samples_after / self.samples) > int(samples_before / self.samples)
 
 
+def parse_epoch_steps(text: str) -> int | None:
+    """Read `"10 epoch_steps"`: optimizer steps that are counted anew in each epoch. None for any other text.
+
+    Raises:
+        ValueError: it is zero, or beyond `LARGEST_COUNT`.
+    """
+    match = _EPOCH_STEPS.fullmatch(text.strip())
+    return None if match is None else int(Duration.parse_positive(match["count"]).value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EpochInterval:
     """When something is due that is counted anew in each epoch, in batches: optimizer steps.
 
     A batch belongs to the epoch in which it begins, so where an epoch is no whole number of batches the last one takes
-    its first samples from the next. Batches that grow make epochs of fewer batches.
+    its first samples from the next. Batches that grow make epochs of fewer batches. It may be longer than the run: an
+    epoch that does not end is never due.
 
     Attributes:
         every: a whole number of batches, or a fraction of the epoch's; at least one batch, at most the epoch.
@@ -214,17 +234,8 @@ class EpochInterval:
 
     @classmethod
     def of(cls, every: int | float, budget: Budget) -> Self:
-        """The interval in a run of this budget.
-
-        Raises:
-            ValueError: it is longer than the run.
-        """
-        interval = cls(every=every, batch_sizes=budget.batch_sizes, samples_per_epoch=budget.samples_per_epoch)
-        steps = every if isinstance(every, int) else interval.steps_in(0)
-        if steps > budget.total_steps:
-            share = "" if isinstance(every, int) else " of an epoch"
-            raise ValueError(f"is {every}{share}, {steps} steps, but the run has only {budget.total_steps}")
-        return interval
+        """Return the interval in a run of this budget."""
+        return cls(every=every, batch_sizes=budget.batch_sizes, samples_per_epoch=budget.samples_per_epoch)
 
     def steps_in(self, epoch: int) -> int:
         """Batches between, in an epoch; the first one is 0."""

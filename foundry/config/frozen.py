@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.recorded import foreign_parts, own_targets, read_settings, variables
+from foundry.config.schemas.evaluation import recorded_interval
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.secrets import check_secrets
 from foundry.config.store import group_schemas, writable
@@ -93,6 +94,8 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
         raise _refused(path, f"has no {' and no '.join(missing)}")
     if not trust and (foreign := list(foreign_parts(content))):
         raise ConfigError(_distrust(path, foreign))
+    if isinstance(evaluation := content.get("evaluation"), dict) and "interval" in evaluation:
+        evaluation["interval"] = recorded_interval(evaluation["interval"])
     nodes = {name: typed_group(path, name, content.get(name, {})) for name in groups}
     try:
         whole = OmegaConf.create(nodes)

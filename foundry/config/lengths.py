@@ -93,7 +93,7 @@ def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
             f"{budget.total_samples}; shorten it, or give the whole length of a run cut short as scheduler.horizon",
         )
     try:
-        config.evaluation.interval_in(budget)
+        yield from config.evaluation.check_patience(budget)
     except ValueError as error:
         yield Violation("evaluation.interval", f"{error}; shorten it, or set it to null: only at the end")
     try:

@@ -8,10 +8,13 @@ from typing import Any
 from foundry.config.errors import Violation, contrast, shown
 from foundry.config.frozen import plain
 from foundry.config.names import settings
+from foundry.config.schemas.evaluation import recorded_interval
 from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
 from foundry.config.sources import have_same_proportions
 
+_INTERVAL = "evaluation.interval"
+"""The setting of which a number in a record of an earlier version has another meaning."""
 _KIND = ("_target_", "strategy")
 """The settings that say which schema a group has."""
 REMEDY = "give that, start from scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn"
@@ -40,13 +43,21 @@ class Difference:
 
     @property
     def _texts(self) -> tuple[str, str]:
-        return contrast(self.was, self.now, _shown)
+        values = (self.was, self.now) if self.key != _INTERVAL else map(recorded_interval, (self.was, self.now))
+        return contrast(*values, _shown)
+
+    @property
+    def has_new_meaning(self) -> bool:
+        """Whether the same number means something else in this version: it is refused, whatever its group allows."""
+        return self.key == _INTERVAL and type(self.was) is int and self.now == str(self.was)
 
     @property
     def on_resume(self) -> OnResume:
         """What its schema says, or its group."""
         if self.is_gone:
             return OnResume.same
+        if self.has_new_meaning:
+            return OnResume.refused
         declared = _declared().get(self.key)
         return declared or _of_groups().get(self.key.partition(".")[0], OnResume.refused)
 
@@ -75,6 +86,10 @@ class Difference:
     def violation(self) -> Violation:
         """What to tell a user who resumes with it."""
         was, now = self._texts
+        if self.has_new_meaning:
+            message = f"is {now}, which counts steps of the run, but an earlier version of foundry began this run and "
+            remedy = f"counted {now} steps anew in each epoch; give '{was}' to continue so, or '{now} steps'"
+            return Violation(self.key, f"{message}{remedy}")
         return Violation(self.key, f"is {now} but the checkpoint was trained with {was}; {REMEDY}")
 
     def of_finished(self, run_dir: object) -> Violation:
@@ -103,8 +118,14 @@ def differences(
         one = was.get(key) if key in was or schema is None else _default(schema[key], other)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             yield from differences(one, other, getattr(typed, key, None), f"{path}.")
-        elif one != other and not _is_same_mixture(path, now.get("_target_"), one, other):
+        elif not _are_same(path, now.get("_target_"), one, other):
             yield Difference(path, one, other, is_gone=key not in now and schema is not None)
+
+
+def _are_same(path: str, target: object, one: object, other: object) -> bool:
+    if path == _INTERVAL:
+        return bool(recorded_interval(one) == recorded_interval(other))
+    return one == other or _is_same_mixture(path, target, one, other)
 
 
 def _is_same_mixture(path: str, target: object, one: object, other: object) -> bool:

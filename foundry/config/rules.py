@@ -166,8 +166,8 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     names = ("warmup", "horizon", "decay", "weight_decay_horizon")
     texts = [getattr(config.scheduler, name, None) for name in names]
     units = {_unit(str(text)) for text in texts if text is not None}
-    if config.evaluation.interval is not None:
-        units.add(config.evaluation.interval_unit())
+    if (unit := config.evaluation.interval_unit()) is not None:
+        units.add(unit)
     unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and not _has_no_tokens(config.data) else set())
     if units & unknown:
         return

@@ -222,8 +222,9 @@ def _durations(config: Config, budget: Budget) -> dict[str, str]:
         case Interval(samples=samples):
             resolved["evaluation.interval"] = _meaning(str(config.evaluation.interval), budget, samples)
         case EpochInterval() as interval:
-            steps = f"every {interval.steps_in(0)} steps of an epoch"
-            resolved["evaluation.interval"] = f"{interval.every} = {steps}"
+            steps = interval.steps_in(0)
+            end = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
+            resolved["evaluation.interval"] = f"{config.evaluation.interval} = every {steps} steps of an epoch{end}"
     return resolved
 
 

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from foundry.config.batch_sizes import BatchSizes
@@ -104,14 +104,15 @@ def due(value, budget):
     return [step for step in range(1, len(edges)) if interval.due(step, edges[step - 1], edges[step])]
 
 
-def test_a_number_counts_batches_of_an_epoch_and_a_text_a_duration():
+def test_a_number_counts_steps_of_the_run_and_epoch_steps_begin_anew_in_each_epoch():
     # 25 batches in each of four epochs.
-    assert due(10, BUDGET) == [10, 20, 35, 45, 60, 70, 85, 95]
-    assert due("10", BUDGET) == due("10 steps", BUDGET) == [*range(10, 101, 10)]
+    assert due("10 epoch_steps", BUDGET) == [10, 20, 35, 45, 60, 70, 85, 95]
+    assert due(10, BUDGET) == due("10", BUDGET) == due("10 steps", BUDGET) == [*range(10, 101, 10)]
     assert due(0.25, BUDGET) == [e + b for e in (0, 25, 50, 75) for b in (6, 12, 18, 24)]
     assert due("0.25 run", BUDGET) == [25, 50, 75, 100]
-    assert due(1, BUDGET) == [*range(1, 101)]
-    assert due(1.0, BUDGET) == due("1 epoch", BUDGET) == due(26, BUDGET) == due(100, BUDGET) == [25, 50, 75, 100]
+    assert due(1, BUDGET) == due("1 epoch_step", BUDGET) == [*range(1, 101)]
+    assert due(1.0, BUDGET) == due("1 epoch", BUDGET) == due(25, BUDGET) == [25, 50, 75, 100]
+    assert due("26 epoch_steps", BUDGET) == due("1k epoch_steps", BUDGET) == [25, 50, 75, 100]
     assert due("1 run", BUDGET) == [100]
 
 
@@ -119,7 +120,7 @@ def test_a_batch_belongs_to_the_epoch_in_which_it_begins():
     budget = Budget(total_samples=40, batch_sizes=BatchSizes.constant(4), samples_per_epoch=10)
     # Batches begin at 0 4 8 | 12 16 | 20 24 28 | 32 36.
     assert due(1.0, budget) == [3, 5, 8, 10]
-    assert due(2, budget) == [2, 5, 7, 10]
+    assert due("2 epoch_steps", budget) == [2, 5, 7, 10]
     assert due(0.4, budget) == [*range(1, 11)]
 
 
@@ -128,13 +129,13 @@ def test_epochs_of_growing_batches_have_fewer_batches():
     budget = Budget(total_samples=24, batch_sizes=sizes, samples_per_epoch=8)
     # Four batches, then two in each epoch.
     assert due(0.5, budget) == [2, 4, 5, 6, 7, 8]
-    assert due(3, budget) == [3, 6, 8]
+    assert due("3 epoch_steps", budget) == [3, 6, 8]
     assert due(1.0, budget) == [4, 6, 8]
 
 
 def test_an_epoch_smaller_than_a_batch():
     budget = Budget(total_samples=64, batch_sizes=BatchSizes.constant(16), samples_per_epoch=10)
-    for value in (1, 3, 0.1, 1.0):
+    for value in ("1 epoch_steps", "3 epoch_steps", 0.1, 1.0):
         assert due(value, budget) == [1, 2, 3, 4]
 
 
@@ -166,8 +167,9 @@ def test_an_epoch_has_as_many_evaluations_as_fit(size, epoch, steps, every):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (101, "is 101, 101 steps, but the run has only 100"),
-        ("101", "is 101, 101 steps, but the run has only 100"),
+        (101, "is 101 steps, but the run has only 100"),
+        ("101", "is 101 steps, but the run has only 100"),
+        ("5 epochs", "is 5 epochs, 125 steps, but the run has only 100"),
         (
             "0.25",
             "is the text '0.25': of what. 0.25 without quotes is a fraction of an epoch, '0.25 run' one of the run",
@@ -181,13 +183,32 @@ def test_evaluations_that_never_come(value, message):
         Evaluation(interval=value).interval_in(BUDGET)
 
 
-def test_a_share_of_an_epoch_that_is_longer_than_the_run():
+@pytest.mark.parametrize("value", [0.5, 1.0, "11 epoch_steps", "26 epoch_steps"])
+def test_a_run_that_ends_within_its_first_epoch_may_have_no_evaluation_before_its_end(value):
     budget = Budget(total_samples=160, batch_sizes=BatchSizes.constant(16), samples_per_epoch=400)
-    assert due(0.4, budget) == [10]
-    with pytest.raises(ValueError, match=r"is 0.5 of an epoch, 12 steps, but the run has only 10"):
-        Evaluation(interval=0.5).interval_in(budget)
+    assert due(0.4, budget) == due("10 epoch_steps", budget) == [10]
+    assert due(value, budget) == []
 
 
-@pytest.mark.parametrize(("value", "unit"), [(1, Unit.steps), (1.0, Unit.epochs), ("1 run", Unit.run), ("x", None)])
-def test_what_an_interval_counts(value, unit):
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    steps=st.integers(2, 60),
+    interval=st.integers(1, 30).map(str) | st.integers(1, 90).map("{} samples".format),
+)
+def test_evaluations_before_the_end_are_those_that_are_due(sizes, steps, interval):
+    batch_sizes = BatchSizes((17 * index, size) for index, size in enumerate(sizes))
+    total = int(batch_sizes.samples_after(steps))
+    budget = Budget(total_samples=total, batch_sizes=batch_sizes, samples_per_epoch=100)
+    assume(Duration.parse(interval).samples(budget) <= total)
+    before_end = [step for step in due(interval, budget) if step < steps]
+    most = Interval.parse(interval, budget).times_before_end(budget)
+    assert len(before_end) <= most
+    if "samples" not in interval or int(interval.split()[0]) >= max(sizes):
+        assert len(before_end) == most
+
+
+@pytest.mark.parametrize(
+    ("value", "unit"), [(1, Unit.steps), (1.0, None), ("1 epoch_step", None), ("1 run", Unit.run), ("x", None)]
+)
+def test_the_unit_of_an_interval_that_is_a_duration(value, unit):
     assert Evaluation(interval=value).interval_unit() is unit

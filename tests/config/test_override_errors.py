@@ -118,6 +118,12 @@ CASES = [
     (["evaluation.interval=1.5"], 1, "'1.5 epochs'"),
     (["evaluation.interval=true"], 1, "a number or a text"),
     (["evaluation.early_stopping.patience=0"], 1, "at least 1"),
+    (["evaluation.early_stopping.patience=2", "evaluation.interval=null"], 1, "evaluates only at the end"),
+    (
+        ["evaluation.early_stopping.patience=3", "evaluation.early_stopping.unit=evaluations"],
+        1,
+        "is 3 evaluations after the first, but the run has only 3 before its end",
+    ),
     (["evaluation.early_stopping.unit=steps"], 1, "must be one of evaluations, epochs"),
     (["guard.non_finite=skip", "guard.max_skips=0"], 1, "at least 1"),
     (["guard.spike_action=rollback"], 1, "guard.spike_zscore is null"),

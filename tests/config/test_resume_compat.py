@@ -126,6 +126,39 @@ def test_weights_of_data_are_compared_by_their_proportions(was, now, is_same):
     assert [difference.key for difference in differences(stored, config)] == ([] if is_same else ["data.weights"])
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "keys"),
+    [
+        (10, "10 epoch_steps", []),
+        ("10", "10", []),
+        (10, "10 steps", ["evaluation.interval"]),
+        (10, "20", ["evaluation.interval"]),
+        ("10 epoch_steps", "10", ["evaluation.interval"]),
+        (0.5, "10", ["evaluation.interval"]),
+    ],
+)
+def test_an_interval_may_change_and_is_the_same_in_another_notation(was, now, keys):
+    config = configure(f"evaluation.interval={now}")
+    stored = recorded(config)
+    stored["evaluation"]["interval"] = was
+    found = list(differences(stored, recorded(config), config))
+    assert [difference.key for difference in found] == keys
+    assert all(difference.is_allowed for difference in found)
+
+
+def test_a_number_that_an_earlier_version_counted_in_each_epoch_is_refused():
+    config = configure("evaluation.interval=10")
+    stored = recorded(config)
+    stored["evaluation"]["interval"] = 10
+    (difference,) = differences(stored, recorded(config), config)
+    assert not difference.is_allowed
+    assert str(difference) == "evaluation.interval: 10 epoch_steps -> 10"
+    assert str(difference.violation()) == (
+        "evaluation.interval: is 10, which counts steps of the run, but an earlier version of foundry began this run "
+        "and counted 10 steps anew in each epoch; give '10 epoch_steps' to continue so, or '10 steps'"
+    )
+
+
 @pytest.mark.parametrize("key", ["data.weights", "environment.weights"])
 def test_weights_of_other_parts_are_compared_as_they_are(key):
     group, name = key.split(".")

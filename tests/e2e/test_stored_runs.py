@@ -9,6 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.checkpoint_parts import rewrite_manifest
+
+from foundry.config.frozen import load_config
 
 STORED = Path(__file__).parents[1] / "stored"
 WORDS = [
@@ -57,3 +60,29 @@ def test_it_is_measured_drawn_from_exported_and_started_from(run_command, stored
     words = [*WORDS[1:5], "data=arithmetic", "model=base", "model.path=run", "debug=fast", "precision=fp32"]
     run_command(*words, "tracking=none", "hydra.run.dir=started")
     assert records(run_command.cwd / "started")[0]["loss"] < 5.5  # drawn weights begin at 5.56
+
+
+def numbered_interval(folder, interval):
+    """Have a run directory say that evaluations came after a number of steps, as a build before 0.1's release did."""
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("interval: 0.25 run", f"interval: {interval}"))
+    checkpoint = folder / "checkpoints" / "latest"
+    recorded = json.loads((checkpoint / "manifest.json").read_text())["config"]
+    recorded["evaluation"]["interval"] = interval
+    rewrite_manifest(checkpoint, config=recorded)
+
+
+def evaluated(folder):
+    return [record["step"] for record in records(folder) if "val_loss" in record]
+
+
+def test_a_run_that_counted_evaluations_within_epochs_continues_so_or_is_refused(run_command, stored):
+    numbered_interval(stored, 5)
+    assert load_config(stored).evaluation.interval == "5 epoch_steps"  # as a job of a sweep reads its settings
+    number = [*WORDS, "hparams.max_steps=6", "evaluation.interval=5"]
+    _, stderr = run_command(*number, code=2)
+    assert "evaluation.interval: is 5, which counts steps of the run, but an earlier version" in stderr
+    assert "give '5 epoch_steps' to continue so, or '5 steps'" in stderr
+    before = evaluated(stored)
+    run_command(*WORDS, "hparams.max_steps=6", "evaluation.interval=5 epoch_steps")
+    assert evaluated(stored) == [*before, 5, 6]

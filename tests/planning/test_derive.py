@@ -1,5 +1,6 @@
 """The numbers of plan.json, against those computed by hand."""
 
+import pytest
 from torch import nn
 
 from foundry.config.lengths import resolve_budget
@@ -48,6 +49,20 @@ def test_a_ramped_run(configure):
         ("decay", 78),
     ]
     assert plan["parameters"] == 8
+
+
+@pytest.mark.parametrize(
+    ("interval", "meaning"),
+    [
+        ("30", "30 = 30 steps = 240 samples"),
+        ("'30 epoch_steps'", "30 epoch_steps = every 30 steps of an epoch"),
+        ("1.0", "1.0 = every 125 steps of an epoch; the run has 100: only at the end"),
+    ],
+)
+def test_what_an_interval_means(interval, meaning, configure):
+    words = ["hparams.max_steps=100", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=4"]
+    plan = planned(configure(*words, f"evaluation.interval={interval}"))
+    assert plan["durations"]["evaluation.interval"] == meaning
 
 
 def test_fractions_are_of_the_horizon_and_tokens_are_counted(configure):

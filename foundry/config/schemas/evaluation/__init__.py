@@ -6,10 +6,12 @@ from enum import Enum
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit
+from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit, parse_epoch_steps
 from foundry.config.errors import Violation, shown
 from foundry.config.packages import missing_message
 from foundry.config.setting import OnResume, setting
+
+_PATIENCE = "evaluation.early_stopping.patience"
 
 
 class PatienceUnit(Enum):
@@ -71,8 +73,8 @@ class Evaluation:
 
     interval: int | float | str | None = setting(
         "0.25 run",
-        "between evaluations: a whole number of batches, or a fraction of an epoch, both counted anew in each epoch; "
-        'or a duration as text, such as "0.25 run"; null: only at the end',
+        'between evaluations: a whole number of steps of the run, or a duration as text, such as "0.25 run"; counted '
+        'anew in each epoch: a fraction of it, or text such as "10 epoch_steps"; null: only at the end',
     )
     max_samples: int | None = setting(
         None,
@@ -97,10 +99,15 @@ class Evaluation:
     write_samples: bool = setting(True, "draw or continue samples at each evaluation", on_resume=OnResume.same)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
+    def __post_init__(self) -> None:
+        """Make a duration of an interval that is a whole number, by whose text a record says that it is one."""
+        if type(self.interval) is int and self.interval > 0:
+            object.__setattr__(self, "interval", str(self.interval))
+
     def check(self) -> Iterator[Violation]:
         """Say why the interval is none, and what is no part."""
         try:
-            self._duration()
+            self._length()
         except ValueError as error:
             yield Violation("evaluation.interval", str(error))
         for key in ("evaluators", "stop_rules"):
@@ -118,54 +125,85 @@ class Evaluation:
         if stopping.patience is not None and stopping.metric is None:
             message = f"is null but patience is {stopping.patience}; name a metric"
             yield Violation("evaluation.early_stopping.metric", message)
+        if stopping.patience is not None and self.interval is None:
+            message = (
+                f"is {stopping.patience} but evaluation.interval=null evaluates only at the end, where nothing is left "
+            )
+            yield Violation(
+                _PATIENCE, f"{message}to stop; set evaluation.interval, or evaluation.early_stopping.patience=null"
+            )
+
+    def check_patience(self, budget: Budget) -> Iterator[Violation]:
+        """Say if a patience in evaluations is not exhausted before the end of a run of this budget.
+
+        Raises:
+            ValueError: as `interval_in`.
+        """
+        interval, stopping = self.interval_in(budget), self.early_stopping
+        if stopping.patience is None or stopping.unit is PatienceUnit.epochs or not isinstance(interval, Interval):
+            return
+        # The first evaluation is what later ones improve on.
+        if (times := interval.times_before_end(budget)) <= stopping.patience:
+            message = f"is {stopping.patience} evaluations after the first, but the run has only {times} before its end"
+            remedy = "evaluate more often (evaluation.interval), lower it, or set it to null"
+            yield Violation(_PATIENCE, f"{message}, so it never stops the run; {remedy}")
 
     def interval_in(self, budget: Budget) -> Interval | EpochInterval | None:
         """The interval in a run of this budget; None: only at the end.
 
         Raises:
-            ValueError: it is none, or longer than the run.
+            ValueError: it is none, or a duration longer than the run.
         """
-        if self.interval is None:
+        length = self._length()
+        if length is None:
             return None
-        if self._duration() is not None:
-            return Interval.parse(str(self.interval), budget)
-        assert not isinstance(self.interval, str)
-        return EpochInterval.of(self.interval, budget)
+        return (
+            Interval.parse(str(self.interval), budget)
+            if isinstance(length, Duration)
+            else EpochInterval.of(length, budget)
+        )
 
     def interval_unit(self) -> Unit | None:
-        """What the interval counts; None: there is none, or it cannot be read."""
+        """What an interval counts that is a duration; None for any other, or if it cannot be read."""
         try:
-            duration = self._duration()
+            length = self._length()
         except ValueError:
             return None
-        if duration is not None:
-            return duration.unit
-        # Batches of an epoch are steps; a fraction of an epoch needs the data.
-        return {int: Unit.steps, float: Unit.epochs}.get(type(self.interval))
+        return length.unit if isinstance(length, Duration) else None
 
-    def _duration(self) -> Duration | None:
-        """The duration that a text is; None for a number.
+    def _length(self) -> Duration | int | float | None:
+        """A duration; or, counted anew in each epoch, a number of steps or a fraction of the epoch.
 
         Raises:
             ValueError: a text is none, or a bare decimal; a number is not above 0, or a fraction of an epoch above 1.
         """
-        text = self.interval
-        if isinstance(text, str):
-            duration = Duration.parse_positive(text)
+        given = self.interval
+        if isinstance(given, str):
+            if (steps := parse_epoch_steps(given)) is not None:
+                return steps
+            duration = Duration.parse_positive(given)
             if duration.unit is Unit.fraction:
                 raise ValueError(
-                    f"is the text '{shown(text)}': of what? {float(text):g} without quotes is a fraction of an epoch, "
-                    f"'{shown(text)} run' one of the run"
+                    f"is the text '{shown(given)}': of what? {float(given):g} without quotes is a fraction of an "
+                    f"epoch, '{shown(given)} run' one of the run"
                 )
             return duration
-        if text is not None and text <= 0:
-            raise ValueError(f"is {shown(text)} but must be above 0")
-        if isinstance(text, float) and text > 1:
+        if given is not None and given <= 0:
+            raise ValueError(f"is {shown(given)} but must be above 0")
+        if given is not None and given > 1:
             raise ValueError(
-                f"is {shown(text)}, a fraction of an epoch, which is at most 1.0; write '{shown(text)} epochs', or a "
-                "whole number of batches"
+                f"is {shown(given)}, a fraction of an epoch, which is at most 1.0; write '{shown(given)} epochs', or a "
+                "whole number of steps"
             )
-        return None
+        return given
+
+
+def recorded_interval(value: Any) -> Any:
+    """Return `evaluation.interval` as this version writes the one that a run directory has.
+
+    An earlier version recorded a whole number as it was given, and counted it anew in each epoch.
+    """
+    return f"{value} epoch_steps" if type(value) is int else value
 
 
 def _are_names(value: Any) -> bool:
