@@ -235,16 +235,19 @@ def _opened_csv(file: Path, utf8: Utf8) -> Iterator[Any]:
     import pyarrow as pa
     from pyarrow import csv
 
+    serial = csv.ReadOptions(use_threads=False)  # with threads, errors of pyarrow do not name the row
     parsing = csv.ParseOptions(delimiter="\t" if suffix_of(file) == ".tsv" else ",", newlines_in_values=True)
     with (
         _opened_text(file, utf8) as stream,
-        csv.open_csv(pa.PythonFile(stream, mode="r"), parse_options=parsing) as reader,
+        csv.open_csv(pa.PythonFile(stream, mode="r"), read_options=serial, parse_options=parsing) as reader,
     ):
         names = reader.schema.names
     converting = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
     with (
         _opened_text(file, utf8) as stream,
-        csv.open_csv(pa.PythonFile(stream, mode="r"), parse_options=parsing, convert_options=converting) as reader,
+        csv.open_csv(
+            pa.PythonFile(stream, mode="r"), read_options=serial, parse_options=parsing, convert_options=converting
+        ) as reader,
     ):
         yield reader
 

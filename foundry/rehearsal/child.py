@@ -4,12 +4,12 @@ PARENT is the process ID of the command, with which this process ends; the other
 loaded before anything imports torch.
 """
 
-import sys
-
 if __name__ == "__main__":
     from foundry.safe_path import leave_current_folder
 
     leave_current_folder()  # before the imports below
+
+import sys
 
 if __name__ == "__main__":
     from foundry.stop_signals import end_with_parent

@@ -60,6 +60,16 @@ PLACES = {
 }
 
 
+@pytest.fixture
+def many_cpus():
+    """Pyarrow with more than one thread: the rest of the suite has one."""
+    before = pa.cpu_count()
+    pa.set_cpu_count(4)
+    yield
+    pa.set_cpu_count(before)
+
+
+@pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_refused_with_its_place_unless_it_is_to_be_replaced(kind, tmp_path, caplog):
     path = tmp_path / f"rows.{kind}"
