@@ -91,18 +91,8 @@ def test_every_option_composes(compose, group, option):
         overrides.append("+model.config={hidden_size: 32}")
     if option == "constant":
         overrides.append("scheduler.min_lr=0")
-    config = to_config(compose_installed(compose, *overrides))
+    config = to_config(compose(*overrides))
     assert plain(config)[group] is not None
-
-
-def compose_installed(compose, *overrides):
-    """The configuration; skips where it needs a package of an extra, as Meta-World, whose MuJoCo excludes others'."""
-    try:
-        return compose(*overrides)
-    except ConfigError as error:
-        if all("is not installed; pip install" in violation.message for violation in error.violations):
-            pytest.skip(str(error))
-        raise
 
 
 @pytest.mark.parametrize("name", [p.stem for p in (Path(config_dir()) / "experiment").glob("*.yaml")])
@@ -112,7 +102,7 @@ def test_every_experiment_composes_to_something_of_its_own(compose, name):
         with pytest.raises(ConfigError, match=r"^model\.path: has no value"):
             compose(*overrides)
     else:
-        assert plain(to_config(compose_installed(compose, *overrides))) != plain(to_config(compose()))
+        assert plain(to_config(compose(*overrides))) != plain(to_config(compose()))
 
 
 def test_diffusion_selects_its_task_and_leaves_the_rest_open(compose):

@@ -2,12 +2,14 @@
 
 from functools import cache
 
+import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
 from foundry.config.choices import Choices
 from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.errors import ConfigError
 from foundry.config.schemas.root import Config, to_config
 
 CHOICES = Choices()
@@ -15,10 +17,16 @@ CHOICES = Choices()
 
 
 def compose(*overrides: str) -> DictConfig:
-    """As Hydra has it."""
+    """As Hydra has it; skips the test if a package of an extra is missing, such as a simulator's."""
     install()
-    with CHOICES.used(), initialize_config_dir(config_dir(), version_base="1.3"):
-        return hydra_compose(CONFIG_NAME, list(overrides))
+    try:
+        with CHOICES.used(), initialize_config_dir(config_dir(), version_base="1.3"):
+            return hydra_compose(CONFIG_NAME, list(overrides))
+    except ConfigError as error:
+        for violation in error.violations:
+            if "which is not installed; pip install" in violation.message:
+                pytest.skip(str(violation))
+        raise
 
 
 @cache
