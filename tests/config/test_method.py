@@ -1,4 +1,4 @@
-"""A run says what its method has brought, and warns of a rate far above the method's default."""
+"""The first lines of a run: the hyperparameters of its method, and a warning about a high learning rate."""
 
 import json
 
