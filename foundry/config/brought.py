@@ -61,7 +61,7 @@ def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> t
 
 
 def option_schema(repo: IConfigRepository, group: str, option: str | None) -> type[Any] | None:
-    """Return the schema on which an option builds, by itself or by the option that it extends; None without a schema."""
+    """Return the schema on which an option builds, itself or through another option; None without a schema."""
     loaded = repo.load_config(f"{group}/{option}") if isinstance(option, str) else None
     names = [name for entry in (loaded and loaded.defaults_list) or () if (name := entry.get_name()) is not None]
     for name in names:

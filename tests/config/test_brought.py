@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
         Episode(state=np.zeros((20, 3), np.float32), actions=np.zeros((20, 2), np.float32), task="pick", images=frames)
         for _ in range(2)
     ]
-    write_lerobot(made / "recorded", episodes, fps=10)
+    write_lerobot(made / "recorded", episodes, fps=10, robot_type="arm")
     return made
 
 
