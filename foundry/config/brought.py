@@ -1,7 +1,8 @@
-"""Options that other options bring: a method its hyperparameters, and recordings of a robot no simulator.
+"""Options that are chosen together with other options, such as the hyperparameters of a method.
 
-Hydra cannot express this: presets such as `hparams=policy` choose the objective, the objective chooses `hparams`, and a
-defaults list has one order; an option chosen by interpolation may not override others, and has no fallback.
+Hydra cannot express this. Presets such as `hparams=policy` choose the objective, the objective chooses `hparams`, and a
+defaults list has one order. An option chosen by interpolation cannot override other groups and needs a file for every
+objective, including those of the user.
 """
 
 from collections.abc import Mapping
@@ -14,13 +15,13 @@ from foundry.config.schemas.model import Base
 from foundry.config.store import group_schemas
 
 DEFAULT_HPARAMS = "llm"
-"""The option of `hparams` in config.yaml, in whose place a method's own is chosen."""
-POLICY = "policy"
-"""The option of `hparams` for robot policies."""
+"""The option of `hparams` in config.yaml. The option of a method replaces it."""
+POLICIES = ("policy", "vla")
+"""The options of `hparams` that choose a simulator for `data=demonstrations`."""
 
 
 def bring(chosen: Chosen) -> Mapping[str, str]:
-    """Return the options that the chosen ones bring, by group; those that the user has chosen are left alone."""
+    """Return the options to choose in addition, by group. A group that the user has chosen is never among them."""
     options = chosen.options
     if not {"hparams", "objective", "data", "model", "simulator", "evaluation"} <= options.keys():
         return {}
@@ -33,9 +34,9 @@ def bring(chosen: Chosen) -> Mapping[str, str]:
     def is_free(group: str) -> bool:
         return group not in chosen.chosen_by or str(chosen.chosen_by[group]).startswith("hparams/")
 
-    # The simulator of hparams=policy is the one that makes demonstrations; other episodes come without one.
+    # The simulator of hparams=policy makes the demonstrations. Other episodes do not come from it.
     is_recorded = data is LeRobot or ("hparams" in brought and data is not Demonstrations)
-    if own == POLICY and is_recorded and not is_free("data") and is_free("simulator"):
+    if own in POLICIES and is_recorded and not is_free("data") and is_free("simulator"):
         brought["simulator"] = "none"
         if is_free("evaluation"):
             brought["evaluation"] = "default"
@@ -49,7 +50,7 @@ def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> t
     comes last, since it can be trained by any method.
 
     Args:
-        repo: where options are found.
+        repo: the folders of options.
         options: the chosen option of each group.
     """
     schemas = {group: option_schema(repo, group, options[group]) for group in ("model", "data", "objective")}
@@ -60,7 +61,7 @@ def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> t
 
 
 def option_schema(repo: IConfigRepository, group: str, option: str | None) -> type[Any] | None:
-    """Return the schema on which an option builds, by itself or by the option that it extends; None if it has none."""
+    """Return the schema on which an option builds, itself or through another option; None without a schema."""
     loaded = repo.load_config(f"{group}/{option}") if isinstance(option, str) else None
     names = [name for entry in (loaded and loaded.defaults_list) or () if (name := entry.get_name()) is not None]
     for name in names:

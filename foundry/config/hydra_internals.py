@@ -118,10 +118,10 @@ class Chosen:
     """The options that a composition has chosen, before their values are merged.
 
     Attributes:
-        repo: where options are found.
+        repo: the folders of options.
         options: the chosen option of each group.
-        chosen_by: for a group whose default was replaced, the path of the file that did so, such as `hparams/llm`, or
-            None for an override of the command line.
+        chosen_by: the path of the file that overrides a group, such as `hparams/llm`; None for the command line. Groups
+            at their default are left out.
     """
 
     repo: IConfigRepository

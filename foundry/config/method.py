@@ -45,7 +45,7 @@ def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Map
 
     Args:
         composed: the configuration.
-        repo: where options are found.
+        repo: the folders of options.
         options: the chosen option of each group.
     """
     hparams = composed.hparams
@@ -61,7 +61,7 @@ def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Map
 def describe_high_rate(composed: DictConfig, repo: IConfigRepository, option: str) -> str | None:
     """Return a warning if the learning rate is more than `MOST_TIMES` the default of an option of `hparams`.
 
-    None for SGD, whose rates are of another size than those of adaptive optimizers.
+    None for SGD: its rates cannot be compared with those of adaptive optimizers.
     """
     lr, default = float(composed.hparams.lr), default_lr(composed, repo, option)
     if lr <= MOST_TIMES * default or composed.optimizer.get("_target_") == SGD._target_:
@@ -75,7 +75,7 @@ def default_lr(composed: DictConfig, repo: IConfigRepository, option: str) -> fl
 
     Args:
         composed: the configuration.
-        repo: where options are found.
+        repo: the folders of options.
         option: the name of the option; it may extend another.
     """
     loaded = repo.load_config(f"hparams/{option}")

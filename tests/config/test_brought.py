@@ -1,4 +1,4 @@
-"""A method brings its hyperparameters, and recordings no simulator, unless the user has chosen others."""
+"""Choosing a method chooses its hyperparameters, unless the user chooses them."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ REWARDS = ["objective=grpo", "data=arithmetic", "data.form=prompts", "environmen
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What users have: a base and teacher as far as a composition reads them, and recordings of a robot."""
+    """A folder with the config.json of a base, and recordings of a robot in `recorded`."""
     made = tmp_path_factory.mktemp("own")
     sizes = '{"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 256}'
     (made / "config.json").write_text(sizes)
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
         Episode(state=np.zeros((20, 3), np.float32), actions=np.zeros((20, 2), np.float32), task="pick", images=frames)
         for _ in range(2)
     ]
-    write_lerobot(made / "recorded", episodes, fps=10)
+    write_lerobot(made / "recorded", episodes, fps=10, robot_type="arm")
     return made
 
 
@@ -155,7 +155,7 @@ def test_an_experiment_of_ones_own_may_choose_others(chosen, rate, tmp_path):
 
 
 def compose_with_folder(folder, *overrides):
-    """The configuration with options of a folder of one's own."""
+    """Compose with the options of a folder."""
     install()
     with initialize_config_dir(config_dir(), version_base="1.3"):
         return to_config(hydra_compose("config", [f"hydra.searchpath=[{folder}]", *overrides]))

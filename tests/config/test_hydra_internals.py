@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import omegaconf.base
 import pytest
 from hydra import initialize_config_dir
-from hydra._internal import hydra, utils
+from hydra._internal import config_loader_impl, hydra, utils
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins import basic_launcher
 from hydra.core.config_store import ConfigStore
@@ -52,6 +52,17 @@ def test_loading_is_wrapped_once_and_can_be_had_unwrapped(loader):
     assert ConfigLoaderImpl._load_configuration_impl is wrapped
     unchecked = internals.load_unchecked(loader, CONFIG_NAME, ["hparams.lr=-1"])
     assert unchecked.hparams.lr == -1, "which the wrapper would refuse"
+
+
+def test_choosing_is_wrapped_once_and_typed_overrides_alone_are_recorded(loader):
+    wrapped = config_loader_impl.create_defaults_list
+    assert hasattr(wrapped, "__wrapped__")
+    install()
+    assert config_loader_impl.create_defaults_list is wrapped
+    typed = ["objective=sft", "data=arithmetic", "hparams.seed=4"]
+    composed = loader.load_configuration(CONFIG_NAME, typed, RunMode.RUN)
+    assert composed.hydra.runtime.choices.hparams == "sft"
+    assert composed.hydra.overrides.task == typed
 
 
 def test_a_repository_has_the_options_of_a_search_path(loader, tmp_path):

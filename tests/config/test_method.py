@@ -1,12 +1,18 @@
-"""A run says what its method has brought, and warns of a rate far above the method's default."""
+"""The first lines of a run: the hyperparameters of its method, and a warning about a high learning rate."""
 
 import json
 
 import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from support.in_process import Commands
 from support.tiny import SMALL_LM
 
-TINY = [*SMALL_LM, "tracking=none", "objective=sft", "data=arithmetic", "data.num_rows=40"]
+from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.hydra_internals import load_unchecked, open_repository
+from foundry.config.method import describe_high_rate
+
+TINY = [*SMALL_LM, "tracking=none", "objective=sft", "data=arithmetic", "data.num_rows=40", "data.seq_len=128"]
 PLAN = "foundry.plan"
 
 
@@ -38,14 +44,29 @@ def test_it_says_nothing_of_defaults_and_of_what_the_user_has_chosen(shell, word
         (["hparams.lr=2e-3", "peft=lora"], None),
         (["hparams.lr=4e-3", "peft=lora"], "hparams.lr=0.004 is 20 times the default of hparams=sft, 0.0002"),
         (["hparams.lr=0.1", "optimizer=sgd"], None),
-        (["hparams.lr=1e-2", "hparams=llm", "optimizer=adamw"], None),
-        (["hparams.lr=1e-2", "hparams=nemo_dpo", "model=transformer", "data.form=preferences", "scheduler.min_lr=0"],
-         "hparams.lr=0.01 is 1,111 times the default of hparams=nemo_dpo, 9e-06"),
+        (["hparams.lr=4e-2", "hparams=llm"], None),
+        (
+            ["hparams.lr=1e-2", "hparams=nemo_dpo"],
+            "is 1,111 times the default of hparams=nemo_dpo, 9e-06",
+        ),
+        (
+            ["hparams.lr=1e-2", "hparams=nemo_distillation"],
+            "100 times the default of hparams=nemo_distillation",
+        ),
+        (["hparams.lr=2e-3", "hparams=megatron"], "20 times the default of hparams=megatron, 0.0001"),
     ],
-)  # fmt: skip
-def test_a_rate_of_more_than_ten_times_the_default_is_warned_of_once(shell, words, warning):
-    objective = ["objective=dpo"] if "hparams=nemo_dpo" in words else []
-    _, said = shell(*TINY, "model.num_layers=1", *objective, *words, module=PLAN)
-    lines = [line for line in said.splitlines() if "times the default" in line]
-    assert len(lines) == (warning is not None)
-    assert warning is None or warning in lines[0]
+)
+def test_a_rate_of_more_than_ten_times_the_default_is_warned_of(words, warning):
+    install()
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        composed = load_unchecked(loader, CONFIG_NAME, ["objective=sft", *words])
+        repo, _ = open_repository(loader, None, [])
+    said = describe_high_rate(composed, repo, composed.hydra.runtime.choices.hparams)
+    assert (said is None) == (warning is None)
+    assert warning is None or warning in said
+
+
+def test_it_is_warned_of_once(shell):
+    _, said = shell(*TINY, "hparams.lr=1e-2", module=PLAN)
+    assert said.count("is 500 times the default of hparams=sft, 2e-05") == 1
