@@ -5,6 +5,7 @@ if __name__ == "__main__":
 
     leave_current_folder()  # before the imports below
 
+import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import STATISTICS, TOKENIZER, TRANSFORMERS
+from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import DamagedFileError
 
 if TYPE_CHECKING:
@@ -43,6 +45,10 @@ class ExportOptions:
     device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
     merge: bool | None = setting(
         None, "of a run with peft=lora write the whole model and not the adapters alone; null: the run's peft.merge"
+    )
+    base: str | None = setting(
+        None,
+        "of adapters: folder, new or empty, to write their base to, for transformers; adapter_config.json names it",
     )
 
     @property
@@ -88,16 +94,20 @@ def export_checkpoint(options: ExportOptions) -> Path:
     run_dir, dtype = folder_option("run", options.run), options.torch_dtype
     config = load_config(run_dir, trust=options.trust)
     peft = config.peft
-    if options.merge is not None and not isinstance(peft, LoRA):
-        raise ConfigError(Violation("merge", f"is {options.merge} but {options.run} has no adapters; leave it out"))
+    for name in ("merge", "base"):
+        if (value := getattr(options, name)) is not None and not isinstance(peft, LoRA):
+            raise ConfigError(Violation(name, f"is {value} but {options.run} has no adapters; leave it out"))
+    is_merged = isinstance(peft, LoRA) and (peft.merge if options.merge is None else options.merge)
+    if options.base is not None:
+        _check_base(options.base, out, is_merged=is_merged)
     restored = None
     if not isinstance(peft, LoRA) and is_dataclass(config.model):  # one of the user's own may need numbers to be built
         restored = look_again(run_dir, options.which, lambda: _stream_weights(run_dir, out, options))
     if restored is None:
         restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, device=options.device)
         if isinstance(peft, LoRA):
-            if not (peft.merge if options.merge is None else options.merge):
-                _save_adapters(restored, peft, run_dir, out, dtype)
+            if not is_merged:
+                _save_adapters(restored, peft, run_dir, options, dtype)
                 return restored.checkpoint
             merge_adapters(restored.model)
         out.mkdir(parents=True, exist_ok=True)
@@ -215,8 +225,28 @@ def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: 
         raise ConfigError(Violation("run", str(error))) from None
 
 
-def _save_adapters(restored: "Restored", peft: "LoRA", run_dir: Path, out: Path, dtype: "torch.dtype | None") -> None:
-    """Write adapters as peft does, for the layers of what an export of the base is, and the tokenizer."""
+def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
+    """Refuse a folder for the base that cannot be written, or is not needed.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if is_merged:
+        raise ConfigError(Violation("base", f"is {text} but the export holds the base, merged; leave it out"))
+    folder = folder_option("base", text)
+    check_output_folder("base", folder)
+    if folder.resolve() == out.resolve():
+        raise ConfigError(Violation("base", f"is {text}, as out, which adapters are written to; give another folder"))
+
+
+def _save_adapters(
+    restored: "Restored", peft: "LoRA", run_dir: Path, options: ExportOptions, dtype: "torch.dtype | None"
+) -> None:
+    """Write adapters as peft does, for the layers of an export of the base, and the tokenizer; and the base if asked.
+
+    Raises:
+        ConfigError: the base is to be written for transformers, which does not know such a model.
+    """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
@@ -236,11 +266,14 @@ def _save_adapters(restored: "Restored", peft: "LoRA", run_dir: Path, out: Path,
         for part in ("lora_A", "lora_B"):
             weight = getattr(layer, part).default.weight
             state[f"base_model.model.{targets[-1]}.{part}.weight"] = weight.detach().contiguous().to("cpu", dtype)
+    if options.base is not None and hf_config is None:
+        message = f"is {options.base} but transformers does not know {type(model).__name__}; add merge=true instead"
+        raise ConfigError(Violation("base", message))
+    out, base = folder_option("out", options.out), _base_folder(restored, options)
     out.mkdir(parents=True, exist_ok=True)
     save_file(state, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    base = restored.base_path
     LoraConfig(
-        base_model_name_or_path=None if base is None or not (base / "config.json").is_file() else str(base),
+        base_model_name_or_path=None if base is None else str(base),
         task_type=None if hf_config is None else "CAUSAL_LM",
         r=peft.adapter_dim,
         lora_alpha=int(peft.alpha) if peft.alpha.is_integer() else peft.alpha,  # type: ignore[arg-type]
@@ -255,7 +288,41 @@ def _save_adapters(restored: "Restored", peft: "LoRA", run_dir: Path, out: Path,
         _save_for_transformers(hf_config(), restored.data, run_dir, out, with_model=False)
     else:
         write_vocabulary(restored.data, out)
-    write_model_card(run_dir, restored, out, library="peft")
+    write_model_card(run_dir, restored, out, library="peft", base=base)
+    if options.base is not None:
+        _save_base(restored, run_dir, folder_option("base", options.base), dtype)
+    elif base is None and hf_config is not None:
+        source = "was drawn" if restored.base_path is None else f"is {one_line(str(restored.base_path))}, a run"
+        sys.stderr.write(
+            f"base: adapter_config.json names none, since the base of these adapters {source}; add base=DIR to write "
+            "it as a folder of transformers, or merge=true for one model\n"
+        )
+
+
+def _base_folder(restored: "Restored", options: ExportOptions) -> Path | None:
+    """Return the folder of transformers with the base of adapters, perhaps still to be written; None if none is."""
+    if options.base is not None:
+        return folder_option("base", options.base).resolve()
+    path = restored.base_path
+    return path if path is not None and (path / "config.json").is_file() else None
+
+
+def _save_base(restored: "Restored", run_dir: Path, folder: Path, dtype: "torch.dtype | None") -> None:
+    """Write the model beside which adapters were trained, as transformers reads it; they are taken off the model."""
+    from foundry.checkpoint.export_files import write_weights
+    from foundry.models.lora import remove_adapters
+    from foundry.training.model_hooks import hook
+
+    remove_adapters(restored.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = dtype or _source_dtype(restored.model)
+    write_weights(folder, _held_weights(restored.model, dtype))
+    hf_config = hook(restored.model, "hf_config")
+    assert hf_config is not None
+    described = hf_config()
+    if dtype is not None:
+        described.dtype = dtype
+    _save_for_transformers(described, restored.data, run_dir, folder)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ from safetensors.torch import load_file
 weights = load_file("{folder}/model.safetensors")
 """,
 }
+_HOW_TO_MAKE_BASE = """\
+# `python -m foundry.export run=RUN out=DIR base=BASE` writes the folder BASE
+"""
 _CHAT = """\
 tokenizer = AutoTokenizer.from_pretrained("{folder}")
 chat = [{{"role": "user", "content": "..."}}]
@@ -65,6 +68,7 @@ def write_model_card(
     out: Path,
     *,
     library: str,
+    base: Path | None = None,
 ) -> None:
     """Write README.md into an export; secrets are masked, and what the run directory does not know is left out.
 
@@ -73,19 +77,20 @@ def write_model_card(
         restored: the run, opened at the step that was exported.
         out: the export.
         library: that loads it: transformers, peft, or safetensors for what these do not know.
+        base: of adapters, the folder of transformers with their base; None if there is none.
     """
     settings = masked(plain(restored.config))
     plan, step = _read(run_dir / PLAN), parse_step(restored.checkpoint)
     is_text = library != "safetensors" and restored.data.tokenizer is not None
     use = _USES[library] + ("" if not is_text else _TEXT if restored.data.chat_template is None else _CHAT)
-    beside = restored.base_path
-    base = json.dumps(str(beside) if beside is not None and (beside / "config.json").is_file() else "BASE")
+    base_name = json.dumps("BASE" if base is None else str(base))
+    use = use if base is not None or library != "peft" else f"{_HOW_TO_MAKE_BASE}{use}"
     objective = str(settings["objective"].get("_target_", "")).rpartition(".")[2]
     parts = [
         _front_matter(library, objective, is_text=is_text),
         f"# {one_line(run_dir.resolve().name)}\n",
         f"{_architecture(restored.model)}, trained by `{objective}` with foundry {foundry.__version__}; step {step}.\n",
-        *_section("Use", [f"```python\n{use.format(folder=out.name, base=base)}```\n"]),
+        *_section("Use", [f"```python\n{use.format(folder=out.name, base=base_name)}```\n"]),
         *_section("Data", _table(dict(_told(settings["data"], "data")) | dict(_leaves(plan.get("notes") or {})))),
         *_section("Recipe", _table(_planned(plan) | dict(_recipe(settings)))),
         *_section("Numbers", _table(_numbers(run_dir, step))),

@@ -161,12 +161,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Add the adapters of a model, not wrapped, to the weights of their layers, and take them away; in place."""
-    for name, layer in adapted_layers(model).items():
+    for layer in adapted_layers(model).values():
         base, a, b = layer.base_layer, layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
         settings = {"alpha": layer.lora_alpha[_ADAPTER], "rslora": layer.use_rslora[_ADAPTER]}
         weight = base.weight if isinstance(base, nn.Linear) else base.weight.T  # transformers' Conv1D
         weight.copy_(merged(weight, a, b, **settings))
-        model.set_submodule(name, base)
+    remove_adapters(model)
+
+
+def remove_adapters(model: nn.Module) -> None:
+    """Leave a model, not wrapped, with the layers that it had before adapters; in place."""
+    for name, layer in adapted_layers(model).items():
+        model.set_submodule(name, layer.base_layer)
     if hasattr(model, "peft_config"):  # which injection has left
         del model.peft_config
 

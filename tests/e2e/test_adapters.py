@@ -3,10 +3,11 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from support.composition import configure
 from support.tiny import SMALL_LM, TINY_DIT
@@ -168,6 +169,47 @@ def test_plain_peft_loads_the_adapters_and_transformers_the_merged_model(base, a
     assert (len(one), one.eos_token) == (len(other), other.eos_token)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == (str(tmp_path / "base") if kind == "transformers" else None)
+
+
+def test_an_export_writes_the_base_of_adapters_whose_base_is_a_run_of_adapters(adapted, tmp_path, capsys):
+    """As after SFT and then DPO, both with adapters."""
+    train(on(adapted), tmp_path / "second")
+    alone = ExportOptions(run=str(tmp_path / "second"), out=str(tmp_path / "alone"))
+    export(alone)
+    message = capsys.readouterr().err
+    assert message.startswith("base: adapter_config.json names none, since the base of these adapters is ")
+    assert message.endswith("; add base=DIR to write it as a folder of transformers, or merge=true for one model\n")
+    assert message.count("\n") == 1
+    assert "run=RUN out=DIR base=BASE` writes the folder BASE" in (tmp_path / "alone" / "README.md").read_text()
+
+    export(replace(alone, out=str(tmp_path / "adapter"), base=str(tmp_path / "base")))
+    assert capsys.readouterr().err == ""
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    assert f'from_pretrained("{tmp_path / "base"}")' in (tmp_path / "adapter" / "README.md").read_text()
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, logits(tmp_path / "second"), atol=1e-5, rtol=1e-5)
+        with model.disable_adapter():
+            torch.testing.assert_close(model(TOKENS).logits, logits(adapted), atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_for_the_base_that_is_not_needed_or_not_free_is_refused(base, adapted, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for run, options, message in (
+        (base, {"base": "b"}, r"^base: is b but .* has no adapters; leave it out$"),
+        (adapted, {"base": "b", "merge": True}, "^base: is b but the export holds the base, merged; leave it out$"),
+        (adapted, {"base": str(tmp_path / "full")}, "^base: "),
+        (
+            adapted,
+            {"base": str(tmp_path / "out")},
+            "^base: is .*, as out, which adapters are written to; give another",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            export(ExportOptions(run=str(run), out=str(tmp_path / "out"), **options))
+    assert not (tmp_path / "out").exists()
 
 
 def test_it_is_sampled_and_measured_as_any_other(base, adapted, tmp_path):

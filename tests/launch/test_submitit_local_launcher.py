@@ -18,7 +18,9 @@ from foundry.tracking.metrics_file import read_metrics
 
 @pytest.fixture
 def sweeps(tmp_path):
-    return Sweeps(tmp_path, "hydra/launcher=submitit_local")
+    sweeps = Sweeps(tmp_path, "hydra/launcher=submitit_local")
+    yield sweeps
+    sweeps.close()
 
 
 RANKS = ["hydra.launcher.tasks_per_node=2", "distributed=fsdp", "hparams.per_gpu_batch_size=2"]

@@ -29,18 +29,28 @@ class Sweeps:
 
     def __init__(self, cwd, *launcher):
         self.cwd, self.launcher = cwd, launcher
+        self.drivers = []
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
 
     def start(self, *overrides):
         with (self.cwd / "said.txt").open("w") as message:
-            return subprocess.Popen(
-                [sys.executable, "-m", "foundry", "-m", *TINY, *self.launcher, *overrides],
-                cwd=self.cwd,
-                env=self.environment,
-                stdout=message,
-                stderr=message,
-                start_new_session=True,
+            self.drivers.append(
+                driver := subprocess.Popen(
+                    [sys.executable, "-m", "foundry", "-m", *TINY, *self.launcher, *overrides],
+                    cwd=self.cwd,
+                    env=self.environment,
+                    stdout=message,
+                    stderr=message,
+                    start_new_session=True,
+                )
             )
+        return driver
+
+    def close(self):
+        """End what a test that failed has left."""
+        for driver in self.drivers:
+            with suppress(ProcessLookupError):
+                os.killpg(driver.pid, signal.SIGKILL)
 
     def ctrl_c(self, driver):
         """As in a terminal: every process of the driver's group gets it."""
@@ -51,7 +61,7 @@ class Sweeps:
         return (self.cwd / "said.txt").read_text()
 
     def finish(self, driver, code=0):
-        driver.wait(100)
+        driver.wait(300)
         assert driver.returncode == code, self.output
 
     def status(self, job):
