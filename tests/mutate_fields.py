@@ -8,6 +8,7 @@
 A field counts as noticed if a test fails while every run works with the field's default value, and passes otherwise
 (`support/field_reads.py` says when a run uses a field). One process imports and collects all tests; each field is tried
 in a process forked from it, with the tests in which a run used another value than the default, shortest first.
+`--by-reader` ignores it in one module at a time: a field that two modules read needs a test of each.
 Results are kept in a folder (`--folder`), so that `record` and `try` can be interrupted and called again.
 """
 
@@ -42,6 +43,7 @@ def main(words=None):
     )
     trial.add_argument("--seconds", type=float, default=60.0, help="limit for one field")
     trial.add_argument("--minutes", type=float, default=180.0, help="limit for all fields")
+    trial.add_argument("--by-reader", action="store_true", help="ignore a field in one module at a time")
     trial.add_argument("--again", action="store_true", help="try fields that have a result, too")
     commands.add_parser("report", help="print all results")
     options, more = parser.parse_known_args(words)
@@ -79,10 +81,10 @@ def read_uses(folder):
     uses = defaultdict(dict)
     for path in folder.glob("*/uses-*"):
         for line in path.read_text().splitlines():
-            key, test, phase = line.split("\t")
+            key, reader, test, phase = line.split("\t")
             file = test.partition("::")[0]
             for each in tests_of[file] if phase == "setup" else [test]:
-                uses[key][each] = seconds[each] + setups[file]
+                uses[key][each] = uses[f"{key}@{reader}"][each] = seconds[each] + setups[file]
     return {key: dict(sorted(tests.items(), key=lambda item: item[1])) for key, tests in uses.items()}
 
 
@@ -108,7 +110,8 @@ class Trials:
         session.config._tmp_path_factory.getbasetemp()  # made once; a process that found it would empty it
         items = {item.nodeid: item for item in session.items}
         uses, done = read_uses(self.options.folder), read_results(self.options.folder)
-        found = [key for pattern in self.options.patterns for key in defaults if fnmatchcase(key, pattern)]
+        names = [name for name in uses if "@" in name] if self.options.by_reader else defaults
+        found = [name for pattern in self.options.patterns for name in sorted(names) if _fits(name, pattern)]
         keys = [key for key in dict.fromkeys(found) if self.options.again or key not in done]
         deadline = time.monotonic() + 60 * self.options.minutes
         for number, key in enumerate(keys, start=1):
@@ -163,6 +166,10 @@ class Trials:
         if said and said[-1] == "passed":
             return None, None
         return len(said), TIMEOUT if ticks < 0 else f"{TIMEOUT}: the process ended"
+
+
+def _fits(name, pattern):
+    return fnmatchcase(name, pattern) or fnmatchcase(name.partition("@")[0], pattern)
 
 
 def _run_in_child(ignored, tests, write):

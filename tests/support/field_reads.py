@@ -3,7 +3,8 @@
 Every process that imports this package reads `FOUNDRY_FIELDS`, ranks and warm commands included:
 
 - `record:FOLDER` records each test in which a run uses a field with another value than its default;
-- `ignore:KEY` gives every run the default of one field, such as `DDP.bucket_cap_mb`;
+- `ignore:KEY` gives every run the default of one field, such as `DDP.bucket_cap_mb`; `ignore:KEY@READER` does so in
+  one module or part alone, such as `DDP.bucket_cap_mb@parallel/wrap.py`;
 - `on` prepares the fields, and leaves the rest to `state`.
 
 A run uses a field if code of the run reads it from its schema, or calls a part with it. Checks, records and plans of a
@@ -67,9 +68,13 @@ class State:
     test: str | None = None
     phase: str = "setup"
 
+    def concerns(self, key: str) -> bool:
+        """Return whether uses of a field are recorded or ignored."""
+        return self.folder is not None or (self.ignored is not None and self.ignored.partition("@")[0] == key)
+
 
 state = State()
-noted: set[tuple[str, str, str]] = set()
+noted: set[tuple[str, ...]] = set()
 defaults: dict[str, Any] = {}
 """Default values by key, `Class.field`, of the class that declares the field."""
 
@@ -130,40 +135,41 @@ class _Field:
             value = vars(node)[self.name]
         except KeyError:
             raise AttributeError(self.name) from None
-        if state.ignored not in (None, self.key) or value == defaults[self.key] or not _is_used(sys._getframe(1)):
+        if not state.concerns(self.key) or value == defaults[self.key]:
             return value
-        return use(self.key, value)
+        reader = _reader(sys._getframe(1))
+        return value if reader is None else use(self.key, reader, value)
 
     def __set__(self, node, value):
         vars(node)[self.name] = value
 
 
-def use(key, value):
+def use(key, reader, value):
     """Return the value for the run: the user's, which is not the default, unless the field is ignored."""
-    if state.ignored == key:
+    if state.ignored in (key, f"{key}@{reader}"):
         return defaults[key]
     if state.folder is not None:
-        _note(key)
+        _note(key, reader)
     return value
 
 
-def _is_used(frame) -> bool:
-    """Return whether a run reads the field; checks, records, plans and tests are no run."""
+def _reader(frame) -> str | None:
+    """Return the module of a run that reads the field, or None: checks, records, plans and tests are no run."""
     is_config = False
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path == _BUILD and name != "field_of":
-            return True
+            return "build"
         if path.startswith(_CONFIG):
             is_config = is_config or not (name == "field_of" or path.endswith("setting.py"))
             if path in _CHECKING or name.lstrip("_").startswith("check"):
-                return False
+                return None
         elif path.startswith(_TESTS):
-            return is_config
+            return "config" if is_config else None
         elif path.startswith(_PACKAGE):
-            return not path.startswith(_DESCRIBING)
+            return None if path.startswith(_DESCRIBING) else path.removeprefix(_PACKAGE)
         frame = frame.f_back
-    return False
+    return None
 
 
 def _wrap(target: str, keys: dict[str, str]) -> None:
@@ -193,20 +199,20 @@ def _wrapped(function, keys):
     def wrapper(*args, **kwargs):
         for name in kwargs.keys() & keys.keys():
             if kwargs[name] != defaults[keys[name]]:
-                kwargs[name] = use(keys[name], kwargs[name])
+                kwargs[name] = use(keys[name], "build", kwargs[name])
         return function(*args, **kwargs)
 
     return wrapper
 
 
-def _note(key: str) -> None:
+def _note(key: str, reader: str) -> None:
     """Record that the running test uses a field."""
     current = (state.test, state.phase) if state.test is not None else _read_current()
-    if current is None or (key, *current) in noted:
+    if current is None or (key, reader, *current) in noted:
         return
-    noted.add((key, *current))
+    noted.add((key, reader, *current))
     with (state.folder / f"uses-{os.getpid()}").open("a") as file:
-        file.write("\t".join((key, *current)) + "\n")
+        file.write("\t".join((key, reader, *current)) + "\n")
 
 
 def _read_current():
