@@ -70,7 +70,7 @@ def test_the_run_is_shown_in_the_browser(events, mlflow_server, tmp_path):
     seen = browse(tmp_path / "profile", page, "--dump-dom")
     assert "a run to look at" in seen
     assert "hparams.lr" in seen
-    assert "val_loss" in seen
+    assert "val/loss" in seen
     for number, tab in enumerate(("", "/model-metrics", "/artifacts")):
         picture = tmp_path / f"{number}.png"
         browse(tmp_path / "profile", page + tab, f"--screenshot={picture}")
@@ -101,7 +101,7 @@ def test_the_episodes_of_a_policy_are_shown_in_the_browser(events, mlflow_server
     for name in ("rollouts.gif", "success.png"):
         read = words_of(browse(tmp_path / "profile", f"{page}/artifacts/plots/{name}", "--dump-dom"))
         assert f"plots/{name}" in read
-    assert "val_success_low" in browse(tmp_path / "profile", page, "--dump-dom")
+    assert "val/success_low" in browse(tmp_path / "profile", page, "--dump-dom")
 
 
 def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_server, tmp_path):
@@ -135,4 +135,4 @@ def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_se
     page = browse(tmp_path / "profile", f"{mlflow_server.uri}/#/compare-runs?{chosen}", "--dump-dom")
     read = words_of(page)
     assert "Comparing 2 Runs from 1 Experiment" in read
-    assert "Parameters: optimizer Metrics: loss" in read  # what the plot shows before anything is chosen
+    assert "Parameters: optimizer Metrics: train/loss" in read  # what the plot shows before anything is chosen
