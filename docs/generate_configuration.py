@@ -22,6 +22,7 @@ from foundry.config.schemas.hparams import parse_auto
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.launcher import Launcher
 from foundry.config.schemas.sweeper import Search, Sweep, Sweeper
+from foundry.config.schemas.tracking import parse_progress
 from foundry.config.store import GROUPS, group_schemas
 
 PAGE, NAMES_PAGE = (Path(__file__).with_name(name) for name in ("configuration.md", "names.md"))
@@ -36,6 +37,7 @@ _PARSED = {
     parse_count: "count",
     parse_std: "number or rule",
     parse_auto: "true, false or auto",
+    parse_progress: "true, false or json",
 }
 _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 _HEADER = ("| key | type | default | meaning | elsewhere called |", "|---|---|---|---|---|")

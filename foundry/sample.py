@@ -9,7 +9,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from foundry.config.schemas.device import KIND_DOC, DeviceKind
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.config.store import group_schemas
+from foundry.run_dir.checkpoints import parse_step
 from foundry.run_dir.names import PLOTS
 
 _SUFFIXES = (".txt", ".png")
@@ -31,7 +32,9 @@ class _OwnOptions:
 
     run: str = setting("???", "run directory")
     which: str = setting("last", "last, best, or the number of a step")
-    out: str | None = setting(None, "new file to write, without suffix; null: samples in the run directory's plots/")
+    out: str | None = setting(
+        None, "new file to write, without suffix; null: drawn_<checkpoint> in the run directory's plots/"
+    )
     ema: bool = setting(True, "use the averaged weights where the run kept them")
     trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
     dtype: WeightsDtype | None = setting(None, "of the floating-point weights; null: as they were trained")
@@ -56,18 +59,18 @@ def sample(options: SampleOptions) -> Path:
     """
     import torch
 
-    from foundry.objectives.text_samples import continue_text
+    from foundry.objectives.text_samples import TextSamples, continue_text
     from foundry.parallel.precision import fp32_arithmetic
     from foundry.parallel.process_group import World
     from foundry.restore import build_part, explained, restore
 
     run_dir = folder_option("run", options.run)
-    stem = folder_option("out", options.out) if options.out else run_dir / PLOTS / "samples"
-    if options.out:
-        for suffix in _SUFFIXES:
-            check_output("out", Path(f"{stem}{suffix}"))
+    out = folder_option("out", options.out) if options.out else None
+    if out is None:
+        check_writable("run", run_dir / PLOTS)
     else:
-        check_writable("run", stem.parent)
+        for suffix in _SUFFIXES:
+            check_output("out", Path(f"{out}{suffix}"))
     dtype = None if options.dtype is None else getattr(torch, options.dtype.value)
     restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype, device=options.device)
     offered = {"world": World(0, 0, 1, 1, restored.device), "tokenizer": restored.data.tokenizer}
@@ -96,8 +99,11 @@ def sample(options: SampleOptions) -> Path:
         explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"),
     ):
         drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
+    if isinstance(drawn, TextSamples):
+        drawn = replace(drawn, step=parse_step(restored.checkpoint))
+    stem = run_dir / PLOTS / f"drawn_{restored.checkpoint.name}" if out is None else out  # samples are the training's
     stem.parent.mkdir(parents=True, exist_ok=True)
-    file: Path = _save_beside_others(drawn, stem) if options.out else drawn.save(stem)
+    file: Path = drawn.save(stem) if out is None else _save_beside_others(drawn, stem)
     if hasattr(drawn, "text"):
         sys.stdout.write(f"{drawn.text}\n")
     print_path(file)

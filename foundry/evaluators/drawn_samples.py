@@ -1,10 +1,12 @@
 """Showing what the model has learnt."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from foundry.objectives.text_samples import TextSamples
 from foundry.parallel.whole_weights import gathered_if_they_fit
 from foundry.run_dir.files import make_folder
 from foundry.training.protocols import EvaluationContext, GenerativeObjective
@@ -37,6 +39,8 @@ class DrawnSamples:
                 beats.remove()
         if not context.world.is_main:
             return {}
+        if isinstance(samples, TextSamples):
+            samples = replace(samples, step=context.step)
         folder = context.folder
         try:
             make_folder(folder)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
@@ -128,10 +128,16 @@ class FrozenLauncher(Launcher):
 
 
 class Ledger:
-    """Prints each change of a job's state in a line, with how many jobs are in which."""
+    """Prints each change of a job's state in a line, with how many jobs are in which.
 
-    def __init__(self, jobs: Iterable[ComposedJob]) -> None:
+    Args:
+        jobs: of the sweep.
+        stream: where to print; None: standard output.
+    """
+
+    def __init__(self, jobs: Iterable[ComposedJob], *, stream: TextIO | None = None) -> None:
         self._known = {job.index: ("queued", "") for job in jobs}
+        self._stream = stream
 
     def note(self, job: ComposedJob, state: str, reason: str = "") -> None:
         """Record what a job is doing now."""
@@ -140,7 +146,7 @@ class Ledger:
         self._known[job.index] = (state, reason)
         counts = Counter(state for state, _ in self._known.values())
         summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-        say(f"{job}: {state}{f' ({reason})' if reason else ''}; {summary}")
+        say(f"{job}: {state}{f' ({reason})' if reason else ''}; {summary}", self._stream)
 
     def settled(self, job: ComposedJob) -> None:
         """Record how a job ended, as its status.json has it."""
@@ -149,10 +155,11 @@ class Ledger:
         self.note(job, state, "" if state == "finished" else status.get("reason", ""))
 
 
-def say(line: str) -> None:
-    """Print a line to whoever watches the sweep."""
-    sys.stdout.write(f"{printable(line)}\n")
-    sys.stdout.flush()
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line to whoever watches the sweep, on standard output or another stream."""
+    stream = stream or sys.stdout
+    stream.write(f"{printable(line)}\n")
+    stream.flush()
 
 
 def set_number(config: DictConfig, number: int) -> None:

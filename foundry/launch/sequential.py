@@ -1,6 +1,7 @@
 """`hydra/launcher=sequential`, the default: the jobs of a sweep one after the other, in this process."""
 
 import logging
+import sys
 from collections.abc import Sequence
 
 from hydra.core.utils import JobReturn, JobStatus, configure_log
@@ -10,6 +11,7 @@ from omegaconf import DictConfig
 from foundry.config.errors import format_reason
 from foundry.config.hydra_internals import error_of
 from foundry.config.schemas.root import to_config
+from foundry.config.schemas.tracking import JSON
 from foundry.launch.claim import run_job
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, queue_job
 from foundry.run_dir.lock import is_held
@@ -35,7 +37,8 @@ class SequentialLauncher(FrozenLauncher):
         Raises:
             Stopped: a signal came; the job has saved, and the next ones stay queued.
         """
-        ledger = Ledger(jobs)
+        is_json = self._master.tracking.progress == JSON  # of the jobs, which alone is on standard output then
+        ledger = Ledger(jobs, stream=sys.stderr if is_json else None)
         for job in jobs:
             if is_held(job.run_dir):
                 ledger.note(job, "running", "in another process, which this one does not wait for")

@@ -1,8 +1,8 @@
 """Continued text, to read."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,53 @@ DEFAULT_PROMPT = "def "
 log = logging.getLogger(__name__)
 _SHOWN, _PICTURES_SHOWN = 4, 8
 """Held-out prompts that are continued where none is given."""
+_PAGE_WIDTH = 60
+"""Characters of a heading in a file of samples."""
 
 
 @dataclass(frozen=True)
 class TextSamples:
-    """Prompts and what the model makes of them.
+    """Prompts and their continuations by a model.
 
     Attributes:
         texts: each prompt with its continuation.
+        prompts: the beginnings of the texts that were given; empty if they are not known.
+        drawn: how the texts were drawn, by name: temperature, seed.
+        step: optimizer steps that the model had taken; None if it is not known.
     """
 
     texts: tuple[str, ...]
+    prompts: tuple[str, ...] = ()
+    drawn: Mapping[str, object] = field(default_factory=dict)
+    step: int | None = None
 
     @property
     def text(self) -> str:
         """All of them, an empty line between two."""
         return "\n\n".join(self.texts)
 
+    @property
+    def page(self) -> str:
+        """All of them under headings: step and drawing, then of each text its number, prompt and continuation."""
+        facts = {**({} if self.step is None else {"step": self.step}), **self.drawn}
+        blocks = [", ".join(f"{name} {value}" for name, value in facts.items())] if facts else []
+        for number, text in enumerate(self.texts, start=1):
+            prompt = self.prompts[number - 1] if self.prompts else ""
+            parts = [_heading(f"sample {number} of {len(self.texts)}", "=")]
+            parts += [_heading("prompt", "-"), prompt] if self.prompts else []
+            parts += [_heading("continuation", "-"), text.removeprefix(prompt)]
+            blocks.append("\n".join(parts))
+        return "\n\n".join(blocks)
+
     def save(self, stem: Path) -> Path:
         """Write `stem`.txt and return the file."""
         file = Path(f"{stem}.txt")
-        write_atomically(file, self.text + "\n")
+        write_atomically(file, self.page + "\n")
         return file
+
+
+def _heading(title: str, sign: str) -> str:
+    return f"{3 * sign} {title} ".ljust(_PAGE_WIDTH, sign)
 
 
 @dataclass(frozen=True)
@@ -133,7 +158,13 @@ def continue_text(
     if size is not None:
         return _about_pictures(asked, found, data)
     pairs = zip(encoded, found, strict=True)
-    return TextSamples(tuple(data.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs))
+    return TextSamples(
+        texts=tuple(data.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs),
+        prompts=tuple(data.decode(tokens) for tokens in encoded),
+        drawn={"temperature": temperature, "seed": seed}
+        | ({} if top_k is None else {"top_k": top_k})
+        | ({} if top_p == 1.0 else {"top_p": top_p}),
+    )
 
 
 def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], data: Any) -> PictureAnswers:

@@ -16,11 +16,17 @@ NOTICE = 25
 logging.addLevelName(NOTICE, "NOTICE")
 
 
-def log_to_file(text: str) -> None:
-    """Write into the files that this process logs to what the terminal is told by other means."""
-    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+def log_to_file(text: str, level: int = logging.ERROR, name: str = log.name) -> None:
+    """Write into the files that this process logs to a text that the terminal gets by other means.
+
+    Args:
+        text: of the record.
+        level: of the record; handlers that leave it out do.
+        name: of the logger that the record names.
+    """
+    record = log.makeRecord(name, level, __file__, 0, text, (), None)
     for handler in logging.root.handlers:
-        if isinstance(handler, logging.FileHandler):
+        if isinstance(handler, logging.FileHandler) and level >= handler.level:
             handler.handle(record)
 
 

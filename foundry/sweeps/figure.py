@@ -64,9 +64,9 @@ def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Paramete
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no learning curves", transform=axes.transAxes, ha="center", color=GREY)
         return
-    values = [value for _, points in curves for _, value in points]
-    is_linear = name == sweep.metric and is_share(name, values, minimize=sweep.minimize)
-    frame = Frame.around(values, is_linear=is_linear)
+    measured = [value for _, points in curves for _, value in points]
+    is_linear = name == sweep.metric and is_share(name, measured, minimize=sweep.minimize)
+    frame = Frame.around(measured, is_linear=is_linear)
     frame.apply(axes)
     colours = Colours(parameters[0]) if parameters else None
     alpha = 0.9 if len(curves) <= 40 else 0.45
@@ -85,12 +85,12 @@ def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Paramete
         )
         if job.has_failed:
             axes.plot(steps[-1:], values[-1:], "x", color=RED, markersize=7, markeredgewidth=1.8, zorder=4)
-    names, title = _curve_names(sweep, parameters, curves), ", ".join(parameter.name for parameter in parameters)
+    names, title = _curve_names(sweep, parameters, curves)
     if len(names) > _MOST_NAMES:
         names, title = [name for name in names if name.is_best], ""
         if colours is not None:
             name_colours(axes, colours)
-    _write_names(axes, names, frame, "" if any(name.is_number for name in names) else title)
+    _write_names(axes, names, frame, title)
 
 
 def _curve_colour(sweep: SweepReport, job: JobReport, colours: Colours | None) -> str:
@@ -108,28 +108,33 @@ class _CurveName:
     end: float
     colour: str
     is_best: bool
-    is_number: bool
 
 
-def _curve_names(sweep: SweepReport, parameters: Sequence[Parameter], curves: Sequence[Curve]) -> list[_CurveName]:
-    """A name for each series of curves: the values of the parameters, or the job's number if these are too long."""
+def _curve_names(
+    sweep: SweepReport, parameters: Sequence[Parameter], curves: Sequence[Curve]
+) -> tuple[list[_CurveName], str]:
+    """A name for each series of curves, and the title of these names.
+
+    A name is the values of the parameters, under the parameters' names, or the job's number if these are too long.
+    """
     series: dict[tuple[float, ...], list[Curve]] = {}
     for job, points in curves:
         series.setdefault(series_of(parameters, job.index), []).append((job, points))
     texts = {
         places: ", ".join(one.label(place) for one, place in zip(parameters, places, strict=True)) for places in series
     }
-    are_long = max(map(len, texts.values())) > _LONGEST_NAME or len(set(texts.values())) < len(texts)
-    if are_numbers := not parameters or are_long:
+    title = ", ".join(parameter.name for parameter in parameters)
+    if not title or max(map(len, texts.values())) > _LONGEST_NAME or len(set(texts.values())) < len(texts):
+        title = ""
         numbers = {places: [job.index for job, _ in alike] for places, alike in series.items()}
         texts = {places: f"job{'s' * (len(many) > 1)} {listed(many, 3)}" for places, many in numbers.items()}
     colours = Colours(parameters[0]) if parameters else None
-    found = []
+    names = []
     for places, alike in series.items():
         job, points = alike[0]  # jobs are sorted, the best first
         end = next(value for _, value in reversed(points) if math.isfinite(value))
-        found.append(_CurveName(texts[places], end, _curve_colour(sweep, job, colours), job is sweep.best, are_numbers))
-    return found
+        names.append(_CurveName(texts[places], end, _curve_colour(sweep, job, colours), job is sweep.best))
+    return names, title
 
 
 def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title: str) -> None:

@@ -53,7 +53,7 @@ def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = Fal
     known = client.get_run(run_id)
     if known.info.status == status and tags.items() <= known.data.tags.items():
         return  # the last job has done it
-    for operation in _closing(sweep, tags, status):
+    for operation in _closing(sweep, parent.evaluation_name(sweep.metric), tags, status):
         store.apply([operation])
 
 
@@ -92,12 +92,12 @@ def _outcome(sweep: SweepReport) -> dict[str, str]:
     return tags
 
 
-def _closing(sweep: SweepReport, tags: Mapping[str, str], status: str) -> Iterator[dict[str, Any]]:
+def _closing(sweep: SweepReport, metric: str, tags: Mapping[str, str], status: str) -> Iterator[dict[str, Any]]:
     """What ends a parent; its metric is that of the best job, so that sweeps can be compared, too."""
     now = time.time_ns() // 1_000_000
     yield {"op": "tags", "values": tags}
     if (best := sweep.best) is not None and best.metric is not None:
-        yield {"op": "metrics", "time_ms": now, "step": 0, "values": {sweep.metric: best.metric}}
+        yield {"op": "metrics", "time_ms": now, "step": 0, "values": {metric: best.metric}}
     try:
         files = write_files(sweep)
     except Exception as error:  # the picture of a sweep is not worth a run that stays open

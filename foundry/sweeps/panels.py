@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median_low, quantiles, stdev
 from typing import TYPE_CHECKING
 
-from foundry.sweeps.parameters import Parameter, companion, number_text, series_of, shorten
+from foundry.sweeps.parameters import Parameter, number_text, series_of, shorten
 from foundry.sweeps.results import JobReport, SweepReport
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, scale_logarithmically
 
@@ -131,9 +131,9 @@ def draw_parameter(
     axes.set_xlabel(shorten(parameter.name, _LONGEST_NAME), parse_math=False)
     axes.set_ylabel(shorten(sweep.metric_name, _LONGEST_NAME), parse_math=False)
     frame.apply(axes)
-    others = [other for other in parameters if other is not parameter]
-    told = companion(parameter, parameters)
-    colours = None if told is None else Colours(told)
+    others = [one for one in parameters if one is not parameter]
+    other = min(others, key=lambda one: len(one.values), default=None)  # few colours are told apart best
+    colours = None if other is None else Colours(other)
     place = _scale_categories(axes, parameter, others) if parameter.labels else _scale_numbers(axes, parameter)
     edge = 0.965 if sweep.minimize else 0.035
     transform = axes.get_xaxis_transform()

@@ -91,9 +91,3 @@ def shorten(text: str, longest: int) -> str:
 def series_of(parameters: Iterable[Parameter], index: int) -> tuple[float, ...]:
     """A job's places along some of the parameters, which are the same for the jobs of one series."""
     return tuple(parameter.at[index] for parameter in parameters)
-
-
-def companion(parameter: Parameter, parameters: Sequence[Parameter]) -> Parameter | None:
-    """The other parameter that colours tell in the panel of one: that with the fewest values, since these are seen."""
-    others = [other for other in parameters if other is not parameter]
-    return min(others, key=lambda other: len(other.values), default=None)

@@ -26,6 +26,7 @@ from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.schemas.sweeper import Sweep
 from foundry.config.schemas.sweeper import Sweeper as Options
+from foundry.config.schemas.tracking import JSON
 from foundry.config.setting import check_fields
 from foundry.launch.claim import check_free, claim
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, queue_job, set_number
@@ -193,7 +194,7 @@ class CheckedSweeper(Sweeper):
 
         from foundry.sweeps.report import report
 
-        report(self.sweep_dir, Console())
+        report(self.sweep_dir, Console(stderr=self.config.tracking.progress == JSON))
         failed = [job for job in jobs if self.state(job) in (*FAILED, "stopped")]
         for job in failed:
             run_dir = self.run_dir(job)

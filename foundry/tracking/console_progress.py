@@ -12,7 +12,7 @@ from rich.table import Table
 from foundry.run_dir.names import LOG, PLOTS
 from foundry.run_dir.redact import one_line, printable
 from foundry.tracking.humanize import count, duration, number
-from foundry.tracking.mlflow.destination import how_to_look
+from foundry.tracking.mlflow.destination import how_to_look, local_page
 from foundry.tracking.safe_observer import tolerant
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
@@ -208,4 +208,6 @@ def where_to_look(event: RunStarted) -> dict[str, str]:
     tracking = event.config.get("tracking") or {}
     if tracking.get("mlflow"):
         rows["MLflow"] = how_to_look(event.run_dir, tracking.get("uri"))
+        if (page := local_page(event.run_dir, tracking.get("uri"))) is not None:
+            rows["runs in MLflow"] = page
     return rows

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from foundry.config.build import build
-from foundry.config.schemas.tracking import Tracking
+from foundry.config.schemas.tracking import JSON, Tracking
 from foundry.tracking.console_progress import Progress
+from foundry.tracking.json_progress import JsonProgress
+from foundry.tracking.log_progress import log_progress
 from foundry.tracking.metrics_file import MetricsFile
 from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
@@ -18,8 +20,9 @@ def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:
     observers: list[Observer] = [MetricsFile(run_dir=run_dir), StatusFile(run_dir=run_dir)]
     if config.plots:
         observers.append(Plots(run_dir=run_dir, run_name=config.run_name))
+    observers.append(log_progress())
     if config.progress:
-        observers.append(Progress())
+        observers.append(JsonProgress() if config.progress == JSON else Progress())
     observers += build_trackers(config, run_dir)
     if config.mlflow and "mlflow" not in config.trackers:
         observers.append(

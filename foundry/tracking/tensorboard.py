@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.run_dir.redact import masked
-from foundry.tracking.metrics_file import evaluation_record, step_record
+from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 
@@ -24,6 +24,7 @@ class TensorBoard:
     def __init__(self, *, run_dir: Path, folder: str = "tensorboard", flush_seconds: float = 30.0) -> None:
         self._folder, self._flush_seconds = Path(run_dir) / folder, flush_seconds
         self._writer: Any = None
+        self._is_grouped = True
 
     def on_start(self, event: RunStarted) -> None:
         """Open a file, and write the configuration."""
@@ -31,6 +32,7 @@ class TensorBoard:
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        self._is_grouped = begins_grouped(self._folder)
         self._writer = EventFileWriter(str(self._folder), flush_secs=self._flush_seconds)
         self._write(event.step + 1, session_log=SessionLog(status=SessionLog.START))
         text = json.dumps(masked(event.config), indent=2, default=str)
@@ -38,11 +40,11 @@ class TensorBoard:
 
     def on_step(self, event: StepLogged) -> None:
         """Write the step's metrics."""
-        self._write_scalars(step_record(event))
+        self._write_scalars(step_values(event, is_grouped=self._is_grouped))
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Write the held-out metrics."""
-        self._write_scalars(evaluation_record(event))
+        self._write_scalars(evaluation_values(event, is_grouped=self._is_grouped))
 
     def on_end(self, event: RunEnded) -> None:
         """Close the file."""

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from foundry.run_dir.redact import masked
-from foundry.tracking.metrics_file import evaluation_record, step_record
+from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
 from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class WandB:
         self._named = {"project": experiment_name, "name": run_name or self._run_dir.name, "entity": entity}
         self._tags = tags
         self._run: Any = None
+        self._is_grouped = True
 
     def on_start(self, event: RunStarted) -> None:
         """Begin the run, or continue with it where it was recorded before."""
@@ -58,6 +59,7 @@ class WandB:
             )
             log.warning(message, f"wandb sync {self._run_dir}/wandb/offline-run-*")
             self._mode = "offline"
+        self._is_grouped = begins_grouped(self._run_dir / "wandb")
         begin: Any = wandb.init
         self._run = begin(
             **self._named,
@@ -76,11 +78,11 @@ class WandB:
 
     def on_step(self, event: StepLogged) -> None:
         """Log the step's metrics."""
-        self._log(step_record(event))
+        self._log(step_values(event, is_grouped=self._is_grouped))
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Log the held-out metrics."""
-        self._log(evaluation_record(event))
+        self._log(evaluation_values(event, is_grouped=self._is_grouped))
 
     def on_end(self, event: RunEnded) -> None:
         """Record how the run ended, and close it."""

@@ -77,7 +77,9 @@ def test_supervised_fine_tuning_resumes_bit_for_bit(pretrained, tmp_path, cache)
     (broken_off / "result.json").unlink()
     train(config, broken_off)
     assert outcome(broken_off) == outcome(tmp_path / "whole")
-    assert (broken_off / "plots" / "samples.txt").read_text().startswith("user: Count ")
+    page = (broken_off / "plots" / "samples.txt").read_text()
+    assert page.startswith("step 4, temperature 0")
+    assert page.split("--- prompt ", 1)[1].partition("\n")[2].startswith("user: Count ")
 
 
 @pytest.mark.parametrize("start", ["", pytest.param("checkpoints/latest", marks=pytest.mark.long)])

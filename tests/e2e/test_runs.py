@@ -1,6 +1,7 @@
 """`python -m foundry` as a person types it: what it leaves, says and returns."""
 
 import json
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -47,6 +48,9 @@ def test_a_run_leaves_what_the_design_says(lm):
     assert not [name for name in names if name.endswith((".pt", ".pkl", ".partial", ".distcp"))]
     assert all((run_dir / "plots" / f"{name}.png").read_bytes().startswith(PNG) for name in ("loss", "schedule"))
     assert (run_dir / "plots" / "samples.txt").read_text().strip()
+    log = (run_dir / "foundry.log").read_text()
+    assert "[foundry.progress][INFO] step 5/5 " in log
+    assert log.count("held-out loss") >= 2
     assert "Traceback" not in stdout + stderr
     assert "Warning" not in stderr
     assert list(run_dir.parent.iterdir()) == [run_dir]
@@ -265,6 +269,14 @@ def test_text_is_sampled_from_a_checkpoint(lm, run_command):
     text = (run_command.cwd / "drawn.txt").read_text()
     assert "def main(" in text
     assert run_command(*overrides, "out=again", module="foundry.sample")[0] == stdout.replace("drawn", "again")
+    shutil.copytree(lm[0], run_command.cwd / "copy", symlinks=True)
+    trained = (run_command.cwd / "copy/plots/samples.txt").read_text()
+    run_command("run=copy", *overrides[1:], module="foundry.sample")
+    assert (run_command.cwd / "copy/plots/samples.txt").read_text() == trained
+    assert trained.startswith("step 5, temperature 0.8, seed 0\n")
+    page = (run_command.cwd / "copy/plots/drawn_step_00000005.txt").read_text()
+    assert page == text
+    assert page.startswith("step 5, temperature 0.0, seed 0\n")
 
 
 def test_digits_are_drawn_from_a_checkpoint(digits, run_command):

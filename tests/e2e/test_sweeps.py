@@ -45,6 +45,16 @@ def test_one_dead_job_neither_kills_nor_hides_the_others(begun):
     assert "3 jobs: 2 finished, 1 failed" in stdout
 
 
+def test_progress_as_json_is_alone_on_standard_output(tmp_path, cache):
+    stdout, stderr = WarmShell(tmp_path, cache).run("-m", *TINY, "tracking.progress=json", "hparams.seed=0,1")
+    events: dict[str, list[str]] = {}
+    for line in stdout.splitlines():
+        record = json.loads(line)
+        events.setdefault(Path(record["run_dir"]).name, []).append(record["event"])
+    assert events == {name: ["start", *["step"] * 3, "evaluation", "end"] for name in ("0", "1")}
+    assert "2 jobs: 2 finished" in stderr
+
+
 def test_the_directory_says_what_the_sweep_is(begun):
     _, sweep, *_ = begun
     manifest = read(sweep / "sweep.json")

@@ -8,6 +8,7 @@ from foundry.data.splits import DataSplits
 from foundry.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from foundry.models.transformer import Transformer
 from foundry.objectives.next_token import NextToken
+from foundry.objectives.text_samples import TextSamples
 
 
 def make_model(vocab_size=50, **changes):
@@ -113,7 +114,23 @@ def test_drawing_continues_the_prompt_the_same_way_every_time(data, tmp_path):
     assert objective.generate(model, data, "cpu", prompt="def ", seed=1) != first
     file = first.save(tmp_path / "samples")
     assert file == tmp_path / "samples.txt"
-    assert file.read_text(encoding="utf-8") == first.text + "\n"
+    head, rest = file.read_text(encoding="utf-8").split("\n\n=== sample 1 of 1 ", 1)
+    assert head == "temperature 0.8, seed 0"
+    prompt, continuation = rest.split("\n--- continuation ", 1)
+    assert prompt.partition("\n--- prompt ")[2].partition("\n")[2] == "def "
+    assert "def " + continuation.partition("\n")[2] == first.text + "\n"
+
+
+def test_a_file_of_samples_separates_them_and_names_prompt_step_and_drawing(tmp_path):
+    drawn = {"temperature": 0.5, "seed": 3, "top_k": 7}
+    samples = TextSamples(("a b\n\nc", "d e"), prompts=("a ", "d"), drawn=drawn, step=20)
+    assert samples.text == "a b\n\nc\n\nd e"  # on the terminal
+    lines = samples.save(tmp_path / "samples").read_text().splitlines()
+    assert lines[:2] == ["step 20, temperature 0.5, seed 3, top_k 7", ""]
+    assert [line.strip("=- ") if line.startswith(("===", "---")) else line for line in lines[2:]] == [
+        "sample 1 of 2", "prompt", "a ", "continuation", "b", "", "c", "",
+        "sample 2 of 2", "prompt", "d", "continuation", " e",
+    ]  # fmt: skip
 
 
 def test_temperature_zero_takes_the_likeliest_token(data):

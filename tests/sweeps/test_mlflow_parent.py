@@ -74,7 +74,7 @@ def test_one_parent_from_the_first_job_to_the_last(sweep):
     assert parent().info.status == "FINISHED"
     assert len(client.search_runs([parent().info.experiment_id])) == 4
 
-    assert parent().data.metrics == {"val_loss": 1.5}
+    assert parent().data.metrics == {"val/loss": 1.5}
     assert {
         "jobs": "3 finished",
         "best_job": "2",
@@ -115,9 +115,9 @@ def test_a_job_is_compared_by_what_was_swept(with_database, events):
     assert run.info.run_name == "0: lr=0.001235 optimizer=muon hf_token=***"
     assert (run.data.params["hparams.lr"], run.data.params["optimizer"]) == ("0.0012345678901234", "muon")
     assert run.data.params["data.hf_token"] == "***"
-    assert run.data.metrics["best_val_loss"] == 2.5
-    assert [point.step for point in client.get_metric_history(run_id, "best_val_loss")] == [5]
-    assert next(iter(run.data.metrics)) == "loss", "MLflow's comparison opens with the first"
+    assert run.data.metrics["val/best_loss"] == 2.5
+    assert [point.step for point in client.get_metric_history(run_id, "val/best_loss")] == [5]
+    assert next(iter(run.data.metrics)) == "train/loss", "MLflow's comparison opens with the first"
     assert run.data.tags["command"] == "python -m foundry hparams.lr=0.0012345678901234 optimizer=muon hydra.mode=RUN"
     assert SECRET not in (run_dir / "mlflow_parent.json").read_text()
 
@@ -134,3 +134,15 @@ def test_a_job_that_was_copied_is_of_no_sweep(sweep, tmp_path):
     assert ParentLink.load(sweep / "0").job == 0
     assert ParentLink.load(tmp_path / "mine" / "copy") is None
     assert ParentLink.load(tmp_path / "mine") is None
+
+
+def test_a_sweep_begun_with_the_names_of_metrics_jsonl_keeps_them(sweep):
+    Destination.of(sweep, uri=tracking_uri(), experiment_name="e", run_name="r").save(sweep)
+    content = json.loads((sweep / "mlflow.json").read_text())
+    assert Destination.load(sweep).evaluation_name("val_loss") == "val/loss"
+    (sweep / "mlflow.json").write_text(json.dumps({k: v for k, v in content.items() if k != "metric_names"}))
+    added = Destination.of(
+        sweep / "0", uri=tracking_uri(), experiment_name="e", run_name="r", sweep_dir=sweep / "0" / ".."
+    )
+    assert added.metric_names == "flat"
+    assert Destination.load(sweep).evaluation_name("val_loss") == "val_loss"

@@ -1,13 +1,21 @@
 import io
+import json
+import logging
 import math
 import re
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from foundry.config.schemas.tracking import Tracking
+from foundry.run_dir.log import RunLog
 from foundry.tracking.console_progress import Progress, header
 from foundry.tracking.humanize import count, duration
+from foundry.tracking.json_progress import JsonProgress
+from foundry.tracking.metrics_file import step_record
+from foundry.tracking.observers import build_observers
 
 
 def tell(events, *, terminal, width=100):
@@ -61,6 +69,71 @@ def test_credentials_of_a_server_are_not_shown(events):
     observer.on_end(events.end())
     assert "hunter2" not in stream.getvalue()
     assert "https://***@mlflow.example" in stream.getvalue()
+
+
+def json_lines(events, **step):
+    stream = io.StringIO()
+    observer = JsonProgress(stream=stream)
+    observer.on_start(events.start())
+    observer.on_step(events.step(10, loss=2.5, **step))
+    observer.on_evaluation(events.evaluation(10, val_loss=math.inf, samples_file=events.run_dir / "plots/samples.txt"))
+    observer.on_end(events.end(result={"status": "finished", "loss": math.nan}))
+    assert stream.getvalue().endswith("\n")
+    return [json.loads(line, parse_constant=pytest.fail) for line in stream.getvalue().splitlines()]
+
+
+def test_json_progress_is_an_object_for_each_event(events):
+    start, step, evaluation, end = json_lines(events, grad_norm=math.nan)
+    assert [line["event"] for line in (start, step, evaluation, end)] == ["start", "step", "evaluation", "end"]
+    for line in (start, step, evaluation, end):
+        assert line["run_dir"] == str(events.run_dir)
+        assert datetime.fromisoformat(line["time"]).utcoffset() == timedelta(0)
+    assert (start["step"], start["total_steps"], start["parameters"], start["metric"]) == (
+        0,
+        200,
+        1_234_567,
+        "val_loss",
+    )
+    assert step_record(events.step(10, loss=2.5)).keys() <= step.keys()
+    assert (step["loss"], step["grad_norm"], step["accuracy"]) == (2.5, "NaN", 0.25)
+    assert (step["total_steps"], step["eta_seconds"]) == (200, pytest.approx(19.0))
+    assert (evaluation["val_loss"], evaluation["val_accuracy"]) == ("Infinity", 0.2)
+    assert evaluation["samples_file"] == f"{events.run_dir}/plots/samples.txt"
+    assert (end["state"], end["reason"], end["result"]) == ("finished", "", {"status": "finished", "loss": "NaN"})
+    assert end["mlflow"].startswith("mlflow ui --backend-store-uri sqlite:///")
+
+
+def test_a_metric_cannot_take_the_place_of_a_field_of_the_line(events):
+    _, step, _, _ = json_lines(events, metrics={"event": 7.0, "time": 8.0})
+    assert step["event"] == "step"
+    assert datetime.fromisoformat(step["time"])
+
+
+@pytest.mark.parametrize("progress", [True, False, "json"])
+def test_the_log_of_a_healthy_run_holds_its_progress(events, progress, capsys):
+    handler = RunLog(events.run_dir / "foundry.log")
+    handler.setFormatter(logging.Formatter("[%(name)s][%(levelname)s] %(message)s"))
+    logging.root.addHandler(handler)
+    try:
+        observers = build_observers(Tracking(progress=progress, plots=False, mlflow=False), events.run_dir)
+        for observer in observers:
+            observer.on_start(events.start())
+            observer.on_step(events.step(10, loss=2.5))
+            observer.on_evaluation(events.evaluation(10, val_loss=2.75))
+            observer.on_end(events.end())
+    finally:
+        logging.root.removeHandler(handler)
+        handler.close()
+    lines = (events.run_dir / "foundry.log").read_text().splitlines()
+    assert all(line.startswith("[foundry.progress][INFO] ") for line in lines)
+    text = "\n".join(lines)
+    assert "step  10/200  ETA 0:00:19  loss 2.5000" in text
+    assert "step 10  held-out loss 2.7500" in text
+    assert re.search(r"finished +after", text)
+    printed = capsys.readouterr().out
+    assert bool(printed) == bool(progress)
+    if progress == "json":
+        assert [json.loads(line)["event"] for line in printed.splitlines()] == ["start", "step", "evaluation", "end"]
 
 
 def test_a_plan_that_says_nothing_is_no_error(events):

@@ -54,10 +54,10 @@ def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):
     written = scalars(tmp_path / "run/tensorboard")
     records = read_metrics(done.run_dir)
     steps = {record["step"]: record for record in records if "loss" in record}
-    assert written["loss"] == pytest.approx({step: record["loss"] for step, record in steps.items()})
-    assert written["lr"] == pytest.approx({step: record["lr"] for step, record in steps.items()})
+    assert written["train/loss"] == pytest.approx({step: record["loss"] for step, record in steps.items()})
+    assert written["train/lr"] == pytest.approx({step: record["lr"] for step, record in steps.items()})
     held_out = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
-    assert written["val_loss"] == pytest.approx(held_out)
+    assert written["val/loss"] == pytest.approx(held_out)
     assert load_config(done.run_dir).tracking.trackers["tensorboard"]["folder"] == "tensorboard"
 
 
@@ -68,7 +68,20 @@ def test_tensorboard_drops_the_steps_that_a_resumed_run_takes_again(tmp_path, ev
         for step in steps:
             tracker.on_step(events.step(step, loss=float(10 * start + step)))
         tracker.on_end(events.end())
-    assert scalars(tmp_path / "tensorboard")["loss"] == {1: 1.0, 2: 2.0, 3: 23.0, 4: 24.0}
+    assert scalars(tmp_path / "tensorboard")["train/loss"] == {1: 1.0, 2: 2.0, 3: 23.0, 4: 24.0}
+
+
+def test_tensorboard_keeps_the_names_of_a_run_begun_without_groups(tmp_path, events):
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events.out.tfevents.1.host").touch()
+    tracker = TensorBoard(run_dir=tmp_path)
+    tracker.on_start(events.start(step=1))
+    tracker.on_step(events.step(2, loss=2.0))
+    tracker.on_evaluation(events.evaluation(2))
+    tracker.on_end(events.end())
+    written = scalars(tmp_path / "tensorboard")
+    assert (written["loss"], written["val_loss"]) == ({2: 2.0}, {2: 3.5})
+    assert not [tag for tag in written if "/" in tag]
 
 
 @pytest.fixture
@@ -130,8 +143,9 @@ def test_wandb_records_offline_without_a_key_or_a_connection(tmp_path, nobody):
     done = run(compose([*QUIET, *words]), tmp_path / "run")
     logged = {int(record["_step"]): record for record in history(done.run_dir)}
     for record in read_metrics(done.run_dir):
-        for name in {"loss", "val_loss"} & set(record):
-            assert float(logged[record["step"]][name]) == pytest.approx(record[name])
+        for name, grouped in (("loss", "train/loss"), ("val_loss", "val/loss")):
+            if name in record:
+                assert float(logged[record["step"]][grouped]) == pytest.approx(record[name])
     assert nobody == []
 
 

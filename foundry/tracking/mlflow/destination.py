@@ -12,15 +12,19 @@ from types import NoneType
 
 from foundry.config.environment import default_variables
 from foundry.run_dir.files import write_atomically
-from foundry.run_dir.names import MLFLOW
+from foundry.run_dir.names import MLFLOW, MLFLOW_PENDING
 from foundry.run_dir.redact import MASK, masked_text
 from foundry.run_dir.strict_json import DamagedFileError, Types, read_object
+from foundry.tracking.metric_groups import FLAT, GROUPED, evaluation_name
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "foundry"
 _TYPES: dict[str, Types] = {"uri": str, "experiment_name": str, "run_name": str, "key": str, "started_ms": int}
 _IDS = ("run_id", "experiment_id")
+_STYLE = "metric_names"
 _SQLITE = "sqlite:///"
+_LOCAL_SERVER = "http://127.0.0.1:5000"  # of `mlflow ui`
+_TRAINING = "?workflowType=machine_learning"  # a browser that has not seen MLflow before shows GenAI's pages otherwise
 
 # MLflow's own defaults wait 120 s and retry for minutes, greet on standard output and report usage over the network.
 SHORT_WAITS = {
@@ -84,6 +88,16 @@ def how_to_look(run_dir: Path, uri: str | None = None) -> str:
     return (None if destination is None else destination.page) or masked_text(chosen)
 
 
+def local_page(run_dir: Path, uri: str | None = None) -> str | None:
+    """The page with the experiment's runs that `mlflow ui` shows of a database; None if the runs are on a server."""
+    if sqlite_file(tracking_uri(uri)) is None:
+        return None
+    destination = Destination.load(run_dir)
+    experiment_id = None if destination is None else destination.experiment_id
+    place = "" if experiment_id is None else f"/{experiment_id}/runs"
+    return f"{_LOCAL_SERVER}/#/experiments{place}{_TRAINING}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Destination:
     """One run in one tracking store.
@@ -94,6 +108,7 @@ class Destination:
         experiment_id: likewise.
         key: tells this run from others in the store when a request was carried out and its answer was lost.
         started_ms: when the run began, in milliseconds since 1970.
+        metric_names: `grouped`, or `flat` for a run that was begun with the names of metrics.jsonl.
     """
 
     uri: str
@@ -103,35 +118,67 @@ class Destination:
     experiment_id: str | None = None
     key: str
     started_ms: int
+    metric_names: str = GROUPED
 
     @classmethod
-    def of(cls, run_dir: Path, *, uri: str, experiment_name: str, run_name: str) -> "Destination":
-        """The destination of an earlier start of this run in the same store, else a new one."""
+    def of(
+        cls, run_dir: Path, *, uri: str, experiment_name: str, run_name: str, sweep_dir: Path | None = None
+    ) -> "Destination":
+        """The destination of an earlier start of this run in the same store, else a new one.
+
+        A new one has the metric names of its sweep, or of records that wait to be sent, if there are any.
+
+        Args:
+            run_dir: the run directory.
+            uri: the store, with credentials.
+            experiment_name: of a new run.
+            run_name: likewise.
+            sweep_dir: directory of the sweep whose job the run is; None if it is of none.
+        """
         earlier = cls.load(run_dir)
         if earlier is not None and earlier.uri == masked_text(uri):
             return replace(earlier, uri=uri)
+        sweep = None if sweep_dir is None else cls.load(sweep_dir)
+        kept = earlier if (run_dir / MLFLOW_PENDING).exists() else sweep
         return cls(
             uri=uri,
             experiment_name=experiment_name,
             run_name=run_name,
             key=uuid.uuid4().hex,
             started_ms=time.time_ns() // 1_000_000,
+            metric_names=GROUPED if kept is None else kept.metric_names,
         )
 
     @classmethod
     def load(cls, run_dir: Path) -> "Destination | None":
         """What the run directory remembers; None where that is nothing."""
         try:
-            content = read_object(run_dir / MLFLOW, needed=_TYPES, optional=dict.fromkeys(_IDS, (str, NoneType)))
+            optional: dict[str, Types] = dict.fromkeys(_IDS, (str, NoneType))
+            content = read_object(run_dir / MLFLOW, needed=_TYPES, optional={**optional, _STYLE: str})
         except (FileNotFoundError, DamagedFileError):
             return None
         run_id, experiment_id = (content.get(name) for name in _IDS)
-        return cls(**{name: content[name] for name in _TYPES}, run_id=run_id, experiment_id=experiment_id)
+        is_grouped = content.get(_STYLE) == GROUPED
+        return cls(
+            **{name: content[name] for name in _TYPES},
+            run_id=run_id,
+            experiment_id=experiment_id,
+            metric_names=GROUPED if is_grouped else FLAT,
+        )
 
     def save(self, run_dir: Path) -> None:
         """Remember it in the run directory, without credentials."""
         public = asdict(self) | {"uri": masked_text(self.uri)}
         write_atomically(run_dir / MLFLOW, json.dumps(public, indent=2) + "\n")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether metrics have names in groups."""
+        return self.metric_names == GROUPED
+
+    def evaluation_name(self, name: str) -> str:
+        """The name of an evaluation's metric in this run."""
+        return evaluation_name(name) if self.is_grouped else name
 
     @property
     def page(self) -> str | None:
@@ -140,7 +187,7 @@ class Destination:
         if scheme not in ("http", "https") or None in (self.run_id, self.experiment_id):
             return None
         host = place.rpartition("@")[2].rstrip("/")  # whoever opens it has credentials of their own
-        return f"{scheme}://{host}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return f"{scheme}://{host}/#/experiments/{self.experiment_id}/runs/{self.run_id}{_TRAINING}"
 
     @property
     def is_masked(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.names import CONFIG, MLFLOW_PENDING, PLAN, PLOTS, RESULT
 from foundry.run_dir.redact import masked
-from foundry.tracking.metrics_file import evaluation_record, step_record
+from foundry.tracking.metric_groups import best_name, evaluation_name, evaluation_values, step_name, step_values
 from foundry.tracking.mlflow.destination import Destination, sync_command, tracking_uri
 from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.process import RemoteStore
@@ -22,8 +22,13 @@ from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "requeued": "KILLED"}
 _NOTE_TAG = "mlflow.note.content"
-_NO_METRICS = ("step", "samples")
-_COMPARED = ("loss", "val_loss")  # come first: MLflow's comparison of runs opens with the metric it was given first
+_SAMPLES = ("samples", step_name("samples"))
+_COMPARED = (
+    "loss",
+    "val_loss",
+    step_name("loss"),
+    evaluation_name("val_loss"),
+)  # come first: MLflow's comparison of runs opens with the metric it was given first
 
 
 class MLflowTracker:
@@ -70,6 +75,7 @@ class MLflowTracker:
         self._system_metrics, self._logs_model = system_metrics, log_model
         self._finish_seconds = model_seconds if log_model else finish_seconds
         self._delivery: Delivery | None = None
+        self._is_grouped = True
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
@@ -77,8 +83,15 @@ class MLflowTracker:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         link = ParentLink.load(self._run_dir)
         name = self._run_name or (self._run_dir.absolute().name if link is None else link.run_name)
-        destination = Destination.of(self._run_dir, uri=self._uri, experiment_name=self._experiment_name, run_name=name)
+        destination = Destination.of(
+            self._run_dir,
+            uri=self._uri,
+            experiment_name=self._experiment_name,
+            run_name=name,
+            sweep_dir=None if link is None else self._run_dir / link.sweep,
+        )
         destination.save(self._run_dir)
+        self._is_grouped = destination.is_grouped
         self._delivery = Delivery(
             store=RemoteStore(self._run_dir, destination, system_metrics=self._system_metrics),
             pending_file=self._run_dir / MLFLOW_PENDING,
@@ -91,12 +104,12 @@ class MLflowTracker:
     @tolerant
     def on_step(self, event: StepLogged) -> None:
         """Hand over the step's metrics."""
-        self._put_metrics(step_record(event))
+        self._put_metrics(event.step, step_values(event, is_grouped=self._is_grouped))
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
         """Hand over the held-out metrics and the pictures drawn so far."""
-        self._put_metrics(evaluation_record(event))
+        self._put_metrics(event.step, evaluation_values(event, is_grouped=self._is_grouped))
         self._put_files(PLOTS)
         if event.samples_file is not None and event.samples_file.parent != self._run_dir / PLOTS:
             file = os.path.relpath(event.samples_file, self._run_dir)
@@ -139,16 +152,17 @@ class MLflowTracker:
             yield {"op": "data", **masked(event.data), "profile": profile}
         yield {"op": "text", "file": CONFIG, "text": yaml.safe_dump(_plain(config), sort_keys=False)}
 
-    def _put_metrics(self, record: dict[str, Any]) -> None:
-        values = {name: record[name] for name in _COMPARED if name in record}
-        values |= {name: value for name, value in record.items() if name not in _NO_METRICS}
-        values["samples"] = record["samples"]
-        self._put({"op": "metrics", "time_ms": _now_ms(), "step": record["step"], "values": values})
+    def _put_metrics(self, step: int, record: dict[str, Any]) -> None:
+        first = {name: record[name] for name in _COMPARED if name in record}
+        last = {name: record[name] for name in _SAMPLES if name in record}
+        rest = {name: value for name, value in record.items() if name not in ("step", *last)}
+        self._put({"op": "metrics", "time_ms": _now_ms(), "step": step, "values": {**first, **rest, **last}})
 
     def _put_best(self, best: Mapping[str, Any] | None) -> None:
         """The best evaluation under a name of its own; MLflow's tables and plots show the last value of a metric."""
         if best is not None:
-            values = {f"best_{name}": value for name, value in best.items() if name != "step"}
+            named = best_name if self._is_grouped else "best_{}".format
+            values = {named(name): value for name, value in best.items() if name != "step"}
             self._put({"op": "metrics", "time_ms": _now_ms(), "step": best["step"], "values": values})
 
     def _put_model(self) -> None:

@@ -11,6 +11,7 @@ from support.sweep_dirs import SweepDir
 from foundry.evaluators.episodes import Film
 from foundry.evaluators.films import save_gif
 from foundry.sweeps.mlflow_parent import close_parent
+from foundry.tracking.mlflow.destination import Destination, how_to_look
 from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
@@ -70,11 +71,25 @@ def test_the_run_is_shown_in_the_browser(events, mlflow_server, tmp_path):
     seen = browse(tmp_path / "profile", page, "--dump-dom")
     assert "a run to look at" in seen
     assert "hparams.lr" in seen
-    assert "val_loss" in seen
+    assert "val/loss" in seen
     for number, tab in enumerate(("", "/model-metrics", "/artifacts")):
         picture = tmp_path / f"{number}.png"
         browse(tmp_path / "profile", page + tab, f"--screenshot={picture}")
         assert picture.stat().st_size > 10_000
+
+
+def test_the_printed_page_shows_the_runs_and_groups_of_metrics_in_a_new_browser(events, mlflow_server, tmp_path):
+    tracker = MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, run_name="found at once", finish_seconds=120)
+    tracker.on_start(events.start())
+    tracker.on_step(events.step(1))
+    tracker.on_evaluation(events.evaluation(1))
+    tracker.on_end(events.end())
+    run_page = how_to_look(events.run_dir, mlflow_server.uri)
+    runs_page = run_page.replace(f"/{Destination.load(events.run_dir).run_id}", "")
+    assert runs_page.endswith("/runs?workflowType=machine_learning")
+    assert "found at once" in words_of(browse(tmp_path / "new", runs_page, "--dump-dom"))
+    read = words_of(browse(tmp_path / "newer", run_page.replace("?", "/model-metrics?"), "--dump-dom"))
+    assert all(f"{group} (" in read for group in ("train", "val", "perf")), read[-3000:]
 
 
 def test_the_episodes_of_a_policy_are_shown_in_the_browser(events, mlflow_server, tmp_path):
@@ -101,7 +116,7 @@ def test_the_episodes_of_a_policy_are_shown_in_the_browser(events, mlflow_server
     for name in ("rollouts.gif", "success.png"):
         read = words_of(browse(tmp_path / "profile", f"{page}/artifacts/plots/{name}", "--dump-dom"))
         assert f"plots/{name}" in read
-    assert "val_success_low" in browse(tmp_path / "profile", page, "--dump-dom")
+    assert "val/success_low" in browse(tmp_path / "profile", page, "--dump-dom")
 
 
 def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_server, tmp_path):
@@ -135,4 +150,4 @@ def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_se
     page = browse(tmp_path / "profile", f"{mlflow_server.uri}/#/compare-runs?{chosen}", "--dump-dom")
     read = words_of(page)
     assert "Comparing 2 Runs from 1 Experiment" in read
-    assert "Parameters: optimizer Metrics: loss" in read  # what the plot shows before anything is chosen
+    assert "Parameters: optimizer Metrics: train/loss" in read  # what the plot shows before anything is chosen

@@ -11,7 +11,7 @@ from support.tiny import SMALL_LM
 from foundry.config.errors import ConfigError
 from foundry.eval import EvalOptions, evaluate
 from foundry.sync import send_metrics
-from foundry.tracking.mlflow.destination import Destination, how_to_look
+from foundry.tracking.mlflow.destination import Destination, how_to_look, local_page, tracking_uri
 from foundry.tracking.mlflow.logged_model import log_model
 from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.train import train
@@ -148,10 +148,19 @@ def test_a_runs_page_or_the_command_that_shows_it(tmp_path, monkeypatch):
     command = "mlflow ui --backend-store-uri"
     assert how_to_look(tmp_path) == f"{command} sqlite:///{tmp_path}/mlflow.db"
     assert how_to_look(tmp_path, "sqlite:///a b.db") == f"{command} 'sqlite:///{tmp_path}/a b.db'"
+    training = "?workflowType=machine_learning"
+    assert local_page(tmp_path) == f"http://127.0.0.1:5000/#/experiments{training}", "the store has not answered yet"
+    kept = Destination.of(tmp_path, uri=tracking_uri(), experiment_name="e", run_name="r")
+    replace(kept, run_id="c0de", experiment_id="7").save(tmp_path)
+    assert local_page(tmp_path) == f"http://127.0.0.1:5000/#/experiments/7/runs{training}"
     server = "https://ann:hunter2@mlflow.example/own/"
+    assert local_page(tmp_path, server) is None
     made = Destination.of(tmp_path, uri=server, experiment_name="e", run_name="r")
     made.save(tmp_path)
     assert how_to_look(tmp_path, server) == "https://***@mlflow.example/own/", "the server has not answered yet"
     replace(made, run_id="c0de", experiment_id="7").save(tmp_path)
-    assert how_to_look(tmp_path, server) == "https://mlflow.example/own/#/experiments/7/runs/c0de"
+    assert (
+        how_to_look(tmp_path, server)
+        == "https://mlflow.example/own/#/experiments/7/runs/c0de?workflowType=machine_learning"
+    )
     assert "hunter2" not in (tmp_path / "mlflow.json").read_text()

@@ -20,7 +20,7 @@ def losses(run_dir):
     client = MlflowClient(tracking_uri=f"sqlite:///{Path.cwd()}/mlflow.db")
     run_id = json.loads((run_dir / "mlflow.json").read_text())["run_id"]
     status = client.get_run(run_id).info.status
-    return status, [point.step for point in client.get_metric_history(run_id, "loss")]
+    return status, [point.step for point in client.get_metric_history(run_id, "train/loss")]
 
 
 def begun(events, **settings):

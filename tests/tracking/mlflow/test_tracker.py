@@ -78,12 +78,12 @@ def test_a_run_is_in_the_database_of_the_current_directory(events, with_database
     tags = run.data.tags
     assert {"config_hash": "c0ffee", "sweep": "7", "api_key": "***", "state": "finished"}.items() <= tags.items()
     assert {"foundry_version", "host", "run_dir"} < set(tags)
-    history = client_of(uri).get_metric_history(run.info.run_id, "loss")
+    history = client_of(uri).get_metric_history(run.info.run_id, "train/loss")
     assert [(point.step, point.value) for point in history[:2]] == [(1, 4.0), (2, pytest.approx(4.0 / 2**0.2))]
     assert len(history) == 1200
-    norms = client_of(uri).get_metric_history(run.info.run_id, "grad_norm")
+    norms = client_of(uri).get_metric_history(run.info.run_id, "train/grad_norm")
     assert [point.step for point in norms if math.isnan(point.value)] == [7]
-    assert (run.data.metrics["val_loss"], run.data.metrics["val_accuracy"]) == (3.5, 0.2)
+    assert (run.data.metrics["val/loss"], run.data.metrics["val/accuracy"]) == (3.5, 0.2)
     assert artifacts(events.run_dir, uri) == ["config.yaml", "plan.json", "plots", "result.json"]
     assert artifacts(events.run_dir, uri, "plots") == ["plots/loss.png", "plots/samples.txt"]
 
@@ -128,8 +128,48 @@ def test_a_resumed_run_is_continued(events, with_database):
     assert second.info.status == "FINISHED"
     assert second.data.params["hparams.global_batch_size"] == "32"
     assert second.data.tags["changed.hparams.global_batch_size"] == "64"
-    history = client_of(uri).get_metric_history(first.info.run_id, "loss")
+    history = client_of(uri).get_metric_history(first.info.run_id, "train/loss")
     assert [point.step for point in history] == [1, 2, 3, 4]
+
+
+def begun_with_flat_names(folder):
+    """Have the file that remembers a run, or a sweep, say what it said before metrics had groups."""
+    path = folder / "mlflow.json"
+    content = json.loads(path.read_text())
+    assert content.pop("metric_names") == "grouped"
+    path.write_text(json.dumps(content))
+
+
+def test_metrics_are_in_groups(events, with_database):
+    tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
+    tracker.on_start(events.start())
+    tracker.on_step(events.step(1, tflops=1.5, mfu=0.5, metrics={"accuracy": 0.25, "grad_norm/model.layers.0": 2.0}))
+    tracker.on_evaluation(events.evaluation(1))
+    tracker.on_end(events.end(result={"step": 1, "best": {"step": 1, "val_loss": 3.5}}))
+    names = set(run_of(events.run_dir, tracking_uri()).data.metrics)
+    train = ("accuracy", "epoch", "global_batch_size", "grad_norm", "loss", "lr", "samples", "tokens", "weight_decay")
+    perf = ("mfu", "peak_memory_bytes", "step_seconds", "tflops", "tokens_per_second")
+    expected = {*(f"train/{name}" for name in train), *(f"perf/{name}" for name in perf)}
+    assert names == expected | {"val/loss", "val/accuracy", "val/best_loss", "grad_norm/model.layers.0"}
+
+
+def test_a_run_begun_with_the_names_of_metrics_jsonl_keeps_them(events, with_database):
+    follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=120), events, 1, state="requeued", reason="SIGUSR1")
+    begun_with_flat_names(events.run_dir)
+    follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=120), events, 3)
+    run = run_of(events.run_dir, tracking_uri())
+    assert {"loss", "val_loss", "lr", "tokens_per_second"} <= set(run.data.metrics)
+    history = client_of(tracking_uri()).get_metric_history(run.info.run_id, "train/loss")
+    assert [point.step for point in history] == [1]  # of the first start alone
+
+
+def test_records_that_wait_decide_the_names_of_a_new_run(events, black_hole, with_database):
+    follow(MLflowTracker(run_dir=events.run_dir, uri=black_hole, finish_seconds=0.1), events, 1, state="requeued")
+    begun_with_flat_names(events.run_dir)
+    tracker = MLflowTracker(run_dir=events.run_dir, uri=f"sqlite:///{with_database}/other.db", finish_seconds=0.1)
+    tracker.on_start(events.start())
+    tracker.on_end(events.end())
+    assert json.loads((events.run_dir / "mlflow.json").read_text())["metric_names"] == "flat"
 
 
 def test_the_environments_run_and_experiment(events, with_database, monkeypatch):
@@ -163,8 +203,8 @@ def test_a_run_on_a_real_server(events, mlflow_server):
     tracker.on_end(events.end(state="failed", reason="out of memory", result={}))
     run = run_of(events.run_dir, mlflow_server.uri)
     assert (run.info.run_name, run.info.status, run.data.tags["reason"]) == ("over http", "FAILED", "out of memory")
-    assert (run.data.params["hparams.lr"], run.data.metrics["val_loss"]) == ("0.001", 3.5)
-    assert len(client_of(mlflow_server.uri).get_metric_history(run.info.run_id, "loss")) == 30
+    assert (run.data.params["hparams.lr"], run.data.metrics["val/loss"]) == ("0.001", 3.5)
+    assert len(client_of(mlflow_server.uri).get_metric_history(run.info.run_id, "train/loss")) == 30
     assert artifacts(events.run_dir, mlflow_server.uri) == ["config.yaml", "plots"]
     assert artifacts(events.run_dir, mlflow_server.uri, "plots") == ["plots/loss.png"]
 
@@ -200,7 +240,7 @@ def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, ca
         "0.001",
         "c0ffee",
     )
-    history = client_of(own_server.uri).get_metric_history(run.info.run_id, "loss")
+    history = client_of(own_server.uri).get_metric_history(run.info.run_id, "train/loss")
     assert [point.step for point in history] == list(range(1, 50))
 
 
@@ -216,7 +256,7 @@ def test_what_a_start_missed_the_next_one_sends(events, with_database):
     tracker.on_end(events.end())
     run = run_of(events.run_dir, tracking_uri())
     assert run.info.status == "FINISHED"
-    history = client_of(tracking_uri()).get_metric_history(run.info.run_id, "loss")
+    history = client_of(tracking_uri()).get_metric_history(run.info.run_id, "train/loss")
     assert [point.step for point in history] == [1, 2, 3, 4]
     assert not (events.run_dir / "mlflow_pending.jsonl").exists()
 

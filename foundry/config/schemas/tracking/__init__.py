@@ -13,6 +13,20 @@ EXTRAS = {"foundry.tracking.tensorboard.TensorBoard": "tensorboard", "foundry.tr
 """Extra that each tracker with an optional package needs; the package has the same name."""
 
 
+JSON = "json"
+"""Value of `tracking.progress`."""
+
+
+def parse_progress(text: str) -> None:
+    """Check a switch that may also be `json`.
+
+    Raises:
+        ValueError: it is another word.
+    """
+    if text not in ("True", "False", JSON):
+        raise ValueError(f"is {shown(text)} but must be true, false or json")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Steps that torch's profiler records; `profile/` in the run directory has a trace of each rank."""
@@ -39,7 +53,11 @@ class Tracking:
         "multiple of log_every_n_steps; null: none are",
         ge=1,
     )
-    progress: bool = setting(True, "show progress on the terminal")
+    progress: bool | str = setting(
+        True,
+        "show progress on the terminal; json: write it to standard output, an object a line",
+        parse=parse_progress,
+    )
     plots: bool = setting(
         True, "draw plots/: loss, metrics, schedule, norms by block where measured, and success of a policy"
     )

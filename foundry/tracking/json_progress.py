@@ -1,0 +1,82 @@
+"""`tracking.progress=json`: progress on standard output, a JSON object in each line, for a program that reads it."""
+
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from foundry.run_dir.redact import masked, printable
+from foundry.run_dir.strict_json import encode
+from foundry.tracking.metrics_file import evaluation_record, step_record
+from foundry.tracking.mlflow.destination import how_to_look
+from foundry.tracking.safe_observer import tolerant
+from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
+
+_OF_PLAN = (
+    "total_steps",
+    "total_samples",
+    "tokens_per_sample",
+    "global_batch_size",
+    "world_size",
+    "accum_freq",
+    "parameters",
+    "trainable_parameters",
+)
+
+
+class JsonProgress:
+    """Writes the events of a run, each in a line.
+
+    Every object has `event` (start, step, evaluation or end), `time` (UTC, ISO 8601) and `run_dir`, which tells the
+    jobs of a sweep apart. It is strict JSON: NaN and the infinities are "NaN", "Infinity" and "-Infinity", as in
+    metrics.jsonl.
+
+    Args:
+        stream: None: standard output.
+    """
+
+    def __init__(self, *, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._started: RunStarted | None = None
+        self._since = time.monotonic()
+
+    @tolerant
+    def on_start(self, event: RunStarted) -> None:
+        """Write the plan in short."""
+        self._started, self._since = event, time.monotonic()
+        plan = {name: event.plan[name] for name in _OF_PLAN if name in event.plan}
+        judged = {"metric": event.metric, "config_hash": event.config_hash, "devices": event.devices}
+        self._write("start", {"step": event.step, **plan, **judged})
+
+    @tolerant
+    def on_step(self, event: StepLogged) -> None:
+        """Write the step's fields of metrics.jsonl, with the steps of the run and the seconds that are left."""
+        total = None if self._started is None else self._started.plan.get("total_steps")
+        left = None if total is None else (total - event.step) * event.step_seconds
+        self._write("step", step_record(event) | {"total_steps": total, "eta_seconds": left})
+
+    @tolerant
+    def on_evaluation(self, event: Evaluated) -> None:
+        """Write the evaluation's fields of metrics.jsonl, and the file of samples."""
+        file = event.samples_file
+        self._write("evaluation", evaluation_record(event) | {"samples_file": None if file is None else str(file)})
+
+    @tolerant
+    def on_end(self, event: RunEnded) -> None:
+        """Write how the run ended, and its result."""
+        fields: dict[str, Any] = {"state": event.state, "reason": printable(event.reason), "result": event.result}
+        fields["seconds"] = round(time.monotonic() - self._since, 3)
+        tracking = {} if self._started is None else self._started.config.get("tracking") or {}
+        if self._started is not None and tracking.get("mlflow"):
+            fields["mlflow"] = how_to_look(self._started.run_dir, tracking.get("uri"))
+        self._write("end", fields)
+
+    def _write(self, event: str, fields: Mapping[str, Any]) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        own = {"event": event, "time": now, "run_dir": None if self._started is None else str(self._started.run_dir)}
+        stream = self._stream or sys.stdout
+        stream.write(
+            encode(masked({**own, **{name: value for name, value in fields.items() if name not in own}})) + "\n"
+        )
+        stream.flush()

@@ -1,0 +1,24 @@
+"""Progress in foundry.log: the lines that the terminal shows where it has no bar, whatever the terminal shows."""
+
+import logging
+from io import TextIOBase
+
+from rich.console import Console
+
+from foundry.run_dir.log import log_to_file
+from foundry.tracking.console_progress import Progress
+
+
+class _LogFile(TextIOBase):
+    """A text file each of whose lines is a record of foundry.log, at level INFO."""
+
+    def write(self, text: str) -> int:
+        """Log the lines of a text."""
+        for line in text.splitlines():
+            log_to_file(line, logging.INFO, "foundry.progress")
+        return len(text)
+
+
+def log_progress() -> Progress:
+    """An observer that writes header, logged steps, evaluations and the end of a run into foundry.log."""
+    return Progress(console=Console(file=_LogFile(), force_terminal=False, highlight=False))  # type: ignore[arg-type]
