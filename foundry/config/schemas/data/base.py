@@ -86,7 +86,7 @@ class Tokenised(Data):
         "tokens per training sequence; of data with rows of their own lengths the most that one may have",
         ge=1,
         le=10**8,
-        aliases="seq_length, sequence_length, max_length, block_size, context_length",
+        aliases="seq_length, sequence_length, max_length, block_size, context_length, max_total_sequence_length",
     )
     vocab_size: int = setting(
         MODEL_VOCAB_SIZE,
