@@ -175,7 +175,7 @@ def _option_line(group: str, name: str, option: Mapping[str, Any]) -> str:
     if option["chooses"]:
         parts.append("Chooses " + ", ".join(f"`{key}={value}`" for key, value in option["chooses"].items()) + ".")
     if option["sets"]:
-        parts.append("Sets " + ", ".join(f"`{key}={_plain(value)}`" for key, value in option["sets"].items()) + ".")
+        parts.append("Sets " + ", ".join(f"`{key}={_assigned(value)}`" for key, value in option["sets"].items()) + ".")
     return " ".join(parts)
 
 
@@ -248,6 +248,11 @@ def _plain(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return "null" if value is None else str(value)
+
+
+def _assigned(value: object) -> str:
+    """A value as an override gives it: 1.0 is no 1 where a fraction and a count differ."""
+    return f"{value:.1f}" if isinstance(value, float) and f"{value:g}".isdigit() else _plain(value)
 
 
 def _flat(content: Mapping[Any, Any], path: str = "") -> dict[str, Any]:

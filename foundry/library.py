@@ -23,6 +23,7 @@ from foundry.config.environment import detect
 from foundry.config.errors import ConfigError, Violation, first_line
 from foundry.config.hydra_internals import ConfigLoaderImpl, search_path
 from foundry.config.schemas.root import Config, to_config
+from foundry.config.sources import local_path
 from foundry.launch.claim import claimed
 from foundry.launch.local import format_trace
 from foundry.launch.start import start
@@ -107,6 +108,7 @@ def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observe
         raise ConfigError(Violation("distributed.nproc_per_node", message))
     composed = _compose([], None) if run_dir is None or starts_ranks else None
     given = composed.hydra.run.dir if composed is not None and run_dir is None else run_dir
+    local_path("run_dir", str(given))  # an address is none
     try:
         with claimed(str(given), "run_dir") as taken, _logged(taken.folder):
             job_logging = None if composed is None else _job_logging(composed, taken.folder)

@@ -20,6 +20,7 @@ from foundry.config.schemas.launcher import check_launcher, resolve_num_tasks
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.secrets import check_secrets
 from foundry.config.setting import OutOfBounds, check_fields, guarded
+from foundry.config.start_dir import check_folders
 from foundry.config.store import fill_left_out
 from foundry.config.teacher import pin_teacher
 
@@ -50,7 +51,11 @@ def check(composed: DictConfig) -> list[Violation]:
     sound = _sound(config, {violation.key for violation in out})
     parts = [getattr(sound, item.name) for item in fields(config)]
     own = [v for part in parts if hasattr(part, "check") for v in _until_out_of_bounds(part.check)]
-    outside = [*check_launcher(composed), *_until_out_of_bounds(partial(check_sweeper, composed, sound))]
+    outside = [
+        *check_folders(composed),
+        *check_launcher(composed),
+        *_until_out_of_bounds(partial(check_sweeper, composed, sound)),
+    ]
     single = [*check_secrets(composed), *out, *check_plain_nodes(config), *own, *outside]
     launch = Launch(environment, resolve_num_tasks(composed), sound.distributed)
     across = [v for rule in RULES for v in _until_out_of_bounds(partial(rule, sound, launch))]

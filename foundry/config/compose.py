@@ -29,7 +29,7 @@ from foundry.config.hydra_internals import (
 from foundry.config.resolvers import register_resolvers
 from foundry.config.schemas.root import Config
 from foundry.config.secrets import check_overrides, check_secrets
-from foundry.config.start_dir import anchor_paths, check_start_dir
+from foundry.config.start_dir import anchor_paths, check_folders, check_start_dir
 from foundry.config.store import register_schemas
 
 CONFIG_NAME = "config"
@@ -125,7 +125,11 @@ def _checked(
     _note_secrets(overrides, run_mode)
     # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed.
     # But it is written down as it is.
-    if violations := check(config) if run_mode is RunMode.RUN else [*check_secrets(config), *check_hydra(config)]:
+    if (
+        violations := check(config)
+        if run_mode is RunMode.RUN
+        else [*check_secrets(config), *check_hydra(config), *check_folders(config)]
+    ):
         raise ConfigError(violations)
     anchor_paths(config)
     return config

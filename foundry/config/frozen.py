@@ -49,6 +49,8 @@ def hash_config(config: Config) -> str:
     """SHA-256 of the configuration, in hexadecimal, without what is computed from the number of ranks."""
     content = plain(config)
     del content["hparams"]["accum_freq"]
+    if content["hparams"]["batch_ramp"]["every_samples"] is None:
+        del content["hparams"]["batch_ramp"]["every_samples"]  # so that the hash is that of versions without it
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

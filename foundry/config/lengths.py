@@ -31,8 +31,13 @@ def given_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSize
     if hparams.batch_schedule is not None:
         in_tokens = hparams.batch_schedule_unit is not ScheduleUnit.samples
         return BatchSizes.parse(hparams.batch_schedule, tokens_per_sample=tokens_per_sample if in_tokens else None)
-    if ramp.start is not None and ramp.increment is not None and ramp.over_samples is not None:
-        over = parse_count(ramp.over_samples)
+    if ramp.start is not None and ramp.increment is not None:
+        if ramp.every_samples is not None:
+            over = parse_count(ramp.every_samples) * max(1, (final - ramp.start) // ramp.increment)
+        elif ramp.over_samples is not None:
+            over = parse_count(ramp.over_samples)
+        else:
+            return BatchSizes.constant(final)
         return BatchSizes.ramp(start=ramp.start, increment=ramp.increment, over_samples=over, final=final)
     return BatchSizes.constant(final)
 

@@ -1,6 +1,7 @@
 """What a composed configuration must satisfy beyond its types. A rule yields a violation for each thing wrong."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import takewhile
 from math import ceil
@@ -29,6 +30,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.sizes import check_sizes
 from foundry.config.sources import download_hint, hub_hint, is_url, listed_paths, why_no_url
+from foundry.config.store import group_schemas
 from foundry.config.success import check_success
 from foundry.config.targets import check_targets
 from foundry.config.tensor_parallel import check_tensor_parallel
@@ -191,16 +193,23 @@ def _loss(config: Config, launch: Launch) -> Iterator[Violation]:
     loss = config.hparams.loss_function
     fitting = getattr(config.objective, "loss_functions", None)
     if fitting is not None and loss not in fitting:
-        name = type(config.objective).__name__
-        yield Violation(
-            "hparams.loss_function",
-            f"is {loss} but objective {name} minimises {' or '.join(fitting)}; choose the other objective or loss",
-        )
+        yield Violation("hparams.loss_function", _other_loss(loss, type(config.objective).__name__, fitting))
         return
     has_z_loss = fitting is None or hasattr(config.objective, "z_loss_coefficient")
     if config.hparams.z_loss_coefficient > 0 and not has_z_loss:
         name = type(config.objective).__name__
         yield Violation("hparams.z_loss_coefficient", f"is set but objective {name} has no z-loss; set it to 0")
+
+
+def _other_loss(loss: str, objective: str, fitting: Sequence[str]) -> str:
+    """Say that the objective decides about the loss, and which objectives minimise the one that was given."""
+    # An instance without values has the defaults, on which the property of some depends.
+    schemas = {name: object.__new__(schema) for name, schema in group_schemas("objective").items()}
+    names = [name for name, schema in schemas.items() if loss in getattr(schema, "loss_functions", ())]
+    options = "|".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names)
+    remedy = f"choose objective={options}, or " if options else ""
+    message = f"is {loss}, which chooses no loss: objective {objective} minimises {' or '.join(fitting)}"
+    return f"{message}; {remedy}set hparams.loss_function={fitting[0]}"
 
 
 def _targets(config: Config, launch: Launch) -> Iterator[Violation]:

@@ -1,6 +1,7 @@
 """A field of a schema: its default, what it means and its bounds."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from enum import Enum
@@ -12,6 +13,8 @@ _LARGEST_INT = 2**63 - 1
 """What torch, numpy and the databases hold."""
 _LARGEST_FLOAT, _SMALLEST_FLOAT = (2 - 2**-23) * 2.0**127, 2.0**-126
 """What float32 holds with all its digits."""
+_NULL = re.compile(r"\b(null: [^;]+)")
+"""The part of a setting's documentation that says what null means."""
 _LONGEST_TEXT = 4096
 """A path's, on Linux."""
 
@@ -177,6 +180,8 @@ def check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violati
             wrong = str(error)
     if wrong is None and isinstance(value, (int, float)) and not isinstance(value, bool):
         wrong = _wrong_number(value, item.metadata.get("bounds", {}), finite=item.metadata.get("finite", True))
+        if wrong is not None and value <= 0 and (meaning := _NULL.search(item.metadata.get("doc", ""))):
+            wrong += f"; {key}={meaning[1]}"  # other systems write -1 or 0 for it
     if wrong is not None:
         yield Violation(key, wrong)
 

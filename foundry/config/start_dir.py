@@ -9,10 +9,19 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.sources import is_url, listed_paths
 
 _FOLDERS = ("data.cache_dir",)
+_WRITTEN = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.launcher.submitit_folder",
+    "checkpoint.resume",
+    *_FOLDERS,
+)
+"""Settings that name a folder in which foundry writes, or locks files."""
 _SQLITE = "sqlite:///"
 _DEFAULT_URI = f"{_SQLITE}mlflow.db"
 _NO_PATHS = ("auto", "never")
@@ -31,6 +40,14 @@ def check_start_dir() -> None:
             f"cannot be read ({error.strerror}): deleted, moved or unmounted. Enter a folder with cd and start again"
         )
         raise ConfigError(Violation("current folder", message)) from None
+
+
+def check_folders(composed: DictConfig) -> Iterator[Violation]:
+    """Refuse addresses as folders: as a path, `s3://bucket/run` is a folder `s3:` on this machine."""
+    for key in _WRITTEN:
+        value = _value(composed, key)
+        if isinstance(value, str) and "://" in value:
+            yield Violation(key, f"is {shown(value)}, an address; give a folder on this machine")
 
 
 def anchor_paths(composed: DictConfig) -> None:

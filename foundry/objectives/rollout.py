@@ -58,7 +58,7 @@ class RolloutSettings:
             num_generations_per_prompt: completions of each.
             updates_per_rollout: optimizer steps that a rollout is cut into.
             generation_batch_size: completions generated at a time.
-            generation_temperature: of what is drawn.
+            generation_temperature: as in `Decoding`.
             generation_top_p: as in `Decoding`.
             generation_top_k: as in `Decoding`.
             generation_pipeline_parallel_size: 1.

@@ -4,6 +4,7 @@ One process needs no wrapper, so `ddp` and `fsdp` of one are the bare model, and
 exception is `cpu_offload`, which FSDP2 does: it shards over a group of one.
 """
 
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from foundry.training.sharded import sharded_modules
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, OffloadPolicy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,10 @@ def _wrap_sharded_optimizer(
 def _wrap_fsdp(model: nn.Module, fsdp: FSDP, policy: PrecisionPolicy, world: World, fill: Fill | None) -> Parallel:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
+    if world.is_main and not any(find_blocks(model)):
+        message = "has no blocks, so all of its weights are gathered at once, which saves little memory; derive its"
+        remedy = "repeated layers from FSDPBlock, or return their types from get_fsdp_block_types()"
+        log.warning("distributed=%s: %s %s %s", fsdp.strategy, type(model).__name__, message, remedy)
     reshard = fsdp.reshard_after_forward
     replicated = _shard(
         model,

@@ -2,6 +2,7 @@ import pytest
 
 from foundry.config.environment import LaunchEnvironment, detect, expand_hosts
 from foundry.config.errors import ConfigError
+from foundry.config.schemas.distributed import parse_init_method
 
 TORCHRUN = {
     "RANK": "5",
@@ -172,3 +173,8 @@ def test_a_requeued_job_meets_at_the_same_place_and_another_job_elsewhere():
     assert all(
         1024 < detect(STEP_TASK | {"SLURM_JOB_ID": str(job)}).master_port < 32768 for job in range(0, 10**7, 9973)
     )
+
+
+@pytest.mark.parametrize("method", ["env://", "tcp://node-1:29500", "tcp://[::1]:29500", "file:///shared/meet"])
+def test_places_to_meet(method):
+    parse_init_method(method)

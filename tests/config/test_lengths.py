@@ -1,7 +1,10 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.examples import examples
 
 from foundry.config.errors import ConfigError
-from foundry.config.lengths import resolve_budget
+from foundry.config.lengths import given_sizes, resolve_budget
 from foundry.config.schemas.hparams import BatchRamp, HParams
 from foundry.config.schemas.root import to_config
 
@@ -13,10 +16,10 @@ def budget(samples_per_epoch=1000, dp_size=1, **fields):
 
 
 def test_the_shortest_budget_wins_in_whole_steps():
-    given = {"global_batch_size": 32, "train_samples": 1000, "epochs": 2.0, "max_steps": 40}
-    assert (budget(**given).total_steps, budget(**given).total_samples) == (31, 992)
-    assert budget(**{**given, "max_steps": 7}).total_samples == 224
-    assert budget(**{**given, "epochs": 0.5}).total_samples == 480
+    words = {"global_batch_size": 32, "train_samples": 1000, "epochs": 2.0, "max_steps": 40}
+    assert (budget(**words).total_steps, budget(**words).total_samples) == (31, 992)
+    assert budget(**{**words, "max_steps": 7}).total_samples == 224
+    assert budget(**{**words, "epochs": 0.5}).total_samples == 480
 
 
 def test_epochs_lose_no_sample_to_binary_fractions():
@@ -68,3 +71,18 @@ def test_a_ramp_must_end_within_the_run_or_the_horizon(compose):
 def test_no_batch_is_empty(compose, overrides, message):
     with pytest.raises(ConfigError, match=message):
         compose(*overrides)
+
+
+@given(start=st.integers(1, 40), increment=st.integers(1, 40), count=st.integers(1, 8), every=st.integers(1, 50))
+@settings(max_examples=examples(200))
+def test_a_ramp_grows_after_each_every_samples(start, increment, count, every):
+    final = start + increment * count
+    ramp = BatchRamp(start=start, increment=increment, every_samples=str(every))
+    sizes = given_sizes(HParams(global_batch_size=final, batch_ramp=ramp), tokens_per_sample=None)
+    by_hand, size, since = [], start, 0
+    for _ in range(every * (count + 2)):
+        by_hand.append(size)
+        since += 1
+        if since == every:
+            size, since = min(size + increment, final), 0
+    assert [sizes.at(samples) for samples in range(len(by_hand))] == by_hand

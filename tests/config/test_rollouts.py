@@ -39,7 +39,11 @@ SOUND = [
             ["data.seq_len=48"],
             "data.seq_len: is 48, of which an answer of objective.max_new_tokens=48 leaves no prompt",
         ),
-        (["objective.generation_temperature=0"], "objective.generation_temperature: is 0"),
+        (
+            ["objective.generation_temperature=0"],
+            "objective.generation_temperature: is 0, with which all answers to a prompt are the same and no reward is",
+        ),
+        (["objective.generation_temperature=-1"], "objective.generation_temperature: is -1 but must be at least 0"),
         (["objective.generation_pipeline_parallel_size=2"], "objective.generation_pipeline_parallel_size: is 2"),
         (["objective.ratio_clip_c=1"], "objective.ratio_clip_c: is 1"),
         (

@@ -46,6 +46,18 @@ def make(architecture="llama", config=None, *, path=None, vocab_size=61, max_seq
     )
 
 
+@pytest.mark.parametrize(("architecture", "names"), [("llama", {"LlamaDecoderLayer"}), ("gpt2", {"GPT2Block"})])
+def test_without_declared_blocks_those_of_the_first_list_of_modules_count(architecture, names, monkeypatch):
+    model = make(architecture)
+    declared = list(find_blocks(model))
+    monkeypatch.setattr(model.causal_lm, "_no_split_modules", None)
+    model.causal_lm.no_blocks = torch.nn.ModuleList()
+    model.causal_lm.later = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    assert {kind.__name__ for kind in model.get_fsdp_block_types()} == names
+    assert list(find_blocks(model)) == declared
+    assert len(declared) == 2
+
+
 def batch():
     tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
     targets = tokens[:, 1:].clone()

@@ -88,6 +88,23 @@ def test_offloading_one_process_shards_over_a_group_of_one():
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_sharding_a_model_as_one_unit_is_warned_of(has_blocks, caplog):
+    network = model() if has_blocks else nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+    reference = copy.deepcopy(network)
+    reference(torch.ones(2, 6)).sum().backward()
+    with process_group(FSDP(cpu_offload=True), DeviceKind.cpu) as world:
+        parallel = parallelize(network, FP32, world, grad_checkpointing=False, torchcompile=False)
+        parallel.model(torch.ones(2, 6)).sum().backward()
+        for ours, theirs in zip(parallel.model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    message = (
+        "distributed=fsdp: Sequential has no blocks, so all of its weights are gathered at once, which saves little "
+        "memory; derive its repeated layers from FSDPBlock, or return their types from get_fsdp_block_types()"
+    )
+    assert (message in caplog.messages) == (not has_blocks)
+
+
 def test_checkpointing_recomputes_blocks_and_nothing_else_changes():
     plain, network = model(), model()
     parallel = wrap(Distributed(), network, grad_checkpointing=True)

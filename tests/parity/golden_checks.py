@@ -136,6 +136,22 @@ def check_ramp(case: Case) -> None:
             composed.hparams, dp_size=c["data_parallel_size"], tokens_per_sample=c.get("seq_length")
         )
         assert ours.thresholds == running.thresholds
+        check_equal_ramp(case, running)
+
+
+def check_equal_ramp(case: Case, running: BatchSizes) -> None:
+    """A ramp whose sizes last a whole number of samples each is the same by that number."""
+    c = case["config"]
+    start, increment, over = c.get("rampup_batch_size") or (None, None, None)
+    if start is None or over * increment % (c["global_batch_size"] - start):
+        return
+    words = [word for word in batch_words(c) if not word.startswith("hparams.batch_ramp.over_samples=")]
+    every = over * increment // (c["global_batch_size"] - start)
+    hparams = compose(*words, f"hparams.batch_ramp.every_samples={every}").hparams
+    assert (
+        resolve_batch_sizes(hparams, dp_size=c["data_parallel_size"], tokens_per_sample=None).thresholds
+        == running.thresholds
+    )
 
 
 def check_step_batch(case: Case) -> None:

@@ -120,7 +120,7 @@ class PolicyGradient(Rollouts):
         if self.num_generations_per_prompt == 1:
             message = "is 1, so no answer is compared with another, and nothing is learnt; give at least 2, better 8"
             yield Violation("objective.num_generations_per_prompt", message)
-        yield from self.check_division()
+        yield from self.check_rollout()
         ratios = ("use_cispo", "force_on_policy_ratio", "disable_ppo_ratio")
         if len(chosen := [name for name in ratios if getattr(self, name)]) > 1:
             yield Violation(f"objective.{chosen[1]}", f"is given together with objective.{chosen[0]}; choose one")

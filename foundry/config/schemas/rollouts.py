@@ -26,12 +26,16 @@ class Rollouts:
         1, "optimizer steps that a rollout is divided among, by whole prompts", ge=1, le=10**6
     )
     generation_batch_size: int = setting(32, "answers that a rank generates at a time", ge=1, le=10**6)
-    generation_temperature: float = setting(1.0, "of what is drawn", gt=0, le=1)
+    generation_temperature: float = setting(
+        1.0, "of what is drawn; 0 takes the likeliest token, which gives a prompt one answer", ge=0, le=1
+    )
     generation_top_p: float = setting(
         0.9, "draw from the fewest tokens whose probabilities sum up to this, after top_k", gt=0, le=1
     )
     generation_top_k: int | None = setting(50, "draw from so many of the likeliest tokens; null: all", ge=1)
-    generation_pipeline_parallel_size: int = setting(1, "stages of the model when it generates: only 1", ge=1, le=1)
+    generation_pipeline_parallel_size: int = setting(
+        1, "stages of the model when it generates: only 1, which NeMo Customizer's configurations give", ge=1, le=1
+    )
     max_new_tokens: int = setting(256, "longest answer in tokens", ge=1, le=10**7)
     overlong_filtering: bool = setting(
         False, "learn nothing from answers that did not end by themselves; their rewards still count"
@@ -52,8 +56,15 @@ class Rollouts:
         """Answers of a rollout."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
-    def check_division(self) -> Iterator[Violation]:
-        """A rollout can be divided among its updates."""
+    def check_rollout(self) -> Iterator[Violation]:
+        """Refuse a rollout that its updates do not divide, or whose answers to a prompt would be one answer."""
+        key, repeated = "objective.generation_temperature", self.num_generations_per_prompt
+        if self.generation_temperature == 0 and self.needs_rewards:
+            message = "is 0, with which all answers to a prompt are the same and no reward is above another"
+            yield Violation(key, f"{message}; give a value above 0, at most 1")
+        elif self.generation_temperature == 0 and repeated > 1:
+            message = f"is 0, with which all {repeated} answers to a prompt are the same"
+            yield Violation(key, f"{message}; set objective.num_generations_per_prompt=1, or a value above 0")
         if self.num_prompts_per_step % self.updates_per_rollout:
             message = f"is {self.updates_per_rollout} but must divide objective.num_prompts_per_step"
             yield Violation("objective.updates_per_rollout", f"{message}={self.num_prompts_per_step}")

@@ -1,17 +1,33 @@
 """`distributed=`: how many processes train together and what each holds."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, TypeAlias
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.setting import setting
 
 _DEFAULT_BUCKET_MB = 25.0
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s/:?#@]+):(?P<port>\d{1,5})")
 _SYNC_DOC = (
     "every: after each microbatch, least memory; last: once a step; last_keep_params: once, weights kept gathered"
 )
+
+
+def parse_init_method(text: str) -> None:
+    """Check where ranks are to meet.
+
+    Raises:
+        ValueError: it is none of the forms that torch and foundry know.
+    """
+    scheme, _, place = text.partition("://")
+    if text == "env://" or (scheme == "file" and place.startswith("/") and not place.endswith("/")):
+        return
+    match = _HOST_AND_PORT.fullmatch(place)
+    if scheme != "tcp" or match is None or not 0 < int(match["port"]) < 65536:
+        raise ValueError(f"is {shown(text)} but must be env://, tcp://HOST:PORT or file:///PATH")
 
 
 class GradientSync(Enum):
@@ -42,7 +58,12 @@ class Distributed:
         le=1024,
     )
     backend: Backend = setting(Backend.auto, "auto: nccl on GPUs, gloo on CPUs")
-    init_method: str = setting("env://", "where ranks meet: env:// or tcp://host:port")
+    init_method: str = setting(
+        "env://",
+        "where ranks meet: env://, as their launcher says; tcp://HOST:PORT of rank 0; or file:///PATH, a new file "
+        "that all of them see",
+        parse=parse_init_method,
+    )
     timeout_seconds: float = setting(
         600.0,
         "a collective that takes longer ends the run, naming rank and step",

@@ -43,13 +43,25 @@ class BatchRamp:
     over_samples: str | None = setting(
         None, "samples over which the whole ramp extends, such as 300000, 300k or 9.5M", parse=parse_count
     )
+    every_samples: str | None = setting(
+        None,
+        "samples of each size before the last, instead of over_samples, which is this x (global_batch_size - start) / "
+        "increment",
+        parse=parse_count,
+    )
 
     def check(self) -> Iterator[Violation]:
-        """Say which of the three is missing."""
-        names = ("start", "increment", "over_samples")
-        missing = [name for name in names if getattr(self, name) is None]
-        if 0 < len(missing) < len(names):
+        """Say what is missing, or given twice."""
+        names = ("start", "increment", "over_samples", "every_samples")
+        given = {name for name in names if getattr(self, name) is not None}
+        missing = [name for name in ("start", "increment") if name not in given]
+        if not given & {"over_samples", "every_samples"}:
+            missing.append("over_samples (or every_samples)")
+        if given and missing:
             yield Violation("hparams.batch_ramp", f"has no {' and no '.join(missing)}; give all three, or none")
+        elif given >= {"over_samples", "every_samples"}:
+            message = "is given together with over_samples, the length of the whole ramp; give one of them"
+            yield Violation("hparams.batch_ramp.every_samples", message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +137,7 @@ class HParams:
     )
     loss_function: str = setting(
         "cross_entropy",
+        "a check, which chooses nothing: objective= decides, and this must name the loss that it minimises: "
         "cross_entropy (language models), mse (diffusion) or l1 (regression of actions)",
     )
     z_loss_coefficient: float = setting(

@@ -221,7 +221,7 @@ class Distillation(Rollouts, Teaching):
         """A rollout can be divided, and no setting would be ignored."""
         yield from self.check_teaching()
         if self.generates:
-            yield from self.check_division()
+            yield from self.check_rollout()
         else:
             names = [item.name for item in fields(Rollouts)]
             yield from check_unused(self, "objective", names, "objective.mode=on_policy")
