@@ -60,8 +60,8 @@ def resolve_parameters(part):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_schema_may_be_a_file_of_its_own_in_every_group(group, tmp_path, monkeypatch):
-    text = "from dataclasses import dataclass\n\n\n@dataclass(frozen=True, kw_only=True)\nclass InAFile:\n    size: int = 1\n"
-    (tmp_path / "in_a_file.py").write_text(text)
+    text = "@dataclass(frozen=True, kw_only=True)\nclass InAFile:\n    size: int = 1\n"
+    (tmp_path / "in_a_file.py").write_text(f"from dataclasses import dataclass\n\n\n{text}")
     package = importlib.import_module(f"foundry.config.schemas.{group}")
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, f"{package.__name__}.in_a_file", raising=False)
