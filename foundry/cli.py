@@ -75,8 +75,15 @@ def _how_to_resume(stopped: Stopped) -> str:
     return f"; the same command with hydra.{folder} resumes from there"
 
 
-def main() -> None:
-    """The entry point of a run."""
+def main(config_dir: Path | None = None, config_name: str | None = None) -> None:
+    """The entry point of a run, and of a project's own command.
+
+    Args:
+        config_dir: folder of the project's options, as with `--config-dir`; None: foundry's options alone.
+        config_name: its primary configuration, as with `--config-name`; None: foundry's.
+    """
+    own = {"--config-dir": config_dir, "--config-name": config_name}
+    sys.argv[1:1] = [word for flag, value in own.items() if value is not None for word in (flag, str(value))]
     if "--version" not in sys.argv[1:]:
         enter(task)
         return

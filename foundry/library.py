@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 _LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
 
 
-def compose(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> Config:
+def compose(
+    overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str | None = None
+) -> Config:
     """Compose and check the configuration that the command line would run with the same overrides.
 
     Whatever else the process does with Hydra is left as it is.
@@ -46,6 +48,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | Path | None = No
     Args:
         overrides: as on the command line, such as `hparams.max_steps=10`; none of Hydra's own.
         config_dir: a folder with options of your own, as with `--config-dir`.
+        config_name: the primary configuration in that folder, as with `--config-name`; None: foundry's.
 
     Raises:
         ConfigError: with every config error at once.
@@ -63,7 +66,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | Path | None = No
         else:
             own.append(override)
     try:
-        composed = _compose(own, config_dir)
+        composed = _compose(own, config_dir, config_name)
         if composed.hydra.mode is RunMode.MULTIRUN:
             violations.append(Violation("hydra.mode", "is MULTIRUN: a sweep, which `python -m foundry -m` runs"))
         if not violations:
@@ -120,7 +123,7 @@ def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observe
         ) from None
 
 
-def _compose(overrides: list[str], config_dir: str | Path | None) -> DictConfig:
+def _compose(overrides: list[str], config_dir: str | Path | None, config_name: str | None = None) -> DictConfig:
     """The composed configuration, Hydra's own part included, without a trace in Hydra's global state."""
     composing.install()
     folders = search_path(composing.config_dir())
@@ -135,7 +138,7 @@ def _compose(overrides: list[str], config_dir: str | Path | None) -> DictConfig:
     version.setbase("1.3")
     try:
         loader = ConfigLoaderImpl(config_search_path=folders)
-        return loader.load_configuration(composing.CONFIG_NAME, overrides, RunMode.RUN, from_shell=False)
+        return loader.load_configuration(config_name or composing.CONFIG_NAME, overrides, RunMode.RUN, from_shell=False)
     finally:
         base.version_base = before
 

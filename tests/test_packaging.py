@@ -76,7 +76,9 @@ def test_the_wheel_holds_every_module_and_every_yaml(wheel):
     yaml = {
         f"foundry/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml") if path.parent.name != "local"
     }
-    assert code | yaml | {"foundry/py.typed"} <= held
+    templates = {str(path.relative_to(ROOT)) for path in (ROOT / "foundry").rglob("*.template")}
+    assert templates
+    assert code | yaml | templates | {"foundry/py.typed"} <= held
     top = {name.split("/")[0] for name in held}
     assert {name for name in top if not name.endswith(".dist-info")} == {"foundry"}
 

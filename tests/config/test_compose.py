@@ -26,18 +26,15 @@ ROLLOUT = [
     "evaluation=reward",
 ]
 ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evaluators.exact_match.ExactMatch"
-POLICY = ("success", "demonstrations", "policy_dit", "diffusion_policy", "flow_policy", "action_regression")
+POLICY = ("success", "demonstrations", "policy_dit")
 COMPANIONS = {
     "chats": ["objective=sft"],
     "preferences": ["objective=dpo"],
-    "sft": ["data=arithmetic"],
     "vla_foundry": ["hparams.max_steps=20000"],
     "megatron": ["hparams.max_steps=20000"],
-    "dpo": ["data=arithmetic", "data.form=preferences"],
     **{name: [ANSWERED] for name in ("arithmetic", "exact_match", "multiple_choice", "python")},
     "format": [ANSWERED, "environment.pattern=x"],
     "lora": ["optimizer=adamw"],
-    "grpo": [*ROLLOUT, "data=arithmetic", "data.form=prompts"],
     "prompts": [*ROLLOUT, "objective=grpo"],
     "reward": ["environment=arithmetic"],
     **{name: ["hparams=policy"] for name in POLICY},
@@ -46,6 +43,14 @@ COMPANIONS = {
     "image_chats": ["objective=sft", "model=vlm"],
 }
 """What an option does not compose without."""
+DATA_OF = {
+    "completions": ["data=arithmetic"],
+    "pairs": ["data=arithmetic", "data.form=preferences"],
+    "prompts": [*ROLLOUT, "data=arithmetic", "data.form=prompts"],
+    "images": ["hparams=diffusion"],
+    "actions": ["hparams=policy"],
+}
+"""Overrides that choose data with each of the things an objective's `wants` may name."""
 OF_A_RUN = [
     *(
         "torch",
@@ -70,7 +75,7 @@ TASKS = {"llm": ("transformer", "stdlib"), "diffusion": ("dit", "digits")}
 )
 def test_every_option_composes(compose, group, option):
     overrides = [f"{group}={option}"]
-    if group in ("model", "data", "objective") and option in ("dit", "digits", "diffusion"):
+    if group in ("model", "data") and option in ("dit", "digits"):
         overrides.append("hparams=diffusion")
     if option in ("base", "distillation") or (option.startswith("nemo_") and group == "hparams"):
         with pytest.raises(ConfigError, match="has no value"):  # a run or a folder of the user's
@@ -84,6 +89,8 @@ def test_every_option_composes(compose, group, option):
         overrides.append("hparams=policy")
     if option in ("text", "tokens", "chats", "image_chats", "preferences", "prompts"):
         overrides.append("data.path=setup.cfg")
+    if group == "objective":
+        overrides += data_of_objective(option)
     overrides += COMPANIONS.get(option, []) if (group, option) != ("data", "arithmetic") else []
     if option == "hsdp":
         overrides.append("distributed.num_replicas=1")
@@ -93,6 +100,13 @@ def test_every_option_composes(compose, group, option):
         overrides.append("scheduler.min_lr=0")
     config = to_config(compose(*overrides))
     assert plain(config)[group] is not None
+
+
+def data_of_objective(option):
+    """Overrides without which an objective does not compose, by its schema's `wants`."""
+    text = Path(config_dir(), "objective", f"{option}.yaml").read_text()
+    wants = group_schemas("objective")[re.search(r"/schema/objective/(\w+)@", text)[1]].wants
+    return next((DATA_OF[name] for name in wants if name in DATA_OF), [])
 
 
 @pytest.mark.parametrize("name", [p.stem for p in (Path(config_dir()) / "experiment").glob("*.yaml")])

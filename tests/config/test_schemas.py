@@ -1,8 +1,10 @@
 """Every schema fits the part that it configures, and says what its fields mean."""
 
 import dataclasses
+import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,17 @@ def resolve_parameters(part):
         made = {"warmup", "horizon", "decay", "weight_decay_curve"}
         parameters |= {name: p for name, p in own.items() if name not in made}
     return parameters
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_schema_may_be_a_file_of_its_own_in_every_group(group, tmp_path, monkeypatch):
+    text = "@dataclass(frozen=True, kw_only=True)\nclass InAFile:\n    size: int = 1\n"
+    (tmp_path / "in_a_file.py").write_text(f"from dataclasses import dataclass\n\n\n{text}")
+    package = importlib.import_module(f"foundry.config.schemas.{group}")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, f"{package.__name__}.in_a_file", raising=False)
+    assert group_schemas(group)["InAFile"]().size == 1
+    del sys.modules[f"{package.__name__}.in_a_file"]
 
 
 @pytest.mark.parametrize("key", PARTS, ids="/".join)
