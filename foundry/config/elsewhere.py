@@ -52,7 +52,7 @@ class Name:
     @property
     def settings(self) -> list[str]:
         """The keys and groups that the overrides outside of brackets set."""
-        return [override.partition("=")[0] for override in self.overrides]
+        return [override.partition("=")[0].lstrip("+") for override in self.overrides]
 
     def _split(self) -> tuple[list[str], list[str]]:
         found = re.fullmatch(r"(?:\[(.*?)\] )?(.*)", self.ours)

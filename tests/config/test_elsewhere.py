@@ -18,7 +18,7 @@ from support.lerobot_parts import write_by_hand
 from support.scripts import ROOT
 from support.tiny import SMALL_LM
 
-from foundry.config.elsewhere import names, own_options, plain
+from foundry.config.elsewhere import own_options, plain
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import save_config
 from foundry.config.names import leaves, meanings
@@ -27,24 +27,17 @@ from foundry.config.store import GROUPS
 ROLLOUT = ["data=arithmetic", "data.form=prompts", "environment=arithmetic", "evaluation=reward"]
 PREFERENCES = ["data=arithmetic", "data.form=preferences", "data.seq_len=96", "objective=dpo"]
 DECAY = ["scheduler.weight_decay_incr_style=linear"]
+STUDENT = [*SMALL_LM, "data.vocab_size=300", "objective=distillation", "objective.teacher={teacher}"]
+STUDENT += ["evaluation.write_samples=false"]
+POLICY = [*ROLLOUT, "objective=grpo", "objective.num_generations_per_prompt=8", "data.seq_len=96"]
+POLICY += ["objective.max_new_tokens=48", "hparams.global_batch_size=8"]
 CONTEXTS = {
-    "objective=grpo": [
-        *ROLLOUT,
-        "objective=grpo",
-        "objective.num_generations_per_prompt=8",
-        "data.seq_len=96",
-        "objective.max_new_tokens=48",
-        "hparams.global_batch_size=8",
-    ],
+    "objective=grpo": POLICY,
+    "environment": POLICY,
     "objective=dpo": PREFERENCES,
+    "objective.outside_top_k": [*STUDENT, "objective.top_k=8"],
     "objective=sft": ["data=arithmetic", "data.seq_len=96", "objective=sft"],
-    "objective=distillation": [
-        *SMALL_LM,
-        "data.vocab_size=300",
-        "objective=distillation",
-        "objective.teacher={teacher}",
-        "evaluation.write_samples=false",
-    ],
+    "objective=distillation": STUDENT,
     "objective.z_loss_coefficient": ["objective=sft"],
     "model=base": ["data.seq_len=32"],
     "data=lerobot": ["hparams=policy", "evaluation=default"],
@@ -88,7 +81,7 @@ VALUES = {
     "data.validation_path": "{text}",
     "data.tokenizer": "{tokenizer}",
     "data.chat_template": "chatml",
-    "data.columns": "{prompt: question}",
+    "+data.columns": "{prompt: question}",
     "data.weights": "[1,2]",
     "data.instruction_tokens": "24",
     "data.seq_len": "96",
@@ -100,7 +93,7 @@ VALUES = {
     "hparams.epochs": "1",
     "hparams.ema_decay": "0.99",
     "hparams.grad_checkpointing_policy": "selective",
-    "optimizer.beta1=": "[0.9,0.95]",
+    "optimizer.beta1={0}": "[0.9,0.95]",
     "scheduler.decay=": "0.2",
     "scheduler.decay_style": "cosine",
     "scheduler.warmup=": "10",
@@ -115,7 +108,11 @@ VALUES = {
     "hydra.run.dir": "runs/x",
     "tracking.run_name": "x",
     "tracking.note": "x",
-    "tracking.trackers.wandb": "x",
+    "tracking.trackers.wandb.mode": "offline",
+    "tracking.trackers.wandb.entity": "x",
+    "model.embedding_init_std": "0.02",
+    "distributed.start_timeout_seconds": "100",
+    "objective.ce_ratio": "0.5",
     "objective.teacher": "{teacher}",
     "objective.ratio_clip_c": "3",
     "objective.top_k": "8",
@@ -184,15 +181,13 @@ def typed_value(row, folders):
     """The value that is typed of a row."""
     if row.value:
         return row.value
-    for key, value in VALUES.items():
-        if row.ours.startswith(key) or any(override.startswith(key) for override in row.overrides):
+    override = next((override for override in row.overrides if "{" in override), "")
+    for beginning, value in VALUES.items():
+        if override.startswith(beginning) or (" " in beginning and row.ours.startswith(beginning)):
             return filled(value, folders)
-    placed = next((override.partition("=")[0] for override in row.overrides if "{value}" in override), None)
-    default = OmegaConf.select(composed(*context(row, folders)), placed) if placed else "x"
+    key = override.partition("=")[0]
+    default = OmegaConf.select(composed(*context(row, folders)), key) if key else "x"
     return getattr(default, "name", str(default).lower() if isinstance(default, bool) else str(default))
-
-
-ROWS = list(names())
 
 
 def test_the_table_has_the_names_of_all_systems():
