@@ -108,8 +108,8 @@ def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
     """
     if flags := {"-m", "--multirun"} & set(sys.argv[2:]):  # argparse takes no flag between overrides
         sys.argv[1:] = [*flags, *(argument for argument in sys.argv[1:] if argument not in flags)]
-    anchor_config_path(sys.argv)
     try:
+        anchor_config_path(sys.argv)
         check_flags(sys.argv[1:], options)
         install(alone=True)
         register()

@@ -3,7 +3,7 @@
 import csv
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ class Name:
         key: dotted, as the system spells it.
         value: the value that the row is about; empty: any other.
         ours: overrides to type here, separated by spaces; empty: there are none. `{value}` is the value as typed, `{0}`
-            and `{1}` are its words. Choices in brackets are only needed if the chosen options lack the key that follows.
+            and `{1}` its words. Choices in brackets are only needed if the chosen options lack the key that follows.
         note: a remark, or the reason why there are none.
     """
 
@@ -52,7 +52,7 @@ class Name:
     @property
     def settings(self) -> list[str]:
         """The keys and groups that the overrides outside of brackets set."""
-        return [override.partition("=")[0] for override in self.overrides]
+        return [override.partition("=")[0].lstrip("+") for override in self.overrides]
 
     def _split(self) -> tuple[list[str], list[str]]:
         found = re.fullmatch(r"(?:\[(.*?)\] )?(.*)", self.ours)
@@ -156,24 +156,20 @@ def _told(key: str, rows: Sequence[Name], value: str | None, known: Collection[s
     return ""
 
 
-def _rows(key: str, value: str | None) -> list[Name]:
-    """The rows about a key, of each system those about its value, else those about any."""
+def _rows(key: str, value: str | None) -> Sequence[Name]:
+    """The rows about a key and its value, of all systems."""
     parts = plain(key).split(".")
     for number in range(len(parts)):
         if rows := _by_suffix().get(".".join(parts[number:])):
             exact = [row for row in rows if len(row.key.split(".")) == len(parts) - number] or rows
-            return list(_about(exact, value))
+            return _about(exact, value)
     return []
 
 
-def _about(rows: Sequence[Name], value: str | None) -> Iterator[Name]:
-    """Of each system's key the rows about the value, else the row about any other; if no system has any, all rows."""
-    about = list[Name]()
-    for key in dict.fromkeys((row.system, row.key) for row in rows):
-        own = [row for row in rows if (row.system, row.key) == key]
-        same = [row for row in own if row.value and value is not None and plain(row.value) == plain(value)]
-        about += same or [row for row in own if not row.value]
-    yield from about or rows
+def _about(rows: Sequence[Name], value: str | None) -> Sequence[Name]:
+    """The rows about a value, else those about any value that has no row of its own, else all."""
+    same = [row for row in rows if row.value and value is not None and plain(row.value) == plain(value)]
+    return same or [row for row in rows if not row.value] or rows
 
 
 def _fitting(key: str, rows: Sequence[Name], known: Collection[str]) -> Sequence[Name]:

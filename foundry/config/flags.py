@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.start_dir import check_start_dir
 
 HYDRA_FLAGS = {
     "--help": 0,
@@ -120,7 +121,11 @@ def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
 
 
 def anchor_config_path(arguments: list[str]) -> None:
-    """Have a relative `--config-path` begin at the current folder, in place; Hydra's begins at a file of foundry."""
+    """Have a relative `--config-path` begin at the current folder, in place; Hydra's begins at a file of foundry.
+
+    Raises:
+        ConfigError: the current folder cannot be read.
+    """
     for number, word in enumerate(arguments):
         name, assigned, value = word.partition("=")
         if name not in ("--config-path", "-cp"):
@@ -132,6 +137,7 @@ def anchor_config_path(arguments: list[str]) -> None:
 
 
 def _absolute(path: str) -> str:
+    check_start_dir()
     return path if "://" in path else str(Path(path).absolute())
 
 

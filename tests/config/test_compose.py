@@ -89,7 +89,7 @@ def test_every_option_composes(compose, group, option):
         overrides.append("hparams=policy")
     if option in ("text", "tokens", "chats", "image_chats", "preferences", "prompts"):
         overrides.append("data.path=setup.cfg")
-    if group == "objective":
+    if group == "objective" or (group == "hparams" and option in OPTIONS["objective"]):
         overrides += data_of_objective(option)
     overrides += COMPANIONS.get(option, []) if (group, option) != ("data", "arithmetic") else []
     if option == "hsdp":

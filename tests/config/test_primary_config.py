@@ -47,7 +47,7 @@ def test_a_primary_configuration_of_ones_own_is_checked(text, tmp_path):
 
 def test_an_error_in_it_is_named(tmp_path):
     (tmp_path / "own.yaml").write_text(f"defaults: [config, _self_]\nhparams: {{learning_rate: 1}}\n{SEARCHPATH}")
-    with pytest.raises(ConfigError, match=r"own.*learning_rate.*did you mean hparams\.lr\?"):
+    with pytest.raises(ConfigError, match=r"own\.yaml: hparams\.learning_rate: .*; write hparams\.lr=1$"):
         compose_own(tmp_path, "own")
 
 

@@ -9,26 +9,17 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from omegaconf import OmegaConf
 from support.composition import compose
 from support.scripts import ROOT, load_script
 
 from foundry.config.compose import config_dir
+from foundry.config.elsewhere import names
 from foundry.config.errors import ConfigError
+from foundry.config.flags import check_flags
 from foundry.config.schemas.root import to_config
-from foundry.config.store import GROUPS, group_schemas
+from foundry.config.store import group_schemas
 
-PAGE = ROOT / "docs" / "configuration.md"
-SOURCES = "## Names in other systems"
-
-
-def source_table():
-    """(names elsewhere, key, words that compose it, whether it is in plan.json) for each row."""
-    section = PAGE.read_text().split(SOURCES)[1]
-    for line in section.splitlines():
-        if line.startswith("| `") or (line.startswith("| ") and "`" in line):
-            names, key, where = (cell.strip() for cell in line.strip("|").split(" | ")[:3])
-            yield names.replace("`", ""), key.strip("`"), where.replace("`", "").strip(" |")
+PAGE, NAMES_PAGE = ROOT / "docs" / "configuration.md", ROOT / "docs" / "names.md"
 
 
 @functools.cache
@@ -37,10 +28,10 @@ def composed(*overrides):
 
 
 def test_the_tables_are_up_to_date():
-    text = PAGE.read_text()
-    assert load_script("generate_configuration").page_with_tables(text) == text, (
-        "run python docs/generate_configuration.py"
-    )
+    script = load_script("generate_configuration")
+    for page, with_tables in ((PAGE, script.page_with_tables), (NAMES_PAGE, script.names_page_with_tables)):
+        text = page.read_text()
+        assert with_tables(text) == text, "run python docs/generate_configuration.py"
 
 
 def keys_below(path, schema):
@@ -103,7 +94,7 @@ def test_types_are_said_in_words():
 
 def errors():
     """(words, what they cost) for each `$ python -m foundry` that documentation shows to be refused."""
-    for page in (PAGE, ROOT / "README.md"):
+    for page in (PAGE, NAMES_PAGE, ROOT / "README.md"):
         for block in re.findall(
             r"^```text\n(\$ python -m foundry .*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
         ):
@@ -116,31 +107,27 @@ def errors():
     ("page", "overrides", "message"), [pytest.param(*row, id=" ".join(row[:2])) for row in errors()]
 )
 def test_config_errors_cost_what_the_page_says(page, overrides, message):
+    words = shlex.split(overrides)
     with pytest.raises(ConfigError) as caught:
-        compose(*shlex.split(overrides))
+        check_flags(words) if words[0].startswith("-") else compose(*words)
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(("names", "key", "where"), [pytest.param(*row, id=row[0]) for row in source_table()])
-def test_every_foundry_name_exists(names, key, where, plan):
-    if where == "plan.json":
-        assert key in plan
-    elif key.endswith("="):
-        assert (Path(config_dir()) / key[:-1]).is_dir()
-    elif re.fullmatch(r"\w+=\w+", key):
-        composed(key)
-    else:
-        config = composed(*where.split())
-        assert OmegaConf.select(config, key, default="absent") != "absent"
+def test_every_name_of_the_table_is_on_the_page_of_names():
+    text = NAMES_PAGE.read_text()
+    assert {row.key for row in names() if f"`{row.key}`" not in text and f"`{row.key}=" not in text} == set()
 
 
-def test_every_name_elsewhere_is_in_the_table():
-    listed = {name.strip() for names, _, _ in source_table() for name in names.split(",")}
-    for group in GROUPS:
-        for schema in group_schemas(group).values():
-            for item in fields(schema):
-                message = {name.strip() for name in item.metadata.get("source", "").split(",") if name.strip()}
-                assert message <= listed, f"{group}.{item.name}"
+def test_other_systems_names_stand_beside_each_setting():
+    text = PAGE.read_text()
+    (line,) = re.findall(r"^\| `hparams\.per_gpu_batch_size` .*$", text, re.MULTILINE)
+    assert {"micro_batch_size", "per_device_train_batch_size", "MBS"} <= set(re.findall(r"`(\w+)`", line.split("|")[5]))
+
+
+def test_plan_json_has_what_computed_names_say(plan):
+    computed = {name for row in names() for name in re.findall(r"plan\.json has (\w+)", row.note)}
+    assert {"accum_freq", "world_size", "lr_decay_steps"} <= computed
+    assert computed - plan.keys() == set()
 
 
 @pytest.fixture(scope="module")

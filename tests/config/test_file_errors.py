@@ -1,0 +1,96 @@
+"""Errors in YAML files come at once, each with file and key, beside those of the command line."""
+
+import pytest
+
+WRONG = """
+defaults: [config, {override /scheduler: WSD}, _self_]
+hparams:
+  precision: amp_bfloat16
+  lr_scheduler: cosine
+  lr: 1e-4
+  wd: 0.01
+  seed: x
+tracking:
+  run_name: [a]
+  wandb: {project: p, entity: e}
+data: 3
+"""
+LINES = [
+    "own/wrong.yaml: scheduler: has no option 'WSD'; write scheduler=wsd (options: ",
+    "own/wrong.yaml: hparams.precision: is no key of hparams; write precision=amp_bfloat16",
+    "own/wrong.yaml: hparams.lr_scheduler: is no key of hparams; write scheduler=cosine",
+    "own/wrong.yaml: hparams.wd: is no key of hparams; write optimizer.weight_decay=0.01",
+    "own/wrong.yaml: hparams.seed: is x but must be a whole number",
+    "own/wrong.yaml: tracking.run_name: is ['a'] but must be a text",
+    "own/wrong.yaml: tracking.wandb: is no key of tracking",
+    "own/wrong.yaml: data: is 3 but must be a mapping",
+]
+
+
+@pytest.fixture
+def refusal(run_command):
+    """Write files into folders of the current one, run a command that is refused, and return its lines."""
+
+    def refused(*words, **files):
+        for name, text in files.items():
+            path = run_command.cwd / "own" / name.replace("_in_", "/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".yaml").write_text(text)
+        stdout, stderr = run_command(*words, code=2)
+        assert stdout == ""
+        return stderr.splitlines()
+
+    return refused
+
+
+def test_all_errors_of_a_file_and_of_the_command_line_come_at_once(refusal):
+    words = ["--config-dir", "own", "--config-name", "wrong", "optimizer=adamx", "hparams.leer=3", "GBS=64"]
+    lines = refusal(*words, wrong=WRONG)
+    assert lines[0].startswith("optimizer: has no option 'adamx'")
+    assert lines[-2:] == [
+        "hparams.leer: is no key of hparams; did you mean hparams.lr?",
+        "GBS: is neither a group nor a key; write hparams.global_batch_size=64",
+    ]
+    assert len(lines) == len(LINES) + 3
+    for line, expected in zip(lines[1:-2], LINES, strict=True):
+        assert line.startswith(expected)
+
+
+def test_options_of_ones_own_are_named_with_their_files_and_rules_still_apply(refusal):
+    own = "# @package _global_\ndefaults: [{override /optimizer: adamw_torch}]\nhparams: {bf16: true}\n"
+    data = "defaults: [text, _self_]\ntextfield: x\n"
+    words = ["--config-dir", "own", "experiment=mine", "data=mine", "scheduler.min_lr=3"]
+    assert refusal(*words, experiment_in_mine=own, data_in_mine=data) == [
+        "own/experiment/mine.yaml: optimizer: has no option 'adamw_torch'; write optimizer=adamw "
+        "(options: adam, adamw, muon, nemo_adam, nemo_adamw, sgd)",
+        "own/data/mine.yaml: data.textfield: is no key of data; did you mean data.text_field?",
+        "own/experiment/mine.yaml: hparams.bf16: is no key of hparams; write precision=amp_bf16 (weights stay in fp32)",
+        "data.path: has no value (file, folder or glob of text, JSONL, Parquet, Arrow or CSV files, or a list of "
+        "these); give it as data.path=...",
+        "scheduler.min_lr: is 3 but hparams.lr is only 0.004",
+    ]
+
+
+def test_a_choice_that_the_command_line_replaces_is_not_blamed(refusal):
+    text = "defaults: [config, {override /scheduler: WSD}, _self_]\nhparams: {seed: x}\n"
+    words = ["--config-dir", "own", "--config-name", "own", "scheduler=wsd"]
+    assert refusal(*words, own=text) == ["own/own.yaml: hparams.seed: is x but must be a whole number"]
+
+
+def test_a_file_that_is_no_yaml_is_named_with_its_line(refusal):
+    (line,) = refusal("--config-dir", "own", "--config-name", "broken", broken="defaults: [config]\nhparams: [1\n")
+    assert line.startswith("own/broken.yaml: is no YAML: line 3: expected ',' or ']'")
+
+
+def test_a_relative_folder_of_the_primary_file_begins_at_the_current_one(run_command):
+    (run_command.cwd / "own").mkdir()
+    (run_command.cwd / "own" / "mine.yaml").write_text("defaults: [config, _self_]\nhparams: {seed: 17}\n")
+    for words in (["--config-path", "own"], ["--config-path=./own"], ["-cp", "own"]):
+        stdout, _ = run_command(*words, "--config-name", "mine", "--cfg", "job", "--package", "hparams")
+        assert "seed: 17" in stdout
+
+
+@pytest.mark.long
+def test_a_sweep_is_told_the_same(refusal):
+    words = ["-m", "--config-dir", "own", "--config-name", "wrong", "hparams.seed=1,2"]
+    assert [line for line in refusal(*words, wrong=WRONG) if "hparams.wd" in line] == [LINES[3]]

@@ -1,0 +1,112 @@
+"""Arguments of other programs: a line with what to type, and exit code 2."""
+
+import pytest
+from hydra._internal.utils import get_args_parser
+from support.composition import compose
+
+from foundry.config.errors import ConfigError
+from foundry.config.flags import HYDRA_FLAGS, check_flags, split_flags
+
+# (arguments, the lines about them)
+CASES = [
+    (["--lr", "3e-4"], ["--lr 3e-4: is no argument; write hparams.lr=3e-4"]),
+    (["-lr", "3e-4"], ["-lr 3e-4: is no argument; write hparams.lr=3e-4"]),
+    (["--lr=3e-4"], ["--lr=3e-4: is no argument; write hparams.lr=3e-4"]),
+    (["--hparams.lr", "3e-4"], ["--hparams.lr 3e-4: is no argument; write hparams.lr=3e-4"]),
+    (["--optimizer", "sgd"], ["--optimizer sgd: is no argument; write optimizer=sgd"]),
+    (["--hydra.run.dir=x"], ["--hydra.run.dir=x: is no argument; write hydra.run.dir=x"]),
+    (["--max-grad-norm", "-1"], ["--max-grad-norm -1: is no argument; write hparams.grad_clip_norm=-1"]),
+    (["--bf16", "hparams.seed=1"], ["--bf16: is no argument; write precision=amp_bf16 (weights stay in fp32)"]),
+    (
+        ["--no-gradient-checkpointing"],
+        ["--no-gradient-checkpointing: is no argument; write hparams.grad_checkpointing=false"],
+    ),
+    (["--no_cuda"], ["--no_cuda: is no argument; write device=cpu"]),
+    (
+        ["--betas", "0.9", "0.95", "-m"],
+        ["--betas 0.9 0.95: is no argument; write optimizer.beta1=0.9 optimizer.beta2=0.95"],
+    ),
+    (["--config", "a/my.yaml"], ["--config a/my.yaml: is no argument; write --config-dir a --config-name my"]),
+    (["--config=my.yaml"], ["--config=my.yaml: is no argument; write --config-dir . --config-name my"]),
+    (
+        ["--config_path", "x.yaml", "--distributed.fsdp", "true"],
+        [
+            "--config_path x.yaml: is no argument; write --config-dir . --config-name x",
+            "--distributed.fsdp true: is no argument; write distributed=fsdp",
+        ],
+    ),
+    (["--frobnicate"], ["--frobnicate: is no argument; settings are given as key=value"]),
+    (["--hparams.leer", "1"], ["--hparams.leer 1: is no argument; did you mean hparams.lr?"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "lines"), CASES, ids=[" ".join(words) for words, _ in CASES])
+def test_a_flag_is_refused_with_what_to_type(arguments, lines):
+    with pytest.raises(ConfigError) as refused:
+        check_flags(arguments)
+    # The optimizer of the default composition is not known here, so that a choice may stand before a setting.
+    assert [
+        line.replace("optimizer=adamw optimizer.beta1", "optimizer.beta1") for line in str(refused.value).splitlines()
+    ] == lines
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--cfg", "job", "--resolve", "-m", "hparams.lr=1,2"],
+        ["-cn", "own", "--config-dir=x", "-p", "hparams", "-cjob", "--info", "defaults"],
+        ["--resol", "--multi", "hparams.lr=-1", "-", "scheduler.warmup=10"],
+    ],
+)
+def test_hydra_s_flags_stay(arguments):
+    check_flags(arguments)
+    assert split_flags(arguments, HYDRA_FLAGS) == ([], arguments)
+
+
+def test_the_flags_are_those_of_hydra():
+    actions = [action for action in get_args_parser()._actions if action.option_strings]
+    assert {name for action in actions for name in action.option_strings} == set(HYDRA_FLAGS)
+    takes = {name for action in actions if action.nargs is None for name in action.option_strings}
+    assert takes == {name for name, number in HYDRA_FLAGS.items() if number}
+
+
+@pytest.mark.parametrize(
+    "line", [lines[0] for _, lines in CASES if "; write " in lines[0] and "--config" not in lines[0]]
+)
+def test_what_it_says_to_type_composes(line):
+    words = line.partition("; write ")[2].partition(" (")[0].split()
+    if "hparams.grad_clip_norm=-1" in words:  # the value itself is wrong
+        return
+    compose("optimizer=adamw", *[word for word in words if word != "optimizer=adamw" and word != "optimizer=sgd"])
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "lines"),
+    [
+        ("foundry", ["--lr", "3e-4"], ["--lr 3e-4: is no argument; write hparams.lr=3e-4"]),
+        (
+            "foundry.plan",
+            ["--every", "2", "--plan.device", "h100", "--lr", "1"],
+            [
+                "--every 2: is no argument; write every=2",
+                "--plan.device h100: is no argument; write plan.device=h100",
+                "--lr 1: is no argument; write hparams.lr=1",
+            ],
+        ),
+        (
+            "foundry.sample",
+            ["--run", "runs/x", "--prompt=a", "--tempratur", "1"],
+            [
+                "--run runs/x: is no argument; write run=runs/x",
+                "--prompt=a: is no argument; write prompt=a",
+                "--tempratur 1: is no argument; options are given as key=value; did you mean temperature? (options: ",
+            ],
+        ),
+    ],
+)
+def test_every_command_answers_so(module, arguments, lines, run_command):
+    stdout, stderr = run_command(*arguments, module=module, code=2)
+    assert stdout == ""
+    assert len(stderr.splitlines()) == len(lines)
+    for line, expected in zip(stderr.splitlines(), lines, strict=True):
+        assert line.startswith(expected)
