@@ -169,7 +169,8 @@ def add_log_probs(config: Config, model: nn.Module, *, tile_tokens: int = 0) -> 
     Raises:
         ConfigError: nobody can heed `tile_tokens`.
     """
-    reads_them = getattr(get_object(field_of(config.objective, "_target_")), "reads_log_probs", False)
+    target = field_of(config.objective, "_target_")
+    reads_them = target is not None and getattr(get_object(target), "reads_log_probs", False)
     if reads_them and "token_loss" not in inspect.signature(model.forward).parameters:
         answer_with_log_probs(model, tile_tokens=tile_tokens, vocab_size=field_of(config.data, "vocab_size"))
     elif tile_tokens:

@@ -47,9 +47,14 @@ def format_reason(error: BaseException) -> str:
 
 def nearest(word: str, among: Iterable[str]) -> str:
     """`; did you mean x?` for the one nearest to a misspelt word, whatever its case, or nothing."""
-    words = {other.lower(): other for other in among}
+    words = dict[str, list[str]]()
+    for other in among:
+        words.setdefault(other.lower(), []).append(other)
     near = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
-    return f"; did you mean {words[near[0]]}?" if near else ""
+    if not near:
+        return ""
+    likest = max(words[near[0]], key=lambda other: difflib.SequenceMatcher(None, word, other).ratio())
+    return f"; did you mean {likest}?"
 
 
 def shown(value: object) -> str:
