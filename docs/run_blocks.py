@@ -1,10 +1,11 @@
 """Runs the ```bash blocks of the README and of docs/*.md: `python docs/run_blocks.py [FILE ...]`.
 
 Each document is run from top to bottom in a fresh copy of the checkout of its own, each block by a bash that stops at
-the first error, with the Python that runs this script first on PATH. A comment above a block says that it needs more
-than this machine has, and leaves it out: `<!-- run: slurm -->` needs a Slurm cluster, where
-tests/slurm/test_slurm_docs.py runs it; `<!-- run: ci -->` is a command of the README that `.ci/run` runs;
-`<!-- run: elsewhere -->` needs what no test has.
+the first error, with the Python that runs this script first on PATH. The first command of each document and of each
+module of foundry starts as it does in a terminal; the others fork from a process that has imported the modules. A
+comment above a block says that it needs more than this machine has, and leaves it out: `<!-- run: slurm -->` needs a
+Slurm cluster, where tests/slurm/test_slurm_docs.py runs it; `<!-- run: ci -->` is a command of the README that
+`.ci/run` runs; `<!-- run: elsewhere -->` needs what no test has.
 """
 
 import os
@@ -16,10 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+
+from support.warm_python import WarmPython  # noqa: E402 (beside the tests)
+
 PLACES = ("slurm", "ci", "elsewhere")
 LIMIT_SECONDS = 300.0
 _BLOCK = re.compile(r"(?P<before>[^\n]*)\n+```bash\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -65,12 +70,15 @@ def documents() -> Iterator[Path]:
 
 def run(path: Path, *, at: str | None = None, environment: Mapping[str, str] = os.environ) -> bool:
     """Run a document's blocks in a fresh copy of the checkout; say how it went."""
-    with tempfile.TemporaryDirectory(prefix="foundry-docs-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="foundry-docs-", ignore_cleanup_errors=True) as folder,
+        WarmPython() if at is None else nullcontext() as python,  # jobs of a cluster have another environment
+    ):
         copy = Path(folder) / "foundry"
         shutil.copytree(ROOT, copy, ignore=_NOT_COPIED)
         for number, code in enumerate(blocks(path.read_text(encoding="utf-8"), at=at), start=1):
             began = time.monotonic()
-            error = _run_block(code, copy, environment)
+            error = _run_block(code, copy, environment, python and python.folder)
             message = f"{path.relative_to(ROOT)} block {number}: {time.monotonic() - began:.1f} s"
             if error is not None:
                 sys.stdout.write(f"{message}: FAILED\n{code}\n{error}\n")
@@ -80,10 +88,10 @@ def run(path: Path, *, at: str | None = None, environment: Mapping[str, str] = o
     return True
 
 
-def _run_block(code: str, directory: Path, environment: Mapping[str, str]) -> str | None:
-    """None, or what a failed block has said; what it has left running is ended."""
+def _run_block(code: str, directory: Path, environment: Mapping[str, str], programs: Path | None = None) -> str | None:
+    """None, or what a failed block has said; what it has left running is ended. `programs` come first on PATH."""
     cache = str(Path(tempfile.gettempdir()) / "foundry-docs-cache")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    folders = [*filter(None, [programs]), Path(sys.executable).parent, environment["PATH"]]
     with tempfile.TemporaryFile("w+") as message:
         bash = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", code],
@@ -92,7 +100,7 @@ def _run_block(code: str, directory: Path, environment: Mapping[str, str]) -> st
                 "FOUNDRY_CACHE": cache,
                 "OMP_NUM_THREADS": "1",
                 **environment,
-                "PATH": path,
+                "PATH": os.pathsep.join(map(str, folders)),
             },  # other work is beside it
             stdout=message,
             stderr=subprocess.STDOUT,
@@ -111,6 +119,7 @@ def _run_block(code: str, directory: Path, environment: Mapping[str, str]) -> st
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the process that commands fork from
     chosen = [Path(word).resolve() for word in sys.argv[1:]] or list(documents())
     failed = [path for path in chosen if not run(path)]
     sys.exit(1 if failed else 0)

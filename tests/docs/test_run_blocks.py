@@ -1,12 +1,15 @@
 """docs/run_blocks.py runs what the pages show, there where it can run."""
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from support.scripts import ROOT, load_script
+from support.tiny import TINY_LM
+from support.warm_python import WarmPython
 
 PAGE = """
 ```bash
@@ -76,3 +79,70 @@ def test_every_page_says_of_its_blocks_where_they_run(script):
         here = len(script.blocks(text))
         elsewhere = sum(len(script.blocks(text, at=place)) - here for place in script.PLACES)
         assert here + elsewhere == text.count("\n```bash\n")
+
+
+@pytest.fixture
+def shell(tmp_path, cache):
+    """`shell(code)` starts bash in the test's folder, with the `python` of a `WarmPython` first on PATH."""
+    with WarmPython() as python:
+        path = os.pathsep.join([str(python.folder), os.environ["PATH"]])
+        environment = {**os.environ, "FOUNDRY_CACHE": str(cache), "PATH": path}
+
+        def start(code):
+            return subprocess.Popen(
+                ["bash", "-c", code],
+                cwd=tmp_path,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+
+        yield start
+
+
+def test_first_command_starts_cold_and_the_others_fork(shell):
+    cold, warm = (shell("PYTHONVERBOSE=1 python -m foundry --version").communicate() for _ in range(2))
+    assert cold[0] == warm[0] != ""
+    assert "import 'foundry.cli'" in cold[1]
+    assert warm[1] == ""
+    refused = shell("python -m foundry hparams.lr=-1")
+    assert refused.communicate()[1].startswith("hparams.lr: ")
+    assert refused.returncode == 2
+    assert shell("python -c 'print(7)'").communicate()[0] == "7\n"
+
+
+@pytest.mark.long
+def test_forked_command_gets_signals_and_ends_with_its_shell(shell, tmp_path):
+    shell("python -m foundry --version").communicate()
+    run = (
+        f"python -m foundry {' '.join(TINY_LM)} hparams.max_steps=100000 tracking.log_every_n_steps=1 hydra.run.dir=run"
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 240
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    stopped = shell(
+        f"{run} & child=$!; until [ -s run/metrics.jsonl ]; do sleep 0.1; done; kill -TERM $child; wait $child"
+    )
+    stopped.communicate(timeout=240)
+    assert stopped.returncode == 128 + signal.SIGTERM
+
+    size = metrics.stat().st_size
+    killed = shell(run)
+    wait_for(lambda: metrics.stat().st_size > size)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    wait_for(lambda: not any(folder_of(process) == tmp_path for process in Path("/proc").glob("[0-9]*")))
+
+
+def folder_of(process):
+    try:
+        return (process / "cwd").readlink()
+    except OSError:
+        return None

@@ -142,11 +142,16 @@ def _be(module, overrides, cwd, stem, environment):
     for name in [name for name in os.environ if name in NOT_PASSED_ON or name.startswith(("SLURM", "MLFLOW"))]:
         del os.environ[name]
     os.environ |= environment
+    become(module, overrides, cwd, environment.get("PYTHONPATH", ""))
+
+
+def become(module, overrides, cwd, python_path):
+    """Run `python -m <module> <overrides>` in this process, which has been forked and has the command's environment."""
     os.chdir(cwd)
     sys.argv = [module, *overrides]
     # As `python -m` does; a folder of the user's own comes before what is installed, and is looked at anew.
-    entries = [str(Path(path).absolute()) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:0] = entries if environment.get("PYTHONSAFEPATH") else [str(Path.cwd()), *entries]
+    entries = [str(Path(path).absolute()) for path in python_path.split(os.pathsep) if path]
+    sys.path[:0] = entries if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd()), *entries]
     importlib.invalidate_caches()
     local.START = _Ranks()
     if module != "foundry":
