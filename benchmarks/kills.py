@@ -218,8 +218,13 @@ def disturbed(
     rng: random.Random,
     seconds: tuple[float, float],
     count: Count,
+    moments: Sequence[str],
 ) -> Path:
-    """Start, kill and start again until the run is done or there were `limit` kills; its run directory."""
+    """Start, kill and start again until the run is done or there were `limit` kills; its run directory.
+
+    Args:
+        moments: of the kills, in turn.
+    """
     run_dir, newest = folder / f"killed-{number}", -1
     while True:
         asynchronous, keep_last = rng.random() < 0.5, rng.choice((1, 2))
@@ -231,7 +236,7 @@ def disturbed(
                     time.sleep(0.01)
                 killed = False
             else:
-                killed = wait_and_kill(life, run_dir, MOMENTS[count.kills % len(MOMENTS)], rng, seconds)
+                killed = wait_and_kill(life, run_dir, moments[count.kills % len(moments)], rng, seconds)
         finally:
             life.kill()
             life.said.close()
@@ -246,6 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS, help="of the kills, in turn")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng, count, begin = random.Random(options.seed), Count(), time.monotonic()
@@ -254,7 +260,7 @@ def main() -> None:
         (folder / "text.txt").write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(4000)))
         reference, seconds = undisturbed(options.case, folder)
         while count.kills < options.kills:
-            run_dir = disturbed(options.case, folder, count.runs, options.kills, rng, seconds, count)
+            run_dir = disturbed(options.case, folder, count.runs, options.kills, rng, seconds, count, options.moments)
             count.runs += 1
             found = outcome(run_dir)
             for name, expected in reference.items():

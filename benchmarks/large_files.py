@@ -18,6 +18,9 @@ from records import Column, Row, finish, parser
 
 COLUMNS = [Column(key="seconds", heading="s", format=",.1f"), Column(key="peak_mib", heading="peak MiB")]
 RUN = ["debug=fast", "tracking=none", "hparams.max_steps=1", "data.seq_len=64"]
+SMALL = ["model.num_layers=1", "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=2"]
+SMALL += ["model.num_kv_heads=2", "objective.sample_tokens=4", "evaluation.max_samples=8"]
+TEXT = ["data=text", "data.path=chats.jsonl", "data.text_field=prompt", "data.vocab_size=300"]
 
 
 def measure(folder: Path, module: str, *words: str) -> dict[str, list[float]]:
@@ -65,10 +68,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder / "chats.jsonl", num_rows)
-        measure(folder, "foundry", *RUN, "-m", "hparams.seed=0,1", "hydra.sweep.dir=sweep")
+        run = [*RUN, *SMALL] if options.smoke else RUN
+        measure(
+            folder, "foundry", *run, *(TEXT if options.smoke else ()), "-m", "hparams.seed=0,1", "hydra.sweep.dir=sweep"
+        )
         runs = sorted(path.parent for path in (folder / "sweep").glob("*/metrics.jsonl"))
         chats = ["data=chats", "data.path=chats.jsonl", "objective=sft", f"data.tokenizer={runs[0]}"]
-        read = {f"data=chats, {num_rows:,} rows": ("foundry", *RUN, *chats, "hydra.run.dir=tuned")}
+        read = {f"data=chats, {num_rows:,} rows": ("foundry", *run, *chats, "hydra.run.dir=tuned")}
         of_metrics = {
             "foundry.diff": (f"run={runs[0]}", f"against={runs[1]}"),
             "foundry.report": ("dir=sweep",),

@@ -163,11 +163,12 @@ def processor_seconds() -> float:
 
 
 def train(training: Training, runs: Path, name: str, *, is_small: bool) -> float:
-    """Train, with the demonstrations made before; the processor seconds."""
+    """Train, with the demonstrations made before unless it `is_small`; the processor seconds."""
     words = [word.replace("RUNS", str(runs)) for word in training.words]
     words += ["tracking=none", *(training.small if is_small else ())]
-    once = ["hparams.max_steps=1", "evaluation.interval=null", f"hydra.run.dir={runs / f'{name}_once'}"]
-    call("foundry", [*words, *once], runs / "cache")
+    if not is_small:
+        once = ["hparams.max_steps=1", "evaluation.interval=null", f"hydra.run.dir={runs / f'{name}_once'}"]
+        call("foundry", [*words, *once], runs / "cache")
     return call("foundry", [*words, f"hydra.run.dir={runs / name}"], runs / "cache")
 
 
