@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.examples import some_of
 from support.in_process import Commands
 from support.tiny import PLOTS, TINY_DIT, TINY_LM
 
@@ -198,9 +199,11 @@ def assert_one_run(shell, stdout, stderr, expected):
 
 
 @pytest.mark.distributed
-def test_two_processes_are_one_run(cold_shell, alone):
+@pytest.mark.parametrize("starts", some_of(["shell", "cold_shell"], "shell"))
+def test_two_processes_are_one_run(request, alone, starts):
+    command = request.getfixturevalue(starts)
     overrides = ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4"]
-    assert_one_run(cold_shell, *cold_shell.run(*TINY_LM, *LAYOUT, *overrides), alone)
+    assert_one_run(command, *command.run(*TINY_LM, *LAYOUT, *overrides), alone)
 
 
 @pytest.mark.long
