@@ -20,7 +20,7 @@ def _handlers_come_back():
 
 
 def stop_task(error):
-    """Run a task that gets SIGUSR2, where submitit's handler raises an error."""
+    """Run a task that gets SIGUSR2; the handler of submitit raises an error."""
 
     def checkpoint_and_try_requeue(signum, frame):
         raise error
@@ -32,7 +32,7 @@ def stop_task(error):
 
 
 def slurm_says(monkeypatch, tmp_path, text):
-    """Make this process one of a job of which Slurm says a line; nothing if the text is None."""
+    """Put a `scontrol` into the path that prints a line about the job of this process; None: it fails."""
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{f'echo {text}' if text else 'exit 1'}\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
