@@ -51,6 +51,17 @@ def test_a_requeue_that_seems_to_fail_is_looked_up(monkeypatch, tmp_path, restar
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
+def test_a_rank_that_does_not_ask_goes_on_and_heeds_signals():
+    def checkpoint_and_try_requeue(signum, frame):
+        asked.append(signum)
+
+    asked = []
+    signal.signal(signal.SIGUSR2, checkpoint_and_try_requeue)
+    SlurmTask(lambda run_dir: [os.kill(os.getpid(), signal.SIGUSR2) for _ in range(2)] and 0)("run")
+    assert asked == [signal.SIGUSR2] * 2
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
+
+
 @pytest.mark.parametrize(("executor", "limit"), [("slurm", "hydra.launcher.max_num_timeout"), ("local", "submitit")])
 def test_one_time_limit_too_many(monkeypatch, executor, limit):
     monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
