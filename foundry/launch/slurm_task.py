@@ -12,7 +12,7 @@ from typing import Any
 
 from foundry.config.environment import is_local_submitit
 from foundry.launch.slurm_queue import will_restart
-from foundry.stop_signals import ignore
+from foundry.stop_signals import STOP_SIGNALS, ignore
 
 _OUT_OF_TIME = "its time is up, as often as {} allows; the same command resumes it"
 _NOT_REQUEUED = "Slurm does not queue the job again ({}); the same command resumes it"
@@ -74,6 +74,7 @@ def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, 
 
     @functools.wraps(handler)
     def handle(signum: int, frame: FrameType | None) -> None:
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         ignore()  # a scheduler signals each process of a task, and may do so again: also `scontrol requeue`
         try:
             handler(signum, frame)
@@ -84,5 +85,7 @@ def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, 
             if will_restart() is False:
                 raise NotRequeued(signum, _NOT_REQUEUED.format(error)) from None
             sys.exit(128 + signum)
+        for number, handler_before in before.items():  # it returns on other ranks than the first, which go on
+            signal.signal(number, handler_before)
 
     return handle

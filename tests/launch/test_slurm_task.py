@@ -20,7 +20,7 @@ def _handlers_come_back():
 
 
 def stop_task(error):
-    """Run a task that gets SIGUSR2, where submitit's handler raises an error."""
+    """Run a task that gets SIGUSR2; the handler of submitit raises an error."""
 
     def checkpoint_and_try_requeue(signum, frame):
         raise error
@@ -32,7 +32,7 @@ def stop_task(error):
 
 
 def slurm_says(monkeypatch, tmp_path, text):
-    """Make this process one of a job of which Slurm says a line; nothing if the text is None."""
+    """Put a `scontrol` into the path that prints a line about the job of this process; None: it fails."""
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{f'echo {text}' if text else 'exit 1'}\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -49,6 +49,17 @@ def test_a_requeue_that_seems_to_fail_is_looked_up(monkeypatch, tmp_path, restar
     if restarts == 0:
         assert ended.reason.startswith("Slurm does not queue the job again (Command '['scontrol', 'requeue', '7']'")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_a_rank_that_does_not_ask_goes_on_and_heeds_signals():
+    def checkpoint_and_try_requeue(signum, frame):
+        asked.append(signum)
+
+    asked = []
+    signal.signal(signal.SIGUSR2, checkpoint_and_try_requeue)
+    SlurmTask(lambda run_dir: [os.kill(os.getpid(), signal.SIGUSR2) for _ in range(2)] and 0)("run")
+    assert asked == [signal.SIGUSR2] * 2
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
 
 
 @pytest.mark.parametrize(("executor", "limit"), [("slurm", "hydra.launcher.max_num_timeout"), ("local", "submitit")])

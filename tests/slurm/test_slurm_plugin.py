@@ -14,9 +14,10 @@ PLUGIN += ["hydra.launcher.mem_gb=1", "hydra.launcher.cpus_per_task=1", "hydra.s
 def test_tasks_on_two_nodes_train_together_and_survive_preemption(cluster):
     """Two jobs of an array, each of four ranks; one is told to save, as before a time limit, and starts again."""
     own = cluster.own_objective()
-    ranks = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2", "distributed=fsdp", "hparams.max_steps=30"]
+    nodes = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2"]
+    ranks = ["distributed=fsdp", "hparams.per_gpu_batch_size=2", "hparams.max_steps=30"]
     again = ["hydra.launcher.max_num_timeout=1", "hydra.launcher.array_parallelism=1", "hparams.seed=1,2"]
-    driver = cluster.sweep(*PLUGIN, *own, *ranks, *again)
+    driver = cluster.sweep(*PLUGIN, *own, *nodes, *ranks, *again)
     cluster.wait_for_steps(0, 3)
     for _ in range(3):
         cluster.ask("scancel", "--signal=USR2", cluster.slurm_id(0))
@@ -28,15 +29,17 @@ def test_tasks_on_two_nodes_train_together_and_survive_preemption(cluster):
     assert [cluster.state_in_slurm(job)["Restarts"] for job in (0, 1)] == ["1", "0"]
     assert json.loads((cluster.cwd / "s/0/plan.json").read_text())["world_size"] == 4
     local = ["hydra/launcher=local", "distributed.nproc_per_node=4", "hydra.sweep.dir=local"]
-    cluster.finish(cluster.sweep(*own, *ranks[2:], "hparams.seed=1", *local))
+    cluster.finish(cluster.sweep(*own, *ranks, "hparams.seed=1", *local))
     assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "local/0")
-    cluster.finish(cluster.sweep(*PLUGIN, *own, *ranks, *again))
+    cluster.finish(cluster.sweep(*PLUGIN, *own, *nodes, *ranks, *again))
     assert "2 of 2 jobs have finished before" in cluster.output
 
 
 def test_without_slurm_it_is_refused_in_a_line(cluster):
-    cluster.environment["PATH"] = "/nowhere"
+    whole = cluster.environment
+    cluster.environment = {**whole, "PATH": "/nowhere"}
     driver = cluster.sweep(*PLUGIN)
+    cluster.environment = whole
     cluster.finish(driver, code=2)
     assert cluster.output == (
         "hydra/launcher: is submitit_slurm but there is no sbatch on this machine; submit from a login node, or choose "
