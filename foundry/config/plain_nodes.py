@@ -15,6 +15,7 @@ from omegaconf import Container
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.build import HYDRA_KEYS
+from foundry.config.elsewhere import names_of
 from foundry.config.errors import Violation, shown
 from foundry.config.schemas import own_evaluators, own_trackers
 from foundry.config.schemas.evaluation import Evaluation
@@ -78,9 +79,9 @@ def _check_sizes(config: Any, key: str) -> Iterator[Violation]:
 
 @cache
 def _sizes() -> dict[str, "Field[Any]"]:
-    """Return the numeric fields of the built-in decoder, by name and by alias."""
+    """Return the numeric fields of the built-in decoder, by their names here and in other systems."""
     numbers = [item for item in fields(Transformer) if item.metadata.get("bounds") and item.type in (int, float)]
-    return {name: item for item in numbers for name in (item.name, *item.metadata["aliases"].split(", ")) if name}
+    return {name: item for item in numbers for name in (item.name, *names_of(f"model.{item.name}"))}
 
 
 @cache

@@ -190,6 +190,9 @@ def typed_value(row, folders):
     return getattr(default, "name", str(default).lower() if isinstance(default, bool) else str(default))
 
 
+ROWS = list(names())
+
+
 def test_the_table_has_the_names_of_all_systems():
     keys = {}
     for row in ROWS:
