@@ -18,7 +18,7 @@ from support.lerobot_parts import write_by_hand
 from support.scripts import ROOT
 from support.tiny import SMALL_LM
 
-from foundry.config.elsewhere import own_options, plain
+from foundry.config.elsewhere import names, own_options, plain
 from foundry.config.errors import ConfigError
 from foundry.config.frozen import save_config
 from foundry.config.names import leaves, meanings
@@ -266,7 +266,7 @@ def is_accepted(key, value, config):
     "place",
     [
         "",
-        "hparams.",
+        pytest.param("hparams.", marks=pytest.mark.long),
         pytest.param("guard.", marks=pytest.mark.long),
         pytest.param("+", marks=pytest.mark.long),
         pytest.param("upper", marks=pytest.mark.long),
