@@ -79,7 +79,7 @@ def _check_sizes(config: Any, key: str) -> Iterator[Violation]:
 
 @cache
 def _sizes() -> dict[str, "Field[Any]"]:
-    """Return the numeric fields of the built-in decoder, by name and by alias."""
+    """Return the numeric fields of the built-in decoder, by their names here and in other systems."""
     numbers = [item for item in fields(Transformer) if item.metadata.get("bounds") and item.type in (int, float)]
     return {name: item for item in numbers for name in (item.name, *names_of(f"model.{item.name}"))}
 

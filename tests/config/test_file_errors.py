@@ -56,10 +56,10 @@ def test_all_errors_of_a_file_and_of_the_command_line_come_at_once(refusal):
         assert line.startswith(expected)
 
 
-def test_options_of_ones_own_are_named_with_their_files_and_rules_still_apply(refusal):
+def test_options_of_ones_own_are_named_with_their_files(refusal):
     own = "# @package _global_\ndefaults: [{override /optimizer: adamw_torch}]\nhparams: {bf16: true}\n"
     data = "defaults: [text, _self_]\ntextfield: x\n"
-    words = ["--config-dir", "own", "experiment=mine", "data=mine", "scheduler.min_lr=3"]
+    words = ["--config-dir", "own", "experiment=mine", "data=mine"]
     assert refusal(*words, experiment_in_mine=own, data_in_mine=data) == [
         "own/experiment/mine.yaml: optimizer: has no option 'adamw_torch'; write optimizer=adamw "
         "(options: adam, adamw, muon, nemo_adam, nemo_adamw, sgd)",
@@ -67,14 +67,16 @@ def test_options_of_ones_own_are_named_with_their_files_and_rules_still_apply(re
         "own/experiment/mine.yaml: hparams.bf16: is no key of hparams; write precision=amp_bf16 (weights stay in fp32)",
         "data.path: has no value (file, folder or glob of text, JSONL, Parquet, Arrow or CSV files, or a list of "
         "these); give it as data.path=...",
-        "scheduler.min_lr: is 3 but hparams.lr is only 0.004",
     ]
 
 
-def test_a_choice_that_the_command_line_replaces_is_not_blamed(refusal):
+def test_a_choice_that_the_command_line_replaces_is_not_blamed_and_rules_still_apply(refusal):
     text = "defaults: [config, {override /scheduler: WSD}, _self_]\nhparams: {seed: x}\n"
     words = ["--config-dir", "own", "--config-name", "own", "scheduler=wsd"]
-    assert refusal(*words, own=text) == ["own/own.yaml: hparams.seed: is x but must be a whole number"]
+    assert refusal(*words, "scheduler.min_lr=3", own=text) == [
+        "own/own.yaml: hparams.seed: is x but must be a whole number",
+        "scheduler.min_lr: is 3 but hparams.lr is only 0.004",
+    ]
 
 
 def test_a_file_that_is_no_yaml_is_named_with_its_line(refusal):
