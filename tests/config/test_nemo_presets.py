@@ -10,11 +10,13 @@ from support.tiny import TINY_LM
 from foundry.config.batch_sizes import BatchSizes
 from foundry.config.duration import Budget
 from foundry.config.errors import ConfigError
+from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.schemas.data import ChatFiles, PreferenceFiles
 from foundry.config.schemas.objective import DPO, Distillation
 from foundry.config.schemas.optimizer import Adam, AdamW
 from foundry.config.schemas.scheduler import Cosine
-from foundry.parts import build_schedule
+from foundry.data.splits import DataSplits
+from foundry.parts import build_budget, build_schedule
 from foundry.train import train
 
 STEPS = ["hparams.epochs=null", "hparams.max_steps=50", "evaluation.interval=null"]
@@ -94,6 +96,35 @@ def test_a_warmup_longer_than_the_run_is_shortened_aloud(steps, warmup, rows, ca
 def test_without_that_setting_it_is_refused(rows):
     with pytest.raises(ConfigError, match=r"scheduler\.warmup: is 200: a warm-up of 200 steps does not fit"):
         configure(*SFT, rows, "scheduler.clamp_warmup=false", *STEPS)
+
+
+@pytest.mark.parametrize("preset", ["nemo_sft", "nemo_dpo"])
+@pytest.mark.parametrize(("epoch", "steps"), [(160, 5), (3, 5), (10**6, 5)])
+def test_debug_fast_evaluates_in_any_preset(preset, epoch, steps, rows, caplog):
+    config = configure(f"hparams={preset}", "model=transformer", rows, "debug=fast")
+    given = resolve_budget(config.hparams, samples_per_epoch=epoch, dp_size=1)
+    assert given.total_steps == steps
+    assert not list(check_lengths(config, given))
+    assert config.evaluation.early_stopping.patience is None
+    interval = config.evaluation.interval_in(given)
+    size = config.hparams.global_batch_size
+    assert [step for step in range(1, 6) if interval.due(step, size * (step - 1), size * step)] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("interval", ["1.0", "0.5", "100 epoch_steps"])
+def test_an_epoch_may_be_longer_than_the_run(interval, rows):
+    config = configure(*SFT, rows, "hparams.epochs=null", "hparams.max_steps=50", f"evaluation.interval={interval}")
+    assert not list(check_lengths(config, resolve_budget(config.hparams, samples_per_epoch=10**5, dp_size=1)))
+    config = configure(*SFT, rows, "hparams.max_steps=50", f"evaluation.interval={interval}")
+    assert not list(check_lengths(config, resolve_budget(config.hparams, samples_per_epoch=3, dp_size=1)))
+
+
+@pytest.mark.parametrize(("epochs", "is_warned"), [(10, True), (11, False)])
+def test_patience_that_the_epochs_do_not_exceed_is_warned_of(epochs, is_warned, rows, caplog):
+    splits = DataSplits(train=[None] * 160, validation=[], fingerprint="")
+    build_budget(configure(*SFT, rows, f"hparams.epochs={epochs}"), splits, 1)
+    warning = f"evaluation.early_stopping.patience=10 epochs is not shorter than the run, which has {epochs}"
+    assert (warning in caplog.messages) == is_warned
 
 
 def test_it_trains(rows, tmp_path, caplog):

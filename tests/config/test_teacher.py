@@ -115,6 +115,11 @@ ON_POLICY = [
             "objective: is Distillation with mode=on_policy, made for prompts, but data is Arithmetic, which has compl",
         ),
         (["data.seq_len=8"], "data.seq_len: is 8, of which an answer of objective.max_new_tokens=8 leaves no prompt"),
+        (
+            ["objective.generation_temperature=0"],
+            "objective.generation_temperature: is 0, with which all 2 answers to a prompt are the same; set "
+            "objective.num_generations_per_prompt=1, or a value above 0",
+        ),
         (["objective.jsd_beta=0.3"], "objective.jsd_beta: is 0.3 but means nothing without objective.divergence=jsd"),
         (
             ["evaluation=default"],
@@ -136,6 +141,8 @@ def test_an_environment_may_measure_it_and_need_not(run_dir):
     config = compose(words)
     assert (config.objective.ce_ratio, config.environment._target_) == (None, None)
     assert config.objective.wants == {"prompts"}
+    greedy = ["objective.generation_temperature=0", "objective.num_generations_per_prompt=1"]
+    assert compose([*words, *greedy, "hparams.global_batch_size=4"]).objective.generation_temperature == 0
     config = compose([*words, "objective.ce_ratio=0", "environment=arithmetic", "evaluation=reward"])
     assert config.evaluation.metric == "val_reward"
 

@@ -55,6 +55,16 @@ def test_answers_are_those_that_are_drawn_for_grpo_and_rewards_only_a_metric():
     assert without.metrics == {name: policy.metrics[name] for name in ("truncated", "completion_tokens")}
 
 
+def test_at_temperature_0_a_student_gives_the_answer_that_it_finds_likeliest():
+    model = make_model()
+    objective = make_student(make_model(4), **{**PLAIN, "generation_temperature": 0.0})
+    (part,) = make_source(objective, model, per_gpu_batch_size=16).next_window().microbatches
+    is_own = part["targets"] != -100
+    likeliest = model(part["tokens"], return_logits=True).logits.argmax(-1)
+    assert torch.equal(part["targets"][is_own], likeliest[is_own])
+    assert is_own.any()
+
+
 class Infinite:
     """Has no number for any answer."""
 
