@@ -57,7 +57,7 @@ def test_its_options_compose_as_they_are(project, cache):
     assert "_target_: small_runs.model.MyModel\n" in stdout
     assert "  width: 128\n" in stdout
     _, stderr = run_command("model.widht=3", module="small_runs", code=2)
-    assert stderr == "model.widht: is no setting of the chosen model; did you mean model.width?\n"
+    assert stderr == "model.widht: is no key of model; did you mean model.width?\n"
 
 
 @pytest.mark.long
