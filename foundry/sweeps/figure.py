@@ -102,7 +102,7 @@ def _curve_colour(sweep: SweepReport, job: JobReport, colours: Colours | None) -
 
 @dataclass(frozen=True)
 class _CurveName:
-    """The name at the end of a curve, or of those of several seeds, by the curve of the best of them."""
+    """Name of a curve, or of the curves of several seeds, at the end of the best one."""
 
     text: str
     end: float
@@ -113,7 +113,7 @@ class _CurveName:
 def _curve_names(
     sweep: SweepReport, parameters: Sequence[Parameter], curves: Sequence[Curve]
 ) -> tuple[list[_CurveName], str]:
-    """A name for each series of curves, and the title of these names.
+    """Return a name for each series of curves, and the title of the names.
 
     A name is the values of the parameters, under the parameters' names, or the job's number if these are too long.
     """
@@ -138,7 +138,7 @@ def _curve_names(
 
 
 def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title: str) -> None:
-    """Write names at the right of the panel, which becomes narrower, each as near to its curve's end as others allow.
+    """Write names at the right of the panel, close to the ends of their curves; the panel becomes narrower.
 
     Args:
         axes: of the curves.
@@ -164,7 +164,7 @@ def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title:
 def spread(places: Sequence[float], gap: float) -> list[float]:
     """Move ascending places between 0 and 1, as little as possible in squares, until neighbours are `gap` apart.
 
-    That is isotonic regression of the places less their multiples of the gap; what would leave the range is moved back.
+    This is isotonic regression of the places minus multiples of the gap. Places outside the range are moved into it.
     """
     pools = list[tuple[float, int]]()  # mean and number
     for index, place in enumerate(places):

@@ -1,4 +1,4 @@
-"""The panels of a sweep's picture: the metric against a parameter, the colours telling another one."""
+"""The panels of a sweep's picture: the metric against a parameter, with colours for a second one."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +23,10 @@ _TICK_INCHES, _LEGEND_INCHES = 0.085, 0.07
 """Width of a character of a tick label, and of a row of names, estimated."""
 
 _HUES = (BLUE, "#db2777", "#0d9488", "#7c3aed", "#a16207", "#0891b2", "#475569", "#65a30d")
-"""Of categories; not those that tell the best job and states."""
+"""Hues of categories, without the colours of the best job and of states."""
 _SCALE, _SCALE_END = "viridis", 0.75  # its end is too light to be seen
 _MOST_TICKS = 12
-_SHORTEST_TICK = 7  # characters, below which category names are drawn aslant
+_SHORTEST_TICK = 7  # characters, below which category names are drawn at an angle
 _ASLANT = 9  # characters
 _LONGEST_NAME = 40  # characters of an axis
 _MANY_JOBS = 60  # drawn smaller
@@ -39,8 +39,8 @@ def is_share(name: str, values: Iterable[float], *, minimize: bool = True) -> bo
 
     Args:
         name: of a metric or a parameter; a loss between 0 and 1 is no share.
-        values: those that are not finite are left out.
-        minimize: False: any metric between 0 and 1 of which more is better is a share.
+        values: NaN and infinities do not count.
+        minimize: False: a higher metric is better, and any such metric between 0 and 1 is a share.
     """
     is_bounded = all(0 <= value <= 1 for value in values if math.isfinite(value))
     return is_bounded and (not minimize or any(word in name for word in _SHARES))
@@ -48,7 +48,7 @@ def is_share(name: str, values: Iterable[float], *, minimize: bool = True) -> bo
 
 @dataclass(frozen=True)
 class Colours:
-    """Colours that tell the values of a parameter: a scale for numbers, hues for a few categories."""
+    """Colours of a parameter's values: a scale for numbers, hues for a few categories."""
 
     parameter: Parameter
 
@@ -80,7 +80,7 @@ class Frame:
         """Hold the values; of those far above or below the bulk only that they lie outside.
 
         Args:
-            values: those that are not finite are left out; one at least is finite.
+            values: at least one is finite; NaN and infinities do not count.
             is_linear: never choose a logarithmic axis.
         """
         finite = sorted(value for value in values if math.isfinite(value))
@@ -123,16 +123,16 @@ def resolve_colour(sweep: SweepReport, job: JobReport) -> str:
 def draw_parameter(
     axes: "Axes", sweep: SweepReport, parameter: Parameter, parameters: Sequence[Parameter], frame: Frame
 ) -> None:
-    """The metric of each job against a parameter; what failed or diverged is a cross at the bad end.
+    """Draw the metric of each job against a parameter; failed and diverged jobs are crosses at the bad end.
 
-    Colours tell the values of another parameter. Jobs that are alike in all others are joined; of several seeds their
-    means are, and a line is as long as two standard deviations.
+    Colours show the values of another parameter. Lines join the jobs with equal values of all other parameters; for
+    several seeds they join the means, and a vertical line is one standard deviation to either side.
     """
     axes.set_xlabel(shorten(parameter.name, _LONGEST_NAME), parse_math=False)
     axes.set_ylabel(shorten(sweep.metric_name, _LONGEST_NAME), parse_math=False)
     frame.apply(axes)
     others = [one for one in parameters if one is not parameter]
-    other = min(others, key=lambda one: len(one.values), default=None)  # few colours are told apart best
+    other = min(others, key=lambda one: len(one.values), default=None)  # few colours are easy to distinguish
     colours = None if other is None else Colours(other)
     place = _scale_categories(axes, parameter, others) if parameter.labels else _scale_numbers(axes, parameter)
     edge = 0.965 if sweep.minimize else 0.035
@@ -184,7 +184,7 @@ def _draw_spread(axes: "Axes", at: Sequence[float], values: Sequence[float], col
 
 
 def name_colours(axes: "Axes", colours: Colours) -> None:
-    """A row above the panel: the parameter that colours tell, and as many of its values as there is room for."""
+    """Write a row above the panel: name of the coloured parameter, and as many of its values as fit."""
     from matplotlib.lines import Line2D
 
     parameter = colours.parameter
@@ -246,9 +246,9 @@ def _draw_job(
 
 
 def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], float]:
-    """Set the axis, logarithmic over a wide span unless the values lie evenly but for a small one, or are shares.
+    """Set the axis: logarithmic over a wide span, unless the values are shares or all but the least are evenly spaced.
 
-    Ticks are at the values if these are few, but at none whose label would touch another's.
+    Each value has a tick if there are few, except values whose labels would overlap.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -271,7 +271,7 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
 
 
 def _apart(parameter: Parameter, *, is_log: bool, inches: float) -> list[float]:
-    """The values whose labels do not touch on an axis of this length: from the left, and the last one."""
+    """Return the values whose labels do not overlap on an axis of this length, the first and the last among them."""
     values = parameter.values
     scaled = [math.log(value) if is_log else value for value in values]
     extent = scaled[-1] - scaled[0] or 1.0
@@ -288,9 +288,9 @@ def _apart(parameter: Parameter, *, is_log: bool, inches: float) -> list[float]:
 
 
 def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Parameter]) -> Callable[[JobReport], float]:
-    """Set the names below the strips, on two lines or aslant where they are long.
+    """Set the category names, on two lines or at an angle if they are long.
 
-    A job's place is among those of its category, beside those that are alike in the other parameters.
+    Jobs of a category stand side by side, sorted by the other parameters.
     """
     names = parameter.labels
     slot = axes.get_position().width * axes.figure.get_figwidth() / (len(names) + 0.2) / _TICK_INCHES

@@ -40,7 +40,7 @@ class Parameter:
         """The swept parameters; those that always go together, as zipped ones do, are one.
 
         Where no value occurs twice, as in a random search, nothing can be said to go together. A seed is a parameter
-        only if nothing else is swept: its values repeat the settings of the others.
+        only if nothing else is swept, since its values repeat the settings of other parameters.
         """
         together: dict[tuple[float, ...], list[Parameter]] = {}
         for key in [key for key in sweep.names if not is_seed(key)] or sweep.names:
@@ -75,12 +75,12 @@ class Parameter:
 
 
 def number_text(value: float, digits: int = 6) -> str:
-    """A number as an axis shows it: whole ones up to a million with all their digits."""
+    """Return a number as text for an axis; whole numbers up to a million have all their digits."""
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
 def shorten(text: str, longest: int) -> str:
-    """Cut a text in its middle, since the names of options often begin, and files end, alike."""
+    """Cut a text in its middle, since names often have equal beginnings, and files equal ends."""
     if len(text) <= longest:
         return text
     head = longest // 2
@@ -89,5 +89,5 @@ def shorten(text: str, longest: int) -> str:
 
 
 def series_of(parameters: Iterable[Parameter], index: int) -> tuple[float, ...]:
-    """A job's places along some of the parameters, which are the same for the jobs of one series."""
+    """Return a job's places along some of the parameters, by which jobs belong to one series."""
     return tuple(parameter.at[index] for parameter in parameters)

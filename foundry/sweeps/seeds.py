@@ -15,7 +15,7 @@ def is_seed(key: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SeedGroup:
-    """Jobs with the same settings but for their seeds.
+    """Jobs with equal settings and different seeds.
 
     Attributes:
         values: of the other swept keys.
@@ -32,7 +32,7 @@ class SeedGroup:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the measured metrics; None if there is none."""
+        """Mean of the measured metrics; None if no metric is measured."""
         return fmean(self.measured) if self.measured else None
 
     @property

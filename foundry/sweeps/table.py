@@ -224,8 +224,10 @@ def _plain(sweep: SweepReport) -> Iterator[str]:
 
 
 def _plain_seeds(sweep: SweepReport) -> Iterator[str]:
-    rows = list(_seed_rows(sweep))
-    return _aligned(_seed_columns(sweep), rows) if rows else iter(())
+    if rows := list(_seed_rows(sweep)):
+        yield ""
+        yield from _aligned(_seed_columns(sweep), rows)
+        yield ""
 
 
 def _aligned(columns: Sequence[_Column], cells: Sequence[Sequence[str]]) -> Iterator[str]:

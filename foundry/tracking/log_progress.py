@@ -1,4 +1,4 @@
-"""Progress in foundry.log: the lines that the terminal shows where it has no bar, whatever the terminal shows."""
+"""Progress in foundry.log: plain lines, whether or not the terminal shows progress."""
 
 import logging
 from io import TextIOBase

@@ -167,7 +167,7 @@ def seeded(sweep_dir):
 def test_mean_and_deviation_over_seeds(seeded):
     sweep = read_sweep(seeded.folder)
     lines = shown(sweep)
-    assert [line.split() for line in lines[10:14]] == [
+    assert [line.split() for line in lines[11:15]] == [
         ["lr", "seeds", "mean", "val_loss", "std"],
         ["2e-3", "3/3", "1.7500", "0.2500"],
         ["1e-3", "3/3", "2.0000", "1.0000"],
@@ -203,7 +203,7 @@ def test_seeds_alone_have_one_mean(sweep_dir):
     for seed, loss in enumerate((1.0, 2.0, 3.0)):
         sweep_dir.job(f"hparams.seed={seed}", losses=(3.0, loss))
     lines = shown(read_sweep(sweep_dir.folder))
-    assert lines[5].split() == ["3/3", "2.0000", "1.0000"]
+    assert lines[6].split() == ["3/3", "2.0000", "1.0000"]
     assert "best over seeds: val_loss 2.0000 ± 1.0000 of 3 seeds" in lines
 
 

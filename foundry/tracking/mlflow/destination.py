@@ -24,7 +24,7 @@ _IDS = ("run_id", "experiment_id")
 _STYLE = "metric_names"
 _SQLITE = "sqlite:///"
 _LOCAL_SERVER = "http://127.0.0.1:5000"  # of `mlflow ui`
-_TRAINING = "?workflowType=machine_learning"  # a browser that has not seen MLflow before shows GenAI's pages otherwise
+_TRAINING = "?workflowType=machine_learning"  # without it a new browser shows the pages for GenAI
 
 # MLflow's own defaults wait 120 s and retry for minutes, greet on standard output and report usage over the network.
 SHORT_WAITS = {
