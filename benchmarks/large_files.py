@@ -80,8 +80,8 @@ def main() -> None:
             "foundry.report": ("dir=sweep",),
             "foundry.export": (f"run={runs[0]}", "out=exported"),
         }
-        for run in runs:
-            lengthen(run / "metrics.jsonl", num_lines)
+        for run_dir in runs:
+            lengthen(run_dir / "metrics.jsonl", num_lines)
         for command, words in of_metrics.items():
             read[f"{command}, {num_lines:,} lines of metrics"] = (command, *words)
         for side, command_line in read.items():

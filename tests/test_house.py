@@ -11,7 +11,7 @@ from support.house import House, measure
 
 PACKAGE = Path(__file__).resolve().parent.parent / "foundry"
 FLOORS = 16
-ARROWS = 257
+ARROWS = 261
 CIRCLES = [("models", "parallel", "training")]
 PARAMETERS, SECOND_DEFAULTS = 369, 203
 
