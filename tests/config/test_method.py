@@ -12,7 +12,7 @@ from foundry.config.compose import CONFIG_NAME, config_dir, install
 from foundry.config.hydra_internals import load_unchecked, open_repository
 from foundry.config.method import describe_high_rate
 
-TINY = [*SMALL_LM, "tracking=none", "objective=sft", "data=arithmetic", "data.num_rows=40", "data.seq_len=128"]
+TINY = [*SMALL_LM, "tracking=none", "objective=sft", "data=arithmetic", "data.num_rows=40", "data.seq_len=256"]
 PLAN = "foundry.plan"
 
 
