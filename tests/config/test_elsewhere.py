@@ -30,7 +30,7 @@ DECAY = ["scheduler.weight_decay_incr_style=linear"]
 STUDENT = [*SMALL_LM, "data.vocab_size=300", "objective=distillation", "objective.teacher={teacher}"]
 STUDENT += ["evaluation.write_samples=false"]
 POLICY = [*ROLLOUT, "objective=grpo", "objective.num_generations_per_prompt=8", "data.seq_len=96"]
-POLICY += ["objective.max_new_tokens=48", "hparams.global_batch_size=8"]
+POLICY += ["objective.max_new_tokens=48"]
 CONTEXTS = {
     "objective=grpo": POLICY,
     "environment": POLICY,
@@ -214,7 +214,7 @@ def test_each_row_has_an_override_or_the_reason_why_there_is_none():
 def test_each_override_names_a_setting_or_an_option():
     wrong = []
     for override in {override for row in ROWS for override in (*row.overrides, *row.choices)}:
-        key, _, value = override.partition("=")
+        key, _, value = override.removeprefix("+").partition("=")
         in_mapping = key.startswith(("hydra.", "evaluation.evaluators.", "tracking.trackers."))
         if key not in meanings() and not in_mapping:
             known = key in GROUPS or key == "experiment"
