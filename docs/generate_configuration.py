@@ -1,9 +1,12 @@
 """Writes the generated part of docs/configuration.md: `python docs/generate_configuration.py`.
 
+With `--check` it writes nothing, and fails if the page is out of date.
+
 What stands between the two markers comes from the schemas in foundry/config and the options in conf; the rest of the
 page is written by hand and left as it is.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
@@ -222,4 +225,8 @@ def _first_line(documentation: str | None) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8")
+    after = page_with_tables(before)
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(None if after == before else f"{PAGE} is out of date; run python docs/generate_configuration.py")
+    PAGE.write_text(after, encoding="utf-8")
