@@ -1,9 +1,12 @@
 """Writes the generated parts of docs/configuration.md and docs/names.md: `python docs/generate_configuration.py`.
 
+With `--check` it writes nothing, and fails if a page is out of date.
+
 Text between two markers comes from the schemas in foundry/config, the options in conf and foundry/config/names.csv; the
 rest of the pages is written by hand and left as it is.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
@@ -275,4 +278,9 @@ def _first_line(documentation: str | None) -> str:
 
 if __name__ == "__main__":
     for page, with_tables in ((PAGE, page_with_tables), (NAMES_PAGE, names_page_with_tables)):
-        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+        before = page.read_text(encoding="utf-8")
+        after = with_tables(before)
+        if sys.argv[1:] != ["--check"]:
+            page.write_text(after, encoding="utf-8")
+        elif after != before:
+            sys.exit(f"{page} is out of date; run python docs/generate_configuration.py")
