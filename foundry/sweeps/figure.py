@@ -7,7 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from foundry.config.errors import listed
-from foundry.sweeps.panels import PRUNED, Colours, Frame, draw_parameter, is_share, name_colours, resolve_colour
+from foundry.sweeps.panels import (
+    PRUNED,
+    Colours,
+    Frame,
+    draw_parameter,
+    is_share_metric,
+    name_colours,
+    resolve_colour,
+    size_inches,
+)
 from foundry.sweeps.parameters import Parameter, series_of, shorten
 from foundry.sweeps.reading import evaluations
 from foundry.sweeps.results import JobReport, SweepReport
@@ -50,7 +59,7 @@ def _parameter_panels(sweep: SweepReport, parameters: Sequence[Parameter]) -> It
         return
     whole = [job for job in measured if job.is_complete] or measured
     values = [value for job in whole for value in (job.metric, *(job.interval or ())) if value is not None]
-    frame = Frame.around(values, is_linear=is_share(sweep.metric, values, minimize=sweep.minimize))
+    frame = Frame.around(values, is_linear=is_share_metric(sweep, values))
     for parameter in parameters[:_MOST_PARAMETERS]:
         yield partial(draw_parameter, sweep=sweep, parameter=parameter, parameters=parameters, frame=frame)
 
@@ -65,7 +74,7 @@ def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Paramete
         axes.text(0.5, 0.5, "no learning curves", transform=axes.transAxes, ha="center", color=GREY)
         return
     measured = [value for _, points in curves for _, value in points]
-    is_linear = name == sweep.metric and is_share(name, measured, minimize=sweep.minimize)
+    is_linear = name == sweep.metric and is_share_metric(sweep, measured)
     frame = Frame.around(measured, is_linear=is_linear)
     frame.apply(axes)
     colours = Colours(parameters[0]) if parameters else None
@@ -146,8 +155,7 @@ def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title:
         frame: the vertical extent of the panel.
         title: above the names: the parameters whose values they are.
     """
-    at, figure = axes.get_position(), axes.figure
-    width, height = at.width * figure.get_figwidth(), at.height * figure.get_figheight()
+    at, (width, height) = axes.get_position(), size_inches(axes)
     room = (max(len(name.text) for name in names) + 2) * _NAME_INCHES / width if names else 0.0
     axes.set_position((at.x0, at.y0, at.width * (1 - room), at.height))
     ordered = sorted(names, key=lambda name: name.end)

@@ -30,20 +30,21 @@ _SHORTEST_TICK = 7  # characters, below which category names are drawn at an ang
 _ASLANT = 9  # characters
 _LONGEST_NAME = 40  # characters of an axis
 _MANY_JOBS = 60  # drawn smaller
-_SHARES = ("accuracy", "rate", "share", "missing", "success", "match", "dropout", "ratio", "fraction", "probability")
-_SHARES += ("momentum", "beta", "top_p")
+_SHARE_METRICS = ("accuracy", "rate", "share", "missing", "success", "match")
+_SHARE_PARAMETERS = ("dropout", "fraction", "probability", "top_p")
 
 
-def is_share(name: str, values: Iterable[float], *, minimize: bool = True) -> bool:
-    """Whether values are fractions of one, such as an accuracy, which mean nothing on a logarithmic axis.
+def is_share_metric(sweep: SweepReport, values: Iterable[float]) -> bool:
+    """Whether a metric is a fraction of one, such as an accuracy, which means nothing on a logarithmic axis.
 
-    Args:
-        name: of a metric or a parameter; a loss between 0 and 1 is no share.
-        values: NaN and infinities do not count.
-        minimize: False: a higher metric is better, and any such metric between 0 and 1 is a share.
+    A loss between 0 and 1 is none; any metric between 0 and 1 of which a higher value is better is one.
     """
-    is_bounded = all(0 <= value <= 1 for value in values if math.isfinite(value))
-    return is_bounded and (not minimize or any(word in name for word in _SHARES))
+    is_named = any(word in sweep.metric for word in _SHARE_METRICS)
+    return (is_named or not sweep.minimize) and _are_fractions(values)
+
+
+def _are_fractions(values: Iterable[float]) -> bool:
+    return all(0 <= value <= 1 for value in values if math.isfinite(value))
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,11 @@ class Frame:
         if self.is_log:
             scale_logarithmically(axes)
         axes.set_ylim(self.low, self.high)
+
+
+def size_inches(axes: "Axes") -> tuple[float, float]:
+    """Width and height of a panel without its labels."""
+    return axes.bbox.width / axes.figure.dpi, axes.bbox.height / axes.figure.dpi
 
 
 def resolve_colour(sweep: SweepReport, job: JobReport) -> str:
@@ -189,7 +195,7 @@ def name_colours(axes: "Axes", colours: Colours) -> None:
 
     parameter = colours.parameter
     values, name = parameter.values, shorten(parameter.name, 22)
-    room = axes.get_position().width * axes.figure.get_figwidth() / _LEGEND_INCHES - len(name) - 2
+    room = size_inches(axes)[0] / _LEGEND_INCHES - len(name) - 2
     lengths = sorted((len(parameter.label(value)) + 3.5 for value in values), reverse=True)  # with mark and gap
     number = max((n for n in range(2, len(values) + 1) if sum(lengths[:n]) <= room), default=2)
     chosen = sorted({round(place * (len(values) - 1) / (number - 1)) for place in range(number)})
@@ -254,12 +260,13 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
 
     values = parameter.values
     is_wide = values[0] > 0 and values[-1] > WIDE_SPAN * values[0]
-    is_log = is_wide and median_low(values) < 0.35 * values[-1] and not is_share(parameter.name, values)
+    is_share = any(word in parameter.name for word in _SHARE_PARAMETERS) and _are_fractions(values)
+    is_log = is_wide and median_low(values) < 0.35 * values[-1] and not is_share
     if is_log:
         axes.set_xscale("log")
     axes.margins(x=0.06)
     if len(values) <= _MOST_TICKS:
-        inches = 0.88 * axes.get_position().width * axes.figure.get_figwidth()
+        inches = 0.88 * size_inches(axes)[0]
         axes.xaxis.set_major_locator(FixedLocator(_apart(parameter, is_log=is_log, inches=inches)))
     elif is_log:
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if values[-1] >= 100 * values[0] else (1.0, 2.0, 5.0)))
@@ -293,7 +300,7 @@ def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Param
     Jobs of a category stand side by side, sorted by the other parameters.
     """
     names = parameter.labels
-    slot = axes.get_position().width * axes.figure.get_figwidth() / (len(names) + 0.2) / _TICK_INCHES
+    slot = size_inches(axes)[0] / (len(names) + 0.2) / _TICK_INCHES
     axes.set_xticks(range(len(names)))
     if max(map(len, names)) <= slot - 1 or slot >= _SHORTEST_TICK:
         axes.set_xticklabels([_in_lines(name, int(slot) - 1) for name in names])

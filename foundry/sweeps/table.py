@@ -57,7 +57,7 @@ def screen(sweep: SweepReport, console: Console, *, scrolls: bool = True) -> Gro
         console: where it is shown; without the logs' names where it is narrow.
         scrolls: False: leave out jobs where the console is too low for all.
     """
-    below = [*_seeds_table(sweep), *_notes(sweep), *summary(sweep)]
+    below: list[Table | Text] = [*_seeds_table(sweep), *_notes(sweep), *summary(sweep)]
     jobs: Sequence[JobReport] = sweep.jobs
     if not scrolls:
         used = _ROWS_BESIDES + len(console.render_lines(Group(*below)))

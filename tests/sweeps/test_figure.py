@@ -284,10 +284,14 @@ def test_shares_have_a_linear_axis(tmp_path, events, metric, direction, scale):
     assert [axes.get_yscale() for axes in undrawn(sweep_dir)] == [scale, scale]
 
 
-def test_a_swept_share_has_a_linear_axis(sweep_dir):
-    for dropout in (0.01, 0.1, 0.5):
-        sweep_dir.job(f"model.dropout={dropout}")
-    assert undrawn(sweep_dir)[0].get_xscale() == "linear"
+@pytest.mark.parametrize(
+    ("key", "scale"),
+    [("model.dropout", "linear"), ("objective.beta", "log"), ("optimizer.encoder_learning_rate", "log")],
+)
+def test_a_swept_share_has_a_linear_axis(sweep_dir, key, scale):
+    for value in (0.01, 0.1, 0.5):
+        sweep_dir.job(f"{key}={value}")
+    assert undrawn(sweep_dir)[0].get_xscale() == scale
 
 
 def test_names_of_curves_do_not_overlap_and_long_ones_are_numbers(sweep_dir):
