@@ -156,7 +156,7 @@ def wrap_choosing(bring: Callable[[Chosen], Mapping[str, str]]) -> None:
         more = OverridesParser.create().parse_overrides([f"{group}={option}" for group, option in brought.items()])
         return original(repo, config_name, [*overrides_list, *more], **kwargs)
 
-    config_loader_impl.create_defaults_list = create
+    setattr(config_loader_impl, "create_defaults_list", create)  # noqa: B010 - not exported, says mypy
 
 
 _RUN = "hydra.mode=RUN"

@@ -36,7 +36,7 @@ def log_method(composed: DictConfig) -> None:
     is_given = any(str(line).lstrip("+").startswith("hparams=") for line in hydra.overrides.task)
     if not is_given and (notice := describe_brought(composed, repo, hydra.runtime.choices)) is not None:
         log.log(NOTICE, "%s", notice)
-    if (warning := describe_high_rate(composed, repo, hydra.runtime.choices.hparams)) is not None:
+    if (warning := describe_high_rate(composed, repo, hydra.runtime.choices["hparams"])) is not None:
         log.warning("%s", warning)
 
 
@@ -82,10 +82,10 @@ def default_lr(composed: DictConfig, repo: IConfigRepository, option: str) -> fl
     own = None if loaded is None else OmegaConf.select(loaded.config, "hparams", throw_on_resolution_failure=False)
     if isinstance(own, DictConfig) and (node := own._get_node("lr")) is not None:
         copy = composed.copy()
-        OmegaConf.update(copy, "hparams.lr", node._value())  # type: ignore[union-attr]
+        OmegaConf.update(copy, "hparams.lr", node._value())
         return float(copy.hparams.lr)
     for entry in (loaded and loaded.defaults_list) or ():
         name = entry.get_name()
         if name is not None and "/" not in name and name not in ("_self_", option) and entry.is_override() is False:
             return default_lr(composed, repo, name)
-    return float(HParams.__dataclass_fields__["lr"].default)
+    return HParams().lr

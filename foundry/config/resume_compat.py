@@ -43,8 +43,10 @@ class Difference:
 
     @property
     def _texts(self) -> tuple[str, str]:
-        values = (self.was, self.now) if self.key != _INTERVAL else map(recorded_interval, (self.was, self.now))
-        return contrast(*values, _shown)
+        was, now = self.was, self.now
+        if self.key == _INTERVAL:
+            was, now = recorded_interval(was), recorded_interval(now)
+        return contrast(was, now, _shown)
 
     @property
     def has_new_meaning(self) -> bool:

@@ -223,8 +223,8 @@ def _durations(config: Config, budget: Budget) -> dict[str, str]:
             resolved["evaluation.interval"] = _meaning(str(config.evaluation.interval), budget, samples)
         case EpochInterval() as interval:
             steps = interval.steps_in(0)
-            end = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
-            resolved["evaluation.interval"] = f"{config.evaluation.interval} = every {steps} steps of an epoch{end}"
+            beyond = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
+            resolved["evaluation.interval"] = f"{config.evaluation.interval} = every {steps} steps of an epoch{beyond}"
     return resolved
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -57,13 +57,13 @@ def screen(sweep: SweepReport, console: Console, *, scrolls: bool = True) -> Gro
         console: where it is shown; without the logs' names where it is narrow.
         scrolls: False: leave out jobs where the console is too low for all.
     """
-    below: list[Table | Text] = [*_seeds_table(sweep), *_notes(sweep), *summary(sweep)]
+    below: list[ConsoleRenderable] = [*_seeds_table(sweep), *_notes(sweep), *summary(sweep)]
     jobs: Sequence[JobReport] = sweep.jobs
     if not scrolls:
         used = _ROWS_BESIDES + len(console.render_lines(Group(*below)))
         jobs = _most_telling(jobs, max(console.height - used, 3))
     left_out = len(sweep.jobs) - len(jobs)
-    message = [Text(f"and {left_out} more jobs", style="dim")] if left_out else []
+    message: list[ConsoleRenderable] = [Text(f"and {left_out} more jobs", style="dim")] if left_out else []
     table = _table(sweep, jobs)
     if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum > console.width:
         table = _table(sweep, jobs, with_log=False)
