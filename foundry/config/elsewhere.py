@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 
 Options = Callable[[str], Sequence[str]]
-"""`options(group)`: the options of a group; none if there is no such group."""
+"""`options(group)`: the options of a group, empty for a name that is no group."""
 
 OTHERS = "others"
-"""Names that several systems or none of those read have; a message does not say whose they are."""
+"""System of the rows with names that are common, or of a system whose fields were not read one by one."""
 
 _TABLE = Path(__file__).with_name("names.csv")
 _MOST_ALTERNATIVES = 3
@@ -27,9 +27,9 @@ class Name:
         version: the version of the system that was read; empty for names that are common.
         key: dotted, as the system spells it.
         value: the value that the row is about; empty: any other.
-        ours: overrides to type here, separated by spaces; empty: there are none. `{value}` is the value as typed, `{0}`
-            and `{1}` its words. Choices in brackets are only needed if the chosen options lack the key that follows.
-        note: a remark, or the reason why there are none.
+        ours: overrides to type here, separated by spaces; empty without a counterpart. `{value}` is the value
+            as typed, `{0}` and `{1}` its words. Choices in brackets are needed if the chosen options lack the key.
+        note: a remark, or the reason why a name has no counterpart.
     """
 
     system: str
@@ -60,7 +60,7 @@ class Name:
         return shlex.split(found[1] or ""), shlex.split(found[2])
 
     def write(self, value: str | None, known: Collection[str], options: Options) -> str | None:
-        """Return the overrides as they are typed in a shell; None if there are none for this value.
+        """Return the overrides as they are typed in a shell; None if the row has no override for this value.
 
         Args:
             value: as typed; None if it is unknown.
@@ -102,14 +102,14 @@ def names_of(key: str) -> tuple[str, ...]:
 
 
 def own_options(group: str) -> list[str]:
-    """The options that foundry itself has in a group; none if there is no such group."""
-    from foundry.config.compose import config_dir  # which composes, and so imports what explains errors
+    """Return the options that foundry itself has in a group, empty for a name that is no group."""
+    from foundry.config.compose import config_dir  # which imports this module when it explains errors
 
     return sorted(path.stem for path in Path(config_dir(), group).glob("*.yaml")) if "." not in group else []
 
 
 def plain(word: str) -> str:
-    """A name or a value in the spelling in which they are compared."""
+    """Return a name or a value in lower case, with underscores, without quotes and prefixes."""
     return word.strip().strip("'\"").lower().replace("-", "_").lstrip("+~")
 
 
@@ -173,7 +173,7 @@ def _about(rows: Sequence[Name], value: str | None) -> Sequence[Name]:
 
 
 def _fitting(key: str, rows: Sequence[Name], known: Collection[str]) -> Sequence[Name]:
-    """Of rows that differ those that the key's place or the chosen options speak for."""
+    """Return the rows that fit the group of the key and the chosen options; all rows if none fits."""
     group = plain(key).partition(".")[0] if "." in key else ""
     here = [row for row in rows if any(word.partition(".")[0] == group for word in row.settings)]
     rows = here or rows

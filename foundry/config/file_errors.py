@@ -1,4 +1,4 @@
-"""Wrong keys, values and options in files of the configuration, all at once, where Hydra stops at the first."""
+"""All wrong keys, values and options in files of the configuration; Hydra stops at the first error."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator
@@ -29,7 +29,7 @@ class WrongEntry:
     Attributes:
         file: as a message names it.
         override: sets the key to the file's value.
-        error: what merging it raised.
+        error: the exception of merging it.
     """
 
     file: str
@@ -73,14 +73,14 @@ def compose_without_wrong_entries(
     repo: IConfigRepository,
     chosen: Collection[str],
 ) -> Composed:
-    """Compose overrides, and leave out what is wrong in files.
+    """Compose overrides without the wrong entries of files.
 
     Args:
-        loader: with which `compose` composes.
+        loader: the loader that `compose` uses.
         compose: composes overrides, unchecked.
         overrides: that are right.
         repo: the options of the groups.
-        chosen: groups whose option the overrides choose, whatever files say.
+        chosen: groups whose option the overrides choose, so that the choices of files do not count.
     """
     result, base = Composed(), OmegaConf.create()
 
@@ -113,7 +113,7 @@ def compose_without_wrong_entries(
     with Choices().used(), edited_files(loader, drop_unknown_options, drop_wrong_entries):
         try:
             result.config = compose(overrides)
-        except Exception as error:  # Hydra's, OmegaConf's, YAML's, and what these did not expect
+        except Exception as error:  # of Hydra, OmegaConf, YAML or a file system
             result.error = error
     return result
 
@@ -132,7 +132,7 @@ def describe_yaml_error(error: Exception) -> Violation | None:
 def _wrong_entries(
     base: DictConfig, config: DictConfig
 ) -> Iterator[tuple[list[Any], Override, OmegaConfBaseException]]:
-    """The values of a file that cannot be merged, one after the other; those that can be are."""
+    """Merge a file value by value, and yield each value that fails."""
     wrong = set[str]()
     for keys in list(_paths(config)):
         path = ".".join(map(str, keys))

@@ -1,4 +1,4 @@
-"""Arguments that other programs take, such as `--lr 3e-4`, and what is typed instead."""
+"""Refusal of arguments in the style of other programs, such as `--lr 3e-4`, with the override to type."""
 
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -44,12 +44,12 @@ _SHORTEST_ABBREVIATION = len("--cfg")
 
 @dataclass(frozen=True)
 class Flag:
-    """An argument that begins with a dash and is none of Hydra's.
+    """An argument that begins with a dash and is unknown to Hydra.
 
     Attributes:
         text: as typed, with its value.
         key: without dashes, as the name of a setting.
-        value: as typed; true if there is none, and false for `--no-key`.
+        value: as typed; true for a flag without a value, false for `--no-key`.
     """
 
     text: str
@@ -62,7 +62,7 @@ def split_flags(arguments: Sequence[str], known: Collection[str] = ()) -> tuple[
 
     Args:
         arguments: after the name of the command.
-        known: flags of `HYDRA_FLAGS` that stay where they are, with the values that follow them.
+        known: flags of `HYDRA_FLAGS` to keep among the other arguments, with their values.
     """
     flags, others = list[Flag](), list[str]()
     ahead = list(arguments)
@@ -92,7 +92,7 @@ def check_flags(arguments: Sequence[str], options: Collection[str] = ()) -> None
         options: keys of the command's own.
 
     Raises:
-        ConfigError: with a line for each, which says what to type.
+        ConfigError: with a line for each flag, which names the override to type.
     """
     flags, _ = split_flags(arguments, HYDRA_FLAGS)
     if flags:
@@ -104,7 +104,7 @@ def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
 
     Args:
         flag: as typed.
-        find: returns the full key for a name, or None if there is none.
+        find: returns the full key for a name, or None for an unknown name.
     """
     from foundry.config.elsewhere import own_options  # the table is read for errors only
     from foundry.config.names import did_you_mean, meanings

@@ -1,4 +1,4 @@
-"""What an unknown name may mean: a misspelt setting, one of another group, or what another system calls it."""
+"""Hints for unknown keys: a name of another system, a setting of another group, or a misspelt setting."""
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
@@ -31,7 +31,7 @@ def did_you_mean(
     Args:
         key: as it was given.
         known: dotted paths of the settings that there are.
-        groups: what can be chosen besides them.
+        groups: the groups that may be chosen.
         value: as it was given; None if it is unknown.
         options: lists the options of a group.
     """

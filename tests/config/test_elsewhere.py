@@ -1,4 +1,4 @@
-"""names.csv, both ways: who types a name of another system is told an override, and that override composes."""
+"""names.csv, both ways: a typed name of another system is refused with an override, and that override composes."""
 
 import ast
 import csv
@@ -71,7 +71,7 @@ CONTEXTS = {
     "data.weights": ["data=text", "data.path=[{text},{text}]"],
     "data.encoding_errors": ["data=text", "data.path={text}"],
 }
-"""Overrides with which a row composes, by words of the row: the settings and the choices that it speaks of."""
+"""Overrides that a row needs to compose, by the choices and settings of the row."""
 
 VALUES = {
     "model=base model.path": "{base}",
@@ -128,7 +128,7 @@ VALUES = {
     "distributed=": "ddp",
     "environment=": "arithmetic",
 }
-"""A value to type, by the beginning of what the row has the user type; else the default is typed."""
+"""Values to type, by the beginning of the override of a row; the default of the setting for all others."""
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def filled(text, folders):
 
 @functools.cache
 def composed(*overrides):
-    """What overrides compose to; the default if they need those of a row."""
+    """Compose overrides; the default configuration if they are refused without the override of a row."""
     try:
         return compose(*overrides)
     except ConfigError:
@@ -243,7 +243,7 @@ def test_the_fields_of_the_installed_version_are_in_the_table(package, module, n
 
 
 def batches(lines):
-    """Lists of (row, line) in each of which no key is typed twice."""
+    """Return lists of (row, line) with distinct keys."""
     found = []
     for row, line in lines:
         key = line.partition("=")[0]
@@ -297,7 +297,7 @@ def test_who_types_a_name_is_told_its_override(place, folders):
 
 
 def alternatives(row, value, known):
-    """What an answer may say about a row: its override or note, or that of another system's same name."""
+    """Return the texts of which an answer about a row must contain one."""
     text = row.write(value, known, own_options)
     own = [text] if text else [row.note[:60]] if row.note else []
     if same := [other for other in ROWS if plain(other.key) == plain(row.key) and other.system != row.system]:
@@ -346,7 +346,7 @@ NEEDED = {"metaworld": "metaworld", "wandb": "wandb", "tensorboard": "tensorboar
 
 
 def disjoint(rows):
-    """Lists of overrides in each of which no key is set twice."""
+    """Return lists of overrides with distinct keys."""
     found = []
     for words in rows:
         keys = {word.partition("=")[0] for word in words}

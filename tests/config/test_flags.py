@@ -1,4 +1,4 @@
-"""Arguments of other programs: a line with what to type, and exit code 2."""
+"""Arguments of other programs are refused in a line with the override to type, with exit code 2."""
 
 import pytest
 from hydra._internal.utils import get_args_parser
