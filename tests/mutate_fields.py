@@ -60,7 +60,8 @@ def main(words=None):
 def record(folder, words):
     """Run pytest and record the fields that each test uses."""
     environment = os.environ | {"FOUNDRY_FIELDS": f"record:{folder}", "PYTHONPATH": _with_tests()}
-    return subprocess.call([sys.executable, "-m", "pytest", "-p", "support.field_reads", *words], env=environment)
+    command = [sys.executable, "-m", "pytest", f"--rootdir={TESTS.parent}", "-p", "support.field_reads", *words]
+    return subprocess.call(command, env=environment)
 
 
 def _with_tests():
@@ -89,45 +90,53 @@ def read_uses(folder):
 
 
 def try_fields(options):
-    """Collect all tests, then try the fields in this process."""
-    os.environ["FOUNDRY_FIELDS"] = "on"
-    os.environ["PYTHONPATH"] = _with_tests()
+    """Collect the tests of the chosen fields, then try these fields in this process."""
+    os.environ |= {"FOUNDRY_FIELDS": "on", "PYTHONPATH": _with_tests()}
     sys.path.insert(0, str(TESTS))
-    words = ["-n", "0", "-q", "-m", "long or not long", "-p", "no:cacheprovider", "--rootdir", str(TESTS.parent)]
-    basetemp = options.folder / "tmp"
-    return pytest.main([*words, f"--basetemp={basetemp}", str(TESTS)], plugins=[Trials(options)])
+    from support.field_reads import defaults
+
+    uses, done = read_uses(options.folder), read_results(options.folder)
+    names = [name for name in uses if "@" in name] if options.by_reader else list(defaults)
+    chosen = [name for pattern in options.patterns for name in sorted(names) if _fits(name, pattern)]
+    tests_of = {name: uses.get(name, {}) for name in dict.fromkeys(chosen) if options.again or name not in done}
+    for name in [name for name, tests in tests_of.items() if not tests]:
+        keep_result(options.folder, name, {"result": UNUSED})
+        _say(f"{name}: {describe({'result': UNUSED})}")
+        del tests_of[name]
+    if not tests_of:
+        return 0
+    files = sorted({test.partition("::")[0] for tests in tests_of.values() for test in tests})
+    words = ["-n", "0", "-q", "-m", "long or not long", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
+    words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    words += [f"--basetemp={options.folder / 'tmp'}", *(str(TESTS.parent / file) for file in files)]
+    return pytest.main(words, plugins=[Trials(options, tests_of)])
+
+
+def _fits(name, pattern):
+    return fnmatchcase(name, pattern) or fnmatchcase(name.partition("@")[0], pattern)
 
 
 class Trials:
     """Pytest plugin that replaces the test loop: it ignores one field after the other and runs the tests of each."""
 
-    def __init__(self, options):
-        self.options = options
+    def __init__(self, options, tests_of):
+        self.options, self.tests_of = options, tests_of
 
     def pytest_runtestloop(self, session):
-        from support.field_reads import defaults
-
         session.config._tmp_path_factory.getbasetemp()  # made once; a process that found it would empty it
         items = {item.nodeid: item for item in session.items}
-        uses, done = read_uses(self.options.folder), read_results(self.options.folder)
-        names = [name for name in uses if "@" in name] if self.options.by_reader else defaults
-        found = [name for pattern in self.options.patterns for name in sorted(names) if _fits(name, pattern)]
-        keys = [key for key in dict.fromkeys(found) if self.options.again or key not in done]
         deadline = time.monotonic() + 60 * self.options.minutes
-        for number, key in enumerate(keys, start=1):
+        for number, (key, tests) in enumerate(self.tests_of.items(), start=1):
             if time.monotonic() > deadline:
-                _say(f"{len(keys) - number + 1} fields are left")
+                _say(f"{len(self.tests_of) - number + 1} fields are left")
                 break
-            tests = [items[test] for test in uses.get(key, ()) if test in items]
-            result = self.try_field(key, tests)
+            result = self.try_field(key, [items[test] for test in tests if test in items])
             keep_result(self.options.folder, key, result)
-            _say(f"[{number}/{len(keys)}] {key}: {describe(result)}")
+            _say(f"[{number}/{len(self.tests_of)}] {key}: {describe(result)}")
         return True
 
     def try_field(self, key, tests):
         """Run tests while a field is ignored; a test that fails must pass without that."""
-        if not tests:
-            return {"result": UNUSED}
         began, skipped = time.monotonic(), 0
         while tests:
             index, why = self._first_failure(key, tests)
@@ -166,10 +175,6 @@ class Trials:
         if said and said[-1] == "passed":
             return None, None
         return len(said), TIMEOUT if ticks < 0 else f"{TIMEOUT}: the process ended"
-
-
-def _fits(name, pattern):
-    return fnmatchcase(name, pattern) or fnmatchcase(name.partition("@")[0], pattern)
 
 
 def _run_in_child(ignored, tests, write):

@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -27,6 +28,7 @@ class Recorder:
 
     def __init__(self, path=None, fail_on=None, kill_on=None):
         self.path, self.fail_on, self.kill_on, self.events = path, fail_on, kill_on, []
+        self.is_deterministic = None
 
     def _note(self, name, event):
         self.events.append(name)
@@ -38,6 +40,7 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_start(self, event):
+        self.is_deterministic = torch.are_deterministic_algorithms_enabled()
         self._note("start", event)
 
     def on_step(self, event):
@@ -60,6 +63,7 @@ def process_state():
         logging.getLogger().level,
         GlobalHydra.instance().hydra,
         VersionBase.instance().version_base,
+        torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -112,16 +116,18 @@ def test_two_runs_and_a_refused_one_in_a_process_that_uses_hydra(tmp_path, monke
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf/app.yaml").write_text("answer: 42\n")
     with initialize_config_dir(str(tmp_path / "conf"), version_base="1.2"):
-        before, recorder = process_state(), Recorder()
+        before, recorder, other = process_state(), Recorder(), Recorder()
         first = run(compose(QUIET), observers=[recorder])
         with pytest.raises(ConfigError):
             compose(["hparams.lrr=1"])
         assert hydra_compose("app").answer == 42
-        second = run(compose([*QUIET, "hparams.max_steps=1"]))
+        words = ["hparams.max_steps=1", "hparams.deterministic=true"]
+        second = run(compose([*QUIET, *words]), observers=[other])
         assert process_state() == before
     assert first.run_dir.parent == second.run_dir.parent == tmp_path / "runs"
     assert first.run_dir != second.run_dir
     assert [json.loads((each.run_dir / "result.json").read_text())["step"] for each in (first, second)] == [2, 1]
+    assert (recorder.is_deterministic, other.is_deterministic) == (False, True)
     assert first.metric == first.result["val_loss"]
     assert recorder.events == ["start", "step", "evaluation", "step", "evaluation", "finished"]
 

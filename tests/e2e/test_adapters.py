@@ -64,10 +64,10 @@ def greedy(model, folder):
     return tokenizer.decode(found, skip_special_tokens=True)
 
 
-def sampled(run, out):
-    """What foundry.sample makes of it."""
-    options = SampleOptions(run=str(run), prompt="def", temperature=0, max_new_tokens=24, out=str(out))
-    return sample(options).read_text().removesuffix("\n")
+def sampled(run, out, **decoding):
+    """What foundry.sample makes of it: the likeliest tokens, unless other options of decoding are given."""
+    options = {"prompt": "def", "max_new_tokens": 24} | (decoding or {"temperature": 0})
+    return sample(SampleOptions(run=str(run), out=str(out), **options)).read_text().removesuffix("\n")
 
 
 def saved(run):
@@ -215,6 +215,9 @@ def test_a_folder_for_the_base_that_is_not_needed_or_not_free_is_refused(base, a
 def test_it_is_sampled_and_measured_as_any_other(base, adapted, tmp_path):
     drawn = sample(SampleOptions(run=str(adapted), prompt="def", max_new_tokens=4, out=str(tmp_path / "drawn")))
     assert drawn.read_text().startswith("def")
+    likeliest = sampled(adapted, tmp_path / "likeliest")
+    assert sampled(adapted, tmp_path / "first", top_k=1) == likeliest
+    assert sampled(adapted, tmp_path / "nucleus", top_p=1e-6) == likeliest
     found = evaluate(EvalOptions(run=str(adapted), out=str(tmp_path / "eval.json"), max_samples=4))
     assert 0 < found["loss"] < 20
     with pytest.raises(ConfigError, match=r"^merge: is True but .* has no adapters; leave it out$"):

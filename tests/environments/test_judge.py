@@ -208,8 +208,9 @@ def test_built_in_environments_are_chosen_and_weighted():
     (found,) = judge.judge([Answer("Answer: 12", columns={"answer": "12"})])
     assert found.reward == pytest.approx(1.1)
     assert judge.scores == ("correct", "format")
-    python = build_judge(configure("environment=python", "environment.timeout_seconds=30", ANSWERED).environment)
-    assert [one.reward for one in python.judge([Answer("x = 1"), Answer("x =")])] == [1.0, 0.0]
+    words = ["environment=python", "environment.timeout_seconds=30", "+environment.weights.parses=2.5"]
+    python = build_judge(configure(*words, ANSWERED).environment)
+    assert [one.reward for one in python.judge([Answer("x = 1"), Answer("x =")])] == [2.5, 0.0]
     python.close()
     assert build_judge(configure().environment) is None
 

@@ -177,6 +177,15 @@ def test_adapters_change_nothing_at_first_and_can_be_merged(build, targets):
     torch.testing.assert_close(log_prob(model), ours, atol=1e-5, rtol=1e-5)
 
 
+def test_adapters_have_the_rank_and_the_scale_of_the_settings():
+    model, base = trained(transformer(), adapter_dim=4, alpha=2), transformer()
+    for name, layer in adapted_layers(model).items():
+        a, b = layer.lora_A.default.weight, layer.lora_B.default.weight
+        assert len(a) == 4
+        torch.testing.assert_close(layer.get_delta_weight("default"), 2 / 4 * b @ a)
+        assert torch.equal(layer.base_layer.weight, base.get_submodule(name).weight)
+
+
 def test_dropout_acts_on_adapters_alone_and_in_training_alone():
     exact, model = trained(transformer()), trained(transformer(), adapter_dropout=0.5)
     torch.manual_seed(0)

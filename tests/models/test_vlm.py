@@ -197,6 +197,14 @@ def test_it_may_begin_on_the_meta_device_and_every_parameter_is_drawn():
         assert parameter.isfinite().all(), name
 
 
+def test_embeddings_start_with_a_standard_deviation_of_their_own():
+    model = vlm(tie_embeddings=False, embedding_init_std=0.7)
+    model.init_weights(seed=3)
+    deviations = {name: parameter.std().item() for name, parameter in model.named_parameters()}
+    assert deviations["model.embed_tokens.weight"] == pytest.approx(0.7, rel=0.1)
+    assert deviations["lm_head.weight"] == pytest.approx(0.2, rel=0.1)
+
+
 def test_flops_are_those_that_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
 

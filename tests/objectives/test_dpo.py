@@ -130,6 +130,17 @@ def test_loss_and_gradients_are_those_of_any_cut(options, cut, seed):
     assert sum(map(objective.num_valid, parts)) == objective.num_valid(whole) == 5
 
 
+def test_the_loss_is_the_weighted_sum_of_preference_and_likelihood():
+    model, part = make_model(), microbatch()
+
+    def loss(**options):
+        return objective_of(model, make_model(1), **options).loss(model, part).loss
+
+    preference, both = loss(), loss(sft_loss_weight=1.0)
+    weighted = loss(preference_loss_weight=0.25, sft_loss_weight=0.5)
+    torch.testing.assert_close(weighted, 0.25 * preference + 0.5 * (both - preference))
+
+
 def test_padding_and_empty_responses_count_for_nothing():
     model, part = make_model(), microbatch()
     objective = objective_of(model, make_model(1), sft_loss_weight=0.5)

@@ -4,8 +4,16 @@ import pytest
 import torch
 from support.rollout_parts import make_model, make_objective, make_source
 
+from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType
+
 FILTERS = {"generation_temperature": 0.8, "generation_top_k": 40, "generation_top_p": 0.95}
 NO_FILTERS = {"generation_temperature": 1.0, "generation_top_k": None, "generation_top_p": 1.0}
+CORRECTED = {
+    "use_importance_sampling_correction": True,
+    "importance_weights": ImportanceWeights.tis,
+    "importance_weight_min": 0.8,
+    "importance_weight_max": 1.2,
+}
 
 
 def log_probs(model, tokens, targets, *, temperature=1.0, top_k=None, top_p=1.0):
@@ -83,3 +91,46 @@ def test_the_loss_of_a_step_and_its_gradient(by_token, filters, updates, on_poli
         theirs = torch.autograd.grad(expected, list(model.parameters()))
         for name, one, other in zip(names, ours, theirs, strict=True):
             assert torch.allclose(one, other, rtol=1e-3, atol=2e-6), name
+
+
+SETTINGS = [
+    ({}, {"normalize_rewards": False}),
+    ({}, {"use_rloo": False}),
+    ({}, {"positive_example_nll_weight": 0.5}),
+    ({}, {"ratio_clip_min": 0.01}),
+    ({}, {"ratio_clip_max": 0.01}),
+    ({}, {"ratio_clip_c": 1.01}),
+    ({}, {"token_level_loss": False}),
+    ({"token_level_loss": False}, {"sequence_level_importance_ratios": True}),
+    ({}, {"disable_ppo_ratio": True}),
+    ({}, {"force_on_policy_ratio": True}),
+    ({}, {"use_cispo": True}),
+    ({}, {"ref_policy_kl_penalty": 0.5}),
+    ({}, {"kl_type": KLType.k1}),
+    ({}, {"kl_input_clamp": 0.01}),
+    ({}, {"kl_output_clamp": 0.001}),
+    ({}, {"kl_gradient": KLGradient.ratio}),
+    ({}, {"use_kl_in_reward": True}),
+    ({}, {"use_on_policy_kl_approximation": True}),
+    ({}, {"use_importance_sampling_correction": True}),
+    (CORRECTED, {"importance_weights": ImportanceWeights.icepop}),
+    (CORRECTED, {"importance_weight_min": 0.99}),
+    (CORRECTED, {"importance_weight_max": 1.01}),
+]
+
+
+def gradient(settings):
+    """Of the output matrix, for a policy that is neither the sampler nor the one at the rollout."""
+    objective = make_objective(make_model(seed=4), updates_per_rollout=2, **NO_FILTERS, **settings)
+    model = make_model()
+    (part,) = make_source(objective, model, per_gpu_batch_size=8).next_window().microbatches
+    generator = torch.Generator().manual_seed(0)
+    for name in ("old", "sampler"):
+        part[name] = part[name] + 0.3 * torch.randn(part[name].shape, generator=generator)
+    (found,) = torch.autograd.grad(objective.loss(model, part).loss, [model.lm_head.weight])
+    return found
+
+
+@pytest.mark.parametrize(("base", "changed"), SETTINGS, ids=lambda settings: ",".join(settings))
+def test_each_setting_of_the_objective_changes_the_gradient(base, changed):
+    assert not torch.allclose(gradient({**base, **changed}), gradient(base), rtol=1e-3)

@@ -20,9 +20,10 @@ from foundry.parts import build_optimizers
 from foundry.training.step import set_schedule
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-MUON = {**ADAM, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
-SGD = {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+# None of these is a default.
+ADAM = {"lr": 1e-2, "beta1": 0.8, "beta2": 0.97, "eps": 1e-6, "weight_decay": 0.1}
+MUON = {**ADAM, "momentum": 0.8, "nesterov": False, "ns_steps": 4}
+SGD = {"lr": 1e-2, "momentum": 0.7, "nesterov": True, "weight_decay": 0.1}
 
 
 class Block(FSDPBlock):
@@ -106,9 +107,9 @@ def test_a_model_without_vectors_has_one_group():
 @pytest.mark.parametrize(
     ("make", "options", "theirs", "their_options"),
     [
-        (adamw, ADAM, torch.optim.AdamW, {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}),
-        (adam, ADAM, torch.optim.Adam, {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}),
-        (sgd, SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+        (adamw, ADAM, torch.optim.AdamW, {"lr": 1e-2, "betas": (0.8, 0.97), "eps": 1e-6}),
+        (adam, ADAM, torch.optim.Adam, {"lr": 1e-2, "betas": (0.8, 0.97), "eps": 1e-6}),
+        (sgd, SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.7, "nesterov": True}),
     ],
     ids=["adamw", "adam", "sgd"],
 )
@@ -133,6 +134,15 @@ def test_muon_takes_the_matrices_of_blocks_only():
     assert names_in(model, second, 0) == {"embedding.weight", "head.weight"}
     vectors = {f"blocks.{i}.{name}" for i in (0, 1) for name in ("norm.weight", "norm.bias", "up.bias")}
     assert names_in(model, second, 1) == {"scale", "head.bias"} | vectors
+
+
+def test_muon_has_the_settings_of_both_optimizers():
+    matrices, rest = muon(model=Model(), **MUON)
+    (adam_only,) = adamw(model=Model(), **ADAM)
+    assert {name: matrices.defaults[name] for name in ("momentum", "nesterov", "ns_steps", "weight_decay")} == {
+        name: MUON[name] for name in ("momentum", "nesterov", "ns_steps", "weight_decay")
+    }
+    assert rest.defaults == adam_only.defaults
 
 
 def test_muon_without_blocks_is_adamw():
