@@ -43,8 +43,9 @@ class Difference:
 
     @property
     def _texts(self) -> tuple[str, str]:
-        values = (self.was, self.now) if self.key != _INTERVAL else map(recorded_interval, (self.was, self.now))
-        return contrast(*values, _shown)
+        if self.key == _INTERVAL:
+            return contrast(recorded_interval(self.was), recorded_interval(self.now), _shown)
+        return contrast(self.was, self.now, _shown)
 
     @property
     def has_new_meaning(self) -> bool:
