@@ -43,10 +43,9 @@ class Difference:
 
     @property
     def _texts(self) -> tuple[str, str]:
-        was, now = self.was, self.now
         if self.key == _INTERVAL:
-            was, now = recorded_interval(was), recorded_interval(now)
-        return contrast(was, now, _shown)
+            return contrast(recorded_interval(self.was), recorded_interval(self.now), _shown)
+        return contrast(self.was, self.now, _shown)
 
     @property
     def has_new_meaning(self) -> bool:
