@@ -146,14 +146,15 @@ def _wrong_entries(
                 keys, path = keys[: error.full_key.count(".") + 1], error.full_key
             wrong.add(path)
             node = _at(config, keys)
-            value = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+            value: Any = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
             yield keys, Override(OverrideType.CHANGE, path, None, value, input_line=f"{path}={value}"), error
 
 
 def _nested(keys: list[Any], value: Any) -> DictConfig:
     for key in reversed(keys):
         value = {key: value}
-    return OmegaConf.create(value)
+    nested: DictConfig = OmegaConf.create(value)
+    return nested
 
 
 def _unknown_options(path: str, entry: Any, repo: IConfigRepository, chosen: Collection[str]) -> Iterator[Override]:
@@ -189,9 +190,8 @@ def _at(config: DictConfig, keys: list[Any]) -> Any:
 
 
 def _delete(config: DictConfig, keys: list[Any]) -> None:
-    parent = _at(config, keys[:-1]) if len(keys) > 1 else config
-    if isinstance(parent, DictConfig) and keys[-1] in parent._content:
-        del parent._content[keys[-1]]
+    parent: Any = _at(config, keys[:-1]) if len(keys) > 1 else config
+    parent._content.pop(keys[-1], None)
 
 
 def _name(path: str, loaded: ConfigResult) -> str:

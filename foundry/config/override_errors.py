@@ -138,11 +138,11 @@ def find_errors(
     try:
         config = compose(_lines(good))
     except Exception as base_error:
-        rest, wrong = _without_wrong_files(loader, compose, repo, good)
+        made, wrong = _without_wrong_files(loader, compose, repo, good)
         violations += wrong
-        if rest is None:
+        if made is None:
             return violations or list(_wrong_alone(compose, good)) or [_unattributed(base_error)]
-        config = rest
+        config = made
     for value in values:
         found = list(_apply(repo, config, value, sweeping=not whole))
         violations += found

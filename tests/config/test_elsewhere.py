@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
@@ -293,6 +294,26 @@ def test_who_types_a_name_is_told_its_override(place, folders):
             expected = alternatives(row, override.get_value_string(), known)
             if not any(text in answer for text in expected):
                 wrong.append(f"{line}: {answer}; not any of {expected}")
+    assert wrong == []
+
+
+@pytest.mark.long
+def test_a_file_with_all_names_is_told_their_overrides(folders, run_command):
+    known = leaves(composed())
+    rows = {row.key: row for row in reversed(ROWS) if "." not in row.key}
+    values = {key: yaml.safe_load(typed_value(row, folders)) for key, row in rows.items()}
+    text = yaml.safe_dump({"defaults": ["config", "_self_"], "guard": values}, sort_keys=False)
+    (run_command.cwd / "named.yaml").write_text(text)
+    _, stderr = run_command("--config-dir", ".", "--config-name", "named", code=2)
+    answers = dict(line.removeprefix("named.yaml: guard.").split(": ", 1) for line in stderr.splitlines())
+    assert answers.keys() == rows.keys()
+    wrong = []
+    for key, row in rows.items():
+        value = str(values[key]).lower() if isinstance(values[key], bool) else str(values[key])
+        if not isinstance(values[key], (list, dict)) and not any(
+            text in answers[key] for text in alternatives(row, value, known)
+        ):
+            wrong.append(f"{key}={value}: {answers[key]}")
     assert wrong == []
 
 
