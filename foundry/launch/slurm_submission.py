@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -13,6 +14,9 @@ from foundry.config.schemas.launcher import Slurm
 from foundry.launch.slurm_queue import refusal
 from foundry.launch.snapshot import copied_folders
 
+# A signal in the seconds until submitit has its handlers would end a task, and with it the job for good. Slurm requeues
+# a job that it preempts and that is still there when the grace time ends. POSIX: what is ignored stays so over `exec`.
+_HARDENED_PYTHON = f'sh -c \'trap "" USR1 USR2 TERM; exec "$@"\' sh {shlex.quote(sys.executable)}'
 # Settings that are not submitit's.
 _OURS = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
 # submitit's names that are not Slurm's alone.
@@ -70,7 +74,12 @@ def _executor(settings: Slurm, code: Path | None) -> Any:
     import submitit
 
     folder = Path(settings.submitit_folder).absolute()
-    executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=settings.max_num_timeout)
+    executor = submitit.AutoExecutor(
+        folder=folder,
+        cluster="slurm",
+        slurm_max_num_timeout=settings.max_num_timeout,
+        slurm_python=_HARDENED_PYTHON,
+    )
     given = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _OURS}
     # submitit passes an empty or absent option on as text.
     parameters = {name: value for name, value in given.items() if value is not None}

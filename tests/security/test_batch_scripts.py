@@ -40,6 +40,15 @@ def script(tmp_path, **settings):
     return executor._make_submission_file_text(executor._submitit_command_str, "uid")
 
 
+def test_a_task_outlives_signals_that_come_before_it_has_handlers(srun, tmp_path):
+    (command,) = (line for line in script(tmp_path).splitlines() if line.startswith("srun "))
+    start = command[command.index("sh -c ") :].partition(" -u -m ")[0]
+    code = (
+        "import os, signal; [os.kill(os.getpid(), getattr(signal, f'SIG{name}')) for name in ('USR1', 'USR2', 'TERM')]"
+    )
+    assert subprocess.run(["bash", "-c", f'{start} -c "{code}"'], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("name", NASTY)
 def test_a_folder_of_any_name_is_where_code_is_imported_from(name, tmp_path, monkeypatch):
     here, code = tmp_path / name, tmp_path / f"code {name}"
