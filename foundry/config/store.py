@@ -38,7 +38,7 @@ GROUPS = (
 def group_schemas(group: str) -> dict[str, type[Any]]:
     """Return the schemas of a group by class name: every dataclass that its package, or a file there, defines."""
     whole = import_module(f"foundry.config.schemas.{group}")
-    files = [import_module(f"{whole.__name__}.{file.name}") for file in iter_modules(whole.__path__)]
+    files = [import_module(f"{whole.__name__}.{file.name}") for file in iter_modules(getattr(whole, "__path__", ()))]
     return {schema.__name__: schema for module in (whole, *files) for schema in schemas_in(module)}
 
 

@@ -28,7 +28,7 @@ def answer_with_log_probs(model: nn.Module, *, tile_tokens: int = 0, vocab_size:
     Raises:
         ConfigError: `tile_tokens` is given, and the signature shows that the model computes log-probabilities itself.
     """
-    model.forward = LogitsForward(model, tile_tokens=tile_tokens, vocab_size=vocab_size)  # type: ignore[method-assign]
+    model.forward = LogitsForward(model, tile_tokens=tile_tokens, vocab_size=vocab_size)
 
 
 class LogitsForward:
