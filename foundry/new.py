@@ -15,6 +15,7 @@ from pathlib import Path
 
 from foundry.config.command import check_output_folder, command, folder_option, quoted
 from foundry.config.errors import ConfigError, Violation
+from foundry.config.packages import INSTALL_PROJECT
 from foundry.config.setting import setting
 from foundry.run_dir.redact import printable
 
@@ -80,7 +81,7 @@ def _destination(template: Path, name: str) -> Path:
 
 
 def _next_steps(folder: Path, name: str) -> str:
-    commands = (f"cd {shlex.quote(str(folder))}", "pip install -e '.[dev]'", "pytest", f"python -m {name}")
+    commands = (f"cd {shlex.quote(str(folder))}", INSTALL_PROJECT, "pytest", f"python -m {name}")
     return "\n".join([f"project {name} in {folder}", "", *(f"    {each}" for each in commands), ""])
 
 
