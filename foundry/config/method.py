@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.brought import own_hparams
@@ -20,17 +21,21 @@ log = logging.getLogger(__name__)
 
 MOST_TIMES = 10.0
 """A learning rate of more than so many times the method's default is warned of."""
+_LARGE = 1e6
+"""Multiples from here on are written with an exponent."""
 
 
 def log_method(composed: DictConfig) -> None:
     """Log on rank 0 the hyperparameters that the method has brought, and warn of a rate far above its default.
 
+    Nothing is logged in the jobs of a sweep, which may search for such a rate.
+
     Args:
         composed: a checked configuration, while Hydra runs its job.
     """
-    if detect().rank > 0:
-        return
     loader, hydra = GlobalHydra.instance().config_loader(), HydraConfig.get()
+    if detect().rank > 0 or hydra.mode is RunMode.MULTIRUN:
+        return
     lines = list(hydra.overrides.hydra)
     repo, _ = open_repository(loader, None, OverridesParser.create().parse_overrides(lines))
     is_given = any(str(line).lstrip("+").startswith("hparams=") for line in hydra.overrides.task)
@@ -66,7 +71,8 @@ def describe_high_rate(composed: DictConfig, repo: IConfigRepository, option: st
     lr, default = float(composed.hparams.lr), default_lr(composed, repo, option)
     if lr <= MOST_TIMES * default or composed.optimizer.get("_target_") == SGD._target_:
         return None
-    times = f"{lr / default:,.0f} times the default of hparams={option}, {default:g}"
+    ratio = lr / default
+    times = f"{ratio:{',.0f' if ratio < _LARGE else '.2g'}} times the default of hparams={option}, {default:g}"
     return f"hparams.lr={lr:g} is {times}: a rate as high as this may undo a base or diverge"
 
 

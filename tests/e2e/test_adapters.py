@@ -10,6 +10,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from support.composition import configure
+from support.samples import read_samples
 from support.tiny import SMALL_LM, TINY_DIT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -67,7 +68,7 @@ def greedy(model, folder):
 def sampled(run, out, **decoding):
     """What foundry.sample makes of it: the likeliest tokens, unless other options of decoding are given."""
     options = {"prompt": "def", "max_new_tokens": 24} | (decoding or {"temperature": 0})
-    return sample(SampleOptions(run=str(run), out=str(out), **options)).read_text().removesuffix("\n")
+    return read_samples(sample(SampleOptions(run=str(run), out=str(out), **options)))[0]
 
 
 def saved(run):
@@ -200,10 +201,14 @@ def test_a_folder_for_the_base_that_is_not_needed_or_not_free_is_refused(base, a
     for run, options, message in (
         (base, {"base": "b"}, r"^base: is b but .* has no adapters; leave it out$"),
         (adapted, {"base": "b", "merge": True}, "^base: is b but the export holds the base, merged; leave it out$"),
-        (adapted, {"base": str(tmp_path / "full")}, "^base: "),
         (
             adapted,
-            {"base": str(tmp_path / "out")},
+            {"base": str(tmp_path / "full"), "merge": False},
+            "^base: is .*, which exists and is not an empty folder",
+        ),
+        (
+            adapted,
+            {"base": str(tmp_path / "out"), "merge": False},
             "^base: is .*, as out, which adapters are written to; give another",
         ),
     ):
@@ -214,7 +219,7 @@ def test_a_folder_for_the_base_that_is_not_needed_or_not_free_is_refused(base, a
 
 def test_it_is_sampled_and_measured_as_any_other(base, adapted, tmp_path):
     drawn = sample(SampleOptions(run=str(adapted), prompt="def", max_new_tokens=4, out=str(tmp_path / "drawn")))
-    assert drawn.read_text().startswith("def")
+    assert read_samples(drawn)[0].startswith("def")
     likeliest = sampled(adapted, tmp_path / "likeliest")
     assert sampled(adapted, tmp_path / "first", top_k=1) == likeliest
     assert sampled(adapted, tmp_path / "nucleus", top_p=1e-6) == likeliest

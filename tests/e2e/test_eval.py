@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from support.composition import configure
+from support.samples import read_samples
 from support.tiny import SMALL_LM
 
 from foundry.config.errors import ConfigError
@@ -112,13 +113,13 @@ def test_errors_are_lines(runs, options, overrides, message):
 
 def test_chats_are_sampled_in_their_template(runs, tmp_path, capsys):
     options = {"run": str(runs / "sft"), "max_new_tokens": 5}
-    one = sample(SampleOptions(**options, prompt="Count 7", out=str(tmp_path / "one"))).read_text()
+    [one] = read_samples(sample(SampleOptions(**options, prompt="Count 7", out=str(tmp_path / "one"))))
     assert one.startswith("user: Count 7\nassistant: ")
-    plain = sample(SampleOptions(**options, prompt="Count 7", chat=False, out=str(tmp_path / "plain"))).read_text()
+    [plain] = read_samples(sample(SampleOptions(**options, prompt="Count 7", chat=False, out=str(tmp_path / "plain"))))
     assert plain.startswith("Count 7")
     two = sample(SampleOptions(**options, prompts=["Count 7", "Count 8"], temperature=0, out=str(tmp_path / "two")))
-    again = sample(SampleOptions(**options, prompt="Count 8", temperature=0, out=str(tmp_path / "again"))).read_text()
-    assert two.read_text().endswith(f"\n\n{again}")
+    again = sample(SampleOptions(**options, prompt="Count 8", temperature=0, out=str(tmp_path / "again")))
+    assert read_samples(two)[1:] == read_samples(again)
     for wrong, message in (
         ({}, "prompt: has no value"),
         ({"prompt": "x", "prompts": ["y"]}, "prompt: is given together with prompts"),

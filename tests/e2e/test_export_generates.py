@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from support.composition import configure
+from support.samples import read_samples
 from support.tiny import SMALL_LM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -51,9 +52,9 @@ def test_generate_stops_and_says_what_foundry_says(exported):
         with torch.no_grad():
             theirs = model.generate(**tokens, do_sample=False, max_new_tokens=12)[0]
         given = {"prompt": chat[0]["content"], "temperature": 0, "max_new_tokens": 12, "out": str(exported / name)}
-        ours = sample(SampleOptions(run=str(exported / "run"), **given)).read_text()
-        assert tokenizer.decode(theirs, skip_special_tokens=True) == ours.removesuffix("\n")
-        assert ours == f"user: Count {name}\nassistant: It is {name}.\n"
+        [ours] = read_samples(sample(SampleOptions(run=str(exported / "run"), **given)))
+        assert tokenizer.decode(theirs, skip_special_tokens=True) == ours
+        assert ours == f"user: Count {name}\nassistant: It is {name}."
         assert theirs[-1] == tokenizer.eos_token_id
     assert model.generation_config.pad_token_id is not None
 
@@ -65,8 +66,7 @@ def test_batches_are_padded_and_stop_each_for_itself(exported):
     tokens = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     found = tokenizer.batch_decode(model.generate(**tokens, max_new_tokens=12), skip_special_tokens=True)
     options = {"temperature": 0, "max_new_tokens": 12, "chat": False, "out": str(exported / "both")}
-    ours = sample(SampleOptions(run=str(exported / "run"), prompts=texts, **options)).read_text()
-    assert "\n\n".join(found) + "\n" == ours
+    assert read_samples(sample(SampleOptions(run=str(exported / "run"), prompts=texts, **options))) == found
 
 
 def test_the_files_say_it(exported):

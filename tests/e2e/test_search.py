@@ -18,6 +18,7 @@ SEARCH = [
     "hparams_search=optuna_tpe",
     "hparams.max_steps=20",
     "evaluation.max_samples=64",
+    "evaluation.interval=0.1 run",
     "tracking=none",
     "hydra.sweep.dir=sweep",
     "hydra.sweeper.pruner.n_startup_trials=2",

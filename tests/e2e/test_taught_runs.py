@@ -74,7 +74,7 @@ def test_another_tokenizer_is_refused_before_the_first_step(taught, cache):
     other = "\n".join(f"{n} plus {n} is {n + n}!" for n in range(2000))
     (shell.cwd / "other.txt").write_text(other)
     _, stderr = Commands(shell.cwd, cache)("data.path=other.txt", *STUDENT, "hydra.run.dir=refused", code=2)
-    assert stderr.startswith("objective.teacher: is ")
+    assert stderr.splitlines()[-1].startswith("objective.teacher: is ")
     assert "trained with another tokenizer than the run's" in stderr
 
 
