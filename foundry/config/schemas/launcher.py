@@ -178,7 +178,7 @@ class SubmititLocal(Launcher):
 
 
 SCHEMAS: tuple[type[Launcher], ...] = (Local, Slurm)
-_OF_PLUGIN: dict[str, type[Launcher]] = {schema._target_: schema for schema in (SubmititSlurm, SubmititLocal)}
+_OF_PLUGIN: dict[str, type[Launcher]] = {SubmititSlurm._target_: SubmititSlurm, SubmititLocal._target_: SubmititLocal}
 
 
 def is_known(node: DictConfig) -> bool:
