@@ -4,7 +4,7 @@ Every process that imports this package reads `FOUNDRY_FIELDS`, ranks and warm c
 
 - `record:FOLDER` records each test in which a run uses a field with another value than its default;
 - `ignore:KEY` gives every run the default of one field, such as `DDP.bucket_cap_mb`; `ignore:KEY@READER` does so in
-  one module or part alone, such as `DDP.bucket_cap_mb@parallel/wrap.py`;
+  one module alone, such as `DDP.bucket_cap_mb@parallel/wrap.py`, or in building parts with `@build`;
 - `on` prepares the fields, and leaves the rest to `state`.
 
 A run uses a field if code of the run reads it from its schema, or calls a part with it. Checks, records and plans of a
@@ -27,7 +27,17 @@ _BUILD = f"{_CONFIG}build.py"
 # Rooms and modules that describe a run without training.
 _DESCRIBING = tuple(
     _PACKAGE + name
-    for name in ("planning", "plan.py", "rehearsal", "report.py", "diff.py", "model_card.py", "sweeps", "cli.py")
+    for name in (
+        "cli.py",
+        "diff.py",
+        "model_card.py",
+        "plan.py",
+        "planning",
+        "rehearsal",
+        "report.py",
+        "sweeps",
+        "training/memory_error.py",
+    )
 )
 # Modules of the configuration that check, record or compare it.
 _CHECKING = tuple(
