@@ -35,8 +35,8 @@ class LogitsForward:
     """The forward pass of a model, with log-probabilities computed from its logits.
 
     Its signature adds `targets`, `return_logits`, `read` and `per_token` to the model's own parameters. A model that
-    takes `return_logits`, or targets and any keyword, keeps its signature. Targets are passed on if the model's
-    second positional parameter is required, or named after targets or labels.
+    takes `return_logits`, targets and any keyword, or any arguments at all, keeps its signature. Targets are passed on
+    if the model's second positional parameter is required, or named after targets or labels.
     """
 
     def __init__(self, model: nn.Module, *, tile_tokens: int, vocab_size: int | None) -> None:
@@ -47,7 +47,8 @@ class LogitsForward:
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         positional = [parameter for parameter in parameters.values() if parameter.kind in _POSITIONAL]
         self._takes_targets = len(positional) > 1 and _is_for_targets(positional[1])
-        self._keeps_call = "return_logits" in parameters or (takes_any and self._takes_targets)
+        takes_rest = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+        self._keeps_call = "return_logits" in parameters or (takes_any and (self._takes_targets or takes_rest))
         self._taken = {name for name in _OWN_KEYWORDS if name in parameters}
         if self._keeps_call:
             self._refuse_tiles()
