@@ -31,6 +31,13 @@ class Spoken(Toy):
         return read_log_probs(super().forward(idx), labels)
 
 
+class Decorated(Toy):
+    """A forward pass that takes any arguments, as after a decorator, and passes all of them on."""
+
+    def forward(self, *arguments, **options):
+        return read_log_probs(Toy.forward(self, arguments[0]), arguments[1], **options)
+
+
 class Unspoken(Toy):
     """Log-probabilities of targets that foundry cannot know to pass."""
 
@@ -107,11 +114,12 @@ def test_a_copy_of_the_model_computes_with_its_own_weights():
     assert not torch.equal(copied(tokens, targets).log_prob, model(tokens, targets).log_prob)
 
 
-def test_log_probabilities_are_passed_on():
+@pytest.mark.parametrize("kind", [Spoken, Decorated])
+def test_log_probabilities_are_passed_on(kind):
     tokens, targets = inputs()
-    model = Spoken()
+    model = kind()
     answer_with_log_probs(model)
-    assert torch.equal(model(tokens, targets).log_prob, Spoken()(tokens, targets).log_prob)
+    assert torch.equal(model(tokens, targets).log_prob, kind()(tokens, targets).log_prob)
 
 
 @pytest.mark.parametrize(
