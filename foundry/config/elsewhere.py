@@ -168,8 +168,14 @@ def _rows(key: str, value: str | None) -> Sequence[Name]:
 
 def _about(rows: Sequence[Name], value: str | None) -> Sequence[Name]:
     """The rows about a value, else those about any value that has no row of its own, else all."""
-    same = [row for row in rows if row.value and value is not None and plain(row.value) == plain(value)]
+    same = [row for row in rows if row.value and value is not None and _in_yaml(row.value) == _in_yaml(value)]
     return same or [row for row in rows if not row.value] or rows
+
+
+def _in_yaml(value: str) -> str:
+    """Return a plain value; `no`, `off`, `yes` and `on` as the truth values that they are in YAML."""
+    word = plain(value)
+    return {"no": "false", "off": "false", "yes": "true", "on": "true"}.get(word, word)
 
 
 def _fitting(key: str, rows: Sequence[Name], known: Collection[str]) -> Sequence[Name]:

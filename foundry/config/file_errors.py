@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.choices import Choices
 from foundry.config.errors import Violation, first_line
+from foundry.config.holes import as_override
 from foundry.config.hydra_internals import (
     ConfigLoaderImpl,
     ConfigResult,
@@ -147,7 +148,11 @@ def _wrong_entries(
             wrong.add(path)
             node = _at(config, keys)
             value: Any = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
-            yield keys, Override(OverrideType.CHANGE, path, None, value, input_line=f"{path}={value}"), error
+            yield (
+                keys,
+                Override(OverrideType.CHANGE, path, None, value, input_line=f"{path}={as_override(value)}"),
+                error,
+            )
 
 
 def _nested(keys: list[Any], value: Any) -> DictConfig:

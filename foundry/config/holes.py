@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode
 from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
 
+from foundry.config.elsewhere import hint
 from foundry.config.errors import Violation, first_line, shown
 from foundry.config.names import did_you_mean
 from foundry.config.schemas.launcher import is_known
@@ -22,9 +23,13 @@ def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Viol
     known = {item.name for item in fields(schema)} if is_dataclass(schema) else None
     if known is not None and key not in known:
         whole = path.rpartition(".")[0]
-        value = shown(parent._get_node(key))
-        hint = did_you_mean(path, [f"{whole}.{name}" if whole else name for name in known], value=value)
-        yield Violation(path, f"is no key of {whole or 'the configuration'}{hint}")
+        settings = [f"{whole}.{name}" if whole else name for name in known]
+        node = parent._get_node(key)
+        hints = {leaf: hint(leaf, value, settings) for leaf, value in _leaves(node, path)}
+        if not any(hints.values()):
+            hints = {path: did_you_mean(path, settings, value=as_override(node))}
+        for leaf, remedy in hints.items():
+            yield Violation(leaf, f"is no key of {whole or 'the configuration'}{remedy}")
     elif OmegaConf.is_missing(parent, key):
         doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""
         yield Violation(path, f"has no value{f' ({doc})' if doc else ''}; give it as {path}=...")
@@ -44,6 +49,23 @@ def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Viol
     elif isinstance(child, ListConfig) and not child._is_none():
         for index in range(len(child)):
             yield from holes(child, index, f"{path}[{index}]")
+
+
+def as_override(node: object) -> str:
+    """Return the value of a node, or of a file, as an override has it."""
+    value = node._value() if isinstance(node, ValueNode) else node
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The paths of the values in a node, each with its value as an override has it."""
+    if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
+        for name in node:
+            yield from _leaves(node._get_node(name), f"{path}.{name}")
+    else:
+        yield path, as_override(node)
 
 
 def _leads_nowhere(interpolation: str, path: str, error: Exception) -> str:

@@ -29,6 +29,7 @@ class Mortal(Distillation):
 MODEL = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=2", "model.num_heads=2"]
 COMMON = [
     "debug=fast",
+    "hparams=llm",
     "data=arithmetic",
     "data.num_rows=32",
     *MODEL,

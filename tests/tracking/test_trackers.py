@@ -155,7 +155,7 @@ def test_wandb_online_without_a_key_asks_nobody_and_records_offline(tmp_path, ev
     tracker.on_start(events.start())
     tracker.on_step(events.step(1, loss=2.5))
     tracker.on_end(events.end())
-    assert [float(record["loss"]) for record in history(tmp_path)] == [2.5]
+    assert [float(record["train/loss"]) for record in history(tmp_path)] == [2.5]
     assert "no key for Weights & Biases" in caplog.text
     assert nobody == []
 
