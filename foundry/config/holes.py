@@ -24,10 +24,10 @@ def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Viol
     if known is not None and key not in known:
         whole = path.rpartition(".")[0]
         settings = [f"{whole}.{name}" if whole else name for name in known]
-        node = parent._get_node(key)
-        hints = {leaf: hint(leaf, value, settings) for leaf, value in _leaves(node, path)}
+        unknown = parent._get_node(key)
+        hints = {leaf: hint(leaf, value, settings) for leaf, value in _leaves(unknown, path)}
         if not any(hints.values()):
-            hints = {path: did_you_mean(path, settings, value=as_override(node))}
+            hints = {path: did_you_mean(path, settings, value=as_override(unknown))}
         for leaf, remedy in hints.items():
             yield Violation(leaf, f"is no key of {whole or 'the configuration'}{remedy}")
     elif OmegaConf.is_missing(parent, key):
@@ -62,7 +62,7 @@ def as_override(node: object) -> str:
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, str]]:
     """The paths of the values in a node, each with its value as an override has it."""
     if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
-        for name in node:
+        for name in map(str, node):
             yield from _leaves(node._get_node(name), f"{path}.{name}")
     else:
         yield path, as_override(node)
