@@ -110,7 +110,9 @@ def test_an_objective_measures_what_its_schema_declares(name, settings):
         objective.compare({"reference": Model(), "teacher": Model()})
     batch = objective.example(2, 3) if hasattr(objective, "example") else microbatch(schema.wants)
     returned = objective.loss(Model(), batch).metrics
-    assert declared(schema) == declared(objective) == val_metric_names(["loss", *returned])
+    measured = val_metric_names(["loss", *returned])
+    assert declared(schema) == measured, f"`metrics` of the schema {name} must be {tuple(returned)}"
+    assert declared(objective) == measured, f"the class of the objective {name} must have metrics = {tuple(returned)}"
 
 
 class Own:
