@@ -113,6 +113,11 @@ def plain(word: str) -> str:
     return word.strip().strip("'\"").lower().replace("-", "_").lstrip("+~")
 
 
+def is_name(key: str) -> bool:
+    """Return whether another system has a key of this name; of a dotted one the last parts count."""
+    return bool(_rows(key, None))
+
+
 def hint(key: str, value: str | None, known: Collection[str], options: Options = own_options) -> str:
     """`; write x=1` for a key that is another system's, in one line with all that differ; else nothing.
 

@@ -10,9 +10,10 @@ import yaml
 from hydra.core.default_element import GroupDefault
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from foundry.config.choices import Choices
+from foundry.config.elsewhere import is_name
 from foundry.config.errors import Violation, first_line
 from foundry.config.holes import as_override
 from foundry.config.hydra_internals import (
@@ -133,26 +134,23 @@ def describe_yaml_error(error: Exception) -> Violation | None:
 def _wrong_entries(
     base: DictConfig, config: DictConfig
 ) -> Iterator[tuple[list[Any], Override, OmegaConfBaseException]]:
-    """Merge a file value by value, and yield each value that fails."""
-    wrong = set[str]()
-    for keys in list(_paths(config)):
-        path = ".".join(map(str, keys))
-        if any(path.startswith(f"{section}.") for section in wrong):
-            continue
+    """Merge a file value by value; yield the keys to delete, the override and the error of each failure."""
+    written, told = copy.deepcopy(config), set[str]()
+    for keys in list(_paths(written)):
         try:
-            base.merge_with(_nested(keys, _at(config, keys)))
+            base.merge_with(_nested(keys, _at(written, keys)))
         except OmegaConfBaseException as error:
-            # A section that does not exist, or is no section, is one error.
+            path, depth = ".".join(map(str, keys)), len(keys)
             if isinstance(error.full_key, str) and path.startswith(f"{error.full_key}."):
-                keys, path = keys[: error.full_key.count(".") + 1], error.full_key
-            wrong.add(path)
-            node = _at(config, keys)
-            value: Any = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
-            yield (
-                keys,
-                Override(OverrideType.CHANGE, path, None, value, input_line=f"{path}={as_override(value)}"),
-                error,
-            )
+                depth = error.full_key.count(".") + 1
+                if not (isinstance(error, ConfigKeyError) and is_name(path)):  # one error for the whole section
+                    keys, path = keys[:depth], error.full_key
+            if path not in told:
+                told.add(path)
+                node = _at(written, keys)
+                value: Any = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+                line = f"{path}={as_override(value)}"
+                yield keys[:depth], Override(OverrideType.CHANGE, path, None, value, input_line=line), error
 
 
 def _nested(keys: list[Any], value: Any) -> DictConfig:
@@ -195,7 +193,12 @@ def _at(config: DictConfig, keys: list[Any]) -> Any:
 
 
 def _delete(config: DictConfig, keys: list[Any]) -> None:
-    parent: Any = _at(config, keys[:-1]) if len(keys) > 1 else config
+    """Delete the value that keys lead to, if it has not been deleted with its section."""
+    parent: Any = config
+    for key in keys[:-1]:
+        parent = parent._get_node(key)
+        if parent is None:
+            return
     parent._content.pop(keys[-1], None)
 
 

@@ -12,7 +12,8 @@ hparams:
   seed: x
 tracking:
   run_name: [a]
-  wandb: {project: p, entity: e}
+  sections: {a: 1, b: 2}
+policy: {type: diffusion, frob: 1}
 data: 3
 """
 LINES = [
@@ -22,7 +23,9 @@ LINES = [
     "own/wrong.yaml: hparams.wd: is no key of hparams; write optimizer.weight_decay=0.01",
     "own/wrong.yaml: hparams.seed: is x but must be a whole number",
     "own/wrong.yaml: tracking.run_name: is ['a'] but must be a text",
-    "own/wrong.yaml: tracking.wandb: is no key of tracking",
+    "own/wrong.yaml: tracking.sections: is no key of tracking",
+    "own/wrong.yaml: policy.type: is no key of policy; write hparams=policy objective=diffusion_policy",
+    "own/wrong.yaml: policy: is neither a group nor a key",
     "own/wrong.yaml: data: is 3 but must be a mapping",
 ]
 
