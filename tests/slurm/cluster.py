@@ -161,6 +161,15 @@ class Cluster:
         message = self.ask("scontrol", "--oneliner", "show", "job", self.slurm_id(job, sweep))
         return dict(word.split("=", 1) for word in message.split() if "=" in word)
 
+    def kill(self, job):
+        """Kill a running job; Slurm drops a signal that it gets before its node has started the job's script."""
+
+        def ended():
+            self.ask("scancel", "--signal=KILL", "--full", self.slurm_id(job))
+            return self.state_in_slurm(job)["JobState"] != "RUNNING"
+
+        self.wait(ended)
+
     def status(self, job, sweep="s"):
         status = json.loads((self.cwd / sweep / str(job) / "status.json").read_text())
         return status["state"], status["reason"]

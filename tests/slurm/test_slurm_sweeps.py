@@ -64,7 +64,7 @@ def test_what_was_submitted_runs_and_every_end_is_told(cluster):
     cluster.wait(lambda: "job 3 (data.path=gone.jsonl hparams.seed=2): lost" in cluster.output)
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
     cluster.wait(lambda: cluster.state_in_slurm(1)["JobState"] == "RUNNING")
-    cluster.ask("scancel", "--signal=KILL", "--full", cluster.slurm_id(1))
+    cluster.kill(1)
     cluster.finish(driver, code=1)
 
     assert cluster.status(0) == ("finished", "")
