@@ -16,7 +16,7 @@ from sklearn.neighbors import KNeighborsClassifier  # type: ignore[import-untype
 from torch import Tensor
 
 from foundry.config.build import build
-from foundry.restore import restore
+from foundry.engine.restore import restore
 
 
 def agreement(classifier: Any, images: Tensor, labels: Tensor) -> float:

@@ -13,9 +13,9 @@ from unittest.mock import patch
 from meter import Meter
 
 from foundry import compose, run
-from foundry.columns import join_columns
 from foundry.data.order import GlobalOrder
-from foundry.parts import build_data
+from foundry.engine.columns import join_columns
+from foundry.parts.data import build_data
 
 
 class Measured:
@@ -51,7 +51,7 @@ def timing_reference(meter: Meter) -> AbstractContextManager[Any]:
         with meter.preparing():
             return join_columns(*arguments)
 
-    return patch("foundry.trained.join_columns", timed)
+    return patch("foundry.engine.trained.join_columns", timed)
 
 
 def write_order(job: dict[str, Any], file: Path) -> None:

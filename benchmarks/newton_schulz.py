@@ -16,14 +16,15 @@ from records import Column, Row, finish, parser
 from torch import Tensor
 
 from foundry.config.build import build
-from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.root import to_config
+from foundry.core.protocols import Window
 from foundry.optim import muon
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize
-from foundry.parts import build_model, build_optimizers
-from foundry.training.protocols import Window
+from foundry.parts.model import build_model
+from foundry.parts.optimization import build_optimizers
 from foundry.training.step import TrainStep
 
 WARMUP = 2

@@ -22,13 +22,16 @@ from records import Column, Headline, Row, Values, finish, parser
 from torch import nn
 
 from foundry import compose
-from foundry.columns import WithColumns
+from foundry.core.protocols import Objective, Window
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import first_fit_decreasing
+from foundry.engine.columns import WithColumns
 from foundry.parallel.malloc import keep_freed_memory
-from foundry.parts import build_data, build_model, build_objective, build_optimizers
-from foundry.training.protocols import Objective, Window
+from foundry.parts.data import build_data
+from foundry.parts.model import build_model
+from foundry.parts.objective import build_objective
+from foundry.parts.optimization import build_optimizers
 from foundry.training.step import set_schedule
 
 SEQ_LEN, LR, WARM = 512, 1e-4, 2

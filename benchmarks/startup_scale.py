@@ -51,13 +51,13 @@ def measure(size: str, how: str, ranks: int) -> dict[str, float]:
     from torch.distributed.fsdp import fully_shard  # noqa: F401 # imported before the clock starts
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from foundry.library import compose
+    from foundry.commands.library import compose
+    from foundry.core.sharded import local_part
     from foundry.models.initialisation import InitialModel
     from foundry.parallel import wrap
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import World, arrange
-    from foundry.parts import start_model
-    from foundry.training.sharded import local_part
+    from foundry.parts.model import start_model
 
     names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
     words = [f"model.{name}={number}" for name, number in zip(names, SIZES[size], strict=True)]

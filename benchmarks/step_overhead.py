@@ -20,10 +20,12 @@ from records import Column, Headline, Row, finish, parser
 from torch import Tensor, nn
 
 from foundry.checkpoint.manager import NoCheckpoints
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget
 from foundry.config.schemas.checkpoint import KeepBest
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget
+from foundry.core.progress import Progress
+from foundry.core.protocols import LossSum, Microbatch, Window
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.optim.optimizers import adamw
@@ -36,8 +38,6 @@ from foundry.parallel.watchdog import Watchdog
 from foundry.training.best import Best
 from foundry.training.compiling import Compiling
 from foundry.training.profiling import StepProfiler
-from foundry.training.progress import Progress
-from foundry.training.protocols import LossSum, Microbatch, Window
 from foundry.training.signals import SignalHandler
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput

@@ -32,13 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, Single
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.core.protocols import Microbatch, Window
 from foundry.models.transformer import Transformer
 from foundry.objectives.next_token import NextToken
 from foundry.optim.optimizers import adamw
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize
-from foundry.training.protocols import Microbatch, Window
 from foundry.training.step import TrainStep
 
 LR, ROWS = 1e-3, 2

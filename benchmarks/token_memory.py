@@ -40,7 +40,7 @@ def write_corpus(file: Path, num_bytes: int) -> None:
 
 def measure(file: str, cache: str) -> None:
     """Print what one process needed."""
-    from foundry.data.text import text_files
+    from foundry.data.corpora.text import text_files
 
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     splits = text_files(seed=0, path=file, seq_len=512, vocab_size=4096, tokenizer=None, held_out=0.05, cache_dir=cache)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget
 from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear, Schedule, WeightDecay
 from foundry.planning.derive import planned_updates, resolve_phases
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, blank, dress, save_figure

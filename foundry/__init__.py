@@ -10,11 +10,11 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Config": "foundry.config.schemas.root",
-    "ConfigError": "foundry.config.errors",
-    "RunResult": "foundry.train",
-    "Stopped": "foundry.config.stopped",
-    "compose": "foundry.library",
-    "run": "foundry.library",
+    "ConfigError": "foundry.core.errors",
+    "RunResult": "foundry.engine.train",
+    "Stopped": "foundry.core.stopped",
+    "compose": "foundry.commands.library",
+    "run": "foundry.commands.library",
 }
 __all__ = ["Config", "ConfigError", "RunResult", "Stopped", "compose", "run"]
 

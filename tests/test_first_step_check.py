@@ -13,11 +13,11 @@ from support.outcome import metrics, outcome
 from support.tiny import SMALL_LM, TINY_DIT, TINY_LM
 from support.warm import WarmShell
 
-from foundry.first_step import FirstStepCheck
+from foundry.engine.first_step import FirstStepCheck
+from foundry.engine.train import train
 from foundry.models.transformer import Transformer
 from foundry.objectives.next_token import NextToken
 from foundry.run_dir.checkpoints import list_checkpoints
-from foundry.train import train
 from foundry.training.memory_error import OutOfMemoryError
 
 ON, OFF = "hparams.check_first_step=true", "hparams.check_first_step=false"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.in_process import Commands
 
-TEMPLATE = Path(__file__).resolve().parent.parent / "foundry" / "project_template"
+TEMPLATE = Path(__file__).resolve().parent.parent / "foundry" / "commands" / "project_template"
 FILES = {
     ".gitignore",
     "README.md",
@@ -33,7 +33,7 @@ def project(run_command):
 
 
 def run_in(folder, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(TEMPLATE.parent.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(TEMPLATE.parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -67,7 +67,7 @@ def test_its_readme_runs(project):
     run_in(project, "small_runs", "-m", "hparams.lr=1e-3,3e-3", "hparams.max_steps=2", "tracking=none")
     assert len(list((project / "multirun").glob("*/*/result.json"))) == 2
     plan = ("--config-dir", "conf", "--config-name", "small_runs")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(TEMPLATE.parent.parent), "."))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(TEMPLATE.parents[2]), "."))}
     command = [sys.executable, "-m", "foundry.plan", *plan]
     assert subprocess.run(command, cwd=project, env=environment, capture_output=True, check=False).returncode == 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.tiny import TINY_LM
 
-from foundry.config.compose import config_dir
+from foundry.config.composition.compose import config_dir
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -51,7 +51,7 @@ class Halved(Scheduler):
 OBJECTIVE = '''"""Cross-entropy of the next token, times a factor."""
 
 from foundry.objectives.next_token import NextToken
-from foundry.training.protocols import LossSum
+from foundry.core.protocols import LossSum
 
 
 class Scaled(NextToken):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.models.keyed_draws import Normal
-from foundry.parts import build_empty, build_model, start_model
+from foundry.parts.model import build_empty, build_model, start_model
 
 
 class Own(nn.Module):

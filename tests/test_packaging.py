@@ -97,7 +97,7 @@ def test_an_unpacked_wheel_composes_elsewhere(wheel, tmp_path):
     assert "_target_: foundry.models.dit.DiT" in done.stdout
     assert "_target_: foundry.optim.schedules.WSD" in done.stdout
     where = subprocess.run(
-        [sys.executable, "-c", "import foundry.config.compose as c; print(c.__file__, c.config_dir())"],
+        [sys.executable, "-c", "import foundry.config.composition.compose as c; print(c.__file__, c.config_dir())"],
         cwd=elsewhere,
         env=environment,
         capture_output=True,
@@ -120,10 +120,12 @@ def test_an_unpacked_wheel_composes_elsewhere(wheel, tmp_path):
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 OLD, NEW = "foundry", DISTRIBUTION
-OWN_SCRIPT = "foundry = foundry.cli:main"
+OWN_SCRIPT = "foundry = foundry.commands.main:main"
 
 
-def install(site, name, *, script=OWN_SCRIPT, record="foundry/cli.py,,\n", version="0.1.0", suffix="dist-info"):
+def install(
+    site, name, *, script=OWN_SCRIPT, record="foundry/commands/main.py,,\n", version="0.1.0", suffix="dist-info"
+):
     """Write the metadata that pip leaves of a distribution, with the requirements of setup.cfg."""
     lines = [f"Requires-Dist: {line}" for line in SETUP["options"]["install_requires"].split()]
     for extra, packages in SETUP["options.extras_require"].items():

@@ -6,7 +6,8 @@ from support.composition import configure
 from support.tiny import SMALL_LM
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foundry.parts import build_data, build_model
+from foundry.parts.data import build_data
+from foundry.parts.model import build_model
 
 SUMS = [*(word for word in SMALL_LM if not word.startswith("data.")), "data=arithmetic", "data.num_rows=16"]
 PROMPTS = [

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from foundry.lr_find import FindOptions, RangeTest, range_figure
+from foundry.commands.lr_find import FindOptions, RangeTest, range_figure
 
 RATES = [1e-6 * 10 ** (k / 20) for k in range(121)]  # to 1
 

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.restore import look_again
+from foundry.core.errors import ConfigError, Violation
+from foundry.engine.restore import look_again
 from foundry.run_dir.checkpoints import find, step_name
 
 

@@ -6,10 +6,10 @@ import logging
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
 
+from foundry.data.corpora.tokenizer import train_tokenizer
 from foundry.data.splits import DataSplits
-from foundry.data.tokenizer import train_tokenizer
+from foundry.engine.transformers_files import save_for_transformers
 from foundry.run_dir.strict_json import DamagedFileError
-from foundry.transformers_files import save_for_transformers
 
 
 def splits(**other):

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from foundry.checkpoint.resume_point import ResumePoint, changed_data
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import read_recorded
-from foundry.config.resume_compat import differences
+from foundry.config.record.frozen import read_recorded
+from foundry.config.record.resume_compat import differences
 from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.strict_json import encode
 
 log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.shard import DTYPES, local_chunks
 from foundry.checkpoint.tensors import load_weights, tied_names
 from foundry.checkpoint.verification import damage_together
-from foundry.config.errors import ConfigError, Violation, listed
+from foundry.core.errors import ConfigError, Violation, listed
+from foundry.core.model_hooks import hook
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import MANIFEST, find
 from foundry.run_dir.names import CHECKPOINTS
-from foundry.training.model_hooks import hook
 
 _READ_TYPES = tuple(DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
 """Types of weights that are read; another one, such as float8, is quantised."""

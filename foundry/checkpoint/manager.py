@@ -16,13 +16,13 @@ from foundry.checkpoint.rng import rng_state
 from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import collect, describe, restore_into
 from foundry.checkpoint.verification import verify_newest
-from foundry.config.duration import Interval
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.duration import Interval
+from foundry.core.ema import WeightAverage
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.progress import Progress
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import step_name
 from foundry.run_dir.names import CHECKPOINTS
-from foundry.training.ema import WeightAverage
-from foundry.training.progress import Progress
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.shard import DTYPES
-from foundry.training.sharded import is_sharded
+from foundry.core.sharded import is_sharded
 
 _DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES}
 _COLLECTIONS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.nested_state import can_be_saved, flatten, saveable, tensor_names, unflatten
-from foundry.training.sharded import is_sharded
+from foundry.core.sharded import is_sharded
 
 _OF_GROUPS = frozenset(("params", "lr_mult", "wd_mult", "initial_lr"))
 """Entries of a group that are settings, whatever its optimizer."""

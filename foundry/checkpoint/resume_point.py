@@ -13,12 +13,12 @@ from typing import Any
 from foundry.checkpoint.folder import CheckpointError, Manifest, list_put_aside, read_manifest
 from foundry.checkpoint.rng import seed_rng, set_rng_state
 from foundry.checkpoint.verification import damage_together, together, verify_newest
-from foundry.config.errors import ConfigError, Violation, contrast
-from foundry.config.foreign import ForeignData
-from foundry.config.resume_compat import REMEDY, Difference, differences
+from foundry.config.record.resume_compat import REMEDY, Difference, differences
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
+from foundry.core.errors import ConfigError, Violation, contrast
+from foundry.core.foreign import ForeignData
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, list_checkpoints, parse_step
 from foundry.run_dir.files import UnsafeFileError, read_text

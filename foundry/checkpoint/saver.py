@@ -20,11 +20,11 @@ from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
 from foundry.checkpoint.tensor_index import INDEX, build_index
 from foundry.checkpoint.verification import damage_together, together
+from foundry.core.protocols import SaveError
 from foundry.parallel.process_group import World, side_group
 from foundry.run_dir.checkpoints import BEST, LATEST, linked_step, list_checkpoints, parse_step, step_name
 from foundry.run_dir.files import make_folder
 from foundry.run_dir.names import CHECKPOINTS
-from foundry.training.protocols import SaveError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -19,9 +19,9 @@ import xxhash
 from torch import Tensor
 
 from foundry.checkpoint.folder import FileFacts
+from foundry.core.sharded import is_sharded, local_part
 from foundry.parallel.device import finish_copies
 from foundry.run_dir.files import open_regular
-from foundry.training.sharded import is_sharded, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

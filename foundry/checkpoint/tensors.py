@@ -20,8 +20,8 @@ from foundry.checkpoint.folder import CheckpointError, read_manifest
 from foundry.checkpoint.optimizer_state import allocate_state, collect_state, describe_state
 from foundry.checkpoint.shard import local_chunks
 from foundry.checkpoint.tensor_index import TensorIndex, read_index
+from foundry.core.ema import WeightAverage
 from foundry.parallel.process_group import World
-from foundry.training.ema import WeightAverage
 
 _NUM_SHOWN = 3
 _SOURCE = "source."

@@ -22,12 +22,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry import __version__
-from foundry.config.errors import ConfigError, Violation, nearest
-from foundry.config.flags import Flag, split_flags
+from foundry.config.composition.start_dir import check_start_dir
+from foundry.config.diagnostics.flags import Flag, split_flags
 from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
 from foundry.config.sources import local_path
-from foundry.config.start_dir import check_start_dir
+from foundry.core.errors import ConfigError, Violation, nearest
 from foundry.run_dir.outputs import Recognizer, folder_refusal, refusal
 from foundry.run_dir.redact import one_line, printable
 
@@ -127,7 +127,7 @@ def parse_options(schema: type[Options], overrides: list[str]) -> Options:
         try:
             OmegaConf.update(options, override.key_or_group, override.value())
         except (OmegaConfBaseException, OverflowError) as error:
-            from foundry.config.override_errors import explain_value
+            from foundry.config.diagnostics.override_errors import explain_value
 
             violations.append(explain_value(override, error))
     wrong_keys = {violation.key for violation in violations} | {flag.key for flag in flags}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
 
 STORE = "FOUNDRY_STORE"
 """The variable by which processes that foundry starts on this machine know the file in which they meet."""

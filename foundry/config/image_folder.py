@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.sources import download_hint
+from foundry.core.errors import ConfigError, Violation, shown
 
 
 def class_folders(path: str) -> list[Path]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from foundry.config.errors import nearest, shown
+from foundry.core.errors import nearest, shown
 
 STD_RULES: dict[str, Callable[[int], float]] = {
     "small": lambda hidden_size: math.sqrt(2 / (5 * hidden_size)),

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from foundry.config.batch_sizes import LARGEST_COUNT, BatchSizes, parse_count
-from foundry.config.duration import Budget
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.phases import Phases
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
+from foundry.core.batch_sizes import LARGEST_COUNT, BatchSizes, parse_count
+from foundry.core.duration import Budget
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.phases import Phases
 
 
 def resolve_batch_sizes(hparams: HParams, *, dp_size: int, tokens_per_sample: int | None) -> BatchSizes:

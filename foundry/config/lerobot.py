@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from foundry.config.errors import ConfigError, Violation, listed, nearest, shown
 from foundry.config.sources import download_hint
+from foundry.core.errors import ConfigError, Violation, listed, nearest, shown
 
 INFO = "meta/info.json"
 _MAX_BYTES = 2**26

@@ -5,10 +5,10 @@ from dataclasses import is_dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.errors import Violation, nearest
 from foundry.config.schemas.environment import Environment, NoEnvironment
 from foundry.config.schemas.own_evaluators import ExactMatch, HeldOut, Success
 from foundry.config.schemas.root import Config
+from foundry.core.errors import Violation, nearest
 
 LOSS = "val_loss"
 NORMS = ("grad_norm", "weight_norm", "update_norm")

@@ -8,7 +8,7 @@ _OLD_DISTRIBUTION = "foundry"
 """Name of the distribution in builds of 0.1; on the public index a package of other authors has it."""
 INSTALL_PROJECT = "pip install -e '.[dev]'"
 """Command that installs the project in the current folder, with the packages of its tests."""
-_CONSOLE_SCRIPT = "foundry.cli:main"
+_CONSOLE_SCRIPT = "foundry.commands.main:main"
 
 
 def missing_message(package: str, extra: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import Field, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from foundry.config.errors import Violation, shown
+from foundry.core.errors import Violation, shown
 
 _LARGEST_INT = 2**63 - 1
 """What torch, numpy and the databases hold."""

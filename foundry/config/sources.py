@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from foundry.config.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, shown
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9](?:[\w-]|\.(?=\d))*/)[A-Za-z0-9](?:[\w-]|\.(?=\d))*")

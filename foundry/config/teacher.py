@@ -7,11 +7,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry.config.base import BaseKeys, kind_without_tokens, resolve_base
 from foundry.config.build import field_of
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.composition.base import BaseKeys, kind_without_tokens, resolve_base
 from foundry.config.schemas.objective import Distillation
 from foundry.config.sources import local_path
+from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.checkpoints import parse_step
 
 KEYS = BaseKeys("objective.teacher", "objective.teacher_which", "objective.teacher_trust")

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from foundry.config.schemas.data import ArithmeticForm, OnBadRow, TrainOn
-from foundry.data.chats import RowForm, chat_splits
-from foundry.data.corpus import Corpus, Splits
-from foundry.data.preferences import PREFERENCES
-from foundry.data.prompts import prompt_splits
-from foundry.data.row_source import RowSource
-from foundry.data.rows import Row, RowSplits
+from foundry.data.conversations.chats import RowForm, chat_splits
+from foundry.data.conversations.preferences import PREFERENCES
+from foundry.data.conversations.prompts import prompt_splits
+from foundry.data.corpora.corpus import Corpus, Splits
+from foundry.data.corpora.text import text_splits
+from foundry.data.io.row_source import RowSource
+from foundry.data.io.rows import Row, RowSplits
 from foundry.data.splits import DataSplits
-from foundry.data.text import text_splits
 
 _FORMAT = 1
 _VALIDATION_ROWS = 512

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from foundry import stop_signals
-from foundry.config.errors import ConfigError, Violation
+from foundry.core import stop_signals
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.protocols import Microbatch, Window
+from foundry.core.state_values import read_count
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import Pack, deal, find_bounds, first_fit_decreasing
 from foundry.data.splits import BatchedDataset, Dataset, PackedDataset, PositionedDataset
-from foundry.training.protocols import Microbatch, Window
-from foundry.training.state_values import read_count
 
 _KEYED = "keyed"
 _REAP_SECONDS = 1.0

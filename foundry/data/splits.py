@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foundry.data.mixture import Mixture, MixtureOrder
 from foundry.data.order import GlobalOrder
-from foundry.data.statistics import Statistics
+from foundry.data.robots.statistics import Statistics
 
 
 class Dataset(Protocol):
@@ -140,10 +140,10 @@ class DataSplits:
             ConfigError: the tokenizer fails at it.
             ValueError: the template refuses it.
         """
-        from foundry.data.tokenizer import encode_texts
+        from foundry.data.corpora.tokenizer import encode_texts
 
         if as_chat and self.chat_template is not None:
-            from foundry.data.chat import ChatTemplate
+            from foundry.data.conversations.chat import ChatTemplate
 
             first = {"bos_token": self.bos_id, "eos_token": next(iter(self.stop_ids), None)}
             variables = {name: "" if id is None else self.tokenizer.id_to_token(id) for name, id in first.items()}
@@ -158,7 +158,7 @@ class DataSplits:
         Raises:
             ConfigError: the tokenizer fails at them.
         """
-        from foundry.data.tokenizer import decode_tokens
+        from foundry.data.corpora.tokenizer import decode_tokens
 
         return decode_tokens(self.tokenizer, tokens)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from foundry.config.build import build, field_of
-from foundry.config.errors import ConfigError, Violation, shown
-from foundry.config.targets import runtime_settings
+from foundry.config.checks.targets import runtime_settings
+from foundry.core.errors import ConfigError, Violation, shown
 from foundry.environments.protocol import Answer, Environment
 from foundry.environments.worker import FaultError, Worker
 

@@ -1,7 +1,7 @@
 """An environment in a process of its own, which is ended when it takes too long and started again."""
 
 if __name__ == "__main__":
-    from foundry.safe_path import leave_current_folder
+    from foundry.core.safe_path import leave_current_folder
 
     leave_current_folder()  # before the imports below
 
@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foundry import stop_signals
-from foundry.config.errors import shortened, shown, visible
-from foundry.config.foreign import ForeignData
+from foundry.core import stop_signals
+from foundry.core.errors import shortened, shown, visible
+from foundry.core.foreign import ForeignData
+from foundry.core.safe_path import environment_of_module
 from foundry.environments.protocol import Answer
-from foundry.safe_path import environment_of_module
 
 _START_SECONDS = 600.0
 """To import what the environment needs, on a busy machine."""

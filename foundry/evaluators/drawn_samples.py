@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from foundry.objectives.text_samples import TextSamples
+from foundry.core.protocols import EvaluationContext, GenerativeObjective
+from foundry.generation.text_samples import TextSamples
 from foundry.parallel.whole_weights import gathered_if_they_fit
 from foundry.run_dir.files import make_folder
-from foundry.training.protocols import EvaluationContext, GenerativeObjective
 
 _log = logging.getLogger(__name__)
 

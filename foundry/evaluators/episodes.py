@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foundry.config.errors import ConfigError, Violation, shown
-from foundry.data.instructions import encode_instructions
+from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.protocols import ActingObjective, Microbatch
+from foundry.data.robots.instructions import encode_instructions
 from foundry.data.splits import DataSplits
 from foundry.simulators.protocol import Instructing, Observation, Simulator
-from foundry.training.protocols import ActingObjective, Microbatch
 
 log = logging.getLogger(__name__)
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import EXACT_MATCH_METRICS, reward_metric_names
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.protocols import EvaluationContext
+from foundry.data.corpora.tokenizer import decode_tokens
 from foundry.data.splits import DataSplits, Prompt
-from foundry.data.tokenizer import decode_tokens
 from foundry.environments.judge import Judge
 from foundry.environments.protocol import Answer
 from foundry.evaluators.torch_metrics import TorchMetrics
-from foundry.objectives.generation import Continuation, Decoding, generate
-from foundry.objectives.text_samples import context_of
+from foundry.generation.decoding import Continuation, Decoding, generate
+from foundry.generation.text_samples import context_of
 from foundry.parallel.gathering import gather
 from foundry.parallel.whole_weights import gathered
-from foundry.training.protocols import EvaluationContext
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

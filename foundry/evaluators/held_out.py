@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import declared_metrics
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.protocols import EvaluationContext, LossSum, Mean, Objective, PredictingObjective
 from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
 from foundry.evaluators.torch_metrics import TorchMetrics
 from foundry.training.metric_sums import add_metrics, read_means, reduce_sums
-from foundry.training.protocols import EvaluationContext, LossSum, Mean, Objective, PredictingObjective
 from foundry.training.step import to_device
 
 if TYPE_CHECKING:

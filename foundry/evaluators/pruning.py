@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.optuna_parts import build_part
+from foundry.config.checks.optuna_parts import build_part
 from foundry.config.packages import pip_command
+from foundry.core.errors import ConfigError, Violation
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.run_dir.names import TRIAL

@@ -9,6 +9,7 @@ from torch import nn
 
 from foundry.config.metrics import SUCCESS_METRICS
 from foundry.config.schemas.own_evaluators import Told
+from foundry.core.protocols import ActingObjective, EvaluationContext
 from foundry.data.splits import DataSplits
 from foundry.evaluators.episodes import Episode, Film, Rollouts
 from foundry.evaluators.films import save_gif
@@ -18,7 +19,6 @@ from foundry.parallel.whole_weights import gathered
 from foundry.run_dir.files import make_folder, read_text, write_atomically
 from foundry.run_dir.names import ROLLOUTS
 from foundry.simulators.protocol import Simulator
-from foundry.training.protocols import ActingObjective, EvaluationContext
 
 log = logging.getLogger(__name__)
 

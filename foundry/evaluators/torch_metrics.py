@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_origin
 import torch
 from torch import Tensor
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 

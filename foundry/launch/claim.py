@@ -15,9 +15,9 @@ from hydra.core.utils import run_job as hydra_run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.composition.hydra_internals import current_config, error_of
 from foundry.config.environment import detect
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.hydra_internals import current_config, error_of
+from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.files import UnsafeFileError, open_regular, replaced_atomically
 from foundry.run_dir.lock import LOCK, is_held
 from foundry.run_dir.marker import MARK, is_ours, mark

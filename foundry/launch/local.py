@@ -19,11 +19,11 @@ from types import FrameType
 from typing import Any
 
 from foundry.config.environment import STORE, default_variables
-from foundry.config.errors import ConfigError, Violation, format_reason
-from foundry.config.stopped import Stopped
+from foundry.core.errors import ConfigError, Violation, format_reason
+from foundry.core.safe_path import VARIABLE
+from foundry.core.stop_signals import STOP_SIGNALS, end_with_parent
+from foundry.core.stopped import Stopped
 from foundry.run_dir.ends import NOTES, leave_note
-from foundry.safe_path import VARIABLE
-from foundry.stop_signals import STOP_SIGNALS, end_with_parent
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # for the others to fail because one has

@@ -23,16 +23,16 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.composition.store import GROUPS
 from foundry.config.environment import default_variables, visible_gpus
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import Local, resolve_launcher
-from foundry.config.store import GROUPS
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.safe_path import VARIABLE
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
 from foundry.launch.local import begin_session, ended_by, how_it_ended, interrupts_held, noted_signals
 from foundry.run_dir.files import open_regular
 from foundry.run_dir.names import OUTPUT
 from foundry.run_dir.status import read_status, write_status
-from foundry.safe_path import VARIABLE
 
 _POLL_SECONDS = 0.2
 
@@ -198,7 +198,7 @@ def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> F
 
 def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
     """What the server imports: what every run does, and foundry's own parts that some job is made of."""
-    modules = {"foundry.train", *(f"foundry.config.schemas.{name}" for name in GROUPS)}
+    modules = {"foundry.engine.train", *(f"foundry.config.schemas.{name}" for name in GROUPS)}
     for job in jobs:
         # torch's optimizers import its compiler, whether they use it or not; foundry's do not.
         if not str(OmegaConf.select(job.config, "optimizer._target_")).startswith("foundry."):

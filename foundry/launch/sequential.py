@@ -8,10 +8,10 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from foundry.config.errors import format_reason
-from foundry.config.hydra_internals import error_of
+from foundry.config.composition.hydra_internals import error_of
 from foundry.config.schemas.root import to_config
 from foundry.config.schemas.tracking import JSON
+from foundry.core.errors import format_reason
 from foundry.launch.claim import run_job
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, queue_job
 from foundry.run_dir.lock import is_held

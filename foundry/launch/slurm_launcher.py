@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import GROUP, Slurm, resolve_launcher
+from foundry.core.errors import ConfigError, Violation
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
 from foundry.launch.local import interrupts_held
 from foundry.launch.slurm_end import Submission, settle

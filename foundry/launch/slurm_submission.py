@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import Slurm
+from foundry.core.errors import ConfigError, Violation
 from foundry.launch.slurm_queue import refusal
 from foundry.launch.snapshot import copied_folders
 

@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Any
 
 from foundry.config.environment import is_local_submitit
+from foundry.core.stop_signals import STOP_SIGNALS, ignore
 from foundry.launch.slurm_queue import will_restart
-from foundry.stop_signals import STOP_SIGNALS, ignore
 
 _OUT_OF_TIME = "its time is up, as often as {} allows; the same command resumes it"
 _NOT_REQUEUED = "Slurm does not queue the job again ({}); the same command resumes it"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from foundry.config.compose import config_dir
+from foundry.config.composition.compose import config_dir
 from foundry.run_dir.files import make_folder
 
 FOLDER = "code"

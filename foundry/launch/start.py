@@ -18,8 +18,8 @@ from foundry.run_dir.redact import known, one_line, remember
 from foundry.run_dir.status import read_status, write_status
 
 if TYPE_CHECKING:
-    from foundry.train import RunResult
-    from foundry.training.events import Observer
+    from foundry.core.events import Observer
+    from foundry.engine.train import RunResult
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def start(
     _yield_to_others()
     if detect().rank == 0 and (conflict := conflict_message()):
         log.warning("%s", conflict)
-    from foundry.train import train
+    from foundry.engine.train import train
 
     processes = config.distributed.nproc_per_node
     if processes == 1 or detect().launcher != "single":
@@ -75,7 +75,7 @@ def _run_as_rank(
     observers: Sequence["Observer"],
 ) -> "RunResult":
     """In a process of its own: what rank 0 logs goes where its parent logs, and secrets stay unsaid."""
-    from foundry.train import train
+    from foundry.engine.train import train
 
     for secret, reference in secrets.items():
         remember(secret, reference)

@@ -15,8 +15,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from foundry.config.environment import default_variables, visible_gpus
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.launcher import SubmititLocal, resolve_launcher
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.safe_path import VARIABLE
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
 from foundry.launch.local import ended_by, interrupts_held, noted_signals
 from foundry.launch.slurm_submission import clean_environment
@@ -24,7 +25,6 @@ from foundry.launch.slurm_task import SlurmTask
 from foundry.run_dir.files import read_tail
 from foundry.run_dir.lock import is_held
 from foundry.run_dir.status import ENDED, read_status, write_status
-from foundry.safe_path import VARIABLE
 
 _POLL_SECONDS = 0.2
 _AGAIN_SECONDS = 2.0

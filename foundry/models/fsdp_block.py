@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from foundry.training.model_hooks import hook
+from foundry.core.model_hooks import hook
 
 
 class FSDPBlock(nn.Module):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.init_std import parse_std
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.sharded import is_fake, is_sharded
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.keyed_draws import Constant, Draw, Normal, Part, draw_parts
-from foundry.training.sharded import is_fake, is_sharded
 
 Fill = Callable[[nn.Module], None]
 """Gives a model, wrapped or not, the weights that it starts with; of a sharded one each rank's own part."""

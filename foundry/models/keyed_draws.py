@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foundry.training.sharded import is_fake
+from foundry.core.sharded import is_fake
 
 _BLOCK = 2**16
 """Numbers that are computed together: vectorised functions may round the end of a shorter array in another way."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
 from foundry.models.token_log_probs import Read, TokenLogProbs, read_log_probs
 
 _OWN_KEYWORDS = ("return_logits", "read", "per_token")

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.foreign import ForeignData
 from foundry.config.schemas.peft import LoRA
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.foreign import ForeignData
 from foundry.models.fsdp_block import find_blocks
 
 MEGATRON = {

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas import model as schemas
+from foundry.core.errors import ConfigError
 from foundry.models.dit import DiTBlock, FinalLayer, TimestepEmbedder, linear_draws, linear_flops, sinusoids
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from foundry.training.sharded import is_sharded
+from foundry.core.sharded import is_sharded
 
 
 class Split(Enum):

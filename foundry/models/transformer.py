@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.sharded import local_part
 from foundry.models.documents import Documents
 from foundry.models.dropout import KeyedDropout, attend_with_dropout
 from foundry.models.flops import matmul_flops
@@ -19,7 +20,6 @@ from foundry.models.tensor_parallel import Split
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss
 from foundry.models.varlen import DocumentBounds
-from foundry.training.sharded import local_part
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

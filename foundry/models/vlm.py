@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
 from foundry.models.dropout import KeyedDropout
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import matrix_draws

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from foundry.config.schemas.objective import BetaSchedule, Prediction
+from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
+from foundry.core.model_hooks import hook
+from foundry.core.protocols import LossSum, Microbatch
 from foundry.objectives.diffusion import make_noise_schedule, prediction_target
-from foundry.objectives.keyed_random import keyed_integers, keyed_normal, keyed_uniform
-from foundry.training.model_hooks import hook
-from foundry.training.protocols import LossSum, Microbatch
 
 _FLOW_TIMES = 100.0
 """What the model is told at the end of a path: it then tells times apart as it does timesteps of a noise schedule."""

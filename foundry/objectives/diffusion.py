@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor, nn
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.objective import BetaSchedule, Prediction
-from foundry.objectives.image_samples import ImageSamples
-from foundry.objectives.keyed_random import keyed_integers, keyed_normal, keyed_uniform
-from foundry.training.protocols import LossSum, Microbatch
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
+from foundry.core.protocols import LossSum, Microbatch
+from foundry.generation.image_samples import ImageSamples
 
 _MOST_CLASSES = 16
 """Of which images are drawn unless some are named."""

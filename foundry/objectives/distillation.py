@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distillation import (
     DistillationMode,
     Divergence,
@@ -17,12 +16,13 @@ from foundry.config.schemas.distillation import (
     resolve_ce_ratio,
 )
 from foundry.config.teacher import KEYS, resolve_teacher
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.protocols import LossSum, Mean, Microbatch
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.divergence import TeacherLogProbs, divergence_from, keep_teacher
 from foundry.objectives.next_token import valid_targets
 from foundry.objectives.rollout import Prepared, Rollout, RolloutSettings
 from foundry.objectives.unpacking import document_keywords
-from foundry.training.protocols import LossSum, Mean, Microbatch
 
 _TEACHER = "teacher"
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from foundry.config.schemas.objective import DPO as Settings
 from foundry.config.schemas.objective import PreferenceLoss, Reference
+from foundry.core.protocols import LossSum, Mean, Microbatch
 from foundry.models.lora import adapters_off
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.unpacking import document_keywords, unpack
-from foundry.training.protocols import LossSum, Mean, Microbatch
 
 _REFERENCE = "reference"
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType, policy_metrics
+from foundry.core.protocols import LossSum, Mean, Microbatch
+from foundry.generation.sampling import filtered
 from foundry.models.lora import adapters_off
-from foundry.models.sampling import filtered
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.advantages import group_advantages, mean_and_std, penalized_rewards
 from foundry.objectives.kl import kl_estimate
@@ -22,7 +23,6 @@ from foundry.objectives.policy_gradient import (
 )
 from foundry.objectives.rollout import Prepared, Rollout, RolloutSettings
 from foundry.objectives.unpacking import document_keywords, unpack
-from foundry.training.protocols import LossSum, Mean, Microbatch
 
 _REFERENCE = "reference"
 _MISMATCHES = ("mult_prob_error", "sampler_kl", "entropy")

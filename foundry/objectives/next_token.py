@@ -4,12 +4,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from foundry.core.protocols import LossSum, Mean, Microbatch
+from foundry.generation.picture_answers import PictureAnswers
+from foundry.generation.text_samples import TextSamples, continue_text
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.models.token_loss import TokenLoss, ask_for_loss
-from foundry.objectives.picture_answers import PictureAnswers
-from foundry.objectives.text_samples import TextSamples, continue_text
 from foundry.objectives.unpacking import document_keywords
-from foundry.training.protocols import LossSum, Mean, Microbatch
 
 
 class NextToken:

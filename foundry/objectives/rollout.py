@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from foundry.objectives.generation import Decoding
-from foundry.training.protocols import Microbatch
+from foundry.core.protocols import Microbatch
+from foundry.generation.decoding import Decoding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry.core.keyed_random import keyed_integers
+from foundry.core.protocols import LossSum, Mean, Microbatch
+from foundry.generation.picture_answers import PictureAnswers
+from foundry.generation.text_samples import TextSamples, continue_text
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.models.token_loss import TokenLoss, ask_for_loss
-from foundry.objectives.keyed_random import keyed_integers
 from foundry.objectives.next_token import predict_tokens, valid_targets
-from foundry.objectives.picture_answers import PictureAnswers
-from foundry.objectives.text_samples import TextSamples, continue_text
 from foundry.objectives.unpacking import document_keywords
-from foundry.training.protocols import LossSum, Mean, Microbatch
 
 
 class SFT:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from foundry.core.protocols import Microbatch
 from foundry.models.varlen import DocumentBounds
-from foundry.training.protocols import Microbatch
 
 
 def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any]:

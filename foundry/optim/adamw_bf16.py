@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from foundry.core.sharded import local_part
 from foundry.optim.eager import AdamW
-from foundry.training.sharded import local_part
 
 _CHUNK_BYTES = 256 * 2**20
 """Of a chunk's moments in the type of the update, unless one parameter alone has more."""

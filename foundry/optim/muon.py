@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from foundry.core.sharded import is_sharded, local_part
 from foundry.optim.eager import EagerOptimizer
 from foundry.optim.owners import Batch, cut, divide, join, place
-from foundry.training.sharded import is_sharded, local_part
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _CHUNK_BYTES = 64 * 2**20

@@ -14,15 +14,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from foundry.config.errors import ConfigError, Violation, listed
 from foundry.config.schemas.optimizer import MomentsDtype, NsDtype
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.core.errors import ConfigError, Violation, listed
+from foundry.core.sharded import is_sharded
 from foundry.models.fsdp_block import find_blocks
 from foundry.optim.adamw_bf16 import Bf16AdamW
 from foundry.optim.eager import Adam, AdamW
 from foundry.optim.muon import Muon
 from foundry.optim.sgd import ShardedSGD
-from foundry.training.sharded import is_sharded
 
 Groups = Mapping[str, Any]
 _NS_DTYPES = {NsDtype.fp32: torch.float32, NsDtype.bf16: torch.bfloat16}

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.checkpoint import SchedulerOnResume
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.protocols import Schedule
 from foundry.optim.schedules import from_state
-from foundry.training.protocols import Schedule
 
 _IN_SAMPLES = ("warmup", "horizon", "decay", "weight_decay_curve.horizon")
 _REMEDIES = {

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Self
 
-from foundry.config.duration import Budget
-from foundry.config.phases import Phases
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.core.duration import Budget
+from foundry.core.phases import Phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Schedule(ABC):
         weight_decay_incr_style: IncrementStyle = IncrementStyle.constant,
         **shape: Any,
     ) -> Self:
-        """The schedule of a run of this budget; lengths are given as `foundry.config.duration` reads them.
+        """The schedule of a run of this budget; lengths are given as `foundry.core.duration` reads them.
 
         Raises:
             ValueError: a length counts tokens and the data has none.

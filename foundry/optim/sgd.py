@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from foundry.core.sharded import local_part
 from foundry.optim.eager import SGD
-from foundry.training.sharded import local_part
 
 
 class ShardedSGD(SGD):

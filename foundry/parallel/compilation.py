@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
 
 _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clang"))}
 """Of each device: language, the environment variable that chooses a compiler, and the usual commands."""

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
 
 _UNKNOWN = "does not have a deterministic implementation"
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from foundry.config.environment import gpu_files, visible_gpus
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.device import DeviceKind
+from foundry.core.errors import ConfigError, Violation
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Names of one setting, the newest first."""

@@ -1,6 +1,6 @@
 """When gradients are reduced over ranks, for whatever a model has become.
 
-Every class here is a `foundry.training.protocols.Synchroniser`. What one window of M microbatches costs:
+Every class here is a `foundry.core.protocols.Synchroniser`. What one window of M microbatches costs:
 
 | | every | last | last_keep_params |
 |---|---|---|---|
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import GradientSync
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.sharded import sharded_modules
 from foundry.parallel.process_group import World
-from foundry.training.sharded import sharded_modules
 
 
 class LocalSync:

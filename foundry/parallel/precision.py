@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.precision import Precision, PrecisionMode
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.sharded import local_part
 from foundry.parallel.device import computes_bf16, device_name
-from foundry.training.sharded import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from foundry.config.environment import STORE, LaunchEnvironment, detect
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
-from foundry.config.stopped import Stopped
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.stopped import Stopped
 from foundry.parallel.device import choose_device, count_cuda, reset_memory_statistics, select_cuda
 from foundry.parallel.flight_recorder import record_collectives
 from foundry.parallel.roll_call import RollCall

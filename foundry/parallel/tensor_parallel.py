@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.model_hooks import hook
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.tensor_parallel import Split, embed_divided
 from foundry.parallel.precision import PrecisionPolicy
-from foundry.training.model_hooks import hook
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from foundry.core.sharded import sharded_modules
 from foundry.parallel.device import free_memory
 from foundry.parallel.process_group import World
-from foundry.training.sharded import sharded_modules
 
 
 @contextmanager

@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import DDP, FSDP, Single
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.model_hooks import hook
+from foundry.core.protocols import Synchroniser
+from foundry.core.sharded import sharded_modules
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.initialisation import Fill, allocate
 from foundry.parallel.checkpointing import checkpointed
@@ -27,9 +30,6 @@ from foundry.parallel.gradient_sync import DDPSync, DeferredDDPSync, FSDPSync, L
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.parallel.tensor_parallel import divide, is_divisible
-from foundry.training.model_hooks import hook
-from foundry.training.protocols import Synchroniser
-from foundry.training.sharded import sharded_modules
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, OffloadPolicy

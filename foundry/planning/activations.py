@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from foundry.core.protocols import Microbatch, Objective
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.projected_loss import tiles_for
 from foundry.parallel.checkpointing import is_saved
 from foundry.planning.live_bytes import LiveBytes
-from foundry.training.protocols import Microbatch, Objective
 
 _Storages = dict[int, torch.UntypedStorage]
 

@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from foundry.config.duration import Budget, EpochInterval, Interval, without_rounding_error
 from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
+from foundry.core.duration import Budget, EpochInterval, Interval, without_rounding_error
+from foundry.core.events import Phase, PlannedUpdate
+from foundry.core.protocols import HasPhases, Schedule
 from foundry.data.packing import first_fit_decreasing
 from foundry.data.splits import DataSplits
 from foundry.models.lora import adapted_layers
 from foundry.optim.schedules import Schedule as OwnSchedule
-from foundry.parts import constant_weight_decay
-from foundry.training.events import Phase, PlannedUpdate
-from foundry.training.protocols import HasPhases, Schedule
+from foundry.parts.optimization import constant_weight_decay
 
 _PACKED_STEPS = 8
 """Whose rows are looked at; they differ little."""

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.models.lora import add_adapters
-from foundry.parts import build_model
+from foundry.parts.model import build_model
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,17 @@ from typing import Any
 import torch
 
 from foundry.config.build import field_of
-from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.lengths import resolve_batch_sizes
 from foundry.config.schemas.distributed import GradientSync, Resolved, resolve_distributed
 from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError, Violation, format_reason
+from foundry.core.protocols import Microbatch
 from foundry.data.loader import read_batch
 from foundry.data.splits import DataSplits
 from foundry.parallel.device import free_memory
 from foundry.parallel.process_group import World
 from foundry.planning.fake import FakeModel, build_adapted, build_fake
 from foundry.planning.memory import Memory, estimate_memory
-from foundry.training.protocols import Microbatch
 
 _GIB = 2**30
 _KERNELS_BYTES = 700 * 2**20

@@ -17,26 +17,28 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foundry.config.errors import format_reason
 from foundry.config.lengths import resolve_batch_sizes
 from foundry.config.schemas.distributed import FSDP, resolve_distributed
 from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
+from foundry.core.errors import format_reason
+from foundry.core.protocols import ComparingObjective, Microbatch, Objective
 from foundry.models.lora import frozen_matrices
 from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.process_group import World
 from foundry.parallel.tensor_parallel import divided_dims, is_divisible
-from foundry.parts import build_model, build_objective, build_optimizers
+from foundry.parts.model import build_model
+from foundry.parts.objective import build_objective
+from foundry.parts.optimization import build_optimizers
 from foundry.planning.activations import Activations, count_activations
 from foundry.planning.fake import FakeModel
 from foundry.planning.generation import cache_bytes
 from foundry.planning.layout import Layout, build_layout, grad_bytes, num_bytes
 from foundry.planning.live_bytes import LiveBytes
 from foundry.planning.moments import count_moments
-from foundry.training.protocols import ComparingObjective, Microbatch, Objective
 
 _FLOAT32_BYTES = 4
 _COUNTED_SAMPLES = 64

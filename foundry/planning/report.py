@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from foundry.core.events import Phase, PlannedUpdate
 from foundry.models.lora import count_by_kind
 from foundry.planning.moments import MOMENTS
 from foundry.run_dir.files import replaced_atomically
@@ -18,7 +19,6 @@ from foundry.run_dir.outputs import Recognizer, has_columns, has_keys, is_pictur
 from foundry.tracking.humanize import count, duration
 from foundry.tracking.plot_style import save_figure
 from foundry.tracking.schedule_figure import schedule_figure
-from foundry.training.events import Phase, PlannedUpdate
 
 Sections = Sequence[tuple[str, Sequence[tuple[str, str]]]]
 """Titles of tables, and the name and value of each of their rows."""

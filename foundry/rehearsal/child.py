@@ -5,14 +5,14 @@ loaded before anything imports torch.
 """
 
 if __name__ == "__main__":
-    from foundry.safe_path import leave_current_folder
+    from foundry.core.safe_path import leave_current_folder
 
     leave_current_folder()  # before the imports below
 
 import sys
 
 if __name__ == "__main__":
-    from foundry.stop_signals import end_with_parent
+    from foundry.core.stop_signals import end_with_parent
 
     end_with_parent(int(sys.argv[1]))
 
@@ -35,11 +35,12 @@ import torch
 import torch.distributed as dist
 
 from foundry.config.environment import LaunchEnvironment
-from foundry.config.errors import ConfigError, format_reason
-from foundry.config.frozen import load_config
+from foundry.config.record.frozen import load_config
 from foundry.config.schemas.distributed import Distributed
 from foundry.config.schemas.root import Config
-from foundry.parts import build_data
+from foundry.core.errors import ConfigError, format_reason
+from foundry.engine.train import train
+from foundry.parts.data import build_data
 from foundry.planning.fake import build_adapted, build_fake
 from foundry.planning.fits import plan_memory
 from foundry.planning.memory import Memory
@@ -50,7 +51,6 @@ from foundry.rehearsal.machine import find_gpu
 from foundry.rehearsal.memory_parts import parts_followed
 from foundry.rehearsal.rehearsed import Peak, Rehearsed
 from foundry.rehearsal.shortened import shorten, take_steps
-from foundry.train import train
 
 _LARGEST_CHECKPOINT = 2**30
 """Bytes of this rank's part of a checkpoint that is written in a rehearsal."""
@@ -65,7 +65,7 @@ class _Follower:
         self.steps = 0
 
     def follow(self, step: int, activity: str) -> None:
-        """Begin the phase of an activity, as `on_activity` of `foundry.train.train`."""
+        """Begin the phase of an activity, as `on_activity` of `foundry.engine.train.train`."""
         dispatch = self._dispatch
         if dispatch.phase.startswith("step "):
             self.live = Peak(phase=dispatch.phase, bytes=dispatch.ledger.live, parts=dispatch.ledger.parts)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from foundry.config.errors import ConfigError, Violation, nearest, shown
+from foundry.core.errors import ConfigError, Violation, nearest, shown
 
 
 @dataclass(frozen=True)

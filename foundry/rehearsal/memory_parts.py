@@ -9,8 +9,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from foundry.core.sharded import is_sharded, local_part
 from foundry.rehearsal.memory_ledger import MemoryLedger
-from foundry.training.sharded import is_sharded, local_part
 
 OPTIMIZER = ", optimizer"
 """Ends the name of a phase while an optimizer steps."""

@@ -1,4 +1,4 @@
-"""Rehearsing a run: `rehearse(config, world_size=256)` runs `foundry.train.train` on GPUs that do not exist.
+"""Rehearsing a run: `rehearse(config, world_size=256)` runs `foundry.engine.train.train` on GPUs that do not exist.
 
 It needs no GPU and no other rank. It runs in a separate process, which must load a device guard before torch.
 """
@@ -13,15 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import save_config
+from foundry.config.record.frozen import save_config
 from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.safe_path import environment_of_module
 from foundry.rehearsal.exchange import RehearsalError, Request, read_answer
 from foundry.rehearsal.guard import reason_not_to_load
 from foundry.rehearsal.machine import find_gpu
 from foundry.rehearsal.rehearsed import Rehearsed
 from foundry.rehearsal.shortened import take_steps
-from foundry.safe_path import environment_of_module
 
 Ask = Callable[[Request, Path], Mapping[str, Any]]
 """Has a process rehearse a request, with a folder for their messages, and returns the answer of the process."""

@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from foundry.config.build import field_of
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import DDP, resolve_distributed
 from foundry.config.schemas.evaluation import EarlyStopping
 from foundry.config.schemas.hparams import BatchRamp
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Constant
 from foundry.config.schemas.tracking import Profile
+from foundry.core.errors import ConfigError, Violation
 
 _LONGEST_WAIT_SECONDS = 10.0**6
 

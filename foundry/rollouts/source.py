@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.protocols import Microbatch, Window
+from foundry.core.state_values import read_count
+from foundry.data.conversations.prompts import RowNumbers
 from foundry.data.loader import Loader
 from foundry.data.packing import Pack, deal, find_bounds, first_fit_decreasing
-from foundry.data.prompts import RowNumbers
 from foundry.data.splits import DataSplits
 from foundry.environments.judge import Judge, Judgement
+from foundry.generation.text_samples import context_of
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.rollout import Rollout, RolloutObjective, RolloutSettings
-from foundry.objectives.text_samples import context_of
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.parallel.whole_weights import gathered
 from foundry.rollouts.completions import Completion, Completions, complete, place
-from foundry.training.protocols import Microbatch, Window
-from foundry.training.state_values import read_count
 
 _STREAM = "rollout"
 _MOST_UNREWARDED = 3

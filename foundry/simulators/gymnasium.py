@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foundry.config.errors import ConfigError, Violation, format_reason
 from foundry.config.schemas.simulator import FETCH, check_fetch
+from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.simulators.packages import choose_egl, need
 from foundry.simulators.pictures import resized
 from foundry.simulators.protocol import Observation, Step

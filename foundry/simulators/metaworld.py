@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foundry.config.errors import ConfigError, Violation, nearest
+from foundry.core.errors import ConfigError, Violation, nearest
 from foundry.simulators.drawing import Camera
 from foundry.simulators.packages import choose_egl, need
 from foundry.simulators.protocol import Observation, Step

@@ -4,8 +4,8 @@ import os
 import sys
 from types import ModuleType
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.simulator import missing_package
+from foundry.core.errors import ConfigError
 
 
 def need(package: str, extra: str) -> None:

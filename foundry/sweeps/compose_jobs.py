@@ -8,17 +8,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from foundry.config.check import check
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.hydra_internals import (
+from foundry.config.checks.check import check
+from foundry.config.composition.hydra_internals import (
     apply_overrides,
     load_unchecked,
     open_repository,
     override_dirname,
     require_loader,
 )
-from foundry.config.override_errors import Known, choice_line, find_errors
-from foundry.config.start_dir import anchor_paths
+from foundry.config.composition.start_dir import anchor_paths
+from foundry.config.diagnostics.override_errors import Known, choice_line, find_errors
+from foundry.core.errors import ConfigError, Violation
 
 Overrides = tuple[str, ...]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from foundry.config.errors import listed
+from foundry.core.errors import listed
 from foundry.sweeps.panels import (
     PRUNED,
     Colours,

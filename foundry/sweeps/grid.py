@@ -11,8 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
-from foundry.config.errors import ConfigError, Violation, nearest
 from foundry.config.schemas.sweeper import Sweep
+from foundry.core.errors import ConfigError, Violation, nearest
 from foundry.sweeps.job import Job
 
 _ZIP, _EXCLUDE = "hydra.sweeper.zip", "hydra.sweeper.exclude"

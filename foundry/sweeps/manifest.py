@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from foundry.config.errors import ConfigError, Violation, listed
-from foundry.config.frozen import plain, read_recorded
-from foundry.config.resume_compat import Difference, differences
+from foundry.config.record.frozen import plain, read_recorded
+from foundry.config.record.resume_compat import Difference, differences
 from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError, Violation, listed
 from foundry.run_dir.status import read_status
 from foundry.run_dir.strict_json import DamagedFileError
 from foundry.run_dir.sweep_file import read_sweep_file, write_sweep_file

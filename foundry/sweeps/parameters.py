@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from foundry.config.job_overrides import parse_number
+from foundry.config.composition.job_overrides import parse_number
 from foundry.sweeps.results import SweepReport
 from foundry.sweeps.seeds import is_seed
 

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.job_overrides import recorded_overrides, short_names
+from foundry.config.composition.job_overrides import recorded_overrides, short_names
+from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.files import read_tail
 from foundry.run_dir.lock import is_held
 from foundry.run_dir.names import PLAN, RESULT, STATUS, SUBMISSION, SWEEP

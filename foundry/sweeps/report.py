@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.launch.slurm_unwatched import settle_unwatched
 from foundry.run_dir.redact import one_line
 from foundry.sweeps.mlflow_parent import try_to_close_parent

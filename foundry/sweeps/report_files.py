@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.files import UnsafeFileError, write_atomically
 from foundry.run_dir.outputs import Recognizer, has_columns, has_keys, is_picture, refusal
 from foundry.run_dir.strict_json import encode

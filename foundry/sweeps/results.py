@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_overrides
+from foundry.config.composition.job_overrides import brief, format_command, key_and_value, recorded_overrides
 from foundry.run_dir.names import LOG
 from foundry.run_dir.status import FAILED, STATES
 from foundry.sweeps.job import Job

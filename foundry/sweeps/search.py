@@ -16,12 +16,12 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.checks.optuna_parts import build_part
 from foundry.config.metrics import check_metric
-from foundry.config.optuna_parts import build_part
 from foundry.config.packages import missing_message
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.sweeper import Search
+from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.names import STUDY
 from foundry.run_dir.result import read_result
 from foundry.run_dir.status import FAILED

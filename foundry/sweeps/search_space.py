@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
 from foundry.sweeps.grid import count_values, format_override
 from foundry.sweeps.job import Job
 

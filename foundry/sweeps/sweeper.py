@@ -19,15 +19,15 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, read_write
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import hash_config, save_yaml
-from foundry.config.hydra_internals import current_config
+from foundry.config.composition.hydra_internals import current_config
+from foundry.config.record.frozen import hash_config, save_yaml
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.schemas.sweeper import Sweep
 from foundry.config.schemas.sweeper import Sweeper as Options
 from foundry.config.schemas.tracking import JSON
 from foundry.config.setting import check_fields
+from foundry.core.errors import ConfigError, Violation
 from foundry.launch.claim import check_free, claim
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, queue_job, set_number
 from foundry.run_dir.lock import lock

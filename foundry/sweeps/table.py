@@ -11,8 +11,8 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
-from foundry.config.errors import listed
-from foundry.config.job_overrides import brief, parse_number
+from foundry.config.composition.job_overrides import brief, parse_number
+from foundry.core.errors import listed
 from foundry.run_dir.redact import one_line
 from foundry.sweeps.results import JobReport, SweepReport
 from foundry.sweeps.seeds import SeedGroup, is_seed, seed_groups

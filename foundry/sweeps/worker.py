@@ -7,7 +7,7 @@ The exit code is the run's: 0 finished, 1 failed, 2 refused by the data or the m
 """
 
 if __name__ == "__main__":
-    from foundry.safe_path import leave_current_folder
+    from foundry.core.safe_path import leave_current_folder
 
     leave_current_folder()  # before the imports below
 
@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.composition.resolvers import register_resolvers
 from foundry.config.environment import detect
-from foundry.config.errors import ConfigError, format_reason
-from foundry.config.frozen import load_config
-from foundry.config.resolvers import register_resolvers
+from foundry.config.record.frozen import load_config
+from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.root import Config
-from foundry.config.stopped import Stopped
-from foundry.config.strict_yaml import read_yaml
+from foundry.core.errors import ConfigError, format_reason
+from foundry.core.stopped import Stopped
 from foundry.launch.local import WorkerFailed, format_trace, is_consequence
 from foundry.launch.slurm_end import ErrorOutput
 from foundry.launch.slurm_queue import will_restart
@@ -44,7 +44,7 @@ from foundry.run_dir.status import write_status
 from foundry.run_dir.strict_json import read_object
 
 if TYPE_CHECKING:
-    from foundry.train import RunResult
+    from foundry.engine.train import RunResult
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.names import LOG, PLOTS
 from foundry.run_dir.redact import one_line, printable
 from foundry.tracking.humanize import count, duration, number
 from foundry.tracking.mlflow.destination import how_to_look, local_page
 from foundry.tracking.safe_observer import tolerant
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 _BAR_WIDTH = 16
 

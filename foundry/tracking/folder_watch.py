@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from foundry.core.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.folder import RunFolder
 from foundry.tracking.metrics_file import MetricsFile
 from foundry.tracking.plots import Plots
 from foundry.tracking.safe_observer import tolerant
 from foundry.tracking.status_file import StatusFile
-from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
 
 _WRITERS = (MetricsFile, StatusFile, Plots)
 

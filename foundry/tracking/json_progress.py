@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked, printable
 from foundry.run_dir.strict_json import encode
 from foundry.tracking.metrics_file import evaluation_record, step_record
 from foundry.tracking.mlflow.destination import how_to_look
 from foundry.tracking.safe_observer import tolerant
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 _OF_PLAN = (
     "total_steps",

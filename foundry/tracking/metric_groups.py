@@ -7,8 +7,8 @@ in a tracker continues with them there, so that each curve stays whole.
 from pathlib import Path
 from typing import Any
 
+from foundry.core.events import Evaluated, StepLogged
 from foundry.tracking.metrics_file import evaluation_record, step_record
-from foundry.training.events import Evaluated, StepLogged
 
 FLAT, GROUPED = "flat", "grouped"
 """Styles of names in a tracker: as in metrics.jsonl, or in groups."""

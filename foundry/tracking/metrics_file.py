@@ -7,11 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.files import open_regular, replaced_atomically
 from foundry.run_dir.names import METRICS
 from foundry.run_dir.strict_json import decode, encode
 from foundry.tracking.safe_observer import tolerant
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 _LONGEST_LINE = 2**20  # bytes
 _LARGEST_FILE = 2**32

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from foundry.config.build import build
 from foundry.config.schemas.tracking import JSON, Tracking
+from foundry.core.events import Observer
 from foundry.tracking.console_progress import Progress
 from foundry.tracking.json_progress import JsonProgress
 from foundry.tracking.log_progress import log_progress
@@ -12,7 +13,6 @@ from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
 from foundry.tracking.safe_observer import SafeObserver
 from foundry.tracking.status_file import StatusFile
-from foundry.training.events import Observer
 
 
 def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:

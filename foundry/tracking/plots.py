@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.metrics import LOSS
+from foundry.core.events import Evaluated, Phase, PlannedUpdate, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.files import make_folder
 from foundry.run_dir.names import METRICS, PLOTS
 from foundry.run_dir.redact import one_line
@@ -29,7 +30,6 @@ from foundry.tracking.plot_style import (
 from foundry.tracking.safe_observer import tolerant
 from foundry.tracking.schedule_figure import schedule_figure
 from foundry.tracking.success_figure import RATE, success_figure
-from foundry.training.events import Evaluated, Phase, PlannedUpdate, RunEnded, RunStarted, StepLogged
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
+from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 Self = TypeVar("Self")
 Event = TypeVar("Event")

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from foundry.core.events import Phase, PlannedUpdate
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, blank, count_steps, dress, head
-from foundry.training.events import Phase, PlannedUpdate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

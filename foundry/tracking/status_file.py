@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.result import write_result
 from foundry.run_dir.status import now, read_status, replace_status
 from foundry.tracking.safe_observer import tolerant
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 
 class StatusFile:

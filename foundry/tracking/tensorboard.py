@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
 from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 
 class TensorBoard:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
 from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from foundry.config.errors import ConfigError
 from foundry.config.metrics import check_metric
 from foundry.config.schemas.checkpoint import KeepBest
 from foundry.config.schemas.evaluation import Mode
-from foundry.training.state_values import read_optional_count, read_optional_number
+from foundry.core.errors import ConfigError
+from foundry.core.state_values import read_optional_count, read_optional_number
 
 
 class Best:

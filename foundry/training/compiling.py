@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from foundry.core.protocols import Window
 from foundry.parallel.compilation import compile_blocks, count_graphs, missing_compiler, uncompile_blocks
 from foundry.parallel.process_group import World
-from foundry.training.protocols import Window
 from foundry.training.signals import Boundary
 
 log = logging.getLogger(__name__)

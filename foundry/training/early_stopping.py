@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from foundry.config.errors import ConfigError
 from foundry.config.metrics import check_metric
 from foundry.config.schemas.evaluation import EarlyStopping as Settings
 from foundry.config.schemas.evaluation import Mode, PatienceUnit
-from foundry.training.state_values import read_count, read_optional_number
+from foundry.core.errors import ConfigError
+from foundry.core.state_values import read_count, read_optional_number
 
 
 class EarlyStopping:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.metrics import val_metric_name
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.protocols import EvaluationContext, Evaluator
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
-from foundry.training.protocols import EvaluationContext, Evaluator
 
 
 @dataclass(kw_only=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from foundry.config.schemas.guard import Guard, SpikeAction
+from foundry.core.state_values import read_count, read_numbers
 from foundry.parallel.precision import LossScaler
 from foundry.parallel.process_group import World
-from foundry.training.state_values import read_count, read_numbers
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from foundry.config.build import field_of
-from foundry.config.foreign import is_out_of_host_memory
 from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolved
 from foundry.config.schemas.hparams import CheckpointingPolicy
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
+from foundry.core.foreign import is_out_of_host_memory
+from foundry.core.sharded import local_part
 from foundry.parallel.device import cuda_memory, host_capacity, resident_bytes
-from foundry.training.sharded import local_part
 
 _TILE_TOKENS = 1024
 """Logits of so few tokens are small beside a block's activations, and their matrix products still fill a GPU."""

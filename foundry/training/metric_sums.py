@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from foundry.config.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.protocols import LossSum, Mean
 from foundry.parallel.process_group import World
-from foundry.training.protocols import LossSum, Mean
 
 
 def add_metrics(totals: dict[str, Mean], metrics: Mapping[str, Mean | Tensor], num_valid: int) -> None:

@@ -20,8 +20,8 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 from foundry.config.environment import is_local_submitit
-from foundry.config.stopped import Stopped
-from foundry.stop_signals import ignore
+from foundry.core.stop_signals import ignore
+from foundry.core.stopped import Stopped
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from foundry.config.metrics import declared_metrics
 from foundry.config.schemas.guard import Guard
+from foundry.core.protocols import HOST_ENTRIES, LossSum, Mean, Microbatch, Objective, Synchroniser, Window
 from foundry.parallel.grad_norm import clip_grad_norm_
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.block_norms import BlockNorms, NormsByBlock
 from foundry.training.guards import Attempt, UpdateGuard
 from foundry.training.metric_sums import add_metrics, reduce_sums
-from foundry.training.protocols import HOST_ENTRIES, LossSum, Mean, Microbatch, Objective, Synchroniser, Window
 
 
 @dataclass(frozen=True)

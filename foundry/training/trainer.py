@@ -10,26 +10,26 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
 
-from foundry.config.duration import Budget, EpochInterval, Interval
-from foundry.config.errors import ConfigError
-from foundry.config.stopped import Stopped
+from foundry.core.duration import Budget, EpochInterval, Interval
+from foundry.core.ema import WeightAverage
+from foundry.core.errors import ConfigError
+from foundry.core.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
+from foundry.core.progress import Progress
+from foundry.core.protocols import CheckpointManager, SaveError, Schedule, StopRule, Window, WindowSource
+from foundry.core.state_values import read_optional_number
+from foundry.core.stopped import Stopped
 from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog, translate
 from foundry.training.best import Best
 from foundry.training.collection import CollectedBetweenSteps
 from foundry.training.compiling import Compiling
-from foundry.training.ema import WeightAverage
 from foundry.training.evaluation import Evaluation
-from foundry.training.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
 from foundry.training.guards import LossSpike
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
 from foundry.training.metric_sums import read_means
 from foundry.training.profiling import StepProfiler
-from foundry.training.progress import Progress
-from foundry.training.protocols import CheckpointManager, SaveError, Schedule, StopRule, Window, WindowSource
 from foundry.training.signals import Boundary, SignalHandler
-from foundry.training.state_values import read_optional_number
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
 

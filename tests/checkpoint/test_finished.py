@@ -9,8 +9,8 @@ from support.composition import configure
 from foundry.checkpoint.finished import check_finished
 from foundry.checkpoint.folder import Manifest
 from foundry.checkpoint.resume_point import ResumePoint
-from foundry.config.errors import ConfigError
-from foundry.config.frozen import hash_config, plain, save_config
+from foundry.config.record.frozen import hash_config, plain, save_config
+from foundry.core.errors import ConfigError
 from foundry.run_dir.result import find_result
 from foundry.run_dir.strict_json import encode
 

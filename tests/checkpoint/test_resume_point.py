@@ -9,9 +9,9 @@ from support.checkpoint_parts import ALONE, Net, rewrite_manifest, write
 
 from foundry.checkpoint.folder import FORMAT, Manifest, problems, read_manifest
 from foundry.checkpoint.resume_point import ResumePoint, check_base, check_data, find_resume_point
-from foundry.config.errors import ConfigError
-from foundry.config.resume_compat import REMEDY
+from foundry.config.record.resume_compat import REMEDY
 from foundry.config.schemas.checkpoint import OnChangedConfig
+from foundry.core.errors import ConfigError
 from foundry.run_dir.checkpoints import MANIFEST, list_checkpoints
 
 SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"

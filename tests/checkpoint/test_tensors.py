@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.tensors import collect, load_weights, read_source_tensors, require_shapes, restore_into
-from foundry.training.ema import WeightAverage
+from foundry.core.ema import WeightAverage
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):

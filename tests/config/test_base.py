@@ -7,10 +7,10 @@ import yaml
 from support.composition import configure
 from support.tiny import SMALL_LM
 
-from foundry.config.errors import ConfigError
-from foundry.config.frozen import save_config
+from foundry.commands.library import compose
+from foundry.config.record.frozen import save_config
 from foundry.config.schemas.model import HuggingFace, Transformer
-from foundry.library import compose
+from foundry.core.errors import ConfigError
 
 FEW = ["data.seq_len=32", "debug=fast"]
 
@@ -72,7 +72,7 @@ def test_a_folder_of_transformers_becomes_model_hf(tmp_path):
 
 
 def test_a_run_over_a_folder_of_transformers_is_built_from_its_own_copy(run_dir, tmp_path):
-    target = "foundry.models.huggingface.HuggingFaceCausalLM"
+    target = "foundry.models.pretrained.huggingface.HuggingFaceCausalLM"
     settings = yaml.safe_load((run_dir / "config.yaml").read_text())
     settings["model"] = {"_target_": target, "path": str(tmp_path / "gone"), "vocab_size": 300, "max_seq_len": 32}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foundry.config.batch_sizes import BatchSizes, Stage, parse_count
+from foundry.core.batch_sizes import BatchSizes, Stage, parse_count
 
 
 @pytest.mark.parametrize(

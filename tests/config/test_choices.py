@@ -8,11 +8,11 @@ from omegaconf import OmegaConf
 from support.examples import some_of
 
 from foundry import compose
-from foundry.config.choices import Choices
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.errors import ConfigError
-from foundry.config.hydra_internals import load_unchecked
+from foundry.config.composition.choices import Choices
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition.hydra_internals import load_unchecked
 from foundry.config.schemas.root import to_config
+from foundry.core.errors import ConfigError
 
 OVERRIDES = [
     [],

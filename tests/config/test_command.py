@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from foundry.commands.export import ExportOptions
+from foundry.commands.sample import SampleOptions
 from foundry.config.command import parse_options
-from foundry.config.errors import ConfigError
 from foundry.config.setting import setting
-from foundry.export import ExportOptions
-from foundry.sample import SampleOptions
+from foundry.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ import pytest
 from omegaconf import OmegaConf
 from support.examples import long_case
 
-from foundry.config.compose import config_dir
-from foundry.config.errors import ConfigError
-from foundry.config.frozen import load_config, plain, save_config
+from foundry.config.composition.compose import config_dir
+from foundry.config.composition.store import GROUPS, group_schemas
+from foundry.config.record.frozen import load_config, plain, save_config
 from foundry.config.schemas.distributed import Distributed
 from foundry.config.schemas.root import to_config
-from foundry.config.store import GROUPS, group_schemas
+from foundry.core.errors import ConfigError
 
 OPTIONS = {group: sorted(p.stem for p in (Path(config_dir()) / group).glob("*.yaml")) for group in GROUPS}
 ROLLOUT = [
@@ -255,7 +255,8 @@ def test_help_alone_is_the_page_that_a_composition_gives(run_command):
 
 def test_help_and_composition_import_nothing_of_a_run():
     code = (
-        "import sys, foundry.cli, foundry.config.compose as c; from foundry.sweeps.plugins import register; "
+        "import sys, foundry.commands.main, foundry.config.composition.compose as c; "
+        "from foundry.sweeps.plugins import register; "
         "c.install(alone=True); register(); "
         f"sys.exit(' '.join({set(OF_A_RUN)} & set(sys.modules)) or 0)"
     )

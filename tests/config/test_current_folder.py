@@ -5,14 +5,14 @@ import sys
 import pytest
 from support.composition import compose
 
-from foundry import sync
+from foundry.commands import sync
+from foundry.commands.diff import DiffOptions
+from foundry.commands.eval import EvalOptions
+from foundry.commands.export import ExportOptions
+from foundry.commands.report import ReportOptions
+from foundry.commands.sample import SampleOptions
 from foundry.config.command import command
-from foundry.config.errors import ConfigError
-from foundry.diff import DiffOptions
-from foundry.eval import EvalOptions
-from foundry.export import ExportOptions
-from foundry.report import ReportOptions
-from foundry.sample import SampleOptions
+from foundry.core.errors import ConfigError
 
 LINE = "current folder: cannot be read (No such file or directory): deleted, moved or unmounted. Enter a folder with cd"
 ARGUMENTS = {
@@ -60,5 +60,5 @@ def test_commands_are_refused_in_a_deleted_current_folder_but_answer_help(schema
 
 @pytest.mark.usefixtures("_in_deleted_folder")
 def test_sync_is_refused_in_a_deleted_current_folder(capsys):
-    assert sync.main(["dir=a"]) == 2
+    assert sync.run(["dir=a"]) == 2
     assert capsys.readouterr().err.startswith(LINE)

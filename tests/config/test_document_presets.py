@@ -4,12 +4,12 @@ import pytest
 from omegaconf import OmegaConf
 from support.composition import compose, configure
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget
 from foundry.config.schemas.distributed import DDP
 from foundry.config.schemas.optimizer import AdamW
 from foundry.config.schemas.scheduler import WSD, Cosine, Linear
-from foundry.parts import build_schedule
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget
+from foundry.parts.optimization import build_schedule
 
 VLA_FOUNDRY = {
     "precision": ("precision.mode", "amp_bfloat16"),

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit
 from foundry.config.schemas.evaluation import Evaluation
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget, Duration, EpochInterval, Interval, Unit
 
 BUDGET = Budget(total_samples=1600, batch_sizes=BatchSizes.constant(16), samples_per_epoch=400, tokens_per_sample=256)
 

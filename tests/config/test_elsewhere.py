@@ -19,11 +19,11 @@ from support.lerobot_parts import write_by_hand
 from support.scripts import ROOT
 from support.tiny import SMALL_LM
 
-from foundry.config.elsewhere import names, own_options, plain
-from foundry.config.errors import ConfigError
-from foundry.config.frozen import save_config
-from foundry.config.names import leaves, meanings
-from foundry.config.store import GROUPS
+from foundry.config.composition.store import GROUPS
+from foundry.config.diagnostics.elsewhere import names, own_options, plain
+from foundry.config.diagnostics.names import leaves, meanings
+from foundry.config.record.frozen import save_config
+from foundry.core.errors import ConfigError
 
 ROLLOUT = ["data=arithmetic", "data.form=prompts", "environment=arithmetic", "evaluation=reward"]
 PREFERENCES = ["data=arithmetic", "data.form=preferences", "data.seq_len=96", "objective=dpo"]
@@ -208,7 +208,7 @@ def test_the_table_has_the_names_of_all_systems():
 def test_each_row_has_an_override_or_the_reason_why_there_is_none():
     assert [row for row in ROWS if not (row.ours or row.note)] == []
     assert len({(row.system, row.version, row.key, row.value) for row in ROWS}) == len(ROWS)
-    with (ROOT / "foundry" / "config" / "names.csv").open(encoding="utf-8", newline="") as file:
+    with (ROOT / "foundry" / "config" / "diagnostics" / "names.csv").open(encoding="utf-8", newline="") as file:
         assert {len(line) for line in csv.reader(file)} == {6}
 
 

@@ -1,8 +1,8 @@
 import pytest
 
 from foundry.config.environment import LaunchEnvironment, detect, expand_hosts
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.distributed import parse_init_method
+from foundry.core.errors import ConfigError
 
 TORCHRUN = {
     "RANK": "5",

@@ -4,8 +4,8 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from support.composition import compose
 
-from foundry.config.errors import ConfigError
-from foundry.config.flags import HYDRA_FLAGS, check_flags, split_flags
+from foundry.config.diagnostics.flags import HYDRA_FLAGS, check_flags, split_flags
+from foundry.core.errors import ConfigError
 
 # (arguments, the lines about them)
 CASES = [

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.foreign import ForeignData
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.foreign import ForeignData
 
 
 class ReaderError(RuntimeError):

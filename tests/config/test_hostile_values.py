@@ -21,20 +21,20 @@ from omegaconf import OmegaConf
 from support.examples import selection, some_of
 
 import foundry.optim.schedules  # noqa: F401 # its import of torch is no part of a composition's time
-from foundry.config import override_errors as errors
 from foundry.config.build import build
-from foundry.config.check import check
-from foundry.config.compose import config_dir, install
-from foundry.config.errors import ConfigError
-from foundry.config.frozen import hash_config
+from foundry.config.checks.check import check
+from foundry.config.composition.compose import config_dir, install
+from foundry.config.composition.store import GROUPS
+from foundry.config.diagnostics import override_errors as errors
 from foundry.config.lengths import check_lengths, resolve_budget
+from foundry.config.record.frozen import hash_config
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.root import to_config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.config.setting import check_fields
-from foundry.config.store import GROUPS
-from foundry.data.lerobot_writing import Episode, write_lerobot
+from foundry.core.errors import ConfigError
+from foundry.data.robots.lerobot_writing import Episode, write_lerobot
 
 SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30 if selection.is_all else 450
 

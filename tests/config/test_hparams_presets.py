@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.composition import configure
 
-from foundry.config.compose import config_dir
+from foundry.config.composition.compose import config_dir
 
 PRESETS = sorted(path.stem for path in Path(config_dir(), "hparams").glob("*.yaml"))
 NEEDS = {

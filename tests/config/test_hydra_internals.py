@@ -23,9 +23,9 @@ from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
 
 import foundry
-from foundry.config import hydra_internals as internals
-from foundry.config.choices import compose_with
-from foundry.config.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition import hydra_internals as internals
+from foundry.config.composition.choices import compose_with
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 
 
 @pytest.fixture
@@ -199,4 +199,4 @@ def test_nothing_else_of_foundry_reaches_into_hydra():
     private = re.compile(r"hydra\._internal|ConfigLoaderImpl\._|HydraConfig\.instance\(\)\.cfg|class_name_to_class")
     package = Path(foundry.__file__).parent
     files = [str(file.relative_to(package)) for file in package.rglob("*.py") if private.search(file.read_text())]
-    assert files == ["config/hydra_internals.py"]
+    assert files == ["config/composition/hydra_internals.py"]

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from foundry.config.errors import ConfigError
 from foundry.config.init_std import parse_std
 from foundry.config.schemas.root import to_config
+from foundry.core.errors import ConfigError
 
 HF = ("model=hf_gpt2",)
 

@@ -1,6 +1,12 @@
 import pytest
 
-from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_overrides, short_names
+from foundry.config.composition.job_overrides import (
+    brief,
+    format_command,
+    key_and_value,
+    recorded_overrides,
+    short_names,
+)
 
 
 @pytest.mark.parametrize(

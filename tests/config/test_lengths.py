@@ -3,10 +3,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from foundry.config.errors import ConfigError
 from foundry.config.lengths import given_sizes, resolve_budget
 from foundry.config.schemas.hparams import BatchRamp, HParams
 from foundry.config.schemas.root import to_config
+from foundry.core.errors import ConfigError
 
 RAMP = ["hparams.batch_ramp.start=4", "hparams.batch_ramp.increment=4", "hparams.batch_ramp.over_samples=900"]
 

@@ -8,9 +8,9 @@ from hydra.core.global_hydra import GlobalHydra
 from support.in_process import Commands
 from support.tiny import SMALL_LM
 
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.hydra_internals import load_unchecked, open_repository
-from foundry.config.method import describe_high_rate
+from foundry.config.checks.method import describe_high_rate
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition.hydra_internals import load_unchecked, open_repository
 
 TINY = [*SMALL_LM, "tracking=none", "objective=sft", "data=arithmetic", "data.num_rows=40", "data.seq_len=256"]
 PLAN = "foundry.plan"

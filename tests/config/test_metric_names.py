@@ -8,13 +8,14 @@ from omegaconf import OmegaConf
 from support.composition import compose, configure
 
 from foundry.config.build import build
-from foundry.config.errors import ConfigError
+from foundry.config.composition.store import group_schemas, writable
 from foundry.config.metrics import declared, val_metric_names
 from foundry.config.schemas.evaluation import Mode
-from foundry.config.store import group_schemas, writable
+from foundry.core.errors import ConfigError
 from foundry.data.splits import DataSplits
+from foundry.evaluators.build import build_evaluators
 from foundry.models.token_log_probs import read_log_probs
-from foundry.parts import build_evaluators, build_objective
+from foundry.parts.objective import build_objective
 
 DATA = DataSplits(train=[], validation=[], fingerprint="")
 KEYS = ["checkpoint.keep_best.metric", "evaluation.early_stopping.metric", "hydra.sweeper.metric"]

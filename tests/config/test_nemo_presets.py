@@ -7,17 +7,17 @@ import pytest
 from support.composition import configure
 from support.tiny import TINY_LM
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget
-from foundry.config.errors import ConfigError
 from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.schemas.data import ChatFiles, PreferenceFiles
 from foundry.config.schemas.objective import DPO, Distillation
 from foundry.config.schemas.optimizer import Adam, AdamW
 from foundry.config.schemas.scheduler import Cosine
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget
+from foundry.core.errors import ConfigError
 from foundry.data.splits import DataSplits
-from foundry.parts import build_budget, build_schedule
-from foundry.train import train
+from foundry.engine.train import train
+from foundry.parts.optimization import build_budget, build_schedule
 
 STEPS = ["hparams.epochs=null", "hparams.max_steps=50", "evaluation.interval=null"]
 SFT = ["hparams=nemo_sft", "model=transformer"]

@@ -5,7 +5,7 @@ import re
 import pytest
 from support.composition import compose
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 
 
 def ramp(start, increment, over_samples):

@@ -3,7 +3,7 @@
 import pytest
 from support.composition import configure
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 
 VLM = "experiment=vlm_scenes"
 

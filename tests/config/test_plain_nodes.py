@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from support.composition import configure
 from support.examples import examples
 
-from foundry.config.errors import ConfigError
-from foundry.config.plain_nodes import check_node
-from foundry.config.recorded import _OWN_NAMED_PARTS
+from foundry.config.checks.static_source import resolve_parameters
+from foundry.config.composition.plain_nodes import check_node
+from foundry.config.composition.store import schemas_in
+from foundry.config.record.recorded import _OWN_NAMED_PARTS
 from foundry.config.schemas import own_evaluators, own_trackers
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.tracking import Tracking
-from foundry.config.static_source import resolve_parameters
-from foundry.config.store import schemas_in
+from foundry.core.errors import ConfigError
 
 SCHEMAS = [*schemas_in(own_evaluators), *schemas_in(own_trackers)]
 SETTINGS = [(schema, item) for schema in SCHEMAS for item in fields(schema) if item.name != "_target_"]

@@ -10,9 +10,9 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from foundry.config.compose import config_dir, install
-from foundry.config.errors import ConfigError
+from foundry.config.composition.compose import config_dir, install
 from foundry.config.schemas.root import to_config
+from foundry.core.errors import ConfigError
 
 SEARCHPATH = f"hydra: {{searchpath: ['file://{config_dir()}']}}\n"
 OWN = {

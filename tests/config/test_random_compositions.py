@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from support.examples import examples
 from test_hostile_values import VALUES, badly_said, nonsense
 
-from foundry.config.compose import config_dir, install
-from foundry.config.errors import ConfigError
-from foundry.config.names import settings as known_settings
-from foundry.config.store import GROUPS
+from foundry.config.composition.compose import config_dir, install
+from foundry.config.composition.store import GROUPS
+from foundry.config.diagnostics.names import settings as known_settings
+from foundry.core.errors import ConfigError
 
 CHOICES = {
     "hparams": ["llm", "diffusion", "policy"],

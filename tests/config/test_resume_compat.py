@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.composition import configure
 from support.examples import examples
 
-from foundry.config.errors import contrast
-from foundry.config.frozen import plain
-from foundry.config.resume_compat import differences
+from foundry.config.record.frozen import plain
+from foundry.config.record.resume_compat import differences
+from foundry.core.errors import contrast
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import encode
 
@@ -122,7 +122,9 @@ def test_a_value_that_is_not_the_default_is_refused():
     ],
 )
 def test_weights_of_data_are_compared_by_their_proportions(was, now, is_same):
-    stored, config = ({"data": {"_target_": "foundry.data.text.text_files", "weights": each}} for each in (was, now))
+    stored, config = (
+        {"data": {"_target_": "foundry.data.corpora.text.text_files", "weights": each}} for each in (was, now)
+    )
     assert [difference.key for difference in differences(stored, config)] == ([] if is_same else ["data.weights"])
 
 

@@ -11,10 +11,10 @@ import pytest
 from hydra.utils import get_method, get_object
 
 from foundry.config.build import FOR_THE_BUILDER
-from foundry.config.compose import config_dir
+from foundry.config.checks.targets import GIVEN_BY_THE_RUN, runtime_settings
+from foundry.config.composition.compose import config_dir
+from foundry.config.composition.store import GROUPS, group_schemas
 from foundry.config.schemas.root import Config
-from foundry.config.store import GROUPS, group_schemas
-from foundry.config.targets import GIVEN_BY_THE_RUN, runtime_settings
 from foundry.objectives.rollout import RolloutSettings
 
 SCHEMAS = {(group, name): schema for group in GROUPS for name, schema in group_schemas(group).items()}

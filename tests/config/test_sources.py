@@ -4,9 +4,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import TextFiles
 from foundry.config.sources import download_hint, hub_hint, refuse_urls
+from foundry.core.errors import ConfigError
 
 TEXT = ["data=text", "data.path=[a.txt,b.jsonl]"]
 

@@ -9,10 +9,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from support.examples import some_of
 
+from foundry.config.checks.static_source import NotThere, resolve_parameters
+from foundry.config.checks.targets import GIVEN_BY_THE_RUN, check_targets
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.tracking import Tracking
-from foundry.config.static_source import NotThere, resolve_parameters
-from foundry.config.targets import GIVEN_BY_THE_RUN, check_targets
 
 PARTS = '''
 import dataclasses
@@ -326,7 +326,7 @@ def test_composing_says_it_and_imports_nothing(own):
     yaml.parent.mkdir(parents=True)
     yaml.write_text("_target_: own_package.inner.Model\nwidth: 3\ndepht: 4\n")
     code = (
-        "import sys; from foundry.cli import main\n"
+        "import sys; from foundry.commands.main import main\n"
         "try: main()\n"
         "finally: assert not {'torch', 'own_parts', 'own_package', 'transformers'} & set(sys.modules)\n"
     )

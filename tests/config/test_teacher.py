@@ -4,11 +4,11 @@ import pytest
 from support.composition import configure
 from support.tiny import SMALL_LM
 
-from foundry.config.errors import ConfigError
-from foundry.config.frozen import save_config
+from foundry.commands.library import compose
+from foundry.config.record.frozen import save_config
 from foundry.config.schemas.model import HuggingFace, Transformer
-from foundry.library import compose
-from foundry.parts import build_objective
+from foundry.core.errors import ConfigError
+from foundry.parts.objective import build_objective
 
 STUDENT = [*SMALL_LM, "data.vocab_size=300", "objective=distillation", "evaluation.write_samples=false"]
 

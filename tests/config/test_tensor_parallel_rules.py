@@ -3,7 +3,7 @@
 import pytest
 from support.composition import compose, configure
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 
 TWO = ["distributed=fsdp", "distributed.tensor_parallel=2", "distributed.nproc_per_node=4", "data.vocab_size=300"]
 KEY = "distributed.tensor_parallel"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.composition import configure
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import ArithmeticForm
+from foundry.core.errors import ConfigError
 from foundry.data.arithmetic import Sum, arithmetic
 
 QUESTION = re.compile(r"(\d+)\+(\d+)[?:]")

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import csv
 
-from foundry.config.errors import ConfigError
-from foundry.data.chats import chat_files
-from foundry.data.files import suffix_of
-from foundry.data.prompts import prompt_files
-from foundry.data.text import text_files
+from foundry.core.errors import ConfigError
+from foundry.data.conversations.chats import chat_files
+from foundry.data.conversations.prompts import prompt_files
+from foundry.data.corpora.text import text_files
+from foundry.data.io.files import suffix_of
 
 ROWS = [f"Document {number}: the dog runs over the hill.\n" for number in range(30)]
 

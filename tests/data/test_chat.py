@@ -7,10 +7,10 @@ import re
 import pytest
 from tokenizers import AddedToken
 
-from foundry.config.errors import ConfigError
-from foundry.data import chat
-from foundry.data.chat import ChatTemplate, read_template, resolve_chat_template, resolve_stop_ids
-from foundry.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
+from foundry.core.errors import ConfigError
+from foundry.data.conversations import chat
+from foundry.data.conversations.chat import ChatTemplate, read_template, resolve_chat_template, resolve_stop_ids
+from foundry.data.corpora.tokenizer import END_OF_DOCUMENT, train_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [

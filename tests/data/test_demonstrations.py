@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from support.reach import Reach
 
-from foundry.config.errors import ConfigError
-from foundry.data.demonstrations import FIRST_SEED, demonstrations
+from foundry.core.errors import ConfigError
+from foundry.data.robots.demonstrations import FIRST_SEED, demonstrations
 
 SETTINGS = {
     "episodes": 12,
@@ -148,12 +148,12 @@ def test_other_settings_are_other_demonstrations(changed, tmp_path):
 def test_another_version_of_a_package_or_of_the_simulator_is_another_folder(tmp_path, monkeypatch):
     first = make(tmp_path).notes["demonstrations"]
     with monkeypatch.context() as patch:
-        patch.setattr("foundry.data.simulated._version", lambda name: "0")
+        patch.setattr("foundry.data.robots.simulated._version", lambda name: "0")
         assert make(tmp_path).notes["demonstrations"] != first
     derived = "from support.reach import Reach as Own\n\n\nclass Mine(Own):\n    "
     (tmp_path / "own_reach.py").write_text(f"{derived}pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    from foundry.data.simulated import _sources
+    from foundry.data.robots.simulated import _sources
 
     before = _sources("own_reach.Mine")
     (tmp_path / "own_reach.py").write_text(f"{derived}fps = 5\n")

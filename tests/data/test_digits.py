@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from foundry.config.errors import ConfigError
-from foundry.data.digits import digits, stratified_split
+from foundry.core.errors import ConfigError
+from foundry.data.images.digits import digits, stratified_split
 
 
 @pytest.fixture(scope="module")

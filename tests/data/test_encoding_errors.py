@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import EncodingErrors
-from foundry.data.chats import chat_files
-from foundry.data.text import text_files
+from foundry.core.errors import ConfigError
+from foundry.data.conversations.chats import chat_files
+from foundry.data.corpora.text import text_files
 
 GOOD = [f"Document {n}: the dog runs over the hill." for n in range(30)]
 BAD = b"Gr\xfc\xdfe an alle, hier und dort."

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from foundry.config.errors import ConfigError
-from foundry.data.episodes import Recording, Windows, episode_splits, held_out_episodes, normalised_by
+from foundry.core.errors import ConfigError
 from foundry.data.loader import Loader, held_out_batches
 from foundry.data.order import GlobalOrder
-from foundry.data.statistics import Statistics
+from foundry.data.robots.episodes import Recording, Windows, episode_splits, held_out_episodes, normalised_by
+from foundry.data.robots.statistics import Statistics
 
 TASKS = ("push the red block", "touch it", "")
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=8)

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from foundry.data import file_digests as module
-from foundry.data.file_digests import file_digests
+from foundry.data.io import file_digests as module
+from foundry.data.io.file_digests import file_digests
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import csv
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import OnBadRow, TrainOn
-from foundry.data.chats import chat_files
-from foundry.data.files import TEXTS, suffix_of
-from foundry.data.text import text_files
+from foundry.core.errors import ConfigError
+from foundry.data.conversations.chats import chat_files
+from foundry.data.corpora.text import text_files
+from foundry.data.io.files import TEXTS, suffix_of
 
 TEXT = [f'Document {n}: the "dog", number 00{n},\nruns; naïve\tas ever.\n' for n in range(40)]
 ROWS = {"text": TEXT, "number": list(range(40))}

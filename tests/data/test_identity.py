@@ -5,9 +5,9 @@ import sysconfig
 
 import pytest
 
-from foundry.data.corpus import files_corpus, stdlib_corpus
-from foundry.data.digits import digits
-from foundry.data.text import text_files
+from foundry.data.corpora.corpus import files_corpus, stdlib_corpus
+from foundry.data.corpora.text import text_files
+from foundry.data.images.digits import digits
 
 LINES = [f"{n} plus {n} is {2 * n}" for n in range(60)]
 

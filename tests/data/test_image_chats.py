@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import OnBadRow
-from foundry.data.image_chats import image_chat_files
+from foundry.core.errors import ConfigError
+from foundry.data.conversations.image_chats import image_chat_files
 
 
 def picture(colour, size=(20, 12), kind="PNG"):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import PictureFit
-from foundry.data.image_folder import Pictures, image_folder
+from foundry.core.errors import ConfigError
+from foundry.data.images.image_folder import Pictures, image_folder
 from foundry.data.loader import Loader
 
 SIZE, PER_CLASS = 12, 6

@@ -5,15 +5,15 @@ import pytest
 from support.lerobot_parts import LENGTHS, write_by_hand
 from test_episodes import TASKS, record
 
-from foundry.config.errors import ConfigError
-from foundry.data.chat import BUILT_IN
-from foundry.data.demonstrations import demonstrations
-from foundry.data.episodes import episode_splits, held_out_episodes
-from foundry.data.instructions import encode_instructions
-from foundry.data.lerobot import lerobot
-from foundry.data.lerobot_writing import ACTION_KEY, STATE_KEY
+from foundry.core.errors import ConfigError
+from foundry.data.conversations.chat import BUILT_IN
+from foundry.data.corpora.tokenizer import END_OF_DOCUMENT, train_tokenizer
+from foundry.data.robots.demonstrations import demonstrations
+from foundry.data.robots.episodes import episode_splits, held_out_episodes
+from foundry.data.robots.instructions import encode_instructions
+from foundry.data.robots.lerobot import lerobot
+from foundry.data.robots.lerobot_writing import ACTION_KEY, STATE_KEY
 from foundry.data.splits import DataSplits
-from foundry.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 
 WINDOWS = {"num_observations": 2, "horizon": 4, "held_out": 0.2}
 

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from support.lerobot_parts import CAMERA, FPS, LENGTHS, SIZE, recorded, smooth_picture, write_by_hand
 
-from foundry.config.errors import ConfigError
 from foundry.config.lerobot import LeRobotInfo, read_info
-from foundry.data.episodes import held_out_episodes
-from foundry.data.lerobot import _read_episodes, lerobot, read_recording
-from foundry.data.lerobot_writing import ACTION_KEY, IMAGE_KEY, STATE_KEY, Episode, write_lerobot
+from foundry.core.errors import ConfigError
+from foundry.data.robots.episodes import held_out_episodes
+from foundry.data.robots.lerobot import _read_episodes, lerobot, read_recording
+from foundry.data.robots.lerobot_writing import ACTION_KEY, IMAGE_KEY, STATE_KEY, Episode, write_lerobot
 
 HAS_AV = importlib.util.find_spec("av") is not None
 needs_av = pytest.mark.skipif(not HAS_AV, reason="needs av, of the extra video")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.data.limited_process import LimitedProcess, LimitExceededError, is_limited, renew_limit
+from foundry.core.errors import ConfigError, Violation
+from foundry.data.io.limited_process import LimitedProcess, LimitExceededError, is_limited, renew_limit
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_each_of_many_calls_has_the_whole_time(limited):
 
 
 def test_a_process_that_was_idle_is_started_again(limited, monkeypatch):
-    monkeypatch.setattr("foundry.data.limited_process._IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("foundry.data.io.limited_process._IDLE_SECONDS", 0.01)
     process = limited(os.getpid)
     first = process.call()
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from foundry.core.stop_signals import STOP_SIGNALS
 from foundry.data.loader import DataWorkerError, Loader, worker_deaths_explained
 from foundry.data.order import GlobalOrder
-from foundry.stop_signals import STOP_SIGNALS
 
 
 class Numbers:

@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from foundry.data.examples import Examples
+from foundry.data.conversations.examples import Examples
+from foundry.data.corpora.token_sequences import TokenSequences
 from foundry.data.loader import _PositionedReader
 from foundry.data.order import GlobalOrder
-from foundry.data.token_sequences import TokenSequences
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ import multiprocessing, sys
 import numpy as np
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
-from foundry.data.token_sequences import TokenSequences
+from foundry.data.corpora.token_sequences import TokenSequences
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")

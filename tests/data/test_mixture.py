@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.config.errors import ConfigError
 from foundry.config.sources import proportions
-from foundry.data.chats import chat_files
+from foundry.core.errors import ConfigError
+from foundry.data.conversations.chats import chat_files
+from foundry.data.conversations.preferences import preference_files
+from foundry.data.conversations.prompts import prompt_files
+from foundry.data.corpora.text import text_files
+from foundry.data.corpora.token_files import token_files
 from foundry.data.loader import Loader
 from foundry.data.mixture import Interleave, Interleaved, Mixture, MixtureOrder, describe_weights, interleaved
-from foundry.data.preferences import preference_files
-from foundry.data.prompts import prompt_files
-from foundry.data.text import text_files
-from foundry.data.token_files import token_files
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 50), st.sampled_from([0.7, 0.3, 1e-3, 1 / 3, 12.5, 1e6])), min_size=2, max_size=6

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foundry.config.build import build
-from foundry.config.errors import ConfigError
-from foundry.data.text import text_files
-from foundry.data.tokenizer import load_tokenizer
+from foundry.core.errors import ConfigError
+from foundry.data.corpora.text import text_files
+from foundry.data.corpora.tokenizer import load_tokenizer
 
 SPECIAL = ["<pad>", "</s>", "<|endoftext|>", "<|stop|>", "<|turn|>"]
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundry.config.errors import ConfigError
-from foundry.data.chats import chat_files
-from foundry.data.nested import names_in, path_in, value_at
-from foundry.data.preferences import preference_files
-from foundry.data.prompts import prompt_files
-from foundry.data.text import text_files
+from foundry.core.errors import ConfigError
+from foundry.data.conversations.chats import chat_files
+from foundry.data.conversations.preferences import preference_files
+from foundry.data.conversations.prompts import prompt_files
+from foundry.data.corpora.text import text_files
+from foundry.data.io.nested import names_in, path_in, value_at
 
 ROWS = [
     {

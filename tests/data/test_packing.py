@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.composition import compose, configure
 
-from foundry.config.errors import ConfigError
-from foundry.data.examples import Examples
+from foundry.core.errors import ConfigError
+from foundry.data.conversations.examples import Examples
+from foundry.data.conversations.prompts import RowNumbers
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import find_bounds, first_fit_decreasing
-from foundry.data.prompts import RowNumbers
 from foundry.models.documents import Documents, isolates_documents
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.models.token_log_probs import read_log_probs
 from foundry.models.transformer import Transformer
 from foundry.objectives.sft import SFT
-from foundry.parts import build_budget, build_data, build_schedule, resolve_packing
+from foundry.parts.data import build_data
+from foundry.parts.model import resolve_packing
+from foundry.parts.optimization import build_budget, build_schedule
 from foundry.planning.derive import build_plan
 from foundry.planning.report import show
 

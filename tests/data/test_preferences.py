@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import ArithmeticForm, OnBadRow
+from foundry.core.errors import ConfigError
 from foundry.data.arithmetic import Sum, arithmetic
-from foundry.data.preferences import preference_files
+from foundry.data.conversations.preferences import preference_files
 
 END = "<|endoftext|>"
 ROWS = [{"prompt": "?" * (n % 7 + 1), "chosen": f"yes {n}", "rejected": "no" * (n % 3 + 1)} for n in range(20)]

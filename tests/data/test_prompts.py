@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import ArithmeticForm, OnBadRow
+from foundry.core.errors import ConfigError
 from foundry.data.arithmetic import arithmetic
-from foundry.data.prompts import prompt_files
+from foundry.data.conversations.prompts import prompt_files
 
 ROWS = [{"prompt": f"count {number}", "answer": number, "kind": "n"} for number in range(20)]
 

@@ -5,10 +5,10 @@ import logging
 
 import pytest
 
-from foundry.data import reading_progress
-from foundry.data.chats import chat_files
-from foundry.data.reading_progress import ReadingProgress, utf8_bytes
-from foundry.data.text import text_files
+from foundry.data.conversations.chats import chat_files
+from foundry.data.corpora.text import text_files
+from foundry.data.io import reading_progress
+from foundry.data.io.reading_progress import ReadingProgress, utf8_bytes
 
 
 def lines(caplog):

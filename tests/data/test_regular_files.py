@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from foundry.config.schemas.data import PictureFit
-from foundry.data.file_digests import file_digests
-from foundry.data.files import open_bytes, opened_table
-from foundry.data.pictures import read_picture, video_frames
+from foundry.data.images.pictures import read_picture, video_frames
+from foundry.data.io.file_digests import file_digests
+from foundry.data.io.files import open_bytes, opened_table
 from foundry.run_dir.files import UnsafeFileError, require_regular
 
 
@@ -40,7 +40,7 @@ READERS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", READERS)
 def test_a_special_file_is_refused_by_each_reader(name, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("foundry.data.pictures.import_av", lambda: pytest.importorskip("av"))
+    monkeypatch.setattr("foundry.data.images.pictures.import_av", lambda: pytest.importorskip("av"))
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     path = tmp_path / name
     KINDS[kind](path.relative_to(tmp_path) if kind == "a socket" else path)

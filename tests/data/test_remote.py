@@ -10,10 +10,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from foundry.config.errors import ConfigError
-from foundry.data.remote import fetched
-from foundry.data.text import text_files
-from foundry.data.token_files import token_files
+from foundry.core.errors import ConfigError
+from foundry.data.corpora.text import text_files
+from foundry.data.corpora.token_files import token_files
+from foundry.data.io.remote import fetched
 
 ROWS = [f"Document {n}: the dog runs over the hill.\n" for n in range(40)]
 LINES = "".join(json.dumps({"text": row}) + "\n" for row in ROWS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from support.examples import examples
 
-from foundry.data.statistics import Moments, Statistics
+from foundry.data.robots.statistics import Moments, Statistics
 
 SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 4))
 NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32) | st.sampled_from([0.0, 1.0, 1.5, -(2.0**-20)])

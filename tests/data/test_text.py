@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.config.errors import ConfigError
-from foundry.data.corpus import held_out_names, stdlib_corpus
-from foundry.data.text import text_files
-from foundry.data.token_cache import unigram_entropy
-from foundry.data.token_sequences import TokenSequences
-from foundry.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
+from foundry.core.errors import ConfigError
+from foundry.data.corpora.corpus import held_out_names, stdlib_corpus
+from foundry.data.corpora.text import text_files
+from foundry.data.corpora.token_cache import unigram_entropy
+from foundry.data.corpora.token_sequences import TokenSequences
+from foundry.data.corpora.tokenizer import END_OF_DOCUMENT, train_tokenizer
 
 WORDS = ["dog", "cat", "fox", "hen"]
 DOCUMENTS = [f"Document {i}: the {WORDS[i % 4]} runs over the hill.\n" for i in range(40)]
@@ -144,7 +144,7 @@ def test_a_single_document_gives_its_end_for_validation(folder):
 @pytest.mark.long
 def test_processes_that_race_publish_one_folder(folder):
     code = (
-        "from foundry.data.text import text_files\n"
+        "from foundry.data.corpora.text import text_files\n"
         f"splits = text_files(path={str(folder / 'texts')!r}, seed=0, seq_len=8, vocab_size=300, tokenizer=None,"
         f" held_out=0.2, cache_dir={str(folder / 'cache')!r})\n"
         "import hashlib\n"

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foundry.config.errors import ConfigError
-from foundry.data import sealed_folder
-from foundry.data.text import text_files
+from foundry.core.errors import ConfigError
+from foundry.data.corpora.text import text_files
+from foundry.data.io import sealed_folder
 from foundry.run_dir.lock import lock
 
 FILES = ["train.npy", "validation.npy", "tokenizer.json", "statistics.json", "manifest.json"]

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import TokenDtype
-from foundry.data.token_files import SequencesOfFiles, token_files
-from foundry.data.token_sequences import TokenSequences
+from foundry.core.errors import ConfigError
+from foundry.data.corpora.token_files import SequencesOfFiles, token_files
+from foundry.data.corpora.token_sequences import TokenSequences
 
 TOKENS = np.arange(2000) * 7 % 300
 SEQ_LEN = 16

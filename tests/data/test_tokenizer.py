@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
+from foundry.data.corpora.text import text_files
+from foundry.data.corpora.token_cache import token_dtype
+from foundry.data.corpora.tokenizer import count_ids, encode_texts, load_tokenizer, train_tokenizer
 from foundry.data.splits import DataSplits
-from foundry.data.text import text_files
-from foundry.data.token_cache import token_dtype
-from foundry.data.tokenizer import count_ids, encode_texts, load_tokenizer, train_tokenizer
 
 TEXT = "the dog runs over the hill and back again"
 BASE = json.loads(train_tokenizer([TEXT] * 3, 270).to_str())

@@ -12,12 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foundry.core.sharded import local_part
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World, arrange
 from foundry.parallel.wrap import parallelize, place_frozen
-from foundry.parts import start_model
-from foundry.training.sharded import local_part
+from foundry.parts.model import start_model
 
 pytestmark = [
     pytest.mark.distributed,

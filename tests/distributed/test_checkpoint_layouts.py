@@ -32,10 +32,10 @@ class Odd(Toy):
 
 
 def build(kind, config, world, seed):
+    from foundry.core.ema import WeightAverage
     from foundry.optim.optimizers import adamw, muon
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
-    from foundry.training.ema import WeightAverage
 
     parallel = parallelize(Odd(seed), FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
     common = {"model": parallel.model, "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}

@@ -29,9 +29,9 @@ def save_wrapped(world, root):
     import torch
 
     from foundry.checkpoint.tensors import collect
+    from foundry.core.ema import WeightAverage
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
-    from foundry.training.ema import WeightAverage
 
     results = {}
     for name, config in WRAPPERS.items():

@@ -24,11 +24,11 @@ LAYOUTS = {
 def build(world, config, seed):
     import torch
 
+    from foundry.core.ema import WeightAverage
     from foundry.models.transformer import Transformer
     from foundry.optim.optimizers import muon
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
-    from foundry.training.ema import WeightAverage
 
     torch.manual_seed(seed)
     model = Transformer(**SIZES, num_layers=2, max_seq_len=8)

@@ -83,7 +83,7 @@ def test_matrices_are_cut_twice_and_norms_once():
 def refuse(world):
     import torch
 
-    from foundry.config.errors import ConfigError
+    from foundry.core.errors import ConfigError
     from foundry.models.tensor_parallel import Split
     from foundry.parallel.tensor_parallel import divide
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from support.harness import run_ranks
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.distributed import DDP, FSDP
+from foundry.core.errors import ConfigError
 
 QUESTIONS = ["the dog", "a", "the cat runs", "dog", "cat cat", "runs a dog", "the"]
 
@@ -16,10 +16,10 @@ def built():
     """A model and its data, of which the answers to all but the second and the last question are the model's own."""
     import torch
 
+    from foundry.data.corpora.tokenizer import train_tokenizer
     from foundry.data.splits import DataSplits, Prompt
-    from foundry.data.tokenizer import train_tokenizer
+    from foundry.generation.decoding import Decoding, generate
     from foundry.models.transformer import Transformer
-    from foundry.objectives.generation import Decoding, generate
 
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
@@ -45,8 +45,8 @@ def built():
 
 
 def measure(model, data, world, **options):
+    from foundry.core.protocols import EvaluationContext
     from foundry.evaluators.exact_match import ExactMatch
-    from foundry.training.protocols import EvaluationContext
 
     beats = []
     context = EvaluationContext(step=0, world=world, autocast=contextlib.nullcontext, folder=Path(), beat=beats.append)

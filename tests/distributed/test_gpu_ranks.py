@@ -117,7 +117,7 @@ class Continuing:
         self._num_tokens, self.texts = num_tokens, []
 
     def generate(self, model, data, device):
-        from foundry.objectives.generation import Decoding, generate
+        from foundry.generation.decoding import Decoding, generate
 
         decoding = Decoding(max_new_tokens=self._num_tokens, stop_ids=frozenset())
         self.texts = [
@@ -133,11 +133,11 @@ def draw(world, folder):
     """Collectives of an evaluation that draws 4 tokens for each prompt, and of one that draws 32; the texts."""
     from support.harness import count_collectives
 
+    from foundry.core.protocols import EvaluationContext
     from foundry.evaluators.drawn_samples import DrawnSamples
     from foundry.models.transformer import Transformer
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
-    from foundry.training.protocols import EvaluationContext
 
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
@@ -180,7 +180,9 @@ def measure_peak(world, overrides):
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
-    from foundry.parts import build_model, build_objective, build_optimizers
+    from foundry.parts.model import build_model
+    from foundry.parts.objective import build_objective
+    from foundry.parts.optimization import build_optimizers
     from foundry.planning.fake import build_fake
     from foundry.planning.memory import estimate_memory
 

@@ -38,10 +38,10 @@ def _measure_one(world, config):
     from torch.distributed.tensor import DTensor
 
     from foundry.config.build import build
+    from foundry.core.ema import WeightAverage
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
-    from foundry.training.ema import WeightAverage
 
     torch.manual_seed(0)
     policy = PrecisionPolicy(config.precision.mode)

@@ -60,7 +60,7 @@ DIVIDED = ["distributed=fsdp", "distributed.tensor_parallel=2", "data.vocab_size
 
 def whole(parallel):
     """All weights under their names, gathered."""
-    from foundry.training.sharded import is_sharded
+    from foundry.core.sharded import is_sharded
 
     state = parallel.inner.state_dict()
     return {name: (t.full_tensor() if is_sharded(t) else t).clone() for name, t in state.items()}
@@ -93,7 +93,7 @@ def assert_equal(found, expected):
 
 def check_drawn(world, configs):
     from foundry.parallel.precision import PrecisionPolicy
-    from foundry.parts import build_model, start_model
+    from foundry.parts.model import build_model, start_model
 
     for config in configs:
         parallel = started(world, config, start_model(config))
@@ -133,8 +133,8 @@ def check_read(world, config, of_folder, run_dir, exported):
 
     from safetensors.torch import load_file
 
-    from foundry.initial_model import read_initial, resolve_weights
-    from foundry.parts import start_model
+    from foundry.engine.initial_model import read_initial, resolve_weights
+    from foundry.parts.model import start_model
 
     def read(config, node):
         initial = read_initial(node, resolve_weights(node), partial(start_model, config), world, "model.init_from")
@@ -150,8 +150,8 @@ def check_read(world, config, of_folder, run_dir, exported):
 
 @pytest.mark.long
 def test_ranks_read_their_part_of_a_checkpoint_and_of_a_folder(tmp_path):
-    from foundry.export import ExportOptions, export
-    from foundry.library import run
+    from foundry.commands.export import ExportOptions, export
+    from foundry.commands.library import run
 
     run(configure(*TINY_LM, "hparams.max_steps=1"), tmp_path / "run")
     export(ExportOptions(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
@@ -167,7 +167,7 @@ def check_resumed(world, config):
 
     from foundry.models import keyed_draws
     from foundry.models.initialisation import InitialModel
-    from foundry.parts import build_empty
+    from foundry.parts.model import build_empty
 
     with patch.object(keyed_draws._Words, "numbers", side_effect=AssertionError("drawn")):
         parallel = started(world, config, InitialModel(build_empty(config)))
@@ -186,9 +186,9 @@ def measure_start(world, config):
     import ctypes
     from pathlib import Path
 
+    from foundry.core.sharded import local_part
     from foundry.models.fsdp_block import find_blocks
-    from foundry.parts import start_model
-    from foundry.training.sharded import local_part
+    from foundry.parts.model import start_model
 
     def status(name):
         lines = Path("/proc/self/status").read_text().splitlines()

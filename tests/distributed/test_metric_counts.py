@@ -20,7 +20,7 @@ class Counted:
         return len(microbatch["x"])
 
     def loss(self, model, microbatch):
-        from foundry.training.protocols import LossSum, Mean
+        from foundry.core.protocols import LossSum, Mean
 
         error = model(microbatch["x"]).squeeze(-1) - microbatch["y"]
         marked = microbatch["marked"]
@@ -35,6 +35,7 @@ def measure(world, batch):
     import torch
     import torch.distributed as dist
 
+    from foundry.core.protocols import Window
     from foundry.data.splits import DataSplits
     from foundry.evaluators.held_out import HeldOut
     from foundry.optim.optimizers import adamw
@@ -42,7 +43,6 @@ def measure(world, batch):
     from foundry.parallel.wrap import parallelize
     from foundry.training.evaluation import Evaluation
     from foundry.training.metric_sums import read_means
-    from foundry.training.protocols import Window
     from foundry.training.step import TrainStep
 
     torch.manual_seed(0)

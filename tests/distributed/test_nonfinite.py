@@ -19,7 +19,7 @@ class Sums:
         return int(microbatch["valid"].sum())
 
     def loss(self, model, microbatch):
-        from foundry.training.protocols import LossSum
+        from foundry.core.protocols import LossSum
 
         total = sum_loss(model, microbatch["tokens"], microbatch["valid"])
         bad = self.rank == 1 and bool(microbatch["bad"].any())
@@ -29,7 +29,7 @@ class Sums:
 def window(world, step, bad, positions=False):
     import torch
 
-    from foundry.training.protocols import Window
+    from foundry.core.protocols import Window
 
     tokens, valid = global_batch(step)
     share = len(tokens) // world.world_size
@@ -93,10 +93,10 @@ def skip(world, on_device):
     import logging
 
     from foundry.config.schemas.guard import Guard, NonFinite
+    from foundry.core.ema import WeightAverage
     from foundry.optim.optimizers import muon
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
-    from foundry.training.ema import WeightAverage
     from foundry.training.guards import UpdateGuard
 
     message, results = [], {}

@@ -51,10 +51,10 @@ def gradients(world, strategy, *, grad_checkpointing):
     """What this rank's rows are answered, and all gradients, averaged over ranks."""
     from support.composition import configure
 
+    from foundry.core.sharded import is_sharded
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
-    from foundry.training.sharded import is_sharded
 
     torch.manual_seed(0)
     count = f"distributed.nproc_per_node={world.world_size}"

@@ -27,7 +27,7 @@ class Regression:
         return int(microbatch["marked"].sum())
 
     def loss(self, model, microbatch):
-        from foundry.training.protocols import LossSum, Mean
+        from foundry.core.protocols import LossSum, Mean
 
         error = (model(microbatch["x"]).squeeze(-1) - microbatch["y"]) * microbatch["marked"]
         return LossSum(error.square().sum(), {"absolute": Mean(error.abs().sum())})

@@ -15,8 +15,8 @@ def measure(model, world):
     from support.policy_parts import DATA, Wandering
     from support.reach import Reach
 
+    from foundry.core.protocols import EvaluationContext
     from foundry.evaluators.success import Success
-    from foundry.training.protocols import EvaluationContext
 
     evaluator = Success(objective=Wandering(), data=DATA, simulator=Reach, episodes=11, at_a_time=3)
     with TemporaryDirectory() as folder, torch.no_grad():

@@ -11,8 +11,8 @@ from support.harness import run_ranks
 from support.tiny import SMALL_LM
 from support.toy import FP32
 
-from foundry.config.errors import ConfigError
-from foundry.config.recorded import foreign_parts
+from foundry.config.record.recorded import foreign_parts
+from foundry.core.errors import ConfigError
 
 HELD_OUT = "evaluation.evaluators.held_out"
 has_torchmetrics = pytest.mark.skipif(importlib.util.find_spec("torchmetrics") is None, reason="no torchmetrics")
@@ -29,7 +29,7 @@ class Classes:
     def loss(self, model, microbatch):
         from torch.nn.functional import cross_entropy
 
-        from foundry.training.protocols import LossSum
+        from foundry.core.protocols import LossSum
 
         return LossSum(cross_entropy(*self.predict(model, microbatch), reduction="sum"))
 
@@ -158,8 +158,8 @@ def measure_answers(world):
     from test_exact_match_ranks import built
     from torchmetrics.text import CharErrorRate, ROUGEScore
 
+    from foundry.core.protocols import EvaluationContext
     from foundry.evaluators.exact_match import ExactMatch
-    from foundry.training.protocols import EvaluationContext
 
     model, data = built()
     metrics = {"cer": CharErrorRate(), "rouge": ROUGEScore(rouge_keys="rouge1")}

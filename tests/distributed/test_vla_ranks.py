@@ -39,9 +39,9 @@ def rows():
 
 def measure(parallel, own):
     """What the policy answers to all rows before it is trained, its loss on its own rows, and the gradients."""
+    from foundry.core.sharded import is_sharded
     from foundry.objectives.action_chunks import FlowPolicy
     from foundry.parallel.whole_weights import gathered
-    from foundry.training.sharded import is_sharded
 
     objective, batch = FlowPolicy(seed=5, **CHUNK), rows()
     seen = {name: batch[name] for name in ("state", "images", "instruction")}

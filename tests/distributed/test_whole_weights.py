@@ -28,7 +28,7 @@ def built():
 
 
 def continued(model, prompts, world, policy):
-    from foundry.objectives.generation import Decoding, generate
+    from foundry.generation.decoding import Decoding, generate
 
     decoding = Decoding(max_new_tokens=12, stop_ids=frozenset({7, 8}))
     with policy.autocast(world.device):

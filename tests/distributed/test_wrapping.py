@@ -82,7 +82,7 @@ def check_different_start_is_named(world):
 
 
 def check_refusals(world):
-    from foundry.config.errors import ConfigError
+    from foundry.core.errors import ConfigError
 
     keep = GradientSync.last_keep_params
     for config, key in (
@@ -102,7 +102,7 @@ def check_sync_is_found_behind_wrappers(world):
     """torch.compile's module hides the FSDPModule's type; the policy acts all the same. A bare model is refused."""
     import torch
 
-    from foundry.config.errors import ConfigError
+    from foundry.core.errors import ConfigError
     from foundry.parallel.gradient_sync import DDPSync, FSDPSync
 
     class Hidden(torch.nn.Module):

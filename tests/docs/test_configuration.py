@@ -12,12 +12,12 @@ import pytest
 from support.composition import compose
 from support.scripts import ROOT, load_script
 
-from foundry.config.compose import config_dir
-from foundry.config.elsewhere import names
-from foundry.config.errors import ConfigError
-from foundry.config.flags import check_flags
+from foundry.config.composition.compose import config_dir
+from foundry.config.composition.store import group_schemas
+from foundry.config.diagnostics.elsewhere import names
+from foundry.config.diagnostics.flags import check_flags
 from foundry.config.schemas.root import to_config
-from foundry.config.store import group_schemas
+from foundry.core.errors import ConfigError
 
 PAGE, NAMES_PAGE = ROOT / "docs" / "configuration.md", ROOT / "docs" / "names.md"
 
@@ -133,8 +133,8 @@ def test_plan_json_has_what_computed_names_say(plan):
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """The keys of a run's plan.json."""
+    from foundry.engine.train import train
     from foundry.run_dir.names import PLAN
-    from foundry.train import train
 
     folder = tmp_path_factory.mktemp("plan")
     overrides = [

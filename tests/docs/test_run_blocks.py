@@ -105,7 +105,7 @@ def shell(tmp_path, cache):
 def test_first_command_starts_cold_and_the_others_fork(shell):
     cold, warm = (shell("PYTHONVERBOSE=1 python -m foundry --version").communicate() for _ in range(2))
     assert cold[0] == warm[0] != ""
-    assert "import 'foundry.cli'" in cold[1]
+    assert "import 'foundry.commands.main'" in cold[1]
     assert warm[1] == ""
     refused = shell("python -m foundry hparams.lr=-1")
     assert refused.communicate()[1].startswith("hparams.lr: ")

@@ -32,7 +32,10 @@ def test_links_lead_to_pages_of_the_site(hooks):
 
 
 def test_documentation_of_code_stands_where_a_comment_asks_for_it(hooks):
-    assert linked(hooks, "<!-- reference: foundry.library.run -->", page="reference.md") == "::: foundry.library.run"
+    assert (
+        linked(hooks, "<!-- reference: foundry.commands.library.run -->", page="reference.md")
+        == "::: foundry.commands.library.run"
+    )
 
 
 def test_a_notebook_is_a_page_with_its_answers(hooks, tmp_path):

@@ -15,14 +15,14 @@ from support.tiny import SMALL_LM, TINY_DIT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foundry.checkpoint.folder import read_manifest
-from foundry.config.errors import ConfigError
-from foundry.eval import EvalOptions, evaluate
-from foundry.export import ExportOptions, export
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.sample import SampleOptions, sample
+from foundry.core.errors import ConfigError
+from foundry.engine.restore import restore
+from foundry.engine.train import train
 from foundry.models.lora import adapted_layers
-from foundry.restore import restore
 from foundry.run_dir.checkpoints import find
-from foundry.sample import SampleOptions, sample
-from foundry.train import train
 
 QUIET = ["tracking=none", "tracking.progress=false", "evaluation.write_samples=false", "evaluation.interval=null"]
 FEW = ["debug=fast", "data.seq_len=32", *QUIET]

@@ -11,11 +11,11 @@ from support.outcome import outcome
 from support.small_text import RUN, SMALL, write_text
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from foundry.config.errors import ConfigError
-from foundry.export import ExportOptions, export
-from foundry.restore import restore
+from foundry.commands.export import ExportOptions, export
+from foundry.core.errors import ConfigError
+from foundry.engine.restore import restore
+from foundry.engine.train import train
 from foundry.run_dir.checkpoints import list_checkpoints
-from foundry.train import train
 
 QUIET = ["tracking=none", "tracking.log_every_n_steps=1", "hparams.global_batch_size=4", "hparams.per_gpu_batch_size=2"]
 STILL = ["hparams.lr=1e-30", "scheduler.warmup='0'", "optimizer.weight_decay=0"]

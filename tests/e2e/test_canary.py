@@ -9,7 +9,7 @@ from support.examples import long_case
 from support.tiny import SMALL_LM
 from support.warm import WarmShell
 
-from foundry.config.frozen import plain
+from foundry.config.record.frozen import plain
 
 CANARY = "canary-8c41d07e"
 VARIABLES = {

@@ -8,15 +8,15 @@ from support.small_text import RUN, SMALL, write_text
 
 import foundry.checkpoint.tensor_index
 import foundry.checkpoint.tensors
-import foundry.library
-import foundry.restore
+import foundry.commands.library
+import foundry.engine.restore
 import foundry.run_dir.checkpoints
 from foundry.checkpoint.retention import remove
-from foundry.config.errors import ConfigError
-from foundry.eval import EvalOptions, evaluate
-from foundry.export import ExportOptions, export_checkpoint
-from foundry.restore import restore
-from foundry.train import train
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.export import ExportOptions, export_checkpoint
+from foundry.core.errors import ConfigError
+from foundry.engine.restore import restore
+from foundry.engine.train import train
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ READERS = {
 STAGES = {
     "the link is read": (foundry.run_dir.checkpoints, "linked_step"),
     "the list is made": (foundry.run_dir.checkpoints, "list_checkpoints"),
-    "it is verified": (foundry.restore, "problems"),
+    "it is verified": (foundry.engine.restore, "problems"),
     "its tensors are found": (foundry.checkpoint.tensors, "read_index"),
     "a tensor is read": (foundry.checkpoint.tensor_index, "open_regular"),
 }
@@ -90,14 +90,14 @@ def test_newer_checkpoint_is_read_if_the_run_deletes_the_first_when(training, de
 
 
 def test_eval_on_other_data_needs_no_checkpoint_after_the_weights_are_read(finished, training, deleted_at):
-    deleted_at(foundry.library, "compose")
+    deleted_at(foundry.commands.library, "compose")
     data = ["data=text", f"data.path={finished.parent / 'text.txt'}", "data.seq_len=16"]
     assert evaluate(EvalOptions(run=str(training[0]), max_samples=1), data)["checkpoint"] == "step_00000002"
 
 
 @pytest.mark.parametrize("reader", ["restore", "export"])
 def test_step_that_the_run_deletes_meanwhile_is_a_line(training, deleted_at, reader):
-    deleted_at(foundry.restore, "problems")
+    deleted_at(foundry.engine.restore, "problems")
     with pytest.raises(
         ConfigError, match=r"^which: .* has no checkpoint '2'; there are: step_00000001, step_00000003$"
     ):

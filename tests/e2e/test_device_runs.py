@@ -9,8 +9,8 @@ from support.devices import DEVICES, runs_on
 from support.run_events import EndsAfter, Interrupted
 from support.tiny import TINY_DIT, TINY_LM
 
+from foundry.commands.library import compose, run
 from foundry.config import environment
-from foundry.library import compose, run
 from foundry.models.transformer import Transformer
 from foundry.parallel import device
 from foundry.run_dir.checkpoints import list_checkpoints

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny import TINY_LM
 
-from foundry.diff import compare
+from foundry.commands.diff import compare
 
 RUN = [*TINY_LM, "hparams.max_steps=4", "tracking=none", "evaluation.interval=2", "evaluation.write_samples=false"]
 

@@ -11,9 +11,9 @@ from support.warm import WarmShell
 
 from foundry.checkpoint.shard import Chunk
 from foundry.checkpoint.tensor_index import read_index
-from foundry.export import ExportOptions, export
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.sample import SampleOptions, sample
 from foundry.run_dir.checkpoints import find
-from foundry.sample import SampleOptions, sample
 
 pytestmark = [pytest.mark.long, pytest.mark.distributed]
 # With its default of eps AdamW makes 2e-5 of the rounding of sums, without any rank that divides the model.

@@ -9,11 +9,11 @@ from support.composition import configure
 from support.samples import read_samples
 from support.tiny import SMALL_LM
 
-from foundry.config.errors import ConfigError
-from foundry.eval import EvalOptions, evaluate
-from foundry.export import ExportOptions, export
-from foundry.sample import SampleOptions, sample
-from foundry.train import train
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.sample import SampleOptions, sample
+from foundry.core.errors import ConfigError
+from foundry.engine.train import train
 
 QUIET = ["tracking=none", "tracking.progress=false", "evaluation.write_samples=false"]
 EXACT = "+evaluation.evaluators.exact_match={_target_: foundry.evaluators.exact_match.ExactMatch, max_new_tokens: 8}"

@@ -9,9 +9,9 @@ from support.samples import read_samples
 from support.tiny import SMALL_LM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from foundry.export import ExportOptions, export
-from foundry.sample import SampleOptions, sample
-from foundry.train import train
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.sample import SampleOptions, sample
+from foundry.engine.train import train
 
 QUIET = ["tracking=none", "tracking.progress=false", "evaluation.write_samples=false"]
 HF = "'+model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4}'"

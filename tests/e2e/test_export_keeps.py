@@ -22,9 +22,9 @@ from transformers import (
     pipeline,
 )
 
+from foundry.commands.export import ExportOptions, export
 from foundry.config.schemas.precision import WeightsDtype
-from foundry.export import ExportOptions, export
-from foundry.train import train
+from foundry.engine.train import train
 
 SPECIAL = ["<|pad|>", "<|begin|>", "<|end|>", "<|turn|>", "<|call|>"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|turn|>' }}{% endfor %}"

@@ -12,15 +12,15 @@ from support.composition import configure
 from support.tiny import SMALL_LM
 
 from foundry.checkpoint.tensors import collect
-from foundry.config.frozen import save_config
+from foundry.commands.export import ExportOptions, export
+from foundry.config.record.frozen import save_config
 from foundry.config.schemas.precision import WeightsDtype
-from foundry.data.tokenizer import train_tokenizer
-from foundry.export import ExportOptions, export
-from foundry.parts import build_model
-from foundry.restore import restore
+from foundry.core.ema import WeightAverage
+from foundry.core.model_hooks import hook
+from foundry.data.corpora.tokenizer import train_tokenizer
+from foundry.engine.restore import restore
+from foundry.parts.model import build_model
 from foundry.run_dir.names import PLAN, TOKENIZER
-from foundry.training.ema import WeightAverage
-from foundry.training.model_hooks import hook
 
 HF = "+model.config={hidden_size:32,intermediate_size:64,num_hidden_layers:2,num_attention_heads:4}"
 KINDS = {
@@ -71,7 +71,7 @@ def test_weights_in_another_type(tmp_path):
 
 _MEASURED = """
 import resource, sys
-from foundry.export import ExportOptions, export
+from foundry.commands.export import ExportOptions, export
 def peak(run):
     export(ExportOptions(run=run, out=run + "-out"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -30,7 +30,7 @@ LATER |= {"torch.distributed.fsdp", "torch.distributed.tensor", "transformers"}
 
 _HELP = """
 import sys
-from foundry.cli import main
+from foundry.commands.main import main
 sys.argv = ["foundry", "--help"]
 try:
     main()

@@ -7,8 +7,8 @@ from support.composition import configure
 from support.outcome import losses
 from support.small_text import RUN, SMALL, write_text
 
+from foundry.engine.train import train
 from foundry.run_dir.checkpoints import find
-from foundry.train import train
 
 SHARES = [*RUN, *SMALL, "data.path=[text.txt,rows.jsonl]", "data.weights=[0.7,0.3]", "data.text_field=message.text"]
 SHARES += ["scheduler.horizon=20", "checkpoint.interval=5"]

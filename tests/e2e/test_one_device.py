@@ -12,7 +12,7 @@ from support.outcome import losses, status, weights
 from support.tiny import TINY_LM
 from torch import nn
 
-from foundry.library import compose, run
+from foundry.commands.library import compose, run
 from foundry.parallel.compilation import count_graphs
 from foundry.run_dir.checkpoints import find
 from foundry.tracking.metrics_file import read_metrics

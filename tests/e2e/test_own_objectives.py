@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from foundry.objectives.next_token import NextToken
-from foundry.training.protocols import LossSum, Mean
+from foundry.core.protocols import LossSum, Mean
 
 
 class Stay(NextToken):

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 
 from foundry.data.splits import DataSplits
 from foundry.objectives.next_token import NextToken
-from foundry.training.protocols import LossSum, Mean
+from foundry.core.protocols import LossSum, Mean
 
 
 def counting(*, seed, seq_len, vocab_size):

@@ -9,13 +9,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from support.reach import Reach
 
-from foundry.config.errors import ConfigError
-from foundry.eval import EvalOptions, evaluate
-from foundry.export import ExportOptions, export
-from foundry.library import compose, run
-from foundry.parts import build_model
-from foundry.restore import restore
-from foundry.sample import SampleOptions, sample
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.library import compose, run
+from foundry.commands.sample import SampleOptions, sample
+from foundry.core.errors import ConfigError
+from foundry.engine.restore import restore
+from foundry.parts.model import build_model
 
 SMALL = ["simulator=told", "data=scenes", "model=vlm", "objective=sft", "optimizer=adamw", "precision=fp32"]
 SMALL += ["model.hidden_size=16", "model.intermediate_size=24", "model.num_layers=1", "model.num_heads=2"]
@@ -76,9 +76,9 @@ def test_a_resumed_run_ends_with_the_same_weights(settings, finished, tmp_path):
 
 
 def test_a_run_may_start_from_its_weights(settings, finished):
-    from foundry.initial_model import read_initial, resolve_weights
+    from foundry.engine.initial_model import read_initial, resolve_weights
     from foundry.parallel.process_group import World
-    from foundry.parts import start_model
+    from foundry.parts.model import start_model
 
     config = settings(f"model.init_from={finished}")
     world = World(0, 0, 1, 1, torch.device("cpu"))

@@ -8,13 +8,13 @@ import pytest
 from support.lerobot_parts import write_by_hand
 from support.reach import Reach
 
-from foundry.config.errors import ConfigError
-from foundry.data.demonstrations import FIRST_SEED
-from foundry.data.statistics import Statistics
-from foundry.eval import EvalOptions, evaluate
-from foundry.export import ExportOptions, export
-from foundry.library import compose, run
-from foundry.restore import restore
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.library import compose, run
+from foundry.core.errors import ConfigError
+from foundry.data.robots.demonstrations import FIRST_SEED
+from foundry.data.robots.statistics import Statistics
+from foundry.engine.restore import restore
 
 SMALL = ["hparams=policy", "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "hparams.max_steps=4"]
 SMALL += ["data.horizon=8", "objective.action_steps=4", "hparams.global_batch_size=16", "tracking=none"]

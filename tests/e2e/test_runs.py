@@ -296,7 +296,7 @@ def test_an_export_loads_in_transformers(lm, run_command):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from foundry.restore import restore
+    from foundry.engine.restore import restore
 
     run_command(f"run={lm[0]}", "out=exported", "ema=false", module="foundry.export")
     exported = run_command.cwd / "exported"

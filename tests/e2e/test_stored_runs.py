@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.checkpoint_parts import rewrite_manifest
 
-from foundry.config.frozen import load_config
+from foundry.config.record.frozen import load_config
 
 STORED = Path(__file__).parents[1] / "stored"
 WORDS = [

@@ -7,12 +7,12 @@ import pytest
 from support.composition import configure
 from support.tiny import SMALL_LM
 
-from foundry.config.errors import ConfigError
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.task_eval import table
 from foundry.config.packages import pip_command
-from foundry.eval import EvalOptions, evaluate
-from foundry.export import ExportOptions, export
-from foundry.task_eval import table
-from foundry.train import train
+from foundry.core.errors import ConfigError
+from foundry.engine.train import train
 
 has_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="no lm_eval")
 COMMON = """
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_a_line(run_dir, monkeypatch):
     assert refused(num_fewshot=2).startswith("num_fewshot: is 2 but is of tasks of lm_eval; give tasks=[...]")
     assert refused(tasks=["x"], max_new_tokens=9).startswith("max_new_tokens: is 9 but is not for tasks")
     assert refused(["data=text"], tasks=["x"]).startswith("data: is text but tasks bring their own data")
-    monkeypatch.setattr("foundry.task_eval.find_spec", lambda name: None)
+    monkeypatch.setattr("foundry.commands.task_eval.find_spec", lambda name: None)
     said = f"tasks: needs lm_eval, which is not installed; {pip_command('lm_eval', 'lm_eval')}"
     assert refused(tasks=["x"]) == said
 

@@ -8,9 +8,9 @@ from support.composition import configure
 from support.small_text import RUN, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foundry.export import ExportOptions, export
-from foundry.restore import restore
-from foundry.train import train
+from foundry.commands.export import ExportOptions, export
+from foundry.engine.restore import restore
+from foundry.engine.train import train
 
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 _GROUPED = {**_SIZES, "num_key_value_heads": 1}

@@ -10,14 +10,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from foundry.checkpoint.init_from import init_from
-from foundry.config.errors import ConfigError
-from foundry.data.tokenizer import train_tokenizer
-from foundry.eval import EvalOptions, evaluate
-from foundry.export import ExportOptions, export
-from foundry.library import compose, run
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.library import compose, run
+from foundry.commands.sample import SampleOptions, sample
+from foundry.core.errors import ConfigError
+from foundry.data.corpora.tokenizer import train_tokenizer
+from foundry.engine.restore import restore
 from foundry.parallel.process_group import World
-from foundry.restore import restore
-from foundry.sample import SampleOptions, sample
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.rollout_parts import Vowels, make_data, make_model
 
+from foundry.core.protocols import EvaluationContext
 from foundry.environments.judge import Judge
 from foundry.evaluators.exact_match import ExactMatch
 from foundry.parallel.process_group import World
-from foundry.training.protocols import EvaluationContext
 
 
 class Silent:

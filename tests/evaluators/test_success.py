@@ -11,15 +11,15 @@ from PIL import Image, ImageSequence
 from support.policy_parts import DATA, Blind, GoThere, Wandering
 from support.reach import Reach
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
+from foundry.core.protocols import EvaluationContext
+from foundry.data.corpora.tokenizer import train_tokenizer
 from foundry.data.splits import DataSplits
-from foundry.data.tokenizer import train_tokenizer
 from foundry.evaluators.episodes import Film
 from foundry.evaluators.films import save_gif
 from foundry.evaluators.rates import wilson_interval
 from foundry.evaluators.success import Success
 from foundry.parallel.process_group import World
-from foundry.training.protocols import EvaluationContext
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.stopped import Stopped
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.stopped import Stopped
 from foundry.launch.local import run_local
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.launch.claim import check_free, claim, describe_disk_error, run_job
 from foundry.run_dir.marker import MARK, is_ours
 from foundry.run_dir.status import write_status

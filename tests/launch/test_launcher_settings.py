@@ -6,9 +6,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
 
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.errors import ConfigError
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.launcher import resolve_launcher
+from foundry.core.errors import ConfigError
 
 NAMED = ["hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]  # `${hydra:...}` is known in a process only
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.global_batch_size=16"]

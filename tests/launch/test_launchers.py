@@ -5,9 +5,9 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import HydraContext, RunMode
 
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.errors import ConfigError
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.sweeper import Direction
+from foundry.core.errors import ConfigError
 from foundry.launch.launchers import FrozenLauncher
 from foundry.run_dir.result import write_result
 from foundry.run_dir.status import write_status

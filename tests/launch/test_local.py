@@ -17,8 +17,8 @@ from local_workers import (
     stop_and_be_asked_again,
 )
 
-from foundry.config.errors import ConfigError
-from foundry.config.stopped import Stopped
+from foundry.core.errors import ConfigError
+from foundry.core.stopped import Stopped
 from foundry.launch.local import WorkerFailed, run_local
 
 pytestmark = pytest.mark.distributed

@@ -1,7 +1,7 @@
 import pytest
 from support.composition import configure
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.launch.local import WorkerFailed
 from foundry.launch.restarts import Restarts
 from foundry.run_dir.status import read_status, write_status

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 from submitit.core.utils import UncompletedJobError
 
+from foundry.core.stop_signals import STOP_SIGNALS
 from foundry.launch.slurm_task import NotRequeued, SlurmTask
-from foundry.stop_signals import STOP_SIGNALS
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from support.local_sweeps import Sweeps
 
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.errors import ConfigError
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.core.errors import ConfigError
 from foundry.launch.submitit_local_launcher import SubmititLocalLauncher
 from foundry.tracking.metrics_file import read_metrics
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from foundry.config.errors import ConfigError
-from foundry.models.base_files import check_weights
+from foundry.core.errors import ConfigError
+from foundry.models.pretrained.base_files import check_weights
 
 CONFIG = {
     "model_type": "llama",
@@ -88,7 +88,7 @@ def test_adapters_beside_weights_are_refused(tmp_path):
 
 
 def test_a_pickle_in_an_index_is_not_loaded(tmp_path, monkeypatch):
-    from foundry.models.huggingface import HuggingFaceCausalLM
+    from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 
     loaded = []
     monkeypatch.setattr(torch, "load", lambda *args, **options: loaded.append(args))

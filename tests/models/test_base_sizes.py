@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from support.examples import examples
 from torch import nn
 
-from foundry.config.errors import ConfigError
-from foundry.models import base_sizes
-from foundry.models.base_sizes import bounded_modules, check_own_sizes, check_sizes
+from foundry.core.errors import ConfigError
+from foundry.models.pretrained import base_sizes
+from foundry.models.pretrained.base_sizes import bounded_modules, check_own_sizes, check_sizes
 
 
 @settings(max_examples=examples(25))

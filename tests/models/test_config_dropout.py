@@ -7,9 +7,9 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foundry.config.errors import ConfigError
-from foundry.models.config_dropout import put, set_dropouts
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.core.errors import ConfigError
+from foundry.models.pretrained.config_dropout import put, set_dropouts
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2}

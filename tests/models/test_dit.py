@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.models.dit import DiT, position_table, sinusoids
 from foundry.models.fsdp_block import find_blocks
 

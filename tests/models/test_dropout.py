@@ -4,11 +4,11 @@ import pytest
 import torch
 from support.composition import configure
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.models.dropout import KeyedDropout
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.models.transformer import Transformer
-from foundry.parts import build_model
+from foundry.parts.model import build_model
 
 KEYS = torch.tensor([3, -(2**62), 2**62])
 SIZES = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}

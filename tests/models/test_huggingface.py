@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.data import StdlibText
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError
 from foundry.models.fsdp_block import find_blocks
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.models.transformer import Transformer
-from foundry.parts import build_model
+from foundry.parts.model import build_model
 
 LLAMA = {
     "hidden_size": 32,

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
@@ -52,7 +52,7 @@ def test_no_value_is_read_and_no_number_changes(architecture, attention, monkeyp
     assert count == 0
     looks = []
     found = masking_utils.find_packed_sequence_indices
-    monkeypatch.setattr("foundry.models.huggingface._one_document_a_row", nullcontext)
+    monkeypatch.setattr("foundry.models.pretrained.huggingface._one_document_a_row", nullcontext)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda ids: looks.append(1) or found(ids))
     count, before = step()
     assert count == len(looks) > 0  # or transformers no longer looks, and this can go

@@ -8,10 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.checkpoint.init_from import compare_files, copy_files, weight_files
-from foundry.config.errors import ConfigError
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.core.errors import ConfigError
 from foundry.models.initialisation import InitialModel, allocate, matrices_on_meta, output_std, resolve_std
 from foundry.models.keyed_draws import Normal, Part, draw_parts
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.models.transformer import Transformer
 
 LAYERS, HIDDEN, VOCAB = 3, 64, 211

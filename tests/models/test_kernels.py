@@ -7,7 +7,7 @@ from support.devices import DEVICES, Operations, device_of
 from support.tiny import SMALL_LM
 
 from foundry.models.transformer import RMSNorm
-from foundry.parts import build_model
+from foundry.parts.model import build_model
 
 FUSED = {
     "cpu": {"aten::_scaled_dot_product_flash_attention_for_cpu"},

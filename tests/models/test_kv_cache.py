@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.models.transformer import Transformer
 
 VOCAB, CONTEXT = 61, 24

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.toy import SEQ, VOCAB, Toy
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.models.logits import answer_with_log_probs
 from foundry.models.token_log_probs import read_log_probs
 

@@ -2,11 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.core.errors import ConfigError
 from foundry.models.dit import DiT
-from foundry.models.huggingface import HuggingFaceCausalLM
 from foundry.models.lora import (
     adapted_layers,
     adapters_off,
@@ -18,6 +17,7 @@ from foundry.models.lora import (
     resolve_targets,
     scaling,
 )
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.models.transformer import Transformer
 from foundry.parallel.precision import PrecisionPolicy
 

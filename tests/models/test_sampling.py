@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.devices import DEVICES, Operations, device_of
 
-from foundry.models.sampling import draw_tokens, filtered
+from foundry.generation.sampling import draw_tokens, filtered
 
 LOGITS = torch.tensor([2.0, 1.0, 3.0, 3.0, -1.0, 0.5], dtype=torch.float64)
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from foundry.checkpoint.init_from import init_from
-from foundry.config.errors import ConfigError
-from foundry.models.huggingface import HuggingFaceCausalLM
-from foundry.models.stored_types import find_wrong_types
+from foundry.core.errors import ConfigError
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
+from foundry.models.pretrained.stored_types import find_wrong_types
 from foundry.parallel.process_group import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.transformer import Transformer, TransformerBlock, rotary_table
 

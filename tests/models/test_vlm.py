@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.token_loss import TokenLoss
 from foundry.models.transformer import rotary_table, rotate
@@ -239,7 +239,7 @@ def test_too_many_words_and_a_size_without_whole_patches_are_refused():
 
 
 def test_it_is_no_model_of_transformers_and_has_no_cache():
-    from foundry.training.model_hooks import hook
+    from foundry.core.model_hooks import hook
 
     model = vlm()
     assert isinstance(model.model.layers[0], PrefixBlock)

@@ -6,10 +6,10 @@ from torch import nn
 
 from foundry.config.schemas import objective as schemas
 from foundry.config.schemas.objective import Prediction
+from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
+from foundry.core.protocols import ActingObjective
 from foundry.models.policy_dit import PolicyDiT
 from foundry.objectives.action_chunks import ActionRegression, DiffusionPolicy, FlowPolicy
-from foundry.objectives.keyed_random import keyed_integers, keyed_normal, keyed_uniform
-from foundry.training.protocols import ActingObjective
 
 HORIZON, ACTION_DIM, STATE_DIM = 8, 3, 5
 CHUNK = {"horizon": HORIZON, "action_dim": ACTION_DIM, "action_steps": 4}

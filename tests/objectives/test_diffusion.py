@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas import objective as schemas
 from foundry.config.schemas.objective import BetaSchedule, Prediction
-from foundry.data.digits import LabelledImages
+from foundry.core.errors import ConfigError
+from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
+from foundry.data.images.digits import LabelledImages
 from foundry.data.splits import DataSplits
 from foundry.models.dit import DiT
 from foundry.objectives.diffusion import Diffusion
-from foundry.objectives.keyed_random import keyed_integers, keyed_normal, keyed_uniform
 
 
 def objective(**changes) -> Diffusion:

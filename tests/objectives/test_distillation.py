@@ -4,13 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.distillation import Divergence, OutsideTopK
+from foundry.core.errors import ConfigError
 from foundry.models.transformer import Transformer
 from foundry.objectives.distillation import Distillation
 from foundry.objectives.divergence import divergence
 from foundry.objectives.sft import SFT
-from foundry.parts import check_forward
+from foundry.parts.objective import check_forward
 
 OPTIONS = [
     {},

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from foundry.generation.decoding import Decoding, generate
 from foundry.models.token_log_probs import TokenLogProbs
 from foundry.models.transformer import Transformer
-from foundry.objectives.generation import Decoding, generate
 
 VOCAB, CONTEXT = 40, 32
 CPU = torch.device("cpu")

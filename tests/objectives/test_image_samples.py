@@ -3,7 +3,7 @@
 import torch
 from matplotlib.image import imread
 
-from foundry.objectives.image_samples import ImageSamples
+from foundry.generation.image_samples import ImageSamples
 
 
 def picture(tmp_path, images, labels):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry.objectives.keyed_random import keyed_integers, keyed_normal, keyed_uniform
+from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
 
 FUNCTIONS = [
     lambda seed, positions, stream: keyed_normal(seed, positions, (2, 3), stream=stream),

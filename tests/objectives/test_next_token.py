@@ -4,11 +4,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foundry.data.corpora.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from foundry.data.splits import DataSplits
-from foundry.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
+from foundry.generation.text_samples import TextSamples
 from foundry.models.transformer import Transformer
 from foundry.objectives.next_token import NextToken
-from foundry.objectives.text_samples import TextSamples
 
 
 def make_model(vocab_size=50, **changes):

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rollout_parts import make_model, make_objective, make_source, make_student
 
-from foundry.columns import WithColumns
 from foundry.config.schemas.distillation import Divergence, OutsideTopK
 from foundry.config.schemas.objective import PreferenceLoss
-from foundry.data.examples import Examples, Pairs
+from foundry.data.conversations.examples import Examples, Pairs
 from foundry.data.loader import Loader, held_out_batches
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import first_fit_decreasing, place_parts
+from foundry.engine.columns import WithColumns
 from foundry.models.transformer import Transformer
 from foundry.objectives.distillation import Distillation
 from foundry.objectives.dpo import DPO

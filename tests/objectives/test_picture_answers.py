@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from foundry.objectives.generation import Decoding, generate
-from foundry.objectives.picture_answers import PictureAnswers
+from foundry.generation.decoding import Decoding, generate
+from foundry.generation.picture_answers import PictureAnswers
 
 
 def answers(count, **changes):

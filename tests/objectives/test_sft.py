@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import log_softmax
 
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.models.transformer import Transformer
 from foundry.objectives.next_token import NextToken
 from foundry.objectives.sft import SFT

@@ -5,7 +5,7 @@ import torch
 from support.composition import configure
 from torch import nn
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.optim import adamw_bf16
 from foundry.optim.adamw_bf16 import Bf16AdamW
 from foundry.optim.optimizers import adamw

@@ -10,13 +10,13 @@ from support.examples import examples
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry.config.errors import ConfigError
-from foundry.config.frozen import plain
-from foundry.config.resume_compat import differences
+from foundry.config.record.frozen import plain
+from foundry.config.record.resume_compat import differences
+from foundry.core.errors import ConfigError
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.optim.muon import Muon, orthogonalise
 from foundry.optim.optimizers import adam, adamw, muon, param_groups, sgd
-from foundry.parts import build_optimizers
+from foundry.parts.optimization import build_optimizers
 from foundry.training.step import set_schedule
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

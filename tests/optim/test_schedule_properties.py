@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget
 from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear, WeightDecay
 
 ROUNDING = 4 * 2.0**-52

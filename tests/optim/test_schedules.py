@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget
-from foundry.config.phases import Phases
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget
+from foundry.core.phases import Phases
 from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear, WeightDecay, from_state
 
 RAMP = BatchSizes.ramp(start=2, increment=2, over_samples=12, final=8)  # 2 2 2, 4 4, 6, then 8

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.parallel.determinism import deterministic
 
 

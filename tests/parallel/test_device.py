@@ -13,9 +13,9 @@ from support.devices import FakeGpus
 
 from foundry.config import environment
 from foundry.config.environment import STORE, detect
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Backend, Distributed, Single
+from foundry.core.errors import ConfigError
 from foundry.parallel import device as device_module
 from foundry.parallel.device import (
     allocator_retries,

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import (
     DDP,
@@ -21,11 +20,12 @@ from foundry.config.schemas.distributed import (
     resolve_distributed,
 )
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.core.errors import ConfigError
+from foundry.core.sharded import sharded_modules
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import process_group
 from foundry.parallel.wrap import parallelize
-from foundry.training.sharded import sharded_modules
 
 FP32 = PrecisionPolicy(PrecisionMode.fp32)
 

@@ -15,14 +15,14 @@ from finetuning_cases import (
 )
 from torch import Tensor, nn
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget
 from foundry.config.schemas.evaluation import EarlyStopping as EarlyStoppingSettings
 from foundry.config.schemas.evaluation import Evaluation, PatienceUnit
 from foundry.config.schemas.policy import KLType
 from foundry.config.schemas.scheduler import EvaluateAt
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget
+from foundry.generation.sampling import filtered
 from foundry.models.lora import match_targets, merged, scaling
-from foundry.models.sampling import filtered
 from foundry.models.token_log_probs import TokenLogProbs
 from foundry.objectives.advantages import group_advantages
 from foundry.objectives.divergence import divergence

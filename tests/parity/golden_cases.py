@@ -14,11 +14,11 @@ from typing import Any
 
 from support.composition import configure
 
-from foundry.config.batch_sizes import BatchSizes
 from foundry.config.build import build
-from foundry.config.errors import ConfigError
 from foundry.config.lengths import resolve_budget
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.errors import ConfigError
 from foundry.optim import schedules
 
 Case = dict[str, Any]

@@ -23,11 +23,11 @@ from golden_cases import (
     schedule_of,
 )
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.errors import ConfigError
 from foundry.config.lengths import resolve_batch_sizes, resolve_budget
 from foundry.config.schemas.checkpoint import SchedulerOnResume
 from foundry.config.schemas.scheduler import EvaluateAt
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.errors import ConfigError
 from foundry.models.initialisation import output_std, resolve_std
 from foundry.optim.schedule_state import reconcile
 from foundry.optim.schedules import WSD, Schedule

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from golden_cases import Case, fields_of, schedule_of
 from golden_checks import offences, saved_state
 
-from foundry.config.batch_sizes import BatchSizes
+from foundry.core.batch_sizes import BatchSizes
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from golden_checks import (
     upstream_run,
 )
 
-from foundry.config.batch_sizes import BatchSizes
 from foundry.config.lengths import resolve_batch_sizes, resolve_budget
+from foundry.core.batch_sizes import BatchSizes
 
 DOES_NOT_FIT = r"(?m)^scheduler\.warmup: is .* not fit into the .* steps of the schedule"
 

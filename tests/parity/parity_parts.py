@@ -6,10 +6,10 @@ from torch.utils.data import Dataset
 
 from foundry.checkpoint.tensors import load_weights
 from foundry.data.splits import DataSplits
+from foundry.engine.train import train
 from foundry.launch.local import run_local
-from foundry.parts import build_model
+from foundry.parts.model import build_model
 from foundry.run_dir.checkpoints import find
-from foundry.train import train
 
 
 class RaggedTokens(Dataset):

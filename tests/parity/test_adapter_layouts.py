@@ -7,10 +7,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from foundry.checkpoint.tensors import load_weights
-from foundry.export import ExportOptions, export
+from foundry.commands.export import ExportOptions, export
+from foundry.engine.restore import restore
 from foundry.models.lora import add_adapters
-from foundry.parts import build_model
-from foundry.restore import restore
+from foundry.parts.model import build_model
 from foundry.run_dir.checkpoints import find
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long]

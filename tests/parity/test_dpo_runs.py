@@ -11,10 +11,11 @@ from parity_parts import differences, run_all, weights
 from support.composition import configure
 from support.examples import some_of
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.data.order import GlobalOrder
-from foundry.parts import build_data, build_model
-from foundry.train import train
+from foundry.engine.train import train
+from foundry.parts.data import build_data
+from foundry.parts.model import build_model
 
 STEPS, BATCH, LR, BETA = 20, 8, 3e-3, 0.2
 WORDS = [

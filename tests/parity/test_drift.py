@@ -6,12 +6,12 @@ import pytest
 import torch
 from support.warm import warm_ranks
 
-from foundry import trained
+from foundry.engine import trained
+from foundry.engine.train import train
 from foundry.launch.local import run_local
 from foundry.models import token_log_probs, transformer
 from foundry.models.initialisation import InitialModel
 from foundry.parallel import grad_norm, precision
-from foundry.train import train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long]
 

@@ -10,7 +10,7 @@ from golden_checks import CHECKS
 from golden_differences import DIFFERENCES, differences_of
 from golden_instead import INSTEAD
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 
 CASES = {case["id"]: case for case in read_cases(OWN_FOLDER)}
 SAME_CURVE = {"nothing_learned", "curve_overlaps"}

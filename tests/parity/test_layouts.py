@@ -15,7 +15,7 @@ import torch
 from parity_parts import differences, run_all, weights
 from support.examples import selection
 
-from foundry.parts import build_model
+from foundry.parts.model import build_model
 
 pytestmark = pytest.mark.distributed
 

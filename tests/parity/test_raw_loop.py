@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from support.examples import some_of
 
 from foundry.data.order import GlobalOrder
-from foundry.parts import build_data, build_model
+from foundry.engine.train import train
+from foundry.parts.data import build_data
+from foundry.parts.model import build_model
 from foundry.tracking.metrics_file import read_metrics
-from foundry.train import train
 
 STEPS, WARMUP, LR, FLOOR, BATCH = 50, 5, 3e-3, 1e-4, 16
 SEED = 7  # not the default
@@ -53,7 +54,7 @@ def language_model_loss(model, batch, positions):
 def diffusion_loss(model, batch, positions):
     from diffusers import DDPMScheduler
 
-    from foundry.objectives.keyed_random import keyed_integers, keyed_normal, keyed_uniform
+    from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
 
     where = torch.tensor(positions)
     noise = keyed_normal(SEED, where, (1, 8, 8), stream="noise", device="cpu")
@@ -70,7 +71,7 @@ def diffusion_loss(model, batch, positions):
 def policy_loss(model, batch, positions):
     from diffusers import DDPMScheduler
 
-    from foundry.objectives.keyed_random import keyed_integers, keyed_normal
+    from foundry.core.keyed_random import keyed_integers, keyed_normal
 
     where, valid = torch.tensor(positions), ~batch["is_padded"]
     actions = batch["actions"].nan_to_num()

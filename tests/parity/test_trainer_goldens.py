@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget
 from foundry.config.schemas.evaluation import EarlyStopping, Evaluation, PatienceUnit
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget
 from foundry.training import early_stopping
 
 CASES = json.loads((Path(__file__).parent / "goldens" / "trainer.json").read_text())["cases"]

@@ -5,9 +5,9 @@ import torch
 
 from foundry.checkpoint.tensors import collect
 from foundry.config.build import build
+from foundry.core.ema import WeightAverage
 from foundry.planning.fake import build_fake
 from foundry.planning.memory import checkpoint_bytes
-from foundry.training.ema import WeightAverage
 
 SMALL = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=2"]
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from foundry.config.lengths import resolve_budget
 from foundry.data.splits import DataSplits
-from foundry.parts import build_schedule
+from foundry.parts.optimization import build_schedule
 from foundry.planning.derive import build_plan
 
 RAMPED = [

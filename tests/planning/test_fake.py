@@ -4,7 +4,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from foundry.config.build import build
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.planning.fake import build_fake
 
 TINY_HF = {

@@ -3,7 +3,7 @@
 import torch
 from support.rollout_parts import make_model, make_objective
 
-from foundry.models.huggingface import HuggingFaceCausalLM
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.planning.generation import cache_bytes
 
 

@@ -5,8 +5,8 @@ import torch
 from test_memory import SMALL, microbatch_of
 from test_memory import plan as memory
 
-from foundry.config.errors import ConfigError
-from foundry.plan import _MOST_ROWS, _ROWS, _written
+from foundry.commands.plan import _MOST_ROWS, _ROWS, _written
+from foundry.core.errors import ConfigError
 from foundry.planning import memory as planning_memory
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from foundry.config.errors import ConfigError
-from foundry.plan import _measured
+from foundry.commands.plan import _measured
+from foundry.core.errors import ConfigError
 
 
 def write(folder, *values):

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foundry.config.build import build
-from foundry.config.errors import ConfigError, Violation
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, GradientSync, Single, resolve_distributed
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.core.errors import ConfigError, Violation
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.lora import frozen_matrices
 from foundry.parallel import checkpointing

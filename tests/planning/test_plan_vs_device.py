@@ -6,16 +6,18 @@ from support.composition import configure
 from support.devices import DEVICES, alone_on
 
 from foundry.config.build import build
+from foundry.core.ema import WeightAverage
+from foundry.core.protocols import Window
 from foundry.models.lora import frozen_matrices
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.wrap import parallelize
-from foundry.parts import build_model, build_objective, build_optimizers
+from foundry.parts.model import build_model
+from foundry.parts.objective import build_objective
+from foundry.parts.optimization import build_optimizers
 from foundry.planning.fake import build_adapted, build_fake
 from foundry.planning.live_bytes import LiveBytes
 from foundry.planning.memory import estimate_memory
-from foundry.training.ema import WeightAverage
 from foundry.training.memory_error import measure_device_memory
-from foundry.training.protocols import Window
 from foundry.training.step import TrainStep
 
 SMALL = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.rollout_parts import QUESTIONS, Vowels, make_data, make_model, make_objective, make_source
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.environments.judge import Judge, Judgement
 
 PLAIN = {"generation_temperature": 1.0, "generation_top_k": None, "generation_top_p": 1.0, "ref_policy_kl_penalty": 0.0}

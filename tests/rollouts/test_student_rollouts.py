@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.rollout_parts import VOWELS, make_model, make_objective, make_source, make_student
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.distillation import Divergence
+from foundry.core.errors import ConfigError
 from foundry.environments.judge import Judge
 from foundry.objectives.divergence import divergence
 

@@ -5,7 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.small_disk import fill, small_disk
 
-from foundry.config.compose import config_dir
+from foundry.config.composition.compose import config_dir
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from support.built_once import built_once
 from support.composition import configure
 from support.tiny import TINY_DIT, TINY_LM
 
-from foundry.train import train
+from foundry.engine.train import train
 
 
 @pytest.fixture(scope="session")

@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 from support.composition import compose
 from support.examples import examples
 
+from foundry.commands.diff import DiffOptions
+from foundry.commands.diff import print_differences as diff
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.plan import PlanOptions, plan
+from foundry.commands.report import ReportOptions
+from foundry.commands.report import print_report as report
+from foundry.commands.sample import SampleOptions, sample
+from foundry.commands.sync import run as sync
 from foundry.config.command import command, folder_option, print_path
-from foundry.config.errors import ConfigError
-from foundry.diff import DiffOptions
-from foundry.diff import main as diff
-from foundry.eval import EvalOptions, evaluate
-from foundry.export import ExportOptions, export
-from foundry.plan import PlanOptions, plan
-from foundry.report import ReportOptions
-from foundry.report import main as report
+from foundry.core.errors import ConfigError
 from foundry.run_dir.names import STATISTICS
 from foundry.run_dir.redact import masked_text
-from foundry.sample import SampleOptions, sample
-from foundry.sync import main as sync
 
 PASSWORD = "hunter2"
 ADDRESS = f"http://bob:{PASSWORD}@h/x"

@@ -8,9 +8,9 @@ import sys
 import pytest
 from support.composition import compose
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.launcher import Slurm
 from foundry.config.setting import check_fields
+from foundry.core.errors import ConfigError
 from foundry.launch.slurm_submission import _environment_of_job, _executor
 
 NASTY = [

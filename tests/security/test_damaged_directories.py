@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.examples import examples
 
-from foundry import sync
-from foundry.config.errors import ConfigError
-from foundry.diff import DiffOptions
-from foundry.diff import main as diff_main
+from foundry.commands import sync
+from foundry.commands.diff import DiffOptions, print_differences
+from foundry.commands.report import ReportOptions, print_report
+from foundry.core.errors import ConfigError
 from foundry.launch import slurm_unwatched
-from foundry.report import ReportOptions
-from foundry.report import main as report_main
 from foundry.run_dir.status import write_status
 from foundry.sweeps.report import report, watch
 from foundry.sweeps.results import Which
@@ -199,10 +197,10 @@ def test_any_damage_is_a_line_or_a_row(folder, damaged):
 
     for call in (
         lambda: report(sweep_dir, Console(), picture=False),
-        lambda: report_main(ReportOptions(dir=str(sweep_dir), picture=False, which=Which.best)),
+        lambda: print_report(ReportOptions(dir=str(sweep_dir), picture=False, which=Which.best)),
         lambda: report(sweep_dir / "0", Console(), picture=False),
-        lambda: diff_main(DiffOptions(run=str(sweep_dir / "0"), against=str(sweep_dir / "1"))),
-        lambda: sync.main([f"dir={sweep_dir / '0'}"]),
+        lambda: print_differences(DiffOptions(run=str(sweep_dir / "0"), against=str(sweep_dir / "1"))),
+        lambda: sync.run([f"dir={sweep_dir / '0'}"]),
     ):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -225,8 +223,8 @@ def test_a_directory_that_is_none(dir, tmp_path, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "sweep" / "empty").mkdir()
     for call in (
-        lambda: report_main(ReportOptions(dir=str(tmp_path / dir))),
-        lambda: sync.main([f"dir={tmp_path / dir}"]),
+        lambda: print_report(ReportOptions(dir=str(tmp_path / dir))),
+        lambda: sync.run([f"dir={tmp_path / dir}"]),
     ):
         _, code = shown(call, capsys)
         assert code == 2 or "0 records sent" in _

@@ -7,10 +7,10 @@ import yaml
 from attacks import CANARY, SECRET, hydra_targets, places, spoilt, targets
 from support.examples import examples
 
-from foundry.config.errors import ConfigError
-from foundry.config.frozen import load_config
-from foundry.config.recorded import own_targets
-from foundry.config.store import GROUPS
+from foundry.config.composition.store import GROUPS
+from foundry.config.record.frozen import load_config
+from foundry.config.record.recorded import own_targets
+from foundry.core.errors import ConfigError
 
 
 def test_no_hostile_target_is_built(lm, tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.examples import examples, some_of
 
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.sample import SampleOptions, sample
 from foundry.config.command import command
-from foundry.export import ExportOptions, export
-from foundry.sample import SampleOptions, sample
 
 COMMANDS = {"sample": (SampleOptions, sample), "export": (ExportOptions, export)}
 FILES = ("config.yaml", "plan.json", "tokenizer.json", "checkpoints", "CHECKPOINT/manifest.json")
@@ -264,7 +264,7 @@ def test_weights_that_are_no_numbers_are_not_drawn_from(lm, tmp_path, capsys, mo
     def load(folder, model, **options):
         torch.nn.init.constant_(next(model.parameters()), torch.nan)
 
-    monkeypatch.setattr("foundry.restore.load_weights", load)
+    monkeypatch.setattr("foundry.engine.restore.load_weights", load)
     code, err = ask("sample", [f"run={lm}", f"out={tmp_path / 'out'}"], capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert "NaN" in err

@@ -9,7 +9,7 @@ from support.checkpoint_parts import ALONE, Net, rewrite_manifest, write
 from foundry.checkpoint.folder import problems, read_manifest
 from foundry.checkpoint.resume_point import find_resume_point
 from foundry.checkpoint.retention import remove_leftovers
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, find, list_checkpoints
 
 SHARD, RANK = "shard-00000.safetensors", "rank-00000.json"

@@ -12,14 +12,14 @@ from attacks import targets
 from support.composition import configure
 from support.tiny import TINY_DIT, TINY_LM
 
-from foundry.config.errors import ConfigError
-from foundry.config.job_overrides import recorded_overrides
-from foundry.config.optuna_parts import build_part, check_part
+from foundry.config.checks.optuna_parts import build_part, check_part
+from foundry.config.composition.job_overrides import recorded_overrides
 from foundry.config.schemas.sweeper import Search
+from foundry.core.errors import ConfigError
+from foundry.engine.train import train
 from foundry.evaluators.pruning import Pruning
 from foundry.parallel.process_group import World
 from foundry.run_dir.trial import open_storage
-from foundry.train import train
 
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 QUIET = ["tracking=none", "evaluation.write_samples=false", "tracking.progress=false"]

@@ -6,15 +6,15 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from foundry.config.errors import ConfigError
-from foundry.diff import DiffOptions
-from foundry.diff import main as diff
-from foundry.eval import EvalOptions, evaluate
-from foundry.export import ExportOptions, export
+from foundry.commands.diff import DiffOptions
+from foundry.commands.diff import print_differences as diff
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.sample import SampleOptions, sample
+from foundry.core.errors import ConfigError
 from foundry.planning import report as plan_report
 from foundry.run_dir.marker import mark
 from foundry.run_dir.outputs import folder_refusal, has_columns, has_keys, is_picture, refusal
-from foundry.sample import SampleOptions, sample
 from foundry.sweeps.report import report
 
 COMMANDS = {

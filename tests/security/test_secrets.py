@@ -5,9 +5,9 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from support.composition import compose, configure
 
-from foundry.config.compose import install
-from foundry.config.errors import ConfigError, Violation
-from foundry.config.frozen import hash_config, load_config, plain, save_config
+from foundry.config.composition.compose import install
+from foundry.config.record.frozen import hash_config, load_config, plain, save_config
+from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir import redact
 from foundry.run_dir.log import RunLog, Terminal
 from foundry.run_dir.redact import MASK, masked_text, one_line, printable
@@ -137,7 +137,7 @@ def test_a_sweep_says_so_before_it_writes_anything(monkeypatch):
     from hydra._internal.utils import create_config_search_path
     from hydra.types import RunMode
 
-    from foundry.config.compose import config_dir
+    from foundry.config.composition.compose import config_dir
 
     loader = ConfigLoaderImpl(create_config_search_path(config_dir()))
     for overrides in ([OWN_MODEL, f"model.api_key={CANARY},other"], [f"tracking.uri=http://ann:{CANARY}@host"]):

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from support.composition import configure
 
-from foundry.config.errors import ConfigError
-from foundry.config.frozen import load_config, save_config
-from foundry.parts import build_simulator
+from foundry.config.record.frozen import load_config, save_config
+from foundry.core.errors import ConfigError
+from foundry.parts.data import build_simulator
 
 if find_spec("gymnasium_robotics") is None:
     pytest.skip("needs the extra fetch", allow_module_level=True)

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from foundry.config.job_overrides import recorded_overrides
+from foundry.config.composition.job_overrides import recorded_overrides
+from foundry.core.events import PlannedUpdate, RunEnded, RunStarted, StepLogged
+from foundry.generation.text_samples import TextSamples
 from foundry.launch.slurm_end import ErrorOutput, Submission
 from foundry.launch.snapshot import FOLDER, snapshot
-from foundry.objectives.text_samples import TextSamples
 from foundry.planning.report import write_csv
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.lock import is_held, lock
@@ -27,7 +28,6 @@ from foundry.tracking.mlflow.queue import read_pending, write_pending
 from foundry.tracking.plot_style import blank, save_figure
 from foundry.tracking.plots import Plots
 from foundry.tracking.status_file import StatusFile
-from foundry.training.events import PlannedUpdate, RunEnded, RunStarted, StepLogged
 
 PRECIOUS = "precious"
 KINDS = ("link", "dangling", "pipe", "folder", "device")

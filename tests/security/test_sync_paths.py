@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foundry import sync
+from foundry.commands import sync
 from foundry.tracking.mlflow.destination import Destination, sync_command, tracking_uri
 from foundry.tracking.mlflow.queue import write_pending
 from foundry.tracking.mlflow.store import MlflowStore, resolve_file
@@ -75,7 +75,7 @@ def test_files_that_are_not_the_runs_are_refused_and_nothing_is_sent(run_dir, se
     (run_dir / "result.json").write_text("{}")
     LINKED.get(record["file"], lambda run_dir: None)(run_dir)
     given(run_dir, *RECORDS, record)
-    assert sync.main([f"dir={run_dir}"]) == 2
+    assert sync.run([f"dir={run_dir}"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("nothing is sent: ")
     assert message.count("\n") == 1
@@ -112,32 +112,32 @@ SERVERS = ["http://evil.example:5000", "databricks", "postgresql://host/db", "sq
 @pytest.mark.parametrize("uri", SERVERS)
 def test_the_directory_does_not_choose_the_store(run_dir, sent, capsys, uri, monkeypatch):
     given(run_dir, uri=uri)
-    assert sync.main([f"dir={run_dir}"]) == 2
+    assert sync.run([f"dir={run_dir}"]) == 2
     message = capsys.readouterr().err
     assert f"uri={uri}" in message, "it says what to do"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mine.example")
-    assert sync.main([f"dir={run_dir}"]) == 2
+    assert sync.run([f"dir={run_dir}"]) == 2
     assert sent == []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    assert sync.main([f"dir={run_dir}"]) == 0
+    assert sync.run([f"dir={run_dir}"]) == 0
     assert sent == [uri]
 
 
 def test_a_store_that_is_named_is_taken(run_dir, sent):
     given(run_dir, uri="http://one.example")
-    assert sync.main([f"dir={run_dir}", "uri=http://two.example"]) == 0
+    assert sync.run([f"dir={run_dir}", "uri=http://two.example"]) == 0
     given(run_dir)
-    assert sync.main([f"dir={run_dir}"]) == 0
+    assert sync.run([f"dir={run_dir}"]) == 0
     assert sent == ["http://two.example", tracking_uri()]
 
 
 def test_credentials_come_from_the_environment_for_the_same_store_only(run_dir, sent, monkeypatch, capsys):
     given(run_dir, uri="http://ann:hidden-pw@one.example")
-    assert sync.main([f"dir={run_dir}"]) == 2
+    assert sync.run([f"dir={run_dir}"]) == 2
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:hidden-pw@other.example")
-    assert sync.main([f"dir={run_dir}"]) == 2
+    assert sync.run([f"dir={run_dir}"]) == 2
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:hidden-pw@one.example")
-    assert sync.main([f"dir={run_dir}"]) == 0
+    assert sync.run([f"dir={run_dir}"]) == 0
     assert sent == ["http://ann:hidden-pw@one.example"]
     assert "hidden-pw" not in capsys.readouterr().err
 
@@ -146,7 +146,7 @@ def test_the_command_that_a_run_prints_is_the_one_that_works(run_dir, sent):
     for uri in (tracking_uri(), "http://one.example"):
         given(run_dir, uri=uri)
         command = shlex.split(sync_command(run_dir, uri))
-        assert sync.main(command[3:]) == 0
+        assert sync.run(command[3:]) == 0
     assert sent == [tracking_uri(), "http://one.example"]
     message = sync_command(run_dir, "http://ann:hidden-pw@one.example")
     assert message.startswith("MLFLOW_TRACKING_URI=http://***@one.example python ")
@@ -157,11 +157,11 @@ def test_a_database_that_came_with_the_run_does_not_write_elsewhere(run_dir, tmp
     given(run_dir, *RECORDS, artifact("authorized_keys"))
     (run_dir / "authorized_keys").write_text("key of a stranger")
     given(run_dir, *RECORDS)
-    assert sync.main([f"dir={run_dir}"]) == 0
+    assert sync.run([f"dir={run_dir}"]) == 0
     with sqlite3.connect(tmp_path / "work" / "mlflow.db") as database:
         database.execute("update runs set artifact_uri = ?", (str(tmp_path / ".ssh"),))
     given(run_dir, artifact("authorized_keys"))
-    assert sync.main([f"dir={run_dir}"]) == 2
+    assert sync.run([f"dir={run_dir}"]) == 2
     assert ".ssh" in capsys.readouterr().err
     assert not (tmp_path / ".ssh").exists()
 
@@ -187,7 +187,7 @@ PENDING = {
 def test_records_that_are_not_foundrys_are_a_line(run_dir, sent, capsys, content):
     given(run_dir)
     (run_dir / "mlflow_pending.jsonl").write_bytes(json.dumps(RECORDS[0]).encode() + b"\n" + PENDING[content])
-    assert sync.main([f"dir={run_dir}"]) == 2
+    assert sync.run([f"dir={run_dir}"]) == 2
     message = capsys.readouterr().err
     assert "mlflow_pending.jsonl:2" in message
     assert message.count("\n") == 1

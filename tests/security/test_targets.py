@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from support.composition import configure
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from foundry.commands.export import ExportOptions, export
+from foundry.commands.sample import SampleOptions, sample
 from foundry.config.command import command
-from foundry.config.frozen import load_config
-from foundry.export import ExportOptions, export
-from foundry.sample import SampleOptions, sample
-from foundry.train import train
+from foundry.config.record.frozen import load_config
+from foundry.engine.train import train
 
 COMMANDS = {"sample": (SampleOptions, sample), "export": (ExportOptions, export)}
 
@@ -139,7 +139,7 @@ def test_of_a_secret_the_export_names_the_variable(lm, tmp_path, ask):
 def test_no_kernel_of_a_hub_is_fetched(lm, ask, attention):
     settings = settings_of(lm)
     settings["model"] = {
-        "_target_": "foundry.models.huggingface.HuggingFaceCausalLM",
+        "_target_": "foundry.models.pretrained.huggingface.HuggingFaceCausalLM",
         "init_from": None,
         "path": None,
         "architecture": "llama",
@@ -161,7 +161,7 @@ def test_a_folder_that_settings_name_is_not_read(lm, tmp_path, ask):
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512}))
     settings = settings_of(lm)
     settings["model"] = {
-        "_target_": "foundry.models.huggingface.HuggingFaceCausalLM",
+        "_target_": "foundry.models.pretrained.huggingface.HuggingFaceCausalLM",
         "path": str(folder),
         "vocab_size": 512,
         "max_seq_len": 32,
@@ -177,7 +177,7 @@ def test_text_that_settings_name_is_not_read(lm, tmp_path, ask):
     (tmp_path / "private.txt").write_text("private " * 10_000)
     settings = settings_of(lm)
     settings["data"] |= {
-        "_target_": "foundry.data.text.text_files",
+        "_target_": "foundry.data.corpora.text.text_files",
         "path": str(tmp_path / "private.txt"),
         "text_field": "text",
         "validation_path": None,

@@ -7,9 +7,9 @@ import pytest
 from support.composition import compose, configure
 from support.examples import some_of
 
-from foundry.config.errors import ConfigError
 from foundry.config.packages import pip_command
-from foundry.parts import build_simulator
+from foundry.core.errors import ConfigError
+from foundry.parts.data import build_simulator
 from foundry.simulators.protocol import Demonstrating
 
 if find_spec("gymnasium_robotics") is None:

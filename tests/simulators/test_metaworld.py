@@ -3,7 +3,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.simulators.protocol import Demonstrating
 
 if find_spec("metaworld") is None:

@@ -4,8 +4,8 @@ import pytest
 from support.composition import configure
 from support.reach import Reach
 
-from foundry.config.errors import ConfigError
-from foundry.parts import build_simulator
+from foundry.core.errors import ConfigError
+from foundry.parts.data import build_simulator
 
 
 def build(**settings):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.composition import compose, configure
 
-from foundry.config.errors import ConfigError
 from foundry.config.packages import pip_command
-from foundry.parts import build_simulator
+from foundry.core.errors import ConfigError
+from foundry.parts.data import build_simulator
 from foundry.simulators.protocol import Demonstrating
 from foundry.simulators.tabletop import Tabletop
 

@@ -7,10 +7,10 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
-from foundry.config.choices import Choices
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.errors import ConfigError
+from foundry.config.composition.choices import Choices
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.root import Config, to_config
+from foundry.core.errors import ConfigError
 
 CHOICES = Choices()
 """Foundry's own options, which no test changes."""

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from hydra.utils import get_class, get_object
 
-from foundry.config.store import GROUPS, group_schemas
+from foundry.config.composition.store import GROUPS, group_schemas
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from foundry.core.protocols import LossSum
 from foundry.objectives.next_token import NextToken
-from foundry.training.protocols import LossSum
 from foundry.training.step import TrainStep
 
 kept = []

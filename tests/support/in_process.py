@@ -27,8 +27,8 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobRuntime
 from hydra.version import VersionBase
 
-from foundry.config import compose as composing
-from foundry.config.choices import Choices
+from foundry.config.composition import compose as composing
+from foundry.config.composition.choices import Choices
 from foundry.run_dir import redact
 from support.composition import CHOICES
 from support.terminal import passed_on

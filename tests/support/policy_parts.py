@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from foundry.data.episodes import Recording, episode_splits
+from foundry.core.keyed_random import keyed_normal
+from foundry.data.robots.episodes import Recording, episode_splits
 from foundry.data.splits import DataSplits
 from foundry.models.fsdp_block import FSDPBlock
-from foundry.objectives.keyed_random import keyed_normal
 from support.reach import Reach
 
 

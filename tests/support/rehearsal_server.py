@@ -15,7 +15,7 @@ from pathlib import Path
 from foundry.rehearsal.child import answer
 
 MODULES = (
-    "foundry.data.text",
+    "foundry.data.corpora.text",
     "foundry.evaluators.held_out",
     "foundry.models.transformer",
     "foundry.objectives.next_token",

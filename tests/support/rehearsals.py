@@ -5,8 +5,8 @@ import subprocess
 import sys
 from dataclasses import asdict
 
+from foundry.core.safe_path import environment_of_module
 from foundry.rehearsal.rehearsal import rehearse
-from foundry.safe_path import environment_of_module
 from support.composition import configure
 
 

@@ -5,9 +5,9 @@ import contextlib
 import torch
 
 from foundry.config.schemas.distillation import DistillationMode
-from foundry.data.prompts import RowNumbers
+from foundry.data.conversations.prompts import RowNumbers
+from foundry.data.corpora.tokenizer import train_tokenizer
 from foundry.data.splits import DataSplits, Prompt
-from foundry.data.tokenizer import train_tokenizer
 from foundry.environments.judge import Judge
 from foundry.models.transformer import Transformer
 from foundry.objectives.distillation import Distillation

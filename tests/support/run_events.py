@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from foundry.training.events import Evaluated, PlannedUpdate, RunEnded, RunStarted, StepLogged
+from foundry.core.events import Evaluated, PlannedUpdate, RunEnded, RunStarted, StepLogged
 
 
 class Events:

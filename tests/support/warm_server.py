@@ -11,9 +11,9 @@ from pathlib import Path
 MODULES = (
     "diffusers",
     "foundry.checkpoint.saver",
-    "foundry.cli",
-    "foundry.data.digits",
-    "foundry.data.text",
+    "foundry.commands.main",
+    "foundry.data.images.digits",
+    "foundry.data.corpora.text",
     "foundry.diff",
     "foundry.evaluators.drawn_samples",
     "foundry.evaluators.held_out",
@@ -33,7 +33,7 @@ MODULES = (
     "foundry.sweeps.sweeper",
     "foundry.sync",
     "foundry.tracking.plots",
-    "foundry.train",
+    "foundry.engine.train",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "sklearn.datasets",
@@ -47,7 +47,7 @@ MODULES = (
 def _import_all():
     for name in MODULES:
         importlib.import_module(name)
-    from foundry.config.choices import keep_choices
+    from foundry.config.composition.choices import keep_choices
     from support.composition import CHOICES, compose
     from support.tiny import TINY_DIT, TINY_LM
 

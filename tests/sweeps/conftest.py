@@ -1,7 +1,7 @@
 import pytest
 from support.run_events import empty_database, events, no_mlflow_of_the_user, with_database  # noqa: F401 # fixtures
 
-from foundry.config.hydra_internals import load_unchecked
+from foundry.config.composition.hydra_internals import load_unchecked
 
 
 @pytest.fixture

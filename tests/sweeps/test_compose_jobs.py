@@ -7,9 +7,9 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from support.examples import some_of
 
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.errors import ConfigError
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.root import to_config
+from foundry.core.errors import ConfigError
 from foundry.sweeps.compose_jobs import compose_jobs
 
 

@@ -8,8 +8,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.sweeper import Sweep
+from foundry.core.errors import ConfigError
 from foundry.sweeps.grid import expand
 
 

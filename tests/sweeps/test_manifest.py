@@ -7,11 +7,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.errors import ConfigError, Violation, format_reason
-from foundry.config.frozen import hash_config
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.config.record.frozen import hash_config
 from foundry.config.schemas.root import to_config
 from foundry.config.schemas.sweeper import Sweep
+from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.launch.launchers import queue_job
 from foundry.run_dir.status import read_status, write_status
 from foundry.sweeps.grid import expand

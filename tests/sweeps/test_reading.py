@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from support.sweep_dirs import SweepDir, held
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 from foundry.sweeps.reading import evaluations, read_sweep
 from foundry.sweeps.results import Which
 

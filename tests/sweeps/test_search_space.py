@@ -3,7 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from foundry.config.errors import ConfigError
+from foundry.core.errors import ConfigError
 
 distributions = pytest.importorskip("optuna.distributions", reason="needs the extra search")
 CategoricalDistribution = distributions.CategoricalDistribution

@@ -8,9 +8,9 @@ from hydra.types import RunMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.config.compose import CONFIG_NAME, config_dir, install
-from foundry.config.errors import ConfigError, Violation
+from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.sweeper import Sweep
+from foundry.core.errors import ConfigError, Violation
 from foundry.sweeps.compose_jobs import compose_jobs
 from foundry.sweeps.grid import count_values, expand
 from foundry.sweeps.job import Job

@@ -12,7 +12,7 @@ from support.tiny import TINY_DIT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from foundry import ConfigError, compose, run
-from foundry.config.frozen import load_config, save_config
+from foundry.config.record.frozen import load_config, save_config
 from foundry.tracking.metrics_file import read_metrics
 from foundry.tracking.tensorboard import TensorBoard
 from foundry.tracking.wandb import WandB

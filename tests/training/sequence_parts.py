@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from foundry.core.protocols import LossSum
 from foundry.data.splits import DataSplits
-from foundry.training.protocols import LossSum
 
 WIDTH = 3
 SPIKE = 27

@@ -2,8 +2,8 @@
 
 import math
 
+from foundry.core.protocols import LossSum
 from foundry.objectives.diffusion import Diffusion
-from foundry.training.protocols import LossSum
 
 
 class SpikyDiffusion(Diffusion):

@@ -7,12 +7,12 @@ from torch import nn
 from foundry.config.schemas.guard import Guard, NonFinite
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.tracking import Tracking
+from foundry.core.protocols import LossSum, Window
 from foundry.models.fsdp_block import FSDPBlock, find_blocks
 from foundry.parallel.gradient_sync import LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.block_norms import BlockNorms, group_by_block
-from foundry.training.protocols import LossSum, Window
 from foundry.training.step import TrainStep
 
 CPU = torch.device("cpu")

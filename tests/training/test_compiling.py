@@ -12,13 +12,13 @@ from support.run_events import EndsAfter, Interrupted
 from support.tiny import TINY_DIT, TINY_LM
 from torch import nn
 
-from foundry.config.errors import ConfigError
-from foundry.library import compose, run
+from foundry.commands.library import compose, run
+from foundry.core.errors import ConfigError
+from foundry.core.protocols import Window
 from foundry.parallel.compilation import count_graphs, missing_compiler, require_compiler
 from foundry.parallel.process_group import World
 from foundry.training import compiling
 from foundry.training.compiling import Compiling, Expected
-from foundry.training.protocols import Window
 from foundry.training.signals import Boundary
 
 CPU = torch.device("cpu")

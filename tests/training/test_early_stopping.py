@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas import evaluation
 from foundry.config.schemas.evaluation import Mode, PatienceUnit
+from foundry.core.errors import ConfigError
 from foundry.training.early_stopping import EarlyStopping
 
 EVALUATIONS = PatienceUnit.evaluations

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from foundry.training.ema import WeightAverage
+from foundry.core.ema import WeightAverage
 
 
 def moved(model, step):

@@ -12,10 +12,10 @@ from support.examples import some_of
 from support.run_events import EndsAfter, Interrupted
 
 from foundry.checkpoint import saver
-from foundry.library import run
+from foundry.commands.library import run
+from foundry.engine.train import train
 from foundry.run_dir.checkpoints import list_checkpoints, parse_step
 from foundry.tracking.metrics_file import read_metrics
-from foundry.train import train
 from foundry.training.guards import LossSpike, NonFiniteError
 from foundry.training.throughput import Throughput
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from foundry.config.schemas.guard import Guard, NonFinite, SpikeAction
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.core.ema import WeightAverage
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.optim.optimizers import adamw, muon, sgd
 from foundry.parallel.process_group import World
-from foundry.training.ema import WeightAverage
 from foundry.training.guards import LossSpike, LossWindow, NonFiniteError, PersistentSpikeError
 
 SKIP = Guard(non_finite=NonFinite.skip)

@@ -7,9 +7,9 @@ from support.composition import configure
 from support.devices import Operations
 from support.tiny import SMALL_LM
 
-from foundry.library import run
+from foundry.commands.library import run
+from foundry.core.protocols import Mean
 from foundry.training.metric_sums import read_means
-from foundry.training.protocols import Mean
 from foundry.training.trainer import Trainer
 
 

@@ -6,13 +6,15 @@ from support.composition import configure
 from support.devices import DEVICES, Operations, alone_on, waiting_is_an_error
 from support.tiny import SMALL_LM, TINY_DIT
 
+from foundry.core.ema import WeightAverage
+from foundry.core.protocols import Window
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.wrap import parallelize
-from foundry.parts import build_model, build_objective, build_optimizers
+from foundry.parts.model import build_model
+from foundry.parts.objective import build_objective
+from foundry.parts.optimization import build_optimizers
 from foundry.training.block_norms import BlockNorms, group_by_block
-from foundry.training.ema import WeightAverage
-from foundry.training.protocols import Window
 from foundry.training.step import TrainStep
 
 SETTINGS = ["hparams.grad_clip_norm=1.0", "hparams.ema_decay=0.9", "precision=amp_bf16", "optimizer=adamw"]

@@ -1,8 +1,8 @@
 """The clock counts what it is told; a manifest from before tokens were in it still resumes."""
 
-from foundry.config.batch_sizes import BatchSizes
-from foundry.config.duration import Budget, Interval
-from foundry.training.progress import Progress
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget, Interval
+from foundry.core.progress import Progress
 
 
 def test_tokens_are_those_consumed():

@@ -21,10 +21,10 @@ from foundry.config.schemas.precision import Precision, PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Cosine
 from foundry.config.schemas.tracking import Tracking
-from foundry.config.stopped import Stopped
+from foundry.core.stopped import Stopped
+from foundry.engine.train import build_observers, train
 from foundry.run_dir.checkpoints import find, list_checkpoints
 from foundry.tracking.metrics_file import read_metrics
-from foundry.train import build_observers, train
 
 STEPS, INTERVAL = 12, 2
 TIMINGS = {"step_seconds", "samples_per_second", "peak_memory_bytes"}
@@ -88,7 +88,7 @@ lives = st.lists(
 def trapped():
     """Put the places into the run where it can be killed."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("foundry.train.build_observers", lambda *args: [Watcher(), *build_observers(*args)])
+    patch.setattr("foundry.engine.train.build_observers", lambda *args: [Watcher(), *build_observers(*args)])
     for module, name, place in (
         (saver, "write_json", "write"),
         (saver, "publish", "publish"),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from foundry.checkpoint.folder import Manifest
 from foundry.checkpoint.resume_point import ResumePoint
 from foundry.checkpoint.rng import rng_state, set_rng_state
-from foundry.config.errors import ConfigError
-from foundry.training.progress import Progress
-from foundry.training.state_values import read_count, read_numbers, read_optional_count, read_optional_number
+from foundry.core.errors import ConfigError
+from foundry.core.progress import Progress
+from foundry.core.state_values import read_count, read_numbers, read_optional_count, read_optional_number
 
 CPU = torch.device("cpu")
 COUNTS = st.integers(0, 2**63 - 1)

@@ -10,16 +10,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from foundry.config.errors import ConfigError
 from foundry.config.schemas.guard import Guard
 from foundry.config.schemas.precision import PrecisionMode
+from foundry.core.errors import ConfigError
+from foundry.core.protocols import LossSum, Mean, Window
 from foundry.optim.optimizers import adamw
 from foundry.parallel.gradient_sync import LocalSync
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 from foundry.training.guards import NonFiniteError, UpdateGuard
 from foundry.training.metric_sums import read_means
-from foundry.training.protocols import LossSum, Mean, Window
 from foundry.training.step import TrainStep, to_device
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))

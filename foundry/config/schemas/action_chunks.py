@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from foundry.config.errors import Violation, shown
 from foundry.config.setting import setting
+from foundry.core.errors import Violation, shown
 
 
 def parse_regression_loss(text: str) -> None:

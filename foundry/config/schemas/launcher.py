@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.errors import Violation
 from foundry.config.setting import check_fields, setting
+from foundry.core.errors import Violation
 
 GROUP = "hydra/launcher"
 PLUGINS = "hydra_plugins.foundry"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foundry.config.errors import shown
 from foundry.config.setting import setting
+from foundry.core.errors import shown
 
 
 def _parse_folder(text: str) -> Path:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from foundry.config.errors import Violation
 from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.setting import check_unused, setting
+from foundry.core.errors import Violation
 
 
 class KLType(Enum):

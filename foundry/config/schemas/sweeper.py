@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from foundry.config.errors import Violation
-from foundry.config.optuna_parts import check_part
+from foundry.config.checks.optuna_parts import check_part
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.setting import setting
+from foundry.core.errors import Violation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from foundry.config.command import quoted
-from foundry.config.frozen import read_recorded
+from foundry.config.record.frozen import read_recorded
+from foundry.core.safe_path import environment_of_module
 from foundry.run_dir.names import CHAT_TEMPLATE, TOKENIZER
 from foundry.run_dir.redact import one_line
-from foundry.safe_path import environment_of_module
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -12,7 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foundry.config.job_overrides import brief, format_command, key_and_value, recorded_overrides, short_names
+from foundry.config.composition.job_overrides import (
+    brief,
+    format_command,
+    key_and_value,
+    recorded_overrides,
+    short_names,
+)
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import MLFLOW_PARENT, SWEEP
 from foundry.run_dir.redact import masked, masked_text

@@ -7,7 +7,7 @@ are meant for that one it does not see.
 """
 
 if __name__ == "__main__":
-    from foundry.safe_path import leave_current_folder
+    from foundry.core.safe_path import leave_current_folder
 
     leave_current_folder()  # before the imports below
 
@@ -22,9 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from foundry import stop_signals
+from foundry.core import stop_signals
+from foundry.core.safe_path import environment_of_module
 from foundry.run_dir.redact import known, one_line, remember
-from foundry.safe_path import environment_of_module
 from foundry.tracking.mlflow.destination import SHORT_WAITS, Destination
 from foundry.tracking.mlflow.store import MlflowStore, Operation
 from foundry.tracking.mlflow.system_metrics import SystemMetrics

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.names import CONFIG, MLFLOW_PENDING, PLAN, PLOTS, RESULT
 from foundry.run_dir.redact import masked
@@ -18,7 +19,6 @@ from foundry.tracking.mlflow.queue import Delivery
 from foundry.tracking.mlflow.store import Operation
 from foundry.tracking.provenance import provenance
 from foundry.tracking.safe_observer import tolerant
-from foundry.training.events import Evaluated, RunEnded, RunStarted, StepLogged
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "requeued": "KILLED"}
 _NOTE_TAG = "mlflow.note.content"

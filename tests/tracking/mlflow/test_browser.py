@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.sweep_dirs import SweepDir
 
+from foundry.core.events import Evaluated
 from foundry.evaluators.episodes import Film
 from foundry.evaluators.films import save_gif
 from foundry.sweeps.mlflow_parent import close_parent
@@ -15,7 +16,6 @@ from foundry.tracking.mlflow.destination import Destination, how_to_look
 from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
-from foundry.training.events import Evaluated
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [

@@ -8,13 +8,13 @@ import pytest
 from support.composition import configure
 from support.tiny import SMALL_LM
 
-from foundry.config.errors import ConfigError
-from foundry.eval import EvalOptions, evaluate
-from foundry.sync import send_metrics
+from foundry.commands.eval import EvalOptions, evaluate
+from foundry.commands.sync import send_metrics
+from foundry.core.errors import ConfigError
+from foundry.engine.train import train
 from foundry.tracking.mlflow.destination import Destination, how_to_look, local_page, tracking_uri
 from foundry.tracking.mlflow.logged_model import log_model
 from foundry.tracking.mlflow.tracker import MLflowTracker
-from foundry.train import train
 
 SECRET = "canary-77c0ffee"
 
@@ -29,7 +29,7 @@ def client_of(folder):
 def test_a_finished_run_has_a_model_that_mlflow_loads(with_database, monkeypatch, caplog):
     import mlflow
 
-    from foundry.restore import restore
+    from foundry.engine.restore import restore
 
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.3")
     monkeypatch.setenv("OWN_TOKEN", SECRET)

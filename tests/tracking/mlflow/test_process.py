@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from foundry.stop_signals import STOP_SIGNALS
-from foundry.sync import send_pending
+from foundry.commands.sync import send_pending
+from foundry.core.stop_signals import STOP_SIGNALS
 from foundry.tracking.mlflow import process as processes
 from foundry.tracking.mlflow.tracker import MLflowTracker
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from foundry.commands.sync import run as sync
+from foundry.commands.sync import send_pending
 from foundry.config.schemas.tracking import Tracking
-from foundry.sync import main, send_pending
 from foundry.tracking.mlflow.destination import DEFAULT_EXPERIMENT, short_waits, tracking_uri
 from foundry.tracking.mlflow.tracker import MLflowTracker
 
@@ -226,8 +227,8 @@ def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, ca
     (message,) = [record.getMessage() for record in caplog.records if "were not delivered" in record.getMessage()]
     overrides = [f"dir={events.run_dir}", f"uri={own_server.uri}"]
     assert message.endswith(f"send them with: python -m foundry.sync {' '.join(overrides)}")
-    assert main(overrides[:1]) == 2
-    assert main(overrides) == 1
+    assert sync(overrides[:1]) == 2
+    assert sync(overrides) == 1
     assert pending.exists()
 
     own_server.start()
@@ -295,13 +296,13 @@ def test_credentials_of_the_uri_are_used_and_not_kept(events, black_hole, caplog
     tracker.on_end(events.end())
     assert SECRET not in caplog.text
     assert not [path for path in events.run_dir.iterdir() if SECRET in path.read_text()]
-    assert main([f"dir={events.run_dir}"]) == 2
+    assert sync([f"dir={events.run_dir}"]) == 2
     assert "set MLFLOW_TRACKING_URI or give uri=URI" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["dir="], ["dir=/no/such/place"], ["dir=.", "x=1"], ["."]])
 def test_sync_explains_itself(arguments, capsys):
-    code = main(arguments)
+    code = sync(arguments)
     output = capsys.readouterr()
     assert code == 2
     assert output.err.count("\n") == 1
@@ -309,7 +310,7 @@ def test_sync_explains_itself(arguments, capsys):
 
 
 def test_nothing_pending(tmp_path, capsys):
-    assert main([f"dir={tmp_path}"]) == 0
+    assert sync([f"dir={tmp_path}"]) == 0
     assert capsys.readouterr().out == "0 records sent\n"
 
 

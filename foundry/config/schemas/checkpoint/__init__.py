@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from foundry.config.duration import Budget, Duration, Interval
-from foundry.config.errors import Violation
 from foundry.config.schemas.evaluation import Mode
 from foundry.config.setting import OnResume, setting
+from foundry.core.duration import Budget, Duration, Interval
+from foundry.core.errors import Violation
 
 
 class SchedulerOnResume(Enum):

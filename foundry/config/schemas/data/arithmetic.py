@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from foundry.config.errors import Violation
 from foundry.config.schemas.data.base import Tokenised
 from foundry.config.schemas.data.rows import (
     LONGEST_ANSWER,
@@ -16,6 +15,7 @@ from foundry.config.schemas.data.rows import (
 )
 from foundry.config.schemas.data.text import Text
 from foundry.config.setting import setting
+from foundry.core.errors import Violation
 
 
 class ArithmeticForm(Enum):

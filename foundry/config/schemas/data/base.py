@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from foundry.config.errors import Violation
 from foundry.config.setting import OnResume, setting
+from foundry.core.errors import Violation
 
 _BYTES_AND_END = 257
 MODEL_TOKENIZER, MODEL_VOCAB_SIZE = "${model_folder:}", "${model_vocab_size:4096}"

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from foundry.config.errors import Violation
 from foundry.config.schemas.data.base import MODEL_TOKENIZER, MODEL_VOCAB_SIZE, Data, check_entries
 from foundry.config.setting import OnResume, setting
+from foundry.core.errors import Violation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Episodes(Data):
 class Demonstrations(Episodes):
     """Successful episodes of the simulator's expert, the same for every seed of a run; made once, and kept."""
 
-    _target_: str = "foundry.data.demonstrations.demonstrations"
+    _target_: str = "foundry.data.robots.demonstrations.demonstrations"
 
     episodes: int = setting(300, "successful episodes", ge=2, le=10**7)
     noise: float = setting(
@@ -96,7 +96,7 @@ class Demonstrations(Episodes):
 class LeRobot(Episodes):
     """Episodes of your own, in a folder in LeRobot's format, version 3."""
 
-    _target_: str = "foundry.data.lerobot.lerobot"
+    _target_: str = "foundry.data.robots.lerobot.lerobot"
 
     path: str = setting("???", "folder with meta/info.json", on_resume=OnResume.data)
     state_key: str = setting("observation.state", "column of the states")

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from foundry.config.errors import Violation
 from foundry.config.schemas.data.base import (
     MODEL_TOKENIZER,
     URLS,
@@ -18,6 +17,7 @@ from foundry.config.schemas.data.base import (
 )
 from foundry.config.setting import OnResume, setting
 from foundry.config.sources import check_sources
+from foundry.core.errors import Violation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Text(Tokenised):
 class StdlibText(Text):
     """The sources of the running Python's standard library."""
 
-    _target_: str = "foundry.data.text.stdlib_text"
+    _target_: str = "foundry.data.corpora.text.stdlib_text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class TextFiles(Text):
 
     urls: ClassVar[tuple[str, ...]] = URLS
 
-    _target_: str = "foundry.data.text.text_files"
+    _target_: str = "foundry.data.corpora.text.text_files"
 
     path: Any = path_of_files("file, folder or glob of text, JSONL, Parquet, Arrow or CSV files, or a list of these")
     weights: list[float] | None = weights_of_files()
@@ -70,7 +70,7 @@ class TokenFiles(Text):
 
     urls: ClassVar[tuple[str, ...]] = URLS
 
-    _target_: str = "foundry.data.token_files.token_files"
+    _target_: str = "foundry.data.corpora.token_files.token_files"
 
     path: Any = path_of_files("file, folder or glob of .bin or .npy files, or a list of these")
     weights: list[float] | None = weights_of_files()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, TypeAlias
 
-from foundry.config.errors import ConfigError, Violation, shown
 from foundry.config.setting import setting
+from foundry.core.errors import ConfigError, Violation, shown
 
 _DEFAULT_BUCKET_MB = 25.0
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s/:?#@]+):(?P<port>\d{1,5})")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from foundry.config.errors import Violation, nearest, shown
 from foundry.config.setting import setting
+from foundry.core.errors import Violation, nearest, shown
 
 
 def _parse_pattern(text: str) -> re.Pattern[str]:

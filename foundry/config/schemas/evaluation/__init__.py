@@ -6,10 +6,10 @@ from enum import Enum
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from foundry.config.duration import Budget, Duration, EpochInterval, Interval, Unit, parse_epoch_steps
-from foundry.config.errors import Violation, shown
 from foundry.config.packages import missing_message
 from foundry.config.setting import OnResume, setting
+from foundry.core.duration import Budget, Duration, EpochInterval, Interval, Unit, parse_epoch_steps
+from foundry.core.errors import Violation, shown
 
 _PATIENCE = "evaluation.early_stopping.patience"
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from foundry.config.errors import Violation
 from foundry.config.setting import setting
+from foundry.core.errors import Violation
 
 _DEFAULT_MAX_SKIPS, _DEFAULT_WINDOW = 3, 128
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from foundry.config.batch_sizes import BatchSizes, parse_count
-from foundry.config.errors import Violation, shown
 from foundry.config.setting import OnResume, setting
+from foundry.core.batch_sizes import BatchSizes, parse_count
+from foundry.core.errors import Violation, shown
 
 
 class ScheduleUnit(Enum):

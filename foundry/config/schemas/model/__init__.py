@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foundry.config.errors import Violation
 from foundry.config.init_std import parse_std
 from foundry.config.setting import OnResume, setting
+from foundry.core.errors import Violation
 from foundry.run_dir.files import in_hub_cache, read_text
 
 _STD_RULES = (
@@ -142,7 +142,7 @@ class HuggingFace(Model):
 
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
-    _target_: str = "foundry.models.huggingface.HuggingFaceCausalLM"
+    _target_: str = "foundry.models.pretrained.huggingface.HuggingFaceCausalLM"
     path: str | None = setting(
         None,
         "folder with config.json and weights; null: build `architecture` with fresh weights",

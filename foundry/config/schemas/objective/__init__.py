@@ -5,12 +5,12 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import ClassVar
 
-from foundry.config.errors import Violation
 from foundry.config.schemas.action_chunks import ActionChunks, parse_regression_loss
 from foundry.config.schemas.distillation import DistillationMode, Teaching, distillation_metrics
 from foundry.config.schemas.policy import PolicyGradient
 from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.setting import check_unused, setting
+from foundry.core.errors import Violation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from foundry.config.errors import Violation, nearest
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.setting import check_fields, setting
+from foundry.core.errors import Violation, nearest
 
 _BF16_STEP = 2.0**-8
 """Smaller changes, relative to a number, are lost when bf16 rounds it."""

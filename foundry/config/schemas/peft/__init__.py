@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from foundry.config.errors import Violation
 from foundry.config.setting import OnResume, setting
+from foundry.core.errors import Violation
 
 HEAD = "lm_head"
 

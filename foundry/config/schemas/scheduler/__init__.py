@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from foundry.config.duration import Budget, Duration
-from foundry.config.errors import Violation
-from foundry.config.phases import Phases
 from foundry.config.setting import setting
+from foundry.core.duration import Budget, Duration
+from foundry.core.errors import Violation
+from foundry.core.phases import Phases
 
 
 class EvaluateAt(Enum):

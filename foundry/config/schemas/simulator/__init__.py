@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from foundry.config.errors import Violation, nearest, shown
 from foundry.config.packages import missing_message, pip_command
 from foundry.config.setting import setting
-from foundry.safe_path import local_remedy
+from foundry.core.errors import Violation, nearest, shown
+from foundry.core.safe_path import local_remedy
 
 TABLETOP_STATE_DIMS = {"around": 17, "push": 19, "touch": 17}
 """Numbers in the state of each task of the tabletop, where a policy is told the places of the blocks."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from foundry.config.errors import Violation, shown
 from foundry.config.packages import missing_message
 from foundry.config.setting import OnResume, setting
+from foundry.core.errors import Violation, shown
 
 EXTRAS = {"foundry.tracking.tensorboard.TensorBoard": "tensorboard", "foundry.tracking.wandb.WandB": "wandb"}
 """Extra that each tracker with an optional package needs; the package has the same name."""

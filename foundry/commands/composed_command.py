@@ -1,0 +1,80 @@
+"""Commands that take all options of a run, and some of their own under a prefix."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from hydra import main as hydra_main
+from omegaconf import DictConfig
+
+from foundry.commands.main import enter, in_run_dir
+from foundry.config.checks.method import log_method
+from foundry.config.command import answer_alone, help_text, output_may_close, parse_options
+from foundry.config.composition.compose import CONFIG_NAME, config_dir
+from foundry.config.composition.store import GROUPS
+from foundry.config.schemas.root import Config, to_config
+from foundry.core.errors import ConfigError
+
+Options = TypeVar("Options")
+
+
+def run_composed(
+    schema: type[Options],
+    work: Callable[[Config, Options, Path], object],
+    *,
+    name: str,
+    doc: str,
+    overrides_of: Callable[[Options], list[str]] | None = None,
+) -> None:
+    """Run such a command with the arguments after its name; errors and exit codes are those of a run.
+
+    Args:
+        schema: its own options as a frozen dataclass of `setting`s, which are typed as `plan.every` for `foundry.plan`,
+            or as `every` if no group of a run has that name.
+        work: takes the composed configuration, these options, and the run directory that was made for it.
+        name: as typed, for the help.
+        doc: what it does, for the help.
+        overrides_of: returns overrides of the run that these options imply; they follow those of the command line.
+            It may raise a ConfigError, whose keys have no prefix.
+    """
+    prefix = name.rpartition(".")[2] + "."
+    names = {option.name for option in fields(schema)}  # type: ignore[arg-type]
+    bare = names.difference(GROUPS)
+    prefixed = f", but for {' and '.join(sorted(names - bare))}" if names - bare else ""
+    page = (
+        f"{doc}\n\nAll options of a run, which `python -m foundry --help` lists, and those below.\n"
+        f"The prefix {prefix} may be left out{prefixed}."
+    )
+    with output_may_close():
+        if answer_alone(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):
+            return
+    own, others = list[str](), list[str]()
+    for word in sys.argv[1:]:
+        is_own = word.startswith(prefix) or word.partition("=")[0] in bare
+        (own if is_own else others).append(word.removeprefix(prefix))
+    sys.argv[1:] = others
+
+    def task() -> None:
+        try:
+            options = parse_options(schema, own)
+            sys.argv += [] if overrides_of is None else overrides_of(options)
+        except ConfigError as error:
+            raise ConfigError(replace(wrong, key=prefix + wrong.key) for wrong in error.violations) from None
+
+        @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
+        def compose_and_work(composed: DictConfig) -> None:
+            in_run_dir(partial(_typed, composed, work, options))
+
+        compose_and_work()
+
+    enter(task, options={*bare, *(prefix + option for option in names)})
+
+
+def _typed(
+    composed: DictConfig, work: Callable[[Config, Options, Path], object], options: Options, run_dir: Path
+) -> None:
+    log_method(composed)
+    work(to_config(composed), options, run_dir)

@@ -1,0 +1,325 @@
+"""`python -m foundry.export run=DIR out=DIR`: one folder of safetensors that transformers loads, where it can."""
+
+import sys
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foundry.config.command import check_output_folder, command, folder_option, print_path
+from foundry.config.schemas.device import KIND_DOC, DeviceKind
+from foundry.config.schemas.precision import WeightsDtype
+from foundry.config.setting import setting
+from foundry.core.errors import ConfigError, Violation
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import STATISTICS, TOKENIZER, TRANSFORMERS
+from foundry.run_dir.redact import one_line
+from foundry.run_dir.strict_json import DamagedFileError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from foundry.checkpoint.export_files import Weight
+    from foundry.config.schemas.peft import LoRA
+    from foundry.data.splits import DataSplits
+    from foundry.engine.restore import Restored
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The command's options."""
+
+    run: str = setting("???", "run directory")
+    out: str = setting("???", "folder to write: new, or empty")
+    which: str = setting("last", "last, best, or the number of a step")
+    trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
+    ema: bool = setting(True, "take the averaged weights where the run kept them")
+    dtype: WeightsDtype | None = setting(
+        None, "of the floating-point weights; null: that of the folder of transformers they came from, else as trained"
+    )
+    device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
+    merge: bool | None = setting(
+        None, "of a run with peft=lora write the whole model and not the adapters alone; null: the run's peft.merge"
+    )
+    base: str | None = setting(
+        None,
+        "of adapters: folder, new or empty, to write their base to, for transformers; adapter_config.json names it",
+    )
+
+    @property
+    def torch_dtype(self) -> "torch.dtype | None":
+        """`dtype`, as torch's."""
+        import torch
+
+        return None if self.dtype is None else getattr(torch, self.dtype.value)
+
+
+def export(options: ExportOptions) -> Path:
+    """Export a checkpoint, print the folder and return it; see `export_checkpoint`."""
+    export_checkpoint(options)
+    out = folder_option("out", options.out)
+    print_path(out)
+    return out
+
+
+def export_checkpoint(options: ExportOptions) -> Path:
+    """Write weights and a model card; for a language model transformers' config and tokenizer, for a policy statistics.
+
+    Weights are model.safetensors, or above 5 GB several files with an index, read from the checkpoint and written a
+    tensor at a time. Of a run of adapters write a folder of peft's instead, or with `merge` the model that they are
+    with their base.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint, `out` holds files, or there are no adapters to be merged.
+    """
+    out = folder_option("out", options.out)
+    check_output_folder("out", out)
+    from foundry.checkpoint.export_files import write_weights
+    from foundry.commands.model_card import write_model_card
+    from foundry.config.record.frozen import load_config, save_config
+    from foundry.config.schemas.peft import LoRA
+    from foundry.core.model_hooks import hook
+    from foundry.engine.restore import look_again, restore
+    from foundry.engine.run_files import write_vocabulary
+    from foundry.models.lora import merge_adapters
+
+    run_dir, dtype = folder_option("run", options.run), options.torch_dtype
+    config = load_config(run_dir, trust=options.trust)
+    peft = config.peft
+    for name in ("merge", "base"):
+        if (value := getattr(options, name)) is not None and not isinstance(peft, LoRA):
+            raise ConfigError(Violation(name, f"is {value} but {options.run} has no adapters; leave it out"))
+    is_merged = isinstance(peft, LoRA) and (peft.merge if options.merge is None else options.merge)
+    if options.base is not None:
+        _check_base(options.base, out, is_merged=is_merged)
+    restored = None
+    if not isinstance(peft, LoRA) and is_dataclass(config.model):  # one of the user's own may need numbers to be built
+        restored = look_again(run_dir, options.which, lambda: _stream_weights(run_dir, out, options))
+    if restored is None:
+        restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, device=options.device)
+        if isinstance(peft, LoRA):
+            if not is_merged:
+                _save_adapters(restored, peft, run_dir, options, dtype)
+                return restored.checkpoint
+            merge_adapters(restored.model)
+        out.mkdir(parents=True, exist_ok=True)
+        write_weights(out, _held_weights(restored.model, dtype or _source_dtype(restored.model)))
+    dtype = dtype or _source_dtype(restored.model)
+    save_config(restored.config, out)
+    if restored.data.statistics is not None:
+        write_atomically(out / STATISTICS, restored.data.statistics.to_json())
+        if restored.data.tokenizer is not None:  # of what it is told
+            write_atomically(out / TOKENIZER, restored.data.tokenizer.to_str(pretty=True))
+    if (hf_config := hook(restored.model, "hf_config")) is not None:
+        described = hf_config()
+        if dtype is not None:
+            described.dtype = dtype
+        _save_for_transformers(described, restored.data, run_dir, out)
+    else:
+        write_vocabulary(restored.data, out)
+    write_model_card(run_dir, restored, out, library="safetensors" if hf_config is None else "transformers")
+    return restored.checkpoint
+
+
+def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "Restored | None":
+    """Write the weights of a checkpoint a tensor at a time; None if that cannot be done, as of `_stored_weights`."""
+    from foundry.checkpoint.export_files import write_weights
+    from foundry.checkpoint.folder import CheckpointError
+    from foundry.engine.restore import open_without_weights
+
+    restored = open_without_weights(run_dir, options.which, trust=options.trust)
+    dtype = options.torch_dtype or _source_dtype(restored.model)
+    weights = _stored_weights(restored, ema=options.ema, dtype=dtype)
+    if weights is None:
+        return None
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        write_weights(out, weights)
+    except CheckpointError as error:
+        raise ConfigError(Violation("which", str(error))) from error
+    return restored
+
+
+def _stored_weights(restored: "Restored", *, ema: bool, dtype: "torch.dtype | None") -> "dict[str, Weight] | None":
+    """What an export writes, to be read from the checkpoint a tensor at a time.
+
+    Args:
+        restored: with a model without storage.
+        ema: take the averaged weights where the run kept them.
+        dtype: of floating-point weights; None: their own.
+
+    Returns:
+        By the export's names; None where the model's `export_state` computes what it gives, and needs all weights.
+
+    Raises:
+        ConfigError: the checkpoint does not hold this model's weights.
+    """
+    from foundry.checkpoint.export_files import Weight
+    from foundry.checkpoint.folder import CheckpointError
+    from foundry.checkpoint.shard import Chunk
+    from foundry.checkpoint.tensors import find_weights, first_names, readable
+    from foundry.core.model_hooks import hook
+
+    state, first = restored.model.state_dict(), first_names(restored.model)
+    exported = state if (export_state := hook(restored.model, "export_state")) is None else export_state(state)
+    own_names = {id(tensor): name for name, tensor in state.items()}
+    if any(id(tensor) not in own_names for tensor in exported.values()):
+        return None
+    try:
+        index, stored = find_weights(restored.checkpoint, [name for name in state if name not in first], ema=ema)
+        with readable(restored.checkpoint):
+            for name, kept in stored.items():
+                if (shape := index.shape(kept)) != state[name].shape:
+                    message = f"{restored.checkpoint} has {name} as {tuple(shape)}, not {tuple(state[name].shape)}"
+                    raise CheckpointError(message)
+    except CheckpointError as error:
+        raise ConfigError(Violation("which", str(error))) from error
+
+    def weight(tensor: "Tensor") -> Weight:
+        name = own_names[id(tensor)]
+        kept, offsets = stored[first.get(name, name)], (0,) * tensor.ndim
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return Weight(tensor.shape, wanted, lambda target: index.fill({kept: Chunk(target, offsets)}))
+
+    return {name: weight(tensor) for name, tensor in exported.items()}
+
+
+def _held_weights(model: "nn.Module", dtype: "torch.dtype | None") -> "dict[str, Weight]":
+    """What an export writes of a model in memory."""
+    from foundry.checkpoint.export_files import Weight
+    from foundry.core.model_hooks import hook
+
+    state = dict(model.state_dict())
+    if (export_state := hook(model, "export_state")) is not None:
+        state = export_state(state)
+    dtypes = {name: dtype if dtype is not None and t.is_floating_point() else t.dtype for name, t in state.items()}
+    return {name: Weight.held(tensor, dtypes[name]) for name, tensor in state.items()}
+
+
+def _source_dtype(model: "nn.Module") -> "torch.dtype | None":
+    """That of the folder of transformers which a model was read from."""
+    from foundry.core.model_hooks import hook
+
+    return None if (hf_config := hook(model, "hf_config")) is None else hf_config().dtype
+
+
+def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: Path, **which: bool) -> None:
+    """As `save_for_transformers`.
+
+    Raises:
+        ConfigError: what the run directory holds for it is damaged.
+    """
+    from foundry.engine.transformers_files import save_for_transformers
+
+    try:
+        save_for_transformers(config, data, run_dir / TRANSFORMERS, out, **which)
+    except DamagedFileError as error:
+        raise ConfigError(Violation("run", str(error))) from None
+
+
+def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
+    """Refuse a folder for the base that cannot be written, or is not needed.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if is_merged:
+        raise ConfigError(Violation("base", f"is {text} but the export holds the base, merged; leave it out"))
+    folder = folder_option("base", text)
+    check_output_folder("base", folder)
+    if folder.resolve() == out.resolve():
+        raise ConfigError(Violation("base", f"is {text}, as out, which adapters are written to; give another folder"))
+
+
+def _save_adapters(
+    restored: "Restored", peft: "LoRA", run_dir: Path, options: ExportOptions, dtype: "torch.dtype | None"
+) -> None:
+    """Write adapters as peft does, for the layers of an export of the base, and the tokenizer; and the base if asked.
+
+    Raises:
+        ConfigError: the base is to be written for transformers, which does not know such a model.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    from foundry.commands.model_card import write_model_card
+    from foundry.config.record.frozen import save_config
+    from foundry.core.model_hooks import hook
+    from foundry.engine.run_files import write_vocabulary
+    from foundry.models.lora import adapted_layers
+
+    model, state, targets = restored.model, dict[str, Any](), list[str]()
+    export_state = hook(model, "export_state") or (lambda named: named)
+    hf_config = hook(model, "hf_config")
+    layers = adapted_layers(model)
+    for own_name, layer in layers.items():
+        (name,) = export_state({f"{own_name}.weight": layer.base_layer.weight})
+        targets.append(name.removesuffix(".weight"))
+        for part in ("lora_A", "lora_B"):
+            weight = getattr(layer, part).default.weight
+            state[f"base_model.model.{targets[-1]}.{part}.weight"] = weight.detach().contiguous().to("cpu", dtype)
+    if options.base is not None and hf_config is None:
+        message = f"is {options.base} but transformers does not know {type(model).__name__}; add merge=true instead"
+        raise ConfigError(Violation("base", message))
+    out, base = folder_option("out", options.out), _base_folder(restored, options)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(state, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    LoraConfig(
+        base_model_name_or_path=None if base is None else str(base),
+        task_type=None if hf_config is None else "CAUSAL_LM",
+        r=peft.adapter_dim,
+        lora_alpha=int(peft.alpha) if peft.alpha.is_integer() else peft.alpha,  # type: ignore[arg-type]
+        lora_dropout=peft.adapter_dropout or 0.0,
+        use_rslora=peft.rslora,
+        target_modules=targets,
+        fan_in_fan_out=any(layer.fan_in_fan_out for layer in layers.values()),
+        inference_mode=True,
+    ).save_pretrained(str(out))
+    save_config(restored.config, out)
+    if hf_config is not None:
+        _save_for_transformers(hf_config(), restored.data, run_dir, out, with_model=False)
+    else:
+        write_vocabulary(restored.data, out)
+    write_model_card(run_dir, restored, out, library="peft", base=base)
+    if options.base is not None:
+        _save_base(restored, run_dir, folder_option("base", options.base), dtype)
+    elif base is None and hf_config is not None:
+        source = "was drawn" if restored.base_path is None else f"is {one_line(str(restored.base_path))}, a run"
+        sys.stderr.write(
+            f"base: adapter_config.json names none, since the base of these adapters {source}; add base=DIR to write "
+            "it as a folder of transformers, or merge=true for one model\n"
+        )
+
+
+def _base_folder(restored: "Restored", options: ExportOptions) -> Path | None:
+    """Return the folder of transformers with the base of adapters, perhaps still to be written; None if none is."""
+    if options.base is not None:
+        return folder_option("base", options.base).resolve()
+    path = restored.base_path
+    return path if path is not None and (path / "config.json").is_file() else None
+
+
+def _save_base(restored: "Restored", run_dir: Path, folder: Path, dtype: "torch.dtype | None") -> None:
+    """Write the model beside which adapters were trained, as transformers reads it; they are taken off the model."""
+    from foundry.checkpoint.export_files import write_weights
+    from foundry.core.model_hooks import hook
+    from foundry.models.lora import remove_adapters
+
+    remove_adapters(restored.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = dtype or _source_dtype(restored.model)
+    write_weights(folder, _held_weights(restored.model, dtype))
+    hf_config = hook(restored.model, "hf_config")
+    assert hf_config is not None
+    described = hf_config()
+    if dtype is not None:
+        described.dtype = dtype
+    _save_for_transformers(described, restored.data, run_dir, folder)
+
+
+def main() -> None:
+    """Export from the command line."""
+    command(ExportOptions, export, name="foundry.export", doc=__doc__.split(": ", 1)[1])

@@ -1,0 +1,186 @@
+"""`from foundry import compose, run`: runs from a script or a notebook, composed and checked as on the command line."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import version
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.composition import compose as composing
+from foundry.config.composition.hydra_internals import ConfigLoaderImpl, search_path
+from foundry.config.environment import detect
+from foundry.config.schemas.root import Config, to_config
+from foundry.config.sources import local_path
+from foundry.core.errors import ConfigError, Violation, first_line
+from foundry.core.events import Observer
+from foundry.core.stop_signals import STOP_SIGNALS
+from foundry.launch.claim import claimed
+from foundry.launch.local import format_trace
+from foundry.launch.start import start
+from foundry.run_dir.log import NOTICE, RunLog, Terminal, log_to_file
+from foundry.run_dir.names import LOG
+
+if TYPE_CHECKING:
+    from foundry.engine.train import RunResult
+
+_LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
+
+
+def compose(
+    overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str | None = None
+) -> Config:
+    """Compose and check the configuration that the command line would run with the same overrides.
+
+    Whatever else the process does with Hydra is left as it is.
+
+    Args:
+        overrides: as on the command line, such as `hparams.max_steps=10`; none of Hydra's own.
+        config_dir: a folder with options of your own, as with `--config-dir`.
+        config_name: the primary configuration in that folder, as with `--config-name`; None: foundry's.
+
+    Raises:
+        ConfigError: with every config error at once.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(Violation("overrides", f"is one text; give a list, as compose([{overrides!r}])"))
+    violations, own = list[Violation](), list[str]()
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key.replace("/", ".").partition(".")[0] == "hydra":
+            message = (
+                "is for the command line only; give run() the run directory, start sweeps with `python -m foundry`"
+            )
+            violations.append(Violation(key, message))
+        else:
+            own.append(override)
+    try:
+        composed = _compose(own, config_dir, config_name)
+        if composed.hydra.mode is RunMode.MULTIRUN:
+            violations.append(Violation("hydra.mode", "is MULTIRUN: a sweep, which `python -m foundry -m` runs"))
+        if not violations:
+            return to_config(composed)
+    except ConfigError as error:
+        violations += error.violations
+    except (HydraException, OmegaConfBaseException) as error:
+        violations.append(Violation("configuration", first_line(str(error))))
+    raise ConfigError(violations)
+
+
+def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequence[Observer] = ()) -> "RunResult":
+    """Train, as the command line does: in this process, or in `distributed.nproc_per_node` of its own.
+
+    Signals ask the run to save and stop, as long as it lasts, where it is called in the main thread. With several
+    processes a script calls this under `if __name__ == "__main__":`, since each of them imports it.
+
+    Args:
+        config: from `compose`.
+        run_dir: a new or empty folder, or one that holds an unfinished run, which is resumed; None: a new one in
+            `runs/`.
+        observers: get the run's events after foundry's own; what one raises ends the run. With several
+            processes they are pickled, and called in rank 0's.
+
+    Raises:
+        ConfigError: a setting turned out to be wrong before training.
+        NonFiniteError: the loss or gradient became NaN or infinite.
+        Stopped: a signal came, and the run is saved; a SystemExit with the shell's exit code for that signal.
+        WorkerFailed: one of several processes failed.
+    """
+    with _signals_as_before():
+        return _run(config, run_dir, observers)
+
+
+def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observer]) -> "RunResult":
+    environment, processes = detect(), config.distributed.nproc_per_node
+    if environment.rank > 0:
+        return start(config, Path(os.curdir), observers=observers)  # the ranks take rank 0's directory
+    starts_ranks = processes > 1 and environment.launcher == "single"
+    if starts_ranks and threading.current_thread() is not threading.main_thread():
+        message = f"is {processes}, which only the main thread can start: call run() there, or set it to 1"
+        raise ConfigError(Violation("distributed.nproc_per_node", message))
+    composed = _compose([], None) if run_dir is None or starts_ranks else None
+    given = composed.hydra.run.dir if composed is not None and run_dir is None else run_dir
+    local_path("run_dir", str(given))  # an address is none
+    try:
+        with claimed(str(given), "run_dir") as taken, _logged(taken.folder):
+            job_logging = None if composed is None else _job_logging(composed, taken.folder)
+            return start(config, taken.folder, job_logging, observers)
+    except ConfigError as error:
+        raise ConfigError(
+            replace(violation, key="run_dir") if violation.key == "hydra.run.dir" else violation
+            for violation in error.violations
+        ) from None
+
+
+def _compose(overrides: list[str], config_dir: str | Path | None, config_name: str | None = None) -> DictConfig:
+    """The composed configuration, Hydra's own part included, without a trace in Hydra's global state."""
+    composing.install()
+    folders = search_path(composing.config_dir())
+    if config_dir is not None:
+        folder = Path(config_dir).expanduser().absolute()
+        if not folder.is_dir():
+            raise ConfigError(Violation("config_dir", f"is {config_dir}, which is no folder"))
+        folders.prepend("foundry.compose", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
+    setup_globals()  # the resolvers of Hydra
+    base = version.VersionBase.instance()
+    before = base.version_base
+    version.setbase("1.3")
+    try:
+        loader = ConfigLoaderImpl(config_search_path=folders)
+        return loader.load_configuration(config_name or composing.CONFIG_NAME, overrides, RunMode.RUN, from_shell=False)
+    finally:
+        base.version_base = before
+
+
+def _job_logging(composed: DictConfig, run_dir: Path) -> dict[str, Any]:
+    """How rank 0 logs in a process of its own."""
+    OmegaConf.update(composed, "hydra.runtime.output_dir", str(run_dir), force_add=True)
+    settings: Any = OmegaConf.to_container(composed.hydra.job_logging, resolve=True)
+    return dict(settings)
+
+
+@contextmanager
+def _signals_as_before() -> Iterator[None]:
+    """Put the caller's signal handlers back: those of a run that a signal has stopped stay until its process ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: handler for signum in STOP_SIGNALS if (handler := signal.getsignal(signum)) is not None}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
+def _logged(run_dir: Path) -> Iterator[None]:
+    """Write what is logged meanwhile into foundry.log, too; the levels are this process's own."""
+    root = logging.getLogger()
+    handlers: list[logging.Handler] = [RunLog(run_dir / LOG)]
+    if not root.handlers:  # nobody set up logging; Python would no longer write warnings to the terminal
+        handlers.append(Terminal())
+        handlers[-1].setLevel(NOTICE)
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(_LOG_FORMAT))
+        root.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        log_to_file(f"failed:\n{format_trace(error)}")
+        raise
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()

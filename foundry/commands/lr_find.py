@@ -1,0 +1,263 @@
+"""`python -m foundry.lr_find [overrides]`: a learning rate for a run, by a short training through all of them.
+
+The rate grows from lr_find.min to lr_find.max by the same factor each step, on the run's own model, data, optimizer and
+ranks (the range test of Smith 2017, arXiv:1506.01186, with an exponential ramp). Suggested is the rate at which the
+loss falls fastest. Nothing is saved but a picture and the numbers.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foundry.commands.composed_command import run_composed
+from foundry.config.command import check_output, print_path
+from foundry.config.environment import detect
+from foundry.config.schemas.root import Config
+from foundry.config.setting import setting
+from foundry.core.errors import ConfigError, Violation
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import STATUS
+from foundry.run_dir.outputs import has_keys, is_picture
+from foundry.run_dir.strict_json import encode
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PREFIX = "lr_find."
+NUMBERS, PICTURE = "lr_find.json", "lr_find.png"
+_FEWEST_STEPS = 10
+_WINDOW = 0.1  # of the ramp, over which the loss is smoothed and its slope taken
+_CLEAR = 8.0  # standard errors that the loss must fall by: highest and lowest of many smoothed values differ by some
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindOptions:
+    """How the rate grows."""
+
+    min: float = setting(1e-7, "learning rate of the first step", gt=0)
+    max: float = setting(1.0, "learning rate of the last step", gt=0)
+    steps: int = setting(100, "optimizer steps of the ramp", ge=_FEWEST_STEPS, le=10**6)
+    stop_at: float = setting(
+        4.0, "end the ramp where the loss is so many times the least so far: there it has diverged", gt=1
+    )
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """What a ramp has shown.
+
+    Attributes:
+        rates: learning rates, ascending, evenly spaced in their logarithm.
+        losses: at each of them, before its update; a last one may be NaN or infinite.
+    """
+
+    rates: Sequence[float]
+    losses: Sequence[float]
+
+    @property
+    def _lines(self) -> list[tuple[float, float]]:
+        """Around each rate the straight line that fits the loss best: its height there and its slope per factor of e.
+
+        As Savitzky and Golay (1964) smooth and differentiate, with polynomials of the first degree.
+        """
+        width = min(len(self.rates), max(5, round(_WINDOW * len(self.rates))))
+        found = []
+        for index in range(len(self.rates)):
+            first = min(max(0, index - width // 2), len(self.rates) - width)
+            window = range(first, first + width)
+            xs, ys = [math.log(self.rates[k]) for k in window], [self.losses[k] for k in window]
+            mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+            slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+            slope /= sum((x - mean_x) ** 2 for x in xs)
+            found.append((mean_y + slope * (math.log(self.rates[index]) - mean_x), slope))
+        return found
+
+    @property
+    def smoothed(self) -> list[float]:
+        """The loss without most of its noise."""
+        return [height for height, _ in self._lines]
+
+    @property
+    def suggestion(self) -> float | None:
+        """The rate of the steepest descent before the least smoothed loss; None where the loss does not fall."""
+        lines = [line for line in self._lines if math.isfinite(line[0])]
+        if not lines:
+            return None
+        least = min(range(len(lines)), key=lambda index: lines[index][0])
+        steepest = min(range(least + 1), key=lambda index: lines[index][1])
+        fall = max(height for height, _ in lines[: least + 1]) - lines[least][0]
+        return self.rates[steepest] if fall > _CLEAR * self._noise(least) else None
+
+    def _noise(self, last: int) -> float:
+        """The standard error of a smoothed loss, the differences of neighbours taken for noise."""
+        differences = [b - a for a, b in pairwise(self.losses[: last + 1]) if math.isfinite(a + b)]
+        if not differences:
+            return 0.0
+        spread = math.sqrt(sum(one * one for one in differences) / (2 * len(differences)))
+        return spread / math.sqrt(max(1.0, _WINDOW * len(self.rates)))
+
+    def numbers(self) -> dict[str, object]:
+        """What lr_find.json holds."""
+        return {"suggestion": self.suggestion, **asdict(self)}
+
+
+def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | None:
+    """Train through the ramp, write what came of it into the run directory, and print a rate to use.
+
+    Args:
+        config: the run, of which everything but schedule, budget, checkpoints and evaluations counts.
+        options: the ramp.
+        run_dir: holds no run.
+
+    Returns:
+        None on ranks above 0.
+
+    Raises:
+        ConfigError: the run directory holds a run, the samples are the model's own answers, or a part cannot be built.
+    """
+    if options.min >= options.max:
+        raise ConfigError(Violation(f"{_PREFIX}min", f"is {options.min:g} but must be below max={options.max:g}"))
+    if (run_dir / STATUS).exists():
+        raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
+    for name, is_earlier in ((NUMBERS, has_keys("suggestion", "rates")), (PICTURE, is_picture)):
+        check_output(name, run_dir / name, is_earlier=is_earlier)
+    processes = config.distributed.nproc_per_node
+    if processes == 1 or detect().launcher != "single":
+        found = ramp(config, options, run_dir)
+    else:
+        from foundry.launch.local import run_local
+
+        found = run_local(processes, ramp, config, options, run_dir)
+    if detect().rank > 0:
+        return None
+    _report(found, options, run_dir)
+    return found
+
+
+def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
+    """Train through the ramp on this process and those started with it; the same answer on all of them.
+
+    Raises:
+        ConfigError: the samples are the model's own answers, or a part cannot be built.
+    """
+    from foundry.config.record.frozen import hash_config
+    from foundry.data.loader import worker_deaths_explained
+    from foundry.engine.assembly import build_trainer
+    from foundry.engine.trained import Setup
+    from foundry.environments.judge import build_judge
+    from foundry.objectives.rollout import RolloutObjective
+    from foundry.parallel.determinism import deterministic
+    from foundry.parallel.precision import fp32_arithmetic
+    from foundry.parallel.process_group import process_group
+    from foundry.parts.data import build_data
+    from foundry.parts.objective import build_objective
+    from foundry.training.guards import LossSpike, NonFiniteError, PersistentSpikeError
+    from foundry.training.memory_error import memory_explained
+
+    rates, losses = list[float](), list[float]()
+    with (
+        deterministic(config.hparams.deterministic),
+        fp32_arithmetic(tf32=config.precision.tf32),
+        process_group(config.distributed, config.device.kind) as world,
+        ExitStack() as held,
+        worker_deaths_explained(),
+        memory_explained(world.device, world.rank),
+    ):
+        data = build_data(config)
+        objective = build_objective(config, world, data.tokenizer)
+        if isinstance(objective, RolloutObjective) and objective.rollouts is not None:
+            what = "learns from the model's own answers, whose loss says nothing of a rate; try some: -m hparams.lr=..."
+            raise ConfigError(Violation("objective", f"{type(objective).__name__} {what}"))
+        if (judge := build_judge(config.environment)) is not None:
+            held.enter_context(closing(judge))
+        setup = Setup(
+            config=config,
+            config_hash=hash_config(config),
+            data=data,
+            judge=judge,
+            world=world,
+            run_dir=run_dir,
+            folder=None,
+            resume_point=None,
+        )
+        trainer, _ = build_trainer(setup)
+        held.callback(trainer.evaluation.close)
+        with trainer.watchdog:
+            for step in range(1, options.steps + 1):
+                rate = options.min * (options.max / options.min) ** ((step - 1) / (options.steps - 1))
+                trainer.watchdog.beat(step, "training")
+                window = trainer.source.next_window()
+                before = trainer.progress.samples
+                trainer.progress.advance(window.num_samples, window.num_tokens)
+                decay = trainer.schedule.weight_decay(before, trainer.progress.samples)
+                try:
+                    loss = trainer.step(window, rate, step, weight_decay=decay).loss.item()
+                except (NonFiniteError, LossSpike, PersistentSpikeError):  # where the run itself would end
+                    break
+                trainer.watchdog.started()
+                rates.append(rate)
+                losses.append(loss)
+                _show(world.is_main, step, options.steps, rate, loss)
+                if not loss < (least := min(losses)) + (options.stop_at - 1) * abs(least):  # NaN is not
+                    break
+    return RangeTest(rates, losses)
+
+
+def _show(is_main: bool, step: int, steps: int, rate: float, loss: float) -> None:
+    """A line for each tenth of the ramp."""
+    if is_main and (step == 1 or step % max(1, steps // 10) == 0):
+        sys.stdout.write(f"step {step}/{steps}  lr {rate:.2e}  loss {loss:.4f}\n")
+        sys.stdout.flush()
+
+
+def _report(found: RangeTest, options: FindOptions, run_dir: Path) -> None:
+    """Write picture and numbers, and print the line to copy.
+
+    Raises:
+        ConfigError: the ramp was too short to say anything, or the loss did not fall on it.
+    """
+    if len(found.rates) < _FEWEST_STEPS:
+        message = f"is {options.min:g}, and the loss had diverged after {len(found.rates)} steps; start lower"
+        raise ConfigError(Violation(f"{_PREFIX}min", message))
+    from foundry.tracking.plot_style import save_figure
+
+    write_atomically(run_dir / NUMBERS, encode(found.numbers()) + "\n")
+    save_figure(range_figure(found, run_dir.name), run_dir / PICTURE)
+    print_path(run_dir / PICTURE, "picture        ")
+    if found.suggestion is None:
+        message = f"is {options.max:g}, and up to {found.rates[-1]:.2g} the loss does not fall beyond its noise"
+        raise ConfigError(Violation(f"{_PREFIX}max", f"{message}; give more lr_find.steps, or a higher max"))
+    sys.stdout.write(f"steepest fall  hparams.lr={found.suggestion:.1e}\n")
+
+
+def range_figure(found: RangeTest, run_name: str = "") -> "Figure":
+    """The loss over the learning rate, and the suggestion.
+
+    Args:
+        found: by the ramp.
+        run_name: under the title.
+    """
+    from foundry.tracking.plot_style import BLUE, GREY, ORANGE, fit, frame, legend_above
+
+    figure, axes = frame("Learning-rate range test", "learning rate (grows each step)", "loss", below=run_name)
+    axes.set_xscale("log")
+    axes.plot(found.rates, found.losses, color=BLUE, alpha=0.3, linewidth=0.8, label="each step")
+    axes.plot(found.rates, found.smoothed, color=BLUE, linewidth=1.8, label="smoothed")
+    if found.suggestion is not None:
+        index = found.rates.index(found.suggestion)
+        label = f"steepest fall: {found.suggestion:.1e}"
+        axes.axvline(found.suggestion, color=GREY, linestyle=":", linewidth=1.2)
+        axes.plot([found.suggestion], [found.smoothed[index]], "o", color=ORANGE, markersize=7, label=label)
+    fit(axes, found.losses)
+    legend_above(axes)
+    return figure
+
+
+def main() -> None:
+    """Find from the command line."""
+    run_composed(FindOptions, find, name="foundry.lr_find", doc=__doc__.split(": ", 1)[1].rstrip())

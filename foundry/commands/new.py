@@ -1,0 +1,90 @@
+"""`python -m foundry.new DIR`: a project of your own with a model, a dataset, options and a test that run."""
+
+import keyword
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from foundry.config.command import check_output_folder, command, folder_option, quoted
+from foundry.config.packages import INSTALL_PROJECT
+from foundry.config.setting import setting
+from foundry.core.errors import ConfigError, Violation
+from foundry.run_dir.redact import printable
+
+_TEMPLATE = Path(__file__).resolve().parent / "project_template"
+_SUFFIX, _PLACEHOLDER = ".template", "my_project"
+_OWN_FOLDERS = ("conf", "tests", "runs", "multirun")
+"""Folders of a project, whose names its package cannot have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewOptions:
+    """Where the project is written, and its name."""
+
+    dir: str = setting("???", "folder of the project, new or empty; `python -m foundry.new DIR` for short")
+    name: str | None = setting(None, "name of its Python package; null: that of the folder")
+
+
+def new(options: NewOptions) -> Path:
+    """Write a project.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        ConfigError: the folder is not empty, or the name cannot be that of a package.
+    """
+    folder = folder_option("dir", options.dir).absolute()
+    check_output_folder("dir", folder)
+    name = _resolve_name(folder, options.name)
+    files = [path for path in sorted(_TEMPLATE.rglob(f"*{_SUFFIX}")) if path.is_file()]
+    for path in files:
+        place = folder / _destination(path, name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(path.read_text(encoding="utf-8").replace(_PLACEHOLDER, name), encoding="utf-8")
+    sys.stdout.write(printable(_next_steps(folder, name)))
+    return folder
+
+
+def _resolve_name(folder: Path, name: str | None) -> str:
+    """Return the name of the package.
+
+    Raises:
+        ConfigError: it is none of Python's names, or taken.
+    """
+    key = "dir" if name is None else "name"
+    remedy = "choose another, as name=my_project"
+    found = re.sub(r"[\W_]+", "_", folder.name.lower(), flags=re.ASCII).strip("_") if name is None else name
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", found) or keyword.iskeyword(found):
+        shown = folder.name if name is None else name
+        message = f"is {shown}, which is no name of a Python package (a-z, 0-9 and _); {remedy}"
+        raise ConfigError(Violation(key, message))
+    if found in _OWN_FOLDERS or find_spec(found) is not None:
+        reason = "a folder of the project" if found in _OWN_FOLDERS else "a module that is installed"
+        raise ConfigError(Violation(key, f"gives the package the name {found}, that of {reason}; {remedy}"))
+    return found
+
+
+def _destination(template: Path, name: str) -> Path:
+    """Return the path of a file within the project; names do not begin with a dot among the templates."""
+    path = template.relative_to(_TEMPLATE).with_suffix("")
+    path = Path(*(part.replace(_PLACEHOLDER, name) for part in path.parts))
+    return Path(".gitignore") if path.name == "gitignore" else path
+
+
+def _next_steps(folder: Path, name: str) -> str:
+    commands = (f"cd {shlex.quote(str(folder))}", INSTALL_PROJECT, "pytest", f"python -m {name}")
+    return "\n".join([f"project {name} in {folder}", "", *(f"    {each}" for each in commands), ""])
+
+
+def main() -> None:
+    """Write a project from the command line."""
+    words = sys.argv[1:]
+    places = [place for place, word in enumerate(words) if "=" not in word and not word.startswith("-")]
+    if len(places) == 1:
+        words[places[0]] = f"dir={quoted(words[places[0]])}"
+        sys.argv[1:] = words
+    command(NewOptions, new, name="foundry.new", doc=__doc__.split(": ", 1)[1])

@@ -1,0 +1,294 @@
+"""`python -m foundry.plan [overrides]`: say what a run would do, without doing it."""
+
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hydra.utils import to_absolute_path
+
+from foundry.commands.composed_command import run_composed
+from foundry.config.command import check_output
+from foundry.config.composition.resolvers import world_size
+from foundry.config.schemas.device import DeviceKind
+from foundry.config.schemas.distributed import resolve_distributed
+from foundry.config.schemas.root import Config
+from foundry.config.setting import setting
+from foundry.config.sources import local_path
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.stop_signals import raised
+from foundry.rehearsal.machine import GPUS, Gpu, find_gpu
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import PLAN, STATUS
+from foundry.run_dir.redact import printable
+
+_DEVICE, _RANKS_PER_NODE = "h100", 8
+"""Defaults of a rehearsal."""
+_ROWS, _MOST_ROWS = 100_000, 10_000_000
+"""Of schedule.csv: where nobody says how many, and at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What to plan besides the run itself."""
+
+    every: int | None = setting(
+        None,
+        f"write every n-th update to schedule.csv; null: as many as make at most {_ROWS:,} rows, all of a shorter run",
+        ge=1,
+    )
+    step_seconds: float | None = setting(None, "duration of an optimizer step, for the length of the run", gt=0)
+    device_gib: float | None = setting(
+        None,
+        "memory of each device that the run is planned for; null: free memory of this machine's GPU, if it has one",
+        gt=0,
+    )
+    measured: str | None = setting(None, "run directory to take that duration from: its median", path=True)
+    ranks: int | None = setting(
+        None, "number of ranks; null: distributed.nproc_per_node, or the number that a launcher started", ge=1
+    )
+    device: str | None = setting(
+        None,
+        f"GPU to plan for: {', '.join(GPUS)}; null: {_DEVICE} for a rehearsal, else this machine's device",
+    )
+    rehearse: bool = setting(
+        False, "take two steps of the run on GPUs and with ranks that do not exist, and compare them with the plan"
+    )
+    ranks_per_node: int | None = setting(
+        None, f"ranks on each node of a rehearsal; null: {_RANKS_PER_NODE}, or all of fewer", ge=1
+    )
+    link_gb_per_second: float | None = setting(
+        None,
+        "bandwidth between GPUs of a node in one direction, for the least time of a step; null: that of the data sheet",
+        gt=0,
+    )
+    network_gb_per_second: float | None = setting(
+        None, "bandwidth between nodes per GPU in one direction; null: that of the usual network card", gt=0
+    )
+
+    def overrides(self) -> list[str]:
+        """Return the overrides of the run that these options imply.
+
+        Raises:
+            ConfigError: an option requires a rehearsal.
+        """
+        if not self.rehearse:
+            only = ("ranks_per_node", "link_gb_per_second", "network_gb_per_second")
+            ignored = [name for name in only if getattr(self, name) is not None]
+            if ignored:
+                raise ConfigError(Violation(name, "requires a rehearsal; add plan.rehearse=true") for name in ignored)
+        return [] if self.ranks is None else [f"distributed.nproc_per_node={self.ranks}"]
+
+
+def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
+    """Write plan.json, schedule.csv and schedule.png into the run directory and print a table; weights take no memory.
+
+    Raises:
+        ConfigError: the data shows a setting to be wrong, or the run directory holds a run.
+    """
+    from rich.console import Console
+
+    from foundry.parts.data import build_data
+    from foundry.parts.optimization import build_budget, build_schedule, constant_weight_decay
+    from foundry.planning import report
+    from foundry.planning.derive import planned_updates, resolve_phases, select_steps
+    from foundry.planning.fake import build_adapted, build_fake
+
+    if (run_dir / STATUS).exists():
+        raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
+    for name, is_earlier in report.RECOGNIZERS.items():
+        check_output(name, run_dir / name, own=name, is_earlier=is_earlier)
+    step_seconds = options.step_seconds or (_measured(options.measured) if options.measured else None)
+    ranks = world_size(config.distributed.nproc_per_node)
+    target = _find_target(config, options, ranks)
+    data = build_data(config)
+    budget = build_budget(config, data, config.distributed.dp_size(ranks))
+    steps = _written(options.every, budget.total_steps)
+    schedule, decay = build_schedule(config, budget), constant_weight_decay(config)
+    fake = build_fake(partial(build_adapted, config))
+    content = _content(config, budget, data, schedule, fake, ranks, target)
+    if step_seconds is not None:
+        content["step_seconds"] = step_seconds
+        content["run_seconds"] = step_seconds * budget.total_samples / budget.batch_sizes.final
+    write_atomically(run_dir / PLAN, json.dumps(content, indent=2) + "\n")
+    files = [run_dir / PLAN, report.write_csv(planned_updates(schedule, budget, decay, steps), run_dir)]
+    shown = list(planned_updates(schedule, budget, decay, select_steps(schedule, budget)))
+    files.append(report.write_picture(shown, resolve_phases(schedule, budget), run_dir))
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    report.show(content, console)
+    if options.rehearse:
+        assert target.gpu is not None
+        content["rehearsal"] = _rehearse(config, options, content, fake.model, ranks, target.gpu, console)
+        write_atomically(run_dir / PLAN, json.dumps(content, indent=2) + "\n")
+    console.print(*(str(file) for file in files), sep="\n")
+    return content
+
+
+def _written(every: int | None, total_steps: int) -> range:
+    """The updates in schedule.csv, counted from one.
+
+    Raises:
+        ConfigError: they are too many.
+    """
+    rows = total_steps // every if every is not None else 0
+    if rows > _MOST_ROWS:
+        near = -(-total_steps // _ROWS)
+        message = (
+            f"is {every}, which makes {rows:,} rows of schedule.csv; at most {_MOST_ROWS:,} are written: give {near}"
+        )
+        raise ConfigError(Violation("plan.every", message))
+    stride = every or max(1, -(-total_steps // _ROWS))
+    return range(stride, total_steps + 1, stride)
+
+
+def _content(
+    config: Config, budget: Any, data: Any, schedule: Any, fake: Any, ranks: int, target: "_Target"
+) -> dict[str, Any]:
+    """The plan with what the model needs and how it starts."""
+    from foundry.planning.derive import build_plan
+    from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens, usable_memory
+    from foundry.planning.memory import checkpoint_bytes
+
+    memory = plan_memory(config, fake, data, world_size=ranks, device_type=target.device_type)
+    distributed, usable = resolve_distributed(config.distributed, ranks), None
+    if target.free_bytes is not None:
+        usable = usable_memory(target.free_bytes, distributed, ranks)
+        check_gradient_sync(config, memory, world_size=ranks, capacity=usable)
+    return {
+        **build_plan(
+            config,
+            budget,
+            data,
+            schedule,
+            fake.model,
+            world_size=ranks,
+            strategy=distributed.strategy,
+            device=target.name,
+            pack_tokens=row_tokens(config),
+        ),
+        "memory": {**asdict(memory), "total": memory.total, "peak": memory.peak, "usable": usable},
+        "checkpoint_bytes": checkpoint_bytes(config, fake),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """The device that is planned for.
+
+    Attributes:
+        name: of it.
+        device_type: "cuda" or "cpu".
+        free_bytes: free memory of a GPU; None for a CPU.
+        gpu: the GPU of a rehearsal or of `plan.device`; None for this machine's device.
+    """
+
+    name: str
+    device_type: str
+    free_bytes: int | None
+    gpu: Gpu | None
+
+
+def _find_target(config: Config, options: PlanOptions, ranks: int) -> _Target:
+    """Return the device that the options name, or this machine's.
+
+    Raises:
+        ConfigError: the GPU is unknown, or the rehearsal is not possible.
+    """
+    short_name = options.device or (_DEVICE if options.rehearse else None)
+    free_bytes = None if options.device_gib is None else int(options.device_gib * 2**30)
+    if short_name is None:
+        from foundry.parallel.device import choose_device, device_name, free_memory
+
+        device = choose_device(config.device.kind)
+        if free_bytes is None and device.type == "cuda":
+            free_bytes = free_memory(device)
+        return _Target(name=device_name(device), device_type=device.type, free_bytes=free_bytes, gpu=None)
+    gpu = find_gpu(short_name, "plan.device")
+    if config.device.kind is DeviceKind.cpu:
+        raise ConfigError(Violation("device", f"is cpu but the plan is for {gpu.name}; leave it out"))
+    if options.rehearse:
+        from foundry.rehearsal.rehearsal import check_rehearsal
+
+        per_node = options.ranks_per_node or _RANKS_PER_NODE
+        check_rehearsal(config, world_size=ranks, ranks_per_node=per_node, device=short_name, prefix="plan.")
+    free_bytes = gpu.memory_bytes if free_bytes is None else free_bytes
+    return _Target(name=gpu.name, device_type="cuda", free_bytes=free_bytes, gpu=gpu)
+
+
+def _rehearse(
+    config: Config, options: PlanOptions, content: dict[str, Any], model: Any, ranks: int, gpu: Gpu, console: Any
+) -> dict[str, Any]:
+    """Rehearse the run, print its tables, and return the section of plan.json.
+
+    Raises:
+        ConfigError: as the run does.
+        SystemExit: the run fails; its reason is printed.
+    """
+    from foundry.planning.report import show_sections
+    from foundry.rehearsal.exchange import RehearsalError
+    from foundry.rehearsal.rehearsal import rehearse
+    from foundry.rehearsal.report import RehearsalReport, expected_collectives
+    from foundry.rehearsal.roofline import least_time
+    from foundry.training.throughput import peak_flops
+
+    per_node, device = options.ranks_per_node or _RANKS_PER_NODE, options.device or _DEVICE
+    try:
+        with raised(), console.status("rehearsing two steps") if console.is_terminal else nullcontext():
+            record = rehearse(config, world_size=ranks, ranks_per_node=per_node, device=device)
+    except RehearsalError as error:
+        sys.stderr.write(f"{printable(str(error))}\n")
+        sys.exit(1)
+    link, network = options.link_gb_per_second, options.network_gb_per_second
+    report = RehearsalReport(
+        record=record,
+        least=least_time(
+            record,
+            peak_flops=peak_flops(gpu.name, config.precision.mode, tf32=config.precision.tf32),
+            link_bandwidth=gpu.link_bandwidth if link is None else link * 1e9,
+            network_bandwidth=gpu.network_bandwidth if network is None else network * 1e9,
+        ),
+        expected=expected_collectives(config, model, ranks, is_packed=content["packing"] is not None),
+        tokens_per_step=content["tokens_per_step"],
+        samples_per_step=content["global_batch_size"],
+        usable_bytes=content["memory"]["usable"],
+    )
+    show_sections(report.sections(), console)
+    return report.as_json()
+
+
+def _measured(given: str) -> float:
+    """The median duration of a run's logged steps; the first, which warms up, does not count.
+
+    Args:
+        given: the run directory, meant from where the command was started.
+
+    Raises:
+        ConfigError: it has logged no more than one step.
+    """
+    from foundry.tracking.metrics_file import read_curve
+
+    run_dir = Path(to_absolute_path(str(local_path("plan.measured", given))))
+    try:
+        logged = read_curve(run_dir, "step_seconds")
+    except (FileNotFoundError, ValueError):
+        logged = []
+    steps = [seconds for _, seconds in logged if isinstance(seconds, (int, float)) and isfinite(seconds)][1:]
+    if not steps:
+        raise ConfigError(Violation("plan.measured", f"is {run_dir}, but no metrics.jsonl in it logs several steps"))
+    return float(median(steps))
+
+
+def main() -> None:
+    """Plan from the command line."""
+    run_composed(
+        PlanOptions,
+        plan,
+        name="foundry.plan",
+        doc=__doc__.split(": ", 1)[1],
+        overrides_of=PlanOptions.overrides,
+    )

@@ -1,0 +1,44 @@
+"""`python -m foundry.report dir=DIR`: a sweep's jobs as a table, a picture, a CSV and a JSON file.
+
+Exit code 0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from foundry.config.command import command, folder_option
+from foundry.config.setting import setting
+from foundry.sweeps.reading import read_sweep
+from foundry.sweeps.report import read_settled, report, watch
+from foundry.sweeps.report_files import PICTURE
+from foundry.sweeps.results import Which
+from foundry.sweeps.table import show
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """The command's options."""
+
+    dir: str = setting("???", "a sweep's directory, or one that holds run directories")
+    which: Which = setting(Which.last, "the evaluation that jobs are compared by: last or best")
+    picture: bool = setting(True, f"draw {PICTURE}")
+    watch: bool = setting(False, "show the table again and again until no job is running or waiting")
+    seconds: float = setting(2.0, "between two looks of watch", gt=0)
+
+
+def print_report(options: ReportOptions) -> None:
+    """Report and leave with the exit code."""
+    console, folder = Console(), folder_option("dir", options.dir)
+    if options.watch and not watch(folder, console, which=options.which, seconds=options.seconds):
+        sweep = read_sweep(folder, options.which)
+        show(sweep, console)
+        sys.exit(sweep.exit_code)
+    read_settled(folder, options.which)
+    sys.exit(report(folder, console, which=options.which, picture=options.picture))
+
+
+def main() -> None:
+    """Report from the command line."""
+    command(ReportOptions, print_report, name="foundry.report", doc=__doc__.split(": ", 1)[1].strip())

@@ -1,0 +1,147 @@
+"""`python -m foundry.sample run=DIR`: text continuations or pictures from a checkpoint."""
+
+import inspect
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from foundry.config.command import check_output, check_writable, command, folder_option, print_path
+from foundry.config.composition.store import group_schemas
+from foundry.config.schemas.device import KIND_DOC, DeviceKind
+from foundry.config.schemas.precision import WeightsDtype
+from foundry.config.setting import setting
+from foundry.core.errors import ConfigError, Violation
+from foundry.run_dir.checkpoints import parse_step
+from foundry.run_dir.names import PLOTS
+
+_SUFFIXES = (".txt", ".png")
+"""Of the files that samples are written to: texts and pictures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OwnOptions:
+    """What the command takes whatever the run's objective is."""
+
+    run: str = setting("???", "run directory")
+    which: str = setting("last", "last, best, or the number of a step")
+    out: str | None = setting(
+        None, "new file to write, without suffix; null: drawn_<checkpoint> in the run directory's plots/"
+    )
+    ema: bool = setting(True, "use the averaged weights where the run kept them")
+    trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
+    dtype: WeightsDtype | None = setting(None, "of the floating-point weights; null: as they were trained")
+    device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
+    seed: int = setting(0, "seed of the drawing", ge=0, le=2**63 - 1)
+
+
+_KINDS = (getattr(schema, "sampling", None) for schema in group_schemas("objective").values())
+_SAMPLING = tuple(dict.fromkeys(kind for kind in _KINDS if is_dataclass(kind)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions(*_SAMPLING, _OwnOptions):  # type: ignore[misc] # as many bases as there are objectives
+    """The command's options, those of every objective among them; null means what the run's objective says."""
+
+
+def sample(options: SampleOptions) -> Path:
+    """Draw, write and return the file.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint, or an option is not of this run's objective.
+    """
+    import torch
+
+    from foundry.engine.restore import build_part, explained, restore
+    from foundry.generation.text_samples import TextSamples, continue_text
+    from foundry.parallel.precision import fp32_arithmetic
+    from foundry.parallel.process_group import World
+
+    run_dir = folder_option("run", options.run)
+    out = folder_option("out", options.out) if options.out else None
+    if out is None:
+        check_writable("run", run_dir / PLOTS)
+    else:
+        for suffix in _SUFFIXES:
+            check_output("out", Path(f"{out}{suffix}"))
+    dtype = None if options.dtype is None else getattr(torch, options.dtype.value)
+    restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype, device=options.device)
+    offered = {"world": World(0, 0, 1, 1, restored.device), "tokenizer": restored.data.tokenizer}
+    objective = build_part(restored.config, "objective", offered=offered)
+    names = [item.name for schema in _SAMPLING for item in fields(schema)]
+    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.image is not None:
+        asked["image"] = _read_image(options.image, getattr(restored.model, "image_size", None))
+    kind = type(objective).__name__
+    generate: Callable[..., Any] | None = getattr(objective, "generate", None)
+    if generate is None and restored.data.tokenizer is not None and restored.data.statistics is None:
+        generate = continue_text
+    if generate is None:
+        raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} draws nothing"))
+    parameters = inspect.signature(generate).parameters.values()
+    takes = {parameter.name for parameter in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # it passes on those of a text
+        takes |= set(inspect.signature(continue_text).parameters)
+    if unknown := [name for name in asked if name not in takes]:
+        raise ConfigError([Violation(name, f"is no option of objective {kind}") for name in unknown])
+    if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
+        message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
+        raise ConfigError(Violation("which", message))
+    with (
+        fp32_arithmetic(tf32=restored.config.precision.tf32),
+        explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"),
+    ):
+        drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
+    if isinstance(drawn, TextSamples):
+        drawn = replace(drawn, step=parse_step(restored.checkpoint))
+    stem = run_dir / PLOTS / f"drawn_{restored.checkpoint.name}" if out is None else out  # samples are the training's
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    file: Path = drawn.save(stem) if out is None else _save_beside_others(drawn, stem)
+    if hasattr(drawn, "text"):
+        sys.stdout.write(f"{drawn.text}\n")
+    print_path(file)
+    return file
+
+
+def _save_beside_others(drawn: Any, stem: Path) -> Path:
+    """Write samples to a folder of their own and move them from there: an own objective's may have any suffix.
+
+    Raises:
+        ConfigError: a file of this name and suffix exists.
+    """
+    with tempfile.TemporaryDirectory(prefix=".samples-", dir=stem.parent) as folder:
+        file: Path = drawn.save(Path(folder) / stem.name)
+        written = list(Path(folder).iterdir())
+        for path in written:
+            check_output("out", stem.parent / path.name)
+        for path in written:
+            path.rename(stem.parent / path.name)
+    return stem.parent / file.name
+
+
+def _read_image(file: str, size: int | None) -> Any:
+    """A picture as (3, size, size) uint8; size: height and width that the model looks at, None: at none.
+
+    Raises:
+        ConfigError: the model looks at none, or the file is none.
+    """
+    import torch
+
+    from foundry.config.schemas.data import PictureFit
+    from foundry.data.images.pictures import read_picture
+
+    if size is None:
+        raise ConfigError(Violation("image", f"is {file} but the model looks at no picture; leave it out"))
+    path = folder_option("image", file)
+    try:
+        return torch.from_numpy(read_picture(path, size=size, channels=3, fit=PictureFit.stretch).copy())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(Violation("image", f"is {file}, which cannot be looked at: {reason}")) from None
+
+
+def main() -> None:
+    """Sample from the command line."""
+    command(SampleOptions, sample, name="foundry.sample", doc=__doc__.split(": ", 1)[1])

@@ -1,0 +1,173 @@
+"""`python -m foundry.sync dir=RUN_DIR`: send to MLflow what it missed."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from foundry.config.command import answer_alone
+from foundry.config.composition.start_dir import check_start_dir
+from foundry.core.errors import ConfigError
+from foundry.run_dir.files import UnsafeFileError
+from foundry.run_dir.names import MLFLOW, MLFLOW_PENDING
+from foundry.run_dir.redact import masked_text, one_line
+from foundry.sweeps.mlflow_parent import close_parent_of_job
+from foundry.tracking.mlflow.destination import (
+    Destination,
+    short_waits,
+    sqlite_file,
+    sync_command,
+    tracking_uri,
+)
+from foundry.tracking.mlflow.queue import read_pending, send_file, write_pending
+from foundry.tracking.mlflow.store import MlflowStore, resolve_file
+
+_HELP = """python -m foundry.sync key=value ...
+
+send to MLflow what it missed.
+
+  dir              run directory (required)
+  uri              tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default (default null)
+"""
+
+
+def send_pending(run_dir: Path, uri: str | None = None) -> int:
+    """Send what a run could not deliver, and remove the file it was kept in.
+
+    Args:
+        run_dir: the run directory, which may be somebody else's: it decides neither where its records go, nor which
+            files outside of it go with them.
+        uri: the tracking URI; None: the one the run used, if that is MLFLOW_TRACKING_URI or the default.
+
+    Returns:
+        The number of records sent; 0 when nothing was pending.
+
+    Raises:
+        ValueError: the directory does not say where the records belong, names a store that the user has not, or its
+            records are not foundry's or name files that are not the run's.
+        OSError: a file cannot be read.
+        Exception: what MLflow raises; the records are then kept.
+    """
+    pending_file = run_dir / MLFLOW_PENDING
+    if not os.path.lexists(pending_file):
+        return 0
+    destination = Destination.load(run_dir)
+    if destination is None:
+        raise ValueError(f"dir={run_dir} has no readable {MLFLOW}, so the run in MLflow is not known")
+    destination = replace(destination, uri=_chosen(destination, uri))
+    for operation in read_pending(pending_file):
+        if operation["op"] == "artifact":
+            with suppress(FileNotFoundError):
+                resolve_file(run_dir, operation)
+    store = MlflowStore(run_dir, destination)
+    with short_waits():
+        if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
+            _check_artifacts(store, destination)
+        sent = send_file(store, pending_file)
+    pending_file.unlink()
+    close_parent_of_job(run_dir, uri=destination.uri)
+    return sent
+
+
+def send_metrics(run_dir: Path, values: Mapping[str, float], *, step: int, uri: str | None = None) -> str | None:
+    """Add what was measured after a run to the run in MLflow; what no server takes is kept as the run's own is.
+
+    Args:
+        run_dir: the run directory; see `send_pending`.
+        values: by name.
+        step: of the checkpoint that was measured.
+        uri: as of `send_pending`.
+
+    Returns:
+        What there is to say to a person, in one line; None where the run is not kept in MLflow.
+    """
+    destination = Destination.load(run_dir)
+    if destination is None:
+        return None
+    try:
+        destination = replace(destination, uri=_chosen(destination, uri))
+    except ValueError as error:
+        return f"MLflow: not sent: {one_line(str(error))}"
+    operation = {"op": "metrics", "time_ms": time.time_ns() // 1_000_000, "step": step, "values": dict(values)}
+    try:
+        with short_waits():
+            MlflowStore(run_dir, destination).apply([operation])
+        close_parent_of_job(run_dir, uri=destination.uri)
+    except Exception as error:
+        write_pending(run_dir / MLFLOW_PENDING, [operation])
+        reason = f"{type(error).__name__}: {one_line(str(error))[:300]}"
+        return f"MLflow: not sent ({reason}); send it with: {sync_command(run_dir, destination.uri)}"
+    return f"MLflow: added to run {destination.run_id}"
+
+
+def _chosen(destination: Destination, uri: str | None) -> str:
+    """The store that the user has chosen, which a file of the run directory may not do.
+
+    Raises:
+        ValueError: the run used another one.
+    """
+    if uri is not None:
+        return tracking_uri(uri)
+    chosen = tracking_uri()
+    if masked_text(chosen) == destination.uri:
+        return chosen
+    if destination.is_masked:
+        raise ValueError(
+            f"the credentials of {destination.uri} are not stored; set MLFLOW_TRACKING_URI or give uri=URI"
+        )
+    raise ValueError(
+        f"{MLFLOW} says {destination.uri}, which is not {masked_text(chosen)}; if that is right, send there with "
+        f"uri={destination.uri}"
+    )
+
+
+def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
+    """Refuse a database in this folder that has files written elsewhere: it may have come with the run directory.
+
+    Raises:
+        ValueError: it does.
+    """
+    client, run_id = store.connect()
+    location = urlparse(client.get_run(run_id).info.artifact_uri)
+    database = sqlite_file(destination.uri)
+    folder = Path(unquote(location.path))
+    if database is not None and (
+        location.scheme not in ("", "file") or not folder.resolve().is_relative_to(database.parent.resolve())
+    ):
+        raise ValueError(f"{destination.uri} keeps files at {location.geturl()}; if that is right, give uri=")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The command; 0 when nothing is pending any more, 1 when MLflow did not take it, 2 for an error."""
+    if answer_alone(arguments, lambda: _HELP):
+        return 0
+    try:
+        check_start_dir()
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    run_dir = Path(given.get("dir", "").replace("\0", ""))
+    if not given.get("dir") or not given.keys() <= {"dir", "uri"} or not run_dir.is_dir():
+        text = one_line(" ".join(arguments)) or "nothing"
+        sys.stderr.write(f"{text}: give an existing run directory: python -m foundry.sync dir=RUN_DIR [uri=URI]\n")
+        return 2
+    try:
+        sent = send_pending(run_dir, given.get("uri") or None)
+    except (ValueError, UnsafeFileError, PermissionError) as error:
+        sys.stderr.write(f"nothing is sent: {one_line(str(error))}\n")
+        return 2
+    except Exception as error:
+        sys.stderr.write(f"not sent, everything is kept: {type(error).__name__}: {one_line(str(error))[:300]}\n")
+        return 1
+    sys.stdout.write(f"{sent} records sent\n")
+    return 0
+
+
+def main() -> None:
+    """Send from the command line."""
+    sys.exit(run(sys.argv[1:]))

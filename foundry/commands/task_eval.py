@@ -1,0 +1,174 @@
+"""What `foundry.eval tasks=[...]` measures: tasks of lm_eval, EleutherAI's evaluation harness, of a language model."""
+
+import logging
+import random
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foundry.config.packages import missing_message
+from foundry.core.errors import ConfigError, Violation, format_reason, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from lm_eval.tasks import TaskManager
+
+_HEAD = ("task", "samples", "shots", "metric", "value", "stderr")
+_STDERR = "_stderr"
+
+
+def check_installed() -> None:
+    """Say that lm_eval is missing, before a model is read.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if find_spec("lm_eval") is None:
+        raise ConfigError(Violation("tasks", missing_message("lm_eval", "lm_eval")))
+
+
+def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list[str]]":
+    """What lm_eval reads tasks with, and those that are meant: their names, or the files that describe them.
+
+    Nothing is read of a task but its description; lm_eval's own tasks are looked through only where one may be meant.
+
+    Args:
+        names: lm_eval's names of tasks, groups and tags; YAML files that describe one; folders of such files.
+        trust: whether files may be read, whose functions and templates lm_eval runs.
+
+    Raises:
+        ConfigError: there is none, or no such task; or files are not trusted.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if not names:
+        raise ConfigError(Violation("tasks", "is empty; name tasks of lm_eval, or files or folders that describe some"))
+    paths = {name: Path(name).expanduser() for name in names}
+    folders = [path for path in paths.values() if path.is_dir()]
+    lost = [name for name, path in paths.items() if path.suffix in (".yaml", ".yml") and not path.exists()]
+    if lost:
+        raise ConfigError(Violation("tasks", f"has {name}, but there is no such file") for name in lost)
+    if not trust and (own := [name for name, path in paths.items() if path.exists()]):
+        message = "whose functions and templates lm_eval would run; if it is yours, say trust=true"
+        raise ConfigError(Violation("tasks", f"has {name}, {message}") for name in own)
+    is_theirs = not all(path.exists() for path in paths.values())
+    manager = TaskManager(include_path=folders or None, include_defaults=is_theirs)
+    found, wrong = list[str](), list[Violation]()
+    for name, path in paths.items():
+        inside = TaskManager(include_path=path, include_defaults=False).all_subtasks if path.is_dir() else []
+        if path.is_dir() and not inside:
+            wrong.append(Violation("tasks", f"has {name}, a folder without a YAML file that describes a task"))
+        elif not path.exists() and name not in manager.task_index:
+            message = f"has {name}, which is neither a folder nor a task of lm_eval{nearest(name, manager.all_tasks)}"
+            wrong.append(Violation("tasks", message))
+        found += inside if path.is_dir() else [str(path)] if path.exists() else [name]
+    if wrong:
+        raise ConfigError(wrong)
+    return manager, list(dict.fromkeys(found))
+
+
+def evaluate_tasks(
+    folder: Path,
+    tasks: "tuple[TaskManager, list[str]]",
+    *,
+    device: "torch.device",
+    amp: "torch.dtype | None",
+    batch_size: int,
+    max_samples: int | None,
+    num_fewshot: int | None,
+    chat: bool,
+) -> dict[str, Any]:
+    """Have lm_eval measure a folder of transformers, as its `hf` model does, with its own seeds.
+
+    Args:
+        folder: with weights and tokenizer.
+        tasks: from `find_tasks`.
+        device: where the model computes.
+        amp: compute type of autocast; None: as the weights are.
+        batch_size: requests at a time.
+        max_samples: of each task, the first ones; None: all.
+        num_fewshot: examples before each question; None: as each task says.
+        chat: put what is asked into the model's chat template.
+
+    Returns:
+        By task: `num_samples`, `num_fewshot`, `version`, and `metrics`, by their names in lm_eval, with `_stderr`.
+
+    Raises:
+        ConfigError: a task cannot be read, such as one whose data are nowhere here and cannot be fetched.
+    """
+    import numpy
+    import torch
+    from lm_eval import evaluate
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+    from lm_eval.models.huggingface import HFLM
+
+    for name in ("lm_eval", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    random.seed(DEFAULT_RANDOM_SEED)
+    numpy.random.seed(DEFAULT_OTHER_SEED)
+    torch.manual_seed(DEFAULT_OTHER_SEED)
+    manager, names = tasks
+    try:
+        loaded = manager.load(names)
+    except Exception as error:  # of lm_eval, of the library that reads the data, or of the task's own code
+        raise ConfigError(Violation("tasks", f"{', '.join(names)} cannot be read: {format_reason(error)}")) from error
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if own is None or (own and num_fewshot is not None):  # lm_eval keeps a 0 that a task says itself
+            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    model = HFLM(
+        pretrained=str(folder), device=str(device), dtype="auto", mixed_precision_dtype=amp, batch_size=batch_size
+    )
+    try:
+        measured = evaluate(
+            model,
+            loaded,
+            limit=max_samples,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=True,
+            log_samples=False,
+        )
+    except ValueError as error:  # what a task wants of its user, such as to allow its code to run
+        raise ConfigError(Violation("tasks", f"cannot be measured: {format_reason(error)}")) from error
+    assert measured is not None
+    return {name: _of_task(name, measured) for name in measured["results"]}
+
+
+def lm_eval_version() -> str:
+    """Which lm_eval measured."""
+    return version("lm_eval")
+
+
+def _of_task(name: str, measured: Any) -> dict[str, Any]:
+    """What lm_eval says of one task or group; its keys are `metric,filter`, and most tasks have no filter."""
+    values = {key.removesuffix(",none"): value for key, value in measured["results"][name].items()}
+    counts = measured.get("n-samples", {}).get(name, {})
+    return {
+        "num_samples": counts.get("effective"),
+        "num_fewshot": measured.get("n-shot", {}).get(name),
+        "version": measured.get("versions", {}).get(name),
+        "metrics": {key: float(value) for key, value in values.items() if _is_number(value) and key != "sample_len"},
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def table(tasks: dict[str, Any]) -> str:
+    """The measurements as lines for a person, a metric in each."""
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for name, task in tasks.items():
+        for metric, value in task["metrics"].items():
+            if _STDERR in metric:
+                continue
+            plain, mark, how = metric.partition(",")
+            stderr = task["metrics"].get(f"{plain}{_STDERR}{mark}{how}")
+            numbers = (task["num_samples"], task["num_fewshot"], metric, value, stderr)
+            rows.append((name, *("" if n is None else f"{n:.4f}" if isinstance(n, float) else str(n) for n in numbers)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines) + "\n"

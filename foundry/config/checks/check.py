@@ -1,0 +1,99 @@
+"""Every check of a composed configuration: choices, bounds of fields, schemas' own checks, rules across groups."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.checks.rules import RULES, Launch
+from foundry.config.composition.base import expand_base
+from foundry.config.composition.plain_nodes import check_plain_nodes
+from foundry.config.composition.start_dir import check_folders
+from foundry.config.composition.store import fill_left_out
+from foundry.config.diagnostics.holes import check_hydra, holes
+from foundry.config.environment import detect
+from foundry.config.metrics import check_sweeper
+from foundry.config.record.secrets import check_secrets
+from foundry.config.schemas.launcher import check_launcher, resolve_num_tasks
+from foundry.config.schemas.root import Config, to_config
+from foundry.config.setting import OutOfBounds, check_fields, guarded
+from foundry.config.teacher import pin_teacher
+from foundry.core.errors import ConfigError, Violation, first_line
+
+
+def check(composed: DictConfig) -> list[Violation]:
+    """Every violation of a composed configuration, in a fixed order.
+
+    `model=base` is first replaced by its model, and a teacher's checkpoint by its step.
+    """
+    try:
+        environment = detect()
+    except ConfigError as error:
+        return list(error.violations)
+    choices = list(_check_choices(composed))
+    if not choices:
+        fill_left_out(composed)
+    base = [] if choices else expand_base(composed) or pin_teacher(composed)
+    unusable = {wrong.key for wrong in choices} | ({"model"} if base else set())
+    keys = [str(key) for key in composed if key != "hydra" and key not in unusable]
+    missing = [hole for key in keys for hole in holes(composed, key, key)]
+    if wrong := [*choices, *base, *missing, *check_hydra(composed)]:
+        return wrong
+    try:
+        config = to_config(composed)
+    except OmegaConfBaseException as error:  # inside of a part of the user's own
+        return [Violation(str(error.full_key or "configuration"), first_line(str(error)))]
+    out = list(_check_bounds(config))
+    sound = _sound(config, {violation.key for violation in out})
+    parts = [getattr(sound, item.name) for item in fields(config)]
+    own = [v for part in parts if hasattr(part, "check") for v in _until_out_of_bounds(part.check)]
+    outside = [
+        *check_folders(composed),
+        *check_launcher(composed),
+        *_until_out_of_bounds(partial(check_sweeper, composed, sound)),
+    ]
+    single = [*check_secrets(composed), *out, *check_plain_nodes(config), *own, *outside]
+    launch = Launch(environment, resolve_num_tasks(composed), sound.distributed)
+    across = [v for rule in RULES for v in _until_out_of_bounds(partial(rule, sound, launch))]
+    wrong_keys = {violation.key for violation in single}
+    # A rule that looked at a value already known to be wrong has nothing to add.
+    return single + [v for v in across if not any(key in str(v) or key.startswith(v.key) for key in wrong_keys)]
+
+
+def _sound(config: Config, wrong: Collection[str]) -> Config:
+    """The configuration, whose wrong values cannot be read."""
+    return Config(**{item.name: guarded(getattr(config, item.name), wrong, item.name) for item in fields(config)})
+
+
+def _until_out_of_bounds(check: Callable[[], Iterator[Violation]]) -> Iterator[Violation]:
+    """What a check finds before it reads a value that is out of its bounds, from which nothing follows."""
+    with suppress(OutOfBounds):
+        yield from check()
+
+
+def _check_choices(composed: DictConfig) -> Iterator[Violation]:
+    """Every group keeps an option, and one only: Hydra merges a list of options, and notes no choice."""
+    choices = OmegaConf.select(composed, "hydra.runtime.choices") or {}
+    given = OmegaConf.select(composed, "hydra.overrides.task")
+    # Iterating would resolve interpolations in them.
+    raw: Any = OmegaConf.to_container(given, resolve=False) if given is not None else []
+    overrides = [str(override).lstrip("+") for override in raw]
+    for group in (item.name for item in fields(Config)):
+        if group not in choices and any(override.startswith(f"{group}=[") for override in overrides):
+            yield Violation(group, "takes one option; to sweep over several add -m and leave out the brackets")
+        elif group not in choices and any(line.partition("=")[0] == f"~{group}" for line in overrides):
+            yield Violation(group, f"cannot be removed; leave out ~{group}, or choose an option as {group}=...")
+
+
+def _check_bounds(config: Config) -> Iterator[Violation]:
+    """Bounds of fields."""
+    for group in fields(config):
+        node = getattr(config, group.name)
+        if is_dataclass(node):
+            yield from check_fields(node, group.name)
+        elif not isinstance(node, dict) or "_target_" not in node:
+            yield Violation(group.name, "must be a mapping with a _target_: choose an option of the group")

@@ -1,0 +1,97 @@
+"""The notices of a run about its method: the hyperparameters that it has brought, and a rate far above its default."""
+
+import logging
+from collections.abc import Mapping
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from foundry.config.composition.brought import own_hparams
+from foundry.config.composition.choices import open_repository
+from foundry.config.composition.hydra_internals import IConfigRepository
+from foundry.config.environment import detect
+from foundry.config.schemas.hparams import HParams
+from foundry.config.schemas.optimizer import SGD
+from foundry.run_dir.log import NOTICE
+
+log = logging.getLogger(__name__)
+
+MOST_TIMES = 10.0
+"""A learning rate of more than so many times the method's default is warned of."""
+_LARGE = 1e6
+"""Multiples from here on are written with an exponent."""
+
+
+def log_method(composed: DictConfig) -> None:
+    """Log on rank 0 the hyperparameters that the method has brought, and warn of a rate far above its default.
+
+    Nothing is logged in the jobs of a sweep, which may search for such a rate.
+
+    Args:
+        composed: a checked configuration, while Hydra runs its job.
+    """
+    loader, hydra = GlobalHydra.instance().config_loader(), HydraConfig.get()
+    if detect().rank > 0 or hydra.mode is RunMode.MULTIRUN:
+        return
+    lines = list(hydra.overrides.hydra)
+    repo, _ = open_repository(loader, None, OverridesParser.create().parse_overrides(lines))
+    is_given = any(str(line).lstrip("+").startswith("hparams=") for line in hydra.overrides.task)
+    if not is_given and (notice := describe_brought(composed, repo, hydra.runtime.choices)) is not None:
+        log.log(NOTICE, "%s", notice)
+    if (warning := describe_high_rate(composed, repo, hydra.runtime.choices["hparams"])) is not None:
+        log.warning("%s", warning)
+
+
+def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Mapping[str, str]) -> str | None:
+    """Return a line about the option of `hparams` that other options bring; None if they bring none, or not this one.
+
+    Args:
+        composed: the configuration.
+        repo: the folders of options.
+        options: the chosen option of each group.
+    """
+    hparams = composed.hparams
+    own, group = own_hparams(repo, options)
+    if own is None or own != options["hparams"]:
+        return None
+    units = {"epochs": "epochs", "max_steps": "steps", "train_samples": "samples"}
+    budget = " or ".join(f"{hparams[key]:g} {unit}" for key, unit in units.items() if hparams[key] is not None)
+    rate = f"optimizer={options['optimizer']}, hparams.lr={hparams.lr:g}, {hparams.global_batch_size} samples a step"
+    return f"{group}={options[group]} goes with hparams={own}: {rate}, {budget}"
+
+
+def describe_high_rate(composed: DictConfig, repo: IConfigRepository, option: str) -> str | None:
+    """Return a warning if the learning rate is more than `MOST_TIMES` the default of an option of `hparams`.
+
+    None for SGD: its rates cannot be compared with those of adaptive optimizers.
+    """
+    lr, default = float(composed.hparams.lr), default_lr(composed, repo, option)
+    if lr <= MOST_TIMES * default or composed.optimizer.get("_target_") == SGD._target_:
+        return None
+    ratio = lr / default
+    times = f"{ratio:{',.0f' if ratio < _LARGE else '.2g'}} times the default of hparams={option}, {default:g}"
+    return f"hparams.lr={lr:g} is {times}: a rate as high as this may undo a base or diverge"
+
+
+def default_lr(composed: DictConfig, repo: IConfigRepository, option: str) -> float:
+    """Return the learning rate of an option of `hparams` with the other choices of a configuration.
+
+    Args:
+        composed: the configuration.
+        repo: the folders of options.
+        option: the name of the option; it may extend another.
+    """
+    loaded = repo.load_config(f"hparams/{option}")
+    own = None if loaded is None else OmegaConf.select(loaded.config, "hparams", throw_on_resolution_failure=False)
+    if isinstance(own, DictConfig) and (node := own._get_node("lr")) is not None:
+        copy = composed.copy()
+        OmegaConf.update(copy, "hparams.lr", node._value())
+        return float(copy.hparams.lr)
+    for entry in (loaded and loaded.defaults_list) or ():
+        name = entry.get_name()
+        if name is not None and "/" not in name and name not in ("_self_", option) and entry.is_override() is False:
+            return default_lr(composed, repo, name)
+    return HParams().lr

@@ -1,0 +1,67 @@
+"""Samplers and pruners of Optuna: what a setting may name, since a search hands the pruner on to its runs in a file."""
+
+import re
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from foundry.config.build import HYDRA_KEYS
+from foundry.core.errors import Violation, nearest, shown
+
+_CLASS = re.compile(r"[A-Z]\w*")
+
+
+def check_part(kind: str, node: Mapping[str, Any], key: str) -> Iterator[Violation]:
+    """Yield a violation for whatever is not a class of `optuna.samplers` or of `optuna.pruners`, and its arguments.
+
+    Args:
+        kind: "sampler" or "pruner".
+        node: `_target_` and arguments; these may hold others of the kind, as PatientPruner's do.
+        key: where it is set.
+    """
+    if "_target_" not in node:
+        example = "{_target_: optuna.samplers.TPESampler, seed: 0}"
+        yield Violation(key, f"is {shown(dict(node))} but needs a _target_, such as {example}")
+    else:
+        yield from _check(kind, dict(node), key)
+
+
+def build_part(kind: str, node: Mapping[str, Any]) -> Any:
+    """The sampler or pruner; what `check_part` refuses is not built.
+
+    Raises:
+        ValueError: Optuna has none such.
+        TypeError: it takes other arguments.
+    """
+    if wrong := [str(violation) for violation in check_part(kind, node, kind)]:
+        raise ValueError("; ".join(wrong))
+    return _built(kind, dict(node))
+
+
+def _check(kind: str, node: Any, key: str) -> Iterator[Violation]:
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in children:
+        where = f"{key}.{shown(name)}"
+        if name == "_target_":
+            package, _, last = str(value).rpartition(".")
+            if package != f"optuna.{kind}s" or not _CLASS.fullmatch(last):
+                yield Violation(where, f"is {shown(value)} but must be a class of optuna.{kind}s")
+        elif name in HYDRA_KEYS:
+            yield Violation(where, f"is {shown(value)} but a {kind} takes a _target_ and arguments only; remove it")
+        else:
+            yield from _check(kind, value, where)
+
+
+def _built(kind: str, node: Any) -> Any:
+    if isinstance(node, list):
+        return [_built(kind, item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    arguments = {str(name): _built(kind, value) for name, value in node.items() if name != "_target_"}
+    if "_target_" not in node:
+        return arguments
+    package = import_module(f"optuna.{kind}s")
+    name = str(node["_target_"]).rpartition(".")[2]
+    if name not in package.__all__:
+        raise ValueError(f"optuna.{kind}s has no {name}{nearest(name, package.__all__)}")
+    return getattr(package, name)(**arguments)

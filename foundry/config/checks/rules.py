@@ -1,0 +1,437 @@
+"""What a composed configuration must satisfy beyond its types. A rule yields a violation for each thing wrong."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import takewhile
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from foundry.config.checks.adapters import check_adapters
+from foundry.config.checks.episodes import check_episodes
+from foundry.config.checks.pictures import check_pictures
+from foundry.config.checks.policies import check_policies
+from foundry.config.checks.rollouts import check_environment, check_rollouts
+from foundry.config.checks.sizes import check_sizes
+from foundry.config.checks.success import check_success
+from foundry.config.checks.targets import check_targets
+from foundry.config.checks.tensor_parallel import check_tensor_parallel
+from foundry.config.composition.store import group_schemas
+from foundry.config.environment import LaunchEnvironment
+from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
+from foundry.config.metrics import check_metrics, measured_by
+from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, resolve_distributed
+from foundry.config.schemas.guard import SpikeAction
+from foundry.config.schemas.hparams import HParams, ScheduleUnit
+from foundry.config.schemas.model import HuggingFace, PrefixVLM, Transformer
+from foundry.config.schemas.objective import Reference
+from foundry.config.schemas.peft import LoRA
+from foundry.config.schemas.precision import PrecisionMode
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.scheduler import Scheduler
+from foundry.config.sources import download_hint, hub_hint, is_url, listed_paths, why_no_url
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Duration, Unit
+from foundry.core.errors import ConfigError, Violation, listed, shown
+
+_MOST_SIZES = 8
+"""Batch sizes that a message names."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the run will be started, as far as composition can know.
+
+    Attributes:
+        environment: what torchrun or Slurm say, if one of them started this process.
+        tasks: processes that a launcher starts for each job.
+        distributed: what the run itself starts.
+    """
+
+    environment: LaunchEnvironment
+    tasks: int
+    distributed: Distributed
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        if self.environment.launcher != "single":
+            return self.environment.world_size
+        return self.tasks if self.tasks > 1 else self.distributed.nproc_per_node
+
+    @property
+    def dp_size(self) -> int:
+        """Those that train on samples of their own."""
+        return self.distributed.dp_size(self.world_size)
+
+
+Rule = Callable[[Config, Launch], Iterator[Violation]]
+
+
+def _budget(config: Config, launch: Launch) -> Iterator[Violation]:
+    hparams = config.hparams
+    if hparams.epochs is None and hparams.max_steps is None and hparams.train_samples is None:
+        yield Violation("hparams.max_steps", "no budget: give at least one of max_steps, train_samples and epochs")
+
+
+def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
+    """Batch sizes are consistent with each other, and divide over ranks and microbatches."""
+    hparams, tokens = config.hparams, _tokens_per_sample(config)
+    if wrong := list(_batch_schedule(config)):
+        yield from wrong
+        return
+    total, staged = hparams.global_batch_size, _staged(hparams)
+    try:
+        sizes = given_sizes(hparams, tokens_per_sample=tokens)
+    except ValueError as error:
+        yield Violation(staged, f"{error}; it must end at hparams.global_batch_size={total}")
+        return
+    if sizes.final != total:
+        message = f"is {total} but the last size of hparams.batch_schedule is {sizes.final}; give both the same"
+        yield Violation("hparams.global_batch_size", message)
+    else:
+        yield from _division(hparams, sizes, launch.dp_size)
+
+
+def _batch_schedule(config: Config) -> Iterator[Violation]:
+    hparams = config.hparams
+    if hparams.batch_schedule is None:
+        return
+    if hparams.batch_ramp.start is not None:
+        yield Violation("hparams.batch_schedule", "is given together with hparams.batch_ramp; choose one of them")
+    if hparams.batch_schedule_unit is ScheduleUnit.tokens and _has_no_tokens(config.data):
+        yield Violation("hparams.batch_schedule_unit", "is tokens but a sample of this data has none; set samples")
+
+
+def _division(hparams: HParams, sizes: BatchSizes, ranks: int) -> Iterator[Violation]:
+    """Every size is a multiple of what one microbatch on every rank takes, or may be rounded down to one."""
+    total = hparams.global_batch_size
+    per_gpu = hparams.per_gpu_batch_size
+    key = _staged(hparams)
+    step = per_gpu * ranks
+    product = f"per_gpu_batch_size {per_gpu} x {ranks} {'rank' if ranks == 1 else 'ranks'} = {step}"
+    wrong = [size for size in sizes.sizes if (size < step if hparams.allow_rounding else size % step)]
+    if not wrong:
+        return
+    if hparams.allow_rounding:
+        yield Violation(key, f"has {listed(wrong, _MOST_SIZES)}, below {product}, which rounds down to nothing")
+    elif len(sizes.sizes) > 1:
+        remedy = "change them, or set hparams.allow_rounding=true to round each down"
+        yield Violation(key, f"has stages that are not multiples of {product}: {listed(wrong, _MOST_SIZES)}; {remedy}")
+    else:
+        near = sorted({max(step, total // step * step), ceil(total / step) * step})
+        nearest_sizes = " or ".join(map(str, near))
+        yield Violation(key, f"is {total} but must be a multiple of {product}; nearest: {nearest_sizes}")
+
+
+def _staged(hparams: HParams) -> str:
+    """The key that gives the batch sizes."""
+    if hparams.batch_schedule is not None:
+        return "hparams.batch_schedule"
+    return "hparams.global_batch_size" if hparams.batch_ramp.start is None else "hparams.batch_ramp"
+
+
+def _tokens_per_sample(config: Config) -> int | None:
+    """What the data's schema says of it, before the data is read."""
+    length = getattr(config.data, "seq_len", None)
+    return length if isinstance(length, int) and not getattr(config.data, "is_ragged", False) else None
+
+
+def _offers(data: Any) -> frozenset[str] | None:
+    """What a sample of the data has, by its schema; None where that does not say."""
+    return getattr(data, "offers", None)
+
+
+def _has_no_tokens(data: Any) -> bool:
+    offers = _offers(data)
+    return offers is not None and "tokens" not in offers
+
+
+def _learning_rates(config: Config, launch: Launch) -> Iterator[Violation]:
+    scheduler, lr = config.scheduler, config.hparams.lr
+    if not isinstance(scheduler, Scheduler):
+        return
+    for name in ("min_lr", "force_min_lr", "warmup_init"):
+        if getattr(scheduler, name) > lr:
+            yield Violation(f"scheduler.{name}", f"is {getattr(scheduler, name):g} but hparams.lr is only {lr:g}")
+
+
+def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
+    """Where the length of the run is known without the data; otherwise the run itself checks before its first step."""
+    hparams, tokens = config.hparams, _tokens_per_sample(config)
+    given = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
+    if hparams.epochs is not None or not given or min(given) < 1:
+        return
+    if hparams.batch_schedule is not None and tokens is None and not _has_no_tokens(config.data):
+        return  # its thresholds may count tokens
+    names = ("warmup", "horizon", "decay", "weight_decay_horizon")
+    texts = [getattr(config.scheduler, name, None) for name in names]
+    units = {_unit(str(text)) for text in texts if text is not None}
+    if (unit := config.evaluation.interval_unit()) is not None:
+        units.add(unit)
+    unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and not _has_no_tokens(config.data) else set())
+    if units & unknown:
+        return
+    try:
+        budget = resolve_budget(hparams, samples_per_epoch=1, dp_size=launch.dp_size, tokens_per_sample=tokens)
+        yield from check_lengths(config, budget)
+    except ValueError:
+        return  # `_batch` reports it
+    except ConfigError as error:
+        yield from error.violations
+
+
+def _unit(text: str) -> Unit | None:
+    try:
+        return Duration.parse(text).unit
+    except ValueError:
+        return None
+
+
+def _loss(config: Config, launch: Launch) -> Iterator[Violation]:
+    loss = config.hparams.loss_function
+    fitting = getattr(config.objective, "loss_functions", None)
+    if fitting is not None and loss not in fitting:
+        yield Violation("hparams.loss_function", _other_loss(loss, type(config.objective).__name__, fitting))
+        return
+    has_z_loss = fitting is None or hasattr(config.objective, "z_loss_coefficient")
+    if config.hparams.z_loss_coefficient > 0 and not has_z_loss:
+        name = type(config.objective).__name__
+        yield Violation("hparams.z_loss_coefficient", f"is set but objective {name} has no z-loss; set it to 0")
+
+
+def _other_loss(loss: str, objective: str, fitting: Sequence[str]) -> str:
+    """Say that the objective decides about the loss, and which objectives minimise the one that was given."""
+    # An instance without values has the defaults, on which the property of some depends.
+    schemas = {name: object.__new__(schema) for name, schema in group_schemas("objective").items()}
+    names = [name for name, schema in schemas.items() if loss in getattr(schema, "loss_functions", ())]
+    options = "|".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names)
+    remedy = f"choose objective={options}, or " if options else ""
+    message = f"is {loss}, which chooses no loss: objective {objective} minimises {' or '.join(fitting)}"
+    return f"{message}; {remedy}set hparams.loss_function={fitting[0]}"
+
+
+def _targets(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_targets(config)
+
+
+def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
+    measured = measured_by(config)
+    if measured is not None:
+        yield from check_metrics(config, measured)
+
+
+def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
+    """The data has what model and objective want, as far as their schemas say."""
+    offers = _offers(config.data)
+    for group in ("model", "objective"):
+        part = getattr(config, group)
+        wants: frozenset[str] = getattr(part, "wants", frozenset())
+        if offers is not None and not wants <= offers:
+            made_for, has = " and ".join(sorted(wants)), " and ".join(sorted(offers))
+            name, data = getattr(part, "described", type(part).__name__), type(config.data).__name__
+            yield Violation(group, f"is {name}, made for {made_for}, but data is {data}, which has {has}")
+
+
+def _packing(config: Config, launch: Launch) -> Iterator[Violation]:
+    """Samples have lengths of their own, the objective knows of several in a row, and no shape is compiled for."""
+    if not getattr(config.data, "packing", False):
+        return
+    if not getattr(config.objective, "takes_packed", False):
+        name = type(config.objective).__name__
+        others = "objective=sft, dpo, distillation or grpo"
+        message = f"is true but objective {name} takes one sample a row; set it to false, or choose {others}"
+        yield Violation("data.packing", message)
+    elif not getattr(config.data, "is_ragged", True):
+        name = type(config.data).__name__
+        message = f"is true but samples of {name} are all of data.seq_len tokens and fill a row each; set it to false"
+        yield Violation("data.packing", message)
+    if config.hparams.torchcompile is True:
+        message = "is true together with hparams.torchcompile, which would compile each packed row for itself"
+        yield Violation("data.packing", f"{message}; set one of them to false")
+
+
+def _rollouts(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_rollouts(config)
+    yield from check_environment(config)
+
+
+def _episodes(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_episodes(config)
+
+
+def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_sizes(config)
+
+
+def _accumulation(config: Config, launch: Launch) -> Iterator[Violation]:
+    expected = config.hparams.global_batch_size // max(1, config.hparams.per_gpu_batch_size * launch.dp_size)
+    if config.hparams.accum_freq != expected:
+        yield Violation("hparams.accum_freq", f"is computed from the batch sizes ({expected}); do not set it")
+
+
+def _launcher(config: Config, launch: Launch) -> Iterator[Violation]:
+    environment, distributed = launch.environment, config.distributed
+    started = environment.local_world_size
+    if environment.launcher != "single" and distributed.nproc_per_node not in (1, started):
+        yield Violation(
+            "distributed.nproc_per_node",
+            f"is {distributed.nproc_per_node} but {environment.launcher} started {started} on this node; leave it out",
+        )
+
+
+def _restarts(config: Config, launch: Launch) -> Iterator[Violation]:
+    key, wanted, launcher = "distributed.max_restarts", config.distributed.max_restarts, launch.environment.launcher
+    if not wanted:
+        return
+    if launcher == "torchrun":
+        yield Violation(key, f"is {wanted} but torchrun starts the processes; give it --max-restarts={wanted}")
+    elif launcher in ("slurm", "submitit") or launch.tasks > 1:
+        message = "but Slurm or submitit starts the processes; have Slurm queue the job again (docs/slurm.md)"
+        yield Violation(key, f"is {wanted} {message}")
+    elif config.distributed.nproc_per_node == 1:
+        yield Violation(key, f"is {wanted} but foundry starts no processes; set distributed.nproc_per_node, or 0")
+    if config.checkpoint.interval is None and config.checkpoint.every_minutes is None:
+        message = f"is {wanted} but nothing is saved to start again from; set checkpoint.interval, or every_minutes"
+        yield Violation(key, message)
+    if config.checkpoint.resume == "never":
+        yield Violation(key, f"is {wanted} but checkpoint.resume=never would refuse; set that to auto")
+
+
+def _strategy(config: Config, launch: Launch) -> Iterator[Violation]:
+    distributed = config.distributed
+    try:
+        resolve_distributed(distributed, launch.world_size)
+    except ConfigError as error:
+        yield from error.violations
+    keeps = distributed.gradient_sync is GradientSync.last_keep_params
+    if isinstance(distributed, DDP) and keeps and not distributed.shard_optimizer:
+        yield Violation(
+            "distributed.gradient_sync",
+            "is last_keep_params but ddp never frees its parameters; choose last, or distributed=fsdp",
+        )
+
+
+def _precision(config: Config, launch: Launch) -> Iterator[Violation]:
+    mode, distributed = config.precision.mode, config.distributed
+    if mode is PrecisionMode.amp_float16 and isinstance(distributed, FSDP) and distributed.cpu_offload:
+        yield Violation(
+            "precision",
+            "is amp_float16 but its loss scaling needs gradients on the GPU: set distributed.cpu_offload=false",
+        )
+
+
+def _policies(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_policies(config)
+
+
+def _pictures(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_pictures(config)
+
+
+def _success(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_success(config)
+
+
+def _adapters(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_adapters(config)
+
+
+def _tensor_parallel(config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check_tensor_parallel(config)
+
+
+def _reference(config: Config, launch: Launch) -> Iterator[Violation]:
+    if getattr(config.objective, "reference", None) is Reference.adapters_off and not isinstance(config.peft, LoRA):
+        message = "is adapters_off but peft=none trains the model itself; choose cached or copy, or peft=lora"
+        yield Violation("objective.reference", message)
+
+
+def _rollback(config: Config, launch: Launch) -> Iterator[Violation]:
+    guard, checkpoint = config.guard, config.checkpoint
+    goes_back = guard.spike_zscore is not None and guard.spike_action is SpikeAction.rollback
+    if goes_back and checkpoint.interval is None and checkpoint.every_minutes is None:
+        yield Violation(
+            "guard.spike_action",
+            "is rollback but the run saves no checkpoint on its way; set checkpoint.interval or .every_minutes",
+        )
+
+
+def _paths(config: Config, launch: Launch) -> Iterator[Violation]:
+    """Files a run would read are there, so that nobody waits in a queue to learn that they are not."""
+    for group in fields(config):
+        yield from _missing_paths(getattr(config, group.name), group.name)
+
+
+def _missing_paths(node: Any, key: str) -> Iterator[Violation]:
+    for item in fields(node) if is_dataclass(node) else ():
+        value = getattr(node, item.name)
+        if is_dataclass(value):
+            yield from _missing_paths(value, f"{key}.{item.name}")
+        elif item.metadata.get("path"):
+            verb, reads_urls = "has" if isinstance(value, list) else "is", item.name in getattr(node, "urls", ())
+            for path in listed_paths(value):
+                if reads_urls and is_url(path):
+                    wrong = why_no_url(path)
+                else:
+                    wrong = None if _exists(path) else "there is no such file or folder"
+                    hint = hub_hint(path) if reads_urls else download_hint(path)
+                    wrong = wrong and f"{wrong}{hint}"
+                if wrong is not None:
+                    yield Violation(f"{key}.{item.name}", f"{verb} {shown(path)} but {wrong}")
+
+
+def _exists(path: str) -> bool:
+    parts = Path(path).parts
+    fixed = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
+    try:
+        if len(fixed.parts) == len(parts):
+            return fixed.is_file() or fixed.is_dir()
+        if "**" in parts:  # to look through all that lies below may take minutes
+            return fixed.is_dir()
+        return any(True for _ in fixed.glob(str(Path(path).relative_to(fixed))))
+    except (OSError, ValueError):  # no path at all, or one that cannot be looked at
+        return False
+
+
+def _logged_model(config: Config, launch: Launch) -> Iterator[Violation]:
+    """What MLflow is to have at the end is kept, and is a model that transformers loads."""
+    model = config.model
+    if not config.tracking.log_model:
+        return
+    if config.checkpoint.is_off:
+        yield Violation("tracking.log_model", "is true but no checkpoint is kept; set checkpoint.save_final=true")
+    if is_dataclass(model) and (isinstance(model, PrefixVLM) or not isinstance(model, (Transformer, HuggingFace))):
+        message = f"is true but model is {type(model).__name__}, which transformers does not load; leave it out"
+        yield Violation("tracking.log_model", message)
+
+
+RULES: tuple[Rule, ...] = (
+    _budget,
+    _batch,
+    _accumulation,
+    _learning_rates,
+    _lengths,
+    _samples,
+    _packing,
+    _rollouts,
+    _episodes,
+    _sizes,
+    _targets,
+    _loss,
+    _metrics,
+    _policies,
+    _pictures,
+    _success,
+    _launcher,
+    _restarts,
+    _strategy,
+    _precision,
+    _adapters,
+    _tensor_parallel,
+    _reference,
+    _rollback,
+    _logged_model,
+    _paths,
+)

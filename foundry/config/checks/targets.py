@@ -1,0 +1,113 @@
+"""Whether a `_target_` of the user's own can be found, and takes the arguments that it is given."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from foundry.config.checks.static_source import NotThere, Parameters, resolve_parameters
+from foundry.config.diagnostics.names import settings
+from foundry.config.metrics import HELD_OUT
+from foundry.config.schemas.evaluation import Evaluation
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.tracking import Tracking
+from foundry.core.errors import Violation, nearest
+
+GIVEN_BY_THE_RUN: Mapping[str, tuple[str, ...]] = {
+    item.name: item.metadata["given"] for item in fields(Config) if item.metadata["given"] is not None
+}
+"""What the parts are called with besides their own settings."""
+
+_OFFERED = {item.name: item.metadata["offered"] for item in fields(Config)}
+
+_NAMED_PARTS = {
+    "evaluation.evaluators": (Evaluation.offered, ("metrics",)),
+    "evaluation.stop_rules": (Evaluation.offered, ("metrics",)),
+    "tracking.trackers": (Tracking.offered, ()),
+}
+"""Parts by names of the user's own: what each is called with if it takes it, and what is not for the part itself."""
+
+_FOR_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
+
+
+@cache
+def runtime_settings(group: str) -> tuple[str, ...]:
+    """Settings of a group that the run itself reads, or a preset sets for every part; a part need not take them."""
+    found = (path for path, metadata in settings() if metadata.get("runtime") and path.startswith(f"{group}."))
+    return tuple(dict.fromkeys(path.removeprefix(f"{group}.") for path in found))
+
+
+def check_targets(config: Config) -> Iterator[Violation]:
+    """Check every part that is not foundry's own."""
+    for group, given in GIVEN_BY_THE_RUN.items():
+        node = getattr(config, group)
+        if is_dataclass(node) and not isinstance(node, type):
+            if getattr(node, "_target_", None) != getattr(type(node), "_target_", None):
+                settings = {item.name: getattr(node, item.name) for item in fields(node)}
+                yield from _check(settings, group, given, runtime_settings(group))
+        elif isinstance(node, dict) and "_target_" in node:
+            yield from _check(node, group, given, runtime_settings(group))
+    for path, (_, optional) in _NAMED_PARTS.items():
+        group, _, field = path.partition(".")
+        for name, node in getattr(getattr(config, group), field).items():
+            if isinstance(node, dict) and (node.get("_target_", HELD_OUT) != HELD_OUT or len(node) > 1):
+                yield from _check(node, f"{path}.{name}", (), optional)
+
+
+def _offered(key: str) -> tuple[str, ...]:
+    """What a part is called with if it takes it."""
+    named = _NAMED_PARTS.get(key.rpartition(".")[0])
+    return _OFFERED.get(key, ()) if named is None else named[0]
+
+
+def _check(node: Mapping[str, Any], key: str, given: tuple[str, ...], optional: tuple[str, ...]) -> Iterator[Violation]:
+    target, own = node["_target_"], [name for name in node if name not in _FOR_HYDRA]
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+        yield Violation(f"{key}._target_", f"is {target} but must be the dotted path of a class or function")
+        return
+    try:
+        takes = resolve_parameters(target)
+    except NotThere as error:
+        hint = nearest(error.word, error.among)
+        yield Violation(f"{key}._target_", f"is {target} but {error}{hint}")
+        return
+    if takes is not None:
+        yield from _check_arguments(node, key, takes, given, optional)
+    if node.get("_recursive_", True):
+        for name in own:
+            yield from _check_inside(node[name], f"{key}.{name}")
+
+
+def _check_inside(value: Any, key: str) -> Iterator[Violation]:
+    """Parts within a part, which Hydra builds first."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _check_inside(item, f"{key}.{index}")
+    elif isinstance(value, dict) and "_target_" in value:
+        yield from _check(value, key, (), ())
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _check_inside(item, f"{key}.{name}")
+
+
+def _check_arguments(
+    node: Mapping[str, Any], key: str, takes: Parameters, given: tuple[str, ...], optional: tuple[str, ...]
+) -> Iterator[Violation]:
+    target, places = node["_target_"], len(node.get("_args_") or ())
+    own = [str(name) for name in node if name not in _FOR_HYDRA]
+    listed = f"it takes {', '.join(takes.names)}" if takes.names else "it takes no argument"
+    if not takes.takes_any:
+        for name in own:
+            if name not in takes.names and name not in optional:
+                message = f"is no argument of {target}{nearest(name, takes.names)}; {listed}"
+                yield Violation(f"{key}.{name}", message)
+        if missing := [name for name in given if name not in takes.names]:
+            message = f"is {target}, which takes no {' and no '.join(missing)}, but the run passes {', '.join(given)}"
+            yield Violation(f"{key}._target_", f"{message} by name; {listed}")
+            return
+    if places > takes.by_place:
+        yield Violation(f"{key}._args_", f"has {places} values but {target} takes {takes.by_place} by place")
+    is_whole = not node.get("_partial_") or key in GIVEN_BY_THE_RUN  # a part itself is called by the run
+    for name in takes.names[places:] if is_whole else ():
+        if name in takes.required and name not in (*own, *given, *_offered(key)):
+            yield Violation(f"{key}.{name}", f"has no value but {target} needs one; give it as +{key}.{name}=...")

@@ -1,0 +1,1 @@
+"""Composing a configuration: schemas, options, resolvers, and everything used of Hydra."""

@@ -1,0 +1,218 @@
+"""`model=base`: replaced, when a configuration is composed, by the model, weights and tokenizer that it stands for.
+
+Of a run's config.yaml only the model is taken, and only if it is foundry's own part, or `model.trust=true`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.build import weights_of_parts
+from foundry.config.composition.store import writable
+from foundry.config.record.frozen import typed_group
+from foundry.config.record.recorded import foreign_parts, read_settings
+from foundry.config.schemas.data import MODEL_TOKENIZER, MODEL_VOCAB_SIZE
+from foundry.config.schemas.model import Base, HuggingFace
+from foundry.config.sources import download_hint, local_path
+from foundry.core.errors import ConfigError, Violation, shown
+from foundry.run_dir.checkpoints import find
+from foundry.run_dir.files import in_hub_cache
+from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, TOKENIZER, TRANSFORMERS
+
+
+@dataclass(frozen=True)
+class BaseKeys:
+    """The settings that choose a model which exists, for messages.
+
+    Attributes:
+        path: run directory, or folder of transformers.
+        which: checkpoint of that run.
+        trust: whether it may be of a part that foundry does not know.
+    """
+
+    path: str
+    which: str
+    trust: str
+
+
+_MODEL = BaseKeys("model.path", "model.which", "model.trust")
+_PATH = _MODEL.path
+OF_THE_BASE = "is the base's own and cannot be given; leave it out, or choose model=transformer for a new model"
+
+
+def expand_base(composed: DictConfig) -> list[Violation]:
+    """Replace `model=base` in a composed configuration; whatever else is the model stays.
+
+    Returns:
+        What is wrong with the base, or with settings that it decides; the configuration is then as it was.
+    """
+    node = composed._get_node("model")
+    if not isinstance(node, DictConfig) or OmegaConf.get_type(node) is not Base:
+        return []
+    own = {item.name for item in fields(Base)}
+    if typed := [name for name in map(str, node) if name not in own]:
+        return [Violation(f"model.{name}", OF_THE_BASE) for name in typed]
+    if OmegaConf.is_missing(node, "path"):
+        message = "has no value (the run directory or folder of transformers to start from)"
+        return [Violation(_PATH, f"{message}; give it as {_PATH}=...")]
+    try:
+        base: Any = OmegaConf.to_object(OmegaConf.masked_copy(node, ["path", "which", "trust", "init_from"]))
+        folder = local_path(_PATH, str(base["path"]))
+        if base["init_from"] is not None:
+            message = f"is {shown(base['init_from'])} together with model=base, whose weights are those of model.path"
+            return [Violation("model.init_from", f"{message}; leave it out")]
+        is_transformers = (folder / "config.json").is_file()
+        model = resolve_base(folder, str(base["which"]), base["trust"], _MODEL)
+    except ConfigError as error:
+        return list(error.violations)
+    except (OmegaConfBaseException, OSError, ValueError, RuntimeError) as error:
+        return [Violation(_PATH, f"is {shown(node._get_node('path'))}: {' '.join(str(error).split())}")]
+    files = {"chat_template": in_hub_cache(folder / CHAT_TEMPLATE)} | (
+        {} if is_transformers else {"tokenizer": folder / TOKENIZER}
+    )
+    if wrong := list(_check_data(composed.data, model, folder, files)):
+        return wrong
+    with open_dict(composed):
+        composed.model = model
+        _fill_data(composed.data, model, files)
+    return []
+
+
+def resolve_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> DictConfig:
+    """The model of a run or of a folder of transformers, with its weights, as a configuration.
+
+    Args:
+        folder: where it lies.
+        which: checkpoint of a run: last, best, or the number of a step.
+        trust: whether a run's model may be none of foundry's.
+        keys: the settings that say this.
+
+    Raises:
+        ConfigError: there is no such model, or it may not be built.
+    """
+    if wrong := list(_check_base(folder, which, trust, keys)):
+        raise ConfigError(wrong)
+    if (folder / "config.json").is_file():
+        model = writable(HuggingFace)
+        model.path = str(folder)
+        return model
+    return _run_model(folder, which, trust, keys)
+
+
+def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterator[Violation]:
+    if not folder.is_dir():
+        yield Violation(keys.path, f"is {shown(folder)} but there is no such folder{download_hint(str(folder))}")
+        return
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            message = f"is {shown(folder)}, which holds adapters without their base; give the run that they were"
+            yield Violation(keys.path, f"{message} exported from, or a folder that was exported with merge=true")
+        elif not os.path.lexists(folder / CONFIG):
+            message = f"is {shown(folder)}, which is no run directory (it has no {CONFIG})"
+            yield Violation(keys.path, f"{message} and no folder of transformers (it has no config.json)")
+        return
+    what = f"but {keys.path} is a folder of transformers, which has no"
+    if which != "last":
+        yield Violation(keys.which, f"is {shown(which)} {what} checkpoints; leave it out")
+    if trust:
+        message = f"is True {what} part of the user's own: code in it is never run; leave it out"
+        yield Violation(keys.trust, message)
+
+
+def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictConfig:
+    """The model of a run as it was recorded, with the weights of a checkpoint to start from.
+
+    Raises:
+        ConfigError: it is not to be trusted, or no model of this foundry's, or there is no such checkpoint.
+    """
+    file = run_dir / CONFIG
+    recorded = read_settings(file, keys.path).get("model")
+    if not trust and (foreign := list(foreign_parts({"model": recorded}))):
+        message = f"is {run_dir}, whose {CONFIG} would run what is not foundry's own: {', '.join(foreign)}"
+        raise ConfigError(Violation(keys.path, f"{message}; add {keys.trust}=true, if you trust its author"))
+    try:
+        typed = typed_group(file, "model", recorded)
+    except ConfigError as error:
+        raise ConfigError(replace(violation, key=keys.path) for violation in error.violations) from None
+    model = typed if isinstance(typed, DictConfig) else OmegaConf.create(typed)
+    try:
+        checkpoint = find(run_dir, which)
+    except FileNotFoundError as error:
+        raise ConfigError(Violation(keys.which, f"is {shown(which)} but {error}")) from None
+    with open_dict(model):
+        model.init_from = str(checkpoint)
+        for part in weights_of_parts(OmegaConf.to_container(model)):
+            OmegaConf.update(model, f"{part}.init_from", None)  # the checkpoint has them
+    if OmegaConf.get_type(model) is HuggingFace and model.path is not None:
+        own = run_dir.absolute() / TRANSFORMERS
+        if own.is_dir():
+            model.path = str(own)
+        elif not trust:
+            message = f"is {run_dir}, which has no {TRANSFORMERS}/, and whose model is that of {shown(model.path)}"
+            remedy = f"add {keys.trust}=true to read that folder"
+            raise ConfigError(Violation(keys.path, f"{message}, outside of it; {remedy}"))
+    return model
+
+
+def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
+    """Sizes that the data was given otherwise than the base has them, and files that are none."""
+    is_text = _reads_words(data) and "instruction_tokens" not in data
+    if is_text and (kind := kind_without_tokens(model)):
+        yield Violation(_PATH, f"is {folder}, whose model is {kind}, but the data is text; choose a language model")
+        return
+    for own, other, what in (("vocab_size", "vocab_size", "tokens"), ("max_seq_len", "seq_len", "positions")):
+        have = _own_size(model, own)
+        need = data.get(other) if isinstance(data, DictConfig) and not _is_left_open(data, other) else None
+        if isinstance(have, int) and isinstance(need, int) and need > have:
+            message = f"is {need} but the model of model.path={folder} has {have} {what}; set data.{other}={have}"
+            yield Violation(f"data.{other}", message)
+    for name, file in files.items() if _reads_words(data) else ():
+        is_needed = name == "tokenizer" or os.path.lexists(file)
+        if _is_left_open(data, name) and is_needed and (file.is_symlink() or not file.is_file()):
+            message = f"is {folder}, which has no {file.name} that is a regular file; give data.{name}=..."
+            yield Violation(_PATH, message)
+
+
+def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
+    """What the data takes from the base where nobody has given it: the tokenizer, its size, the chat template."""
+    size = _own_size(model, "vocab_size")
+    values: dict[str, Any] = {name: str(file.absolute()) for name, file in files.items() if file.is_file()}
+    for name, value in {**values, "vocab_size": size}.items() if _reads_words(data) else ():
+        if value is not None and _is_left_open(data, name):
+            data[name] = value
+
+
+def _reads_words(data: Any) -> bool:
+    """Whether samples have tokens: those of text, and of a robot's episodes where instructions are given."""
+    if not isinstance(data, DictConfig) or "tokenizer" not in data:
+        return False
+    return data.get("instruction_tokens", 1) is not None
+
+
+def kind_without_tokens(model: DictConfig) -> str | None:
+    """What a model is that is made for images, as `DiT`; None for one of language, or of the user's own."""
+    schema = OmegaConf.get_type(model)
+    wants = getattr(schema, "wants", None)
+    return None if schema is None or wants is None or "tokens" in wants else schema.__name__
+
+
+def _own_size(model: DictConfig, name: str) -> Any:
+    """A size that the model has of itself; None where it follows the data, or a model of images has no such size.
+
+    What reads in a policy that is told what to do is its backbone.
+    """
+    model = model.get("backbone", model)
+    return model[name] if name in model and not OmegaConf.is_interpolation(model, name) else None
+
+
+def _is_left_open(data: Any, name: str) -> bool:
+    """Whether the data has a setting, and nobody has given it a value."""
+    if not isinstance(data, DictConfig) or name not in data:
+        return False
+    node: Any = data._get_node(name)
+    return node._value() in (MODEL_TOKENIZER, MODEL_VOCAB_SIZE) or (name == "chat_template" and node._is_none())

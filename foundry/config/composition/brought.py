@@ -1,0 +1,76 @@
+"""Options that are chosen together with other options, such as the hyperparameters of a method.
+
+Hydra cannot express this. Presets such as `hparams=policy` choose the objective, the objective chooses `hparams`, and a
+defaults list has one order. An option chosen by interpolation cannot override other groups and needs a file for every
+objective, including those of the user.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from foundry.config.composition.hydra_internals import Chosen, IConfigRepository
+from foundry.config.composition.store import group_schemas
+from foundry.config.schemas.data import Demonstrations, LeRobot
+from foundry.config.schemas.model import Base
+
+DEFAULT_HPARAMS = "llm"
+"""The option of `hparams` in config.yaml. The option of a method replaces it."""
+POLICIES = ("policy", "vla")
+"""The options of `hparams` that choose a simulator for `data=demonstrations`."""
+
+
+def bring(chosen: Chosen) -> Mapping[str, str]:
+    """Return the options to choose in addition, by group. A group that the user has chosen is never among them."""
+    options = chosen.options
+    if not {"hparams", "objective", "data", "model", "simulator", "evaluation"} <= options.keys():
+        return {}
+    own, _ = own_hparams(chosen.repo, options)
+    data = option_schema(chosen.repo, "data", options["data"])
+    brought: dict[str, str] = {}
+    if own is not None and options["hparams"] == DEFAULT_HPARAMS and "hparams" not in chosen.chosen_by:
+        brought["hparams"] = own
+
+    def is_free(group: str) -> bool:
+        return group not in chosen.chosen_by or str(chosen.chosen_by[group]).startswith("hparams/")
+
+    # The simulator of hparams=policy makes the demonstrations. Other episodes do not come from it.
+    is_recorded = data is LeRobot or ("hparams" in brought and data is not Demonstrations)
+    if own in POLICIES and is_recorded and not is_free("data") and is_free("simulator"):
+        brought["simulator"] = "none"
+        if is_free("evaluation"):
+            brought["evaluation"] = "default"
+    return brought
+
+
+def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> tuple[str | None, str]:
+    """Return the option of `hparams` that goes with the chosen options, and the group whose option brings it.
+
+    The schema of an option names it as `brings_hparams`. A new model comes before the data, then the objective; a base
+    comes last, since it can be trained by any method.
+
+    Args:
+        repo: the folders of options.
+        options: the chosen option of each group.
+    """
+    schemas = {group: option_schema(repo, group, options[group]) for group in ("model", "data", "objective")}
+    is_base = schemas["model"] is not None and issubclass(schemas["model"], Base)
+    order = ("data", "objective", "model") if is_base else ("model", "data", "objective")
+    named = ((getattr(schemas[group], "brings_hparams", None), group) for group in order)
+    return next((found for found in named if found[0] is not None), (None, ""))
+
+
+def option_schema(repo: IConfigRepository, group: str, option: str | None) -> type[Any] | None:
+    """Return the schema on which an option builds, itself or through another option; None without a schema."""
+    loaded = repo.load_config(f"{group}/{option}") if isinstance(option, str) else None
+    names = [name for entry in (loaded and loaded.defaults_list) or () if (name := entry.get_name()) is not None]
+    for name in names:
+        if (schema := _schemas(group).get(name.rpartition("/")[2])) is not None:
+            return schema
+    extended = [name for name in names if "/" not in name and name not in ("_self_", option)]
+    return next((found for name in extended if (found := option_schema(repo, group, name)) is not None), None)
+
+
+@cache
+def _schemas(group: str) -> Mapping[str, type[Any]]:
+    return group_schemas(group)

@@ -1,0 +1,129 @@
+"""A cache of compositions by their choices of options; overrides of values are applied to a copy."""
+
+import itertools
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobRuntime
+from hydra.types import RunMode
+from hydra.version import getbase
+from omegaconf import DictConfig, open_dict
+
+from foundry.config.composition import hydra_internals
+from foundry.config.composition.hydra_internals import CachingConfigRepository, apply_overrides, override_dirname
+
+_SEARCHPATH = "hydra.searchpath"
+
+
+class Choices:
+    """Configurations without their overrides of values, by the choices of options that they are composed of.
+
+    Reading and merging options takes most of the time of a composition. From the second composition on, it is done once
+    for all that choose the same options; overrides of values are applied to a copy, as Hydra does it at the end.
+    """
+
+    def __init__(self) -> None:
+        self._num_composed = 0
+        self._pickled: dict[tuple[object, ...], bytes] = {}
+        self._opened: dict[tuple[object, ...], tuple[CachingConfigRepository, Exception | None]] = {}
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Have all compositions meanwhile share these; no file of an option may change between them."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def compose(
+        self,
+        load: Callable[[list[str]], DictConfig],
+        loader: ConfigLoader,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+    ) -> DictConfig:
+        """Return the configuration that `load` composes of the overrides; the caller may change it."""
+        self._num_composed += 1
+        if self._num_composed == 1:
+            return load(overrides)
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        repository, error = self.open(loader, config_name, parsed)
+        if error is not None or any(o.is_sweep_override() or o.key_or_group == _SEARCHPATH for o in parsed):
+            return load(overrides)
+        is_value = [isinstance(o.value(), dict) or not repository.group_exists(o.key_or_group) for o in parsed]
+        choices = [line for line, sets_value in zip(overrides, is_value, strict=True) if not sets_value]
+        name = JobRuntime.instance().get("name")
+        key = (_sources(loader), config_name, run_mode, getbase(), name, *choices)
+        if key not in self._pickled:
+            self._pickled[key] = pickle.dumps(load(choices))
+        config = pickle.loads(self._pickled[key])
+        assert isinstance(config, DictConfig)
+        apply_overrides(list(itertools.compress(parsed, is_value)), config)
+        _record(parsed, config)
+        return config
+
+    def open(
+        self, loader: ConfigLoader, config_name: str | None, overrides: Sequence[Override]
+    ) -> tuple[CachingConfigRepository, Exception | None]:
+        """Return the options and the error of `hydra_internals.open_repository`, once for the same folders."""
+        folders = [override.input_line for override in overrides if override.key_or_group == _SEARCHPATH]
+        key = (_sources(loader), config_name, *folders)
+        if key not in self._opened:
+            self._opened[key] = hydra_internals.open_repository(loader, config_name, overrides)
+        return self._opened[key]
+
+
+_current: ContextVar[Choices | None] = ContextVar("choices", default=None)
+
+
+def current() -> Choices:
+    """Return the choices that compositions share now, or new ones."""
+    return _current.get() or Choices()
+
+
+def keep_choices(choices: Choices | None = None) -> None:
+    """Have all compositions of this process share these choices, or else their own."""
+    _current.set(choices or current())
+
+
+def compose_with(
+    load: Callable[[list[str]], DictConfig],
+    loader: ConfigLoader,
+    config_name: str | None,
+    overrides: list[str],
+    run_mode: RunMode,
+) -> DictConfig:
+    """Compose overrides with `load`, and with the choices that are kept meanwhile."""
+    return current().compose(load, loader, config_name, overrides, run_mode)
+
+
+def open_repository(
+    loader: ConfigLoader, config_name: str | None, overrides: Sequence[Override]
+) -> tuple[CachingConfigRepository, Exception | None]:
+    """Return where a loader finds options, and the error about `hydra.searchpath` or None; once if choices are kept."""
+    return current().open(loader, config_name, overrides)
+
+
+def _sources(loader: ConfigLoader) -> tuple[tuple[str, str], ...]:
+    return tuple((source.provider, source.path) for source in loader.get_sources())
+
+
+def _record(overrides: Sequence[Override], config: DictConfig) -> None:
+    """Write overrides, working folder and passed environment variables into a configuration, as Hydra does."""
+    own = [override for override in overrides if not override.is_hydra_override()]
+    config.hydra.overrides.hydra = [override.input_line for override in overrides if override.is_hydra_override()]
+    config.hydra.overrides.task = [override.input_line for override in own]
+    config.hydra.runtime.cwd = str(Path.cwd())
+    config.hydra.job.override_dirname = override_dirname(own, config)
+    with open_dict(config.hydra):
+        for name in config.hydra.job.env_copy:
+            config.hydra.job.env_set[name] = os.environ[name]

@@ -1,0 +1,173 @@
+"""Making Hydra refuse a wrong configuration while it composes it.
+
+Hydra has no hook between composing a configuration and using it, so one method of its loader is wrapped. A wrong
+configuration is then refused wherever it is composed: for a run, `--cfg job`, `compose()` in a test, and each job of a
+sweep, before the first one starts. Configurations without foundry's schemas are other applications', and let through.
+See hydra-core issues 981 and 2193; the wrapper can go when Hydra has such a hook.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from foundry.config.composition.brought import bring
+from foundry.config.composition.choices import compose_with, current
+from foundry.config.composition.hydra_internals import (
+    ConfigLoaderImpl,
+    answer_long_names,
+    cache_interpolations,
+    wrap_choosing,
+    wrap_loading,
+)
+from foundry.config.composition.resolvers import register_resolvers
+from foundry.config.composition.start_dir import anchor_paths, check_folders, check_start_dir
+from foundry.config.composition.store import register_schemas
+from foundry.config.record.secrets import check_overrides, check_secrets
+from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError, Violation, shown
+
+CONFIG_NAME = "config"
+_NO_SCHEMAS = (
+    "which has none of foundry's schemas; write `defaults: [config, _self_]` at its top, and below that what differs"
+)
+
+
+def config_dir() -> str:
+    """The folder of the configuration groups: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    installed = package / "conf"
+    return str(installed if installed.is_dir() else package.parent / "conf")
+
+
+class _OwnOptions(SearchPathPlugin):
+    """Has Hydra look for options in foundry's folder last, where another primary folder was chosen."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        own = f"file://{config_dir()}"
+        if not {own, config_dir()} & {element.path for element in search_path.get_path()}:
+            search_path.append("foundry", own)
+
+
+def install(*, alone: bool = False) -> None:
+    """Register schemas and resolvers, and wrap Hydra's loader. Calling it again changes nothing.
+
+    Args:
+        alone: nothing else is composed in this process, so what is none of foundry's is a config error.
+
+    Raises:
+        UnsupportedHydraError: the installed Hydra is not one that foundry knows.
+    """
+    register_schemas()
+    register_resolvers()
+    if alone:
+        _process.alone = True
+        Plugins.instance().register(_OwnOptions)
+    wrap_loading(_load, compose_with)
+    wrap_choosing(bring)
+    answer_long_names()
+    cache_interpolations()
+
+
+@dataclass
+class _Process:
+    alone: bool = False
+
+
+_process = _Process()
+
+
+def _load(
+    loader: ConfigLoaderImpl,
+    config_name: str | None,
+    overrides: list[str],
+    run_mode: RunMode,
+    compose: Callable[[list[str]], DictConfig],
+) -> DictConfig:
+    """Compose with Hydra's `compose`, and refuse what is foundry's and wrong; the rest is let through.
+
+    Raises:
+        ConfigError: with every error.
+    """
+    with current().used():
+        return _checked(loader, config_name, overrides, run_mode, compose)
+
+
+def _checked(
+    loader: ConfigLoaderImpl,
+    config_name: str | None,
+    overrides: list[str],
+    run_mode: RunMode,
+    compose: Callable[[list[str]], DictConfig],
+) -> DictConfig:
+    """Compose and check as `_load` does."""
+    from foundry.config.checks.check import check  # all the rules: the page of `--help` needs none
+    from foundry.config.diagnostics.holes import check_hydra
+    from foundry.config.diagnostics.override_errors import includes_schemas
+
+    check_start_dir()
+    try:
+        config = compose(overrides)
+    except Exception as error:  # Hydra's, OmegaConf's, YAML's, ANTLR's, and what these did not expect
+        if config_name is None or not (_process.alone or includes_schemas(loader, config_name, overrides)):
+            raise
+        _note_secrets(overrides, run_mode)
+        config = _explained(loader, config_name, overrides, run_mode, compose, error)
+    if config_name is None or OmegaConf.get_type(config) is not Config:
+        if config_name is not None and _process.alone:
+            raise ConfigError(Violation("--config-name", f"is {shown(config_name)}, {_NO_SCHEMAS}"))
+        return config
+    _note_secrets(overrides, run_mode)
+    # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed.
+    # But it is written down as it is.
+    if (
+        violations := check(config)
+        if run_mode is RunMode.RUN
+        else [*check_secrets(config), *check_hydra(config), *check_folders(config)]
+    ):
+        raise ConfigError(violations)
+    anchor_paths(config)
+    return config
+
+
+def _note_secrets(overrides: list[str], run_mode: RunMode) -> None:
+    """Have no message show secrets among the overrides.
+
+    Raises:
+        ConfigError: a sweep has some, which its multirun.yaml would hold.
+    """
+    secrets = list(check_overrides(overrides))
+    if secrets and run_mode is not RunMode.RUN:
+        raise ConfigError(secrets)
+
+
+def _explained(
+    loader: ConfigLoaderImpl,
+    config_name: str,
+    overrides: list[str],
+    run_mode: RunMode,
+    compose: Callable[[list[str]], DictConfig],
+    error: Exception,
+) -> DictConfig:
+    """What a composition that failed should have been, if it was right, or every error in it.
+
+    Raises:
+        ConfigError: with these.
+    """
+    from foundry.config.diagnostics.override_errors import find_errors, master_over_options, without_null_choices
+
+    whole = run_mode is RunMode.RUN
+    meant = without_null_choices(loader, config_name, overrides)
+    if meant != overrides:
+        try:
+            return compose(meant)
+        except Exception as another:
+            overrides, error = meant, another
+    if not whole and (master := master_over_options(loader, config_name, compose, overrides)) is not None:
+        return master
+    raise ConfigError(find_errors(loader, config_name, compose, overrides, error, whole=whole)) from error

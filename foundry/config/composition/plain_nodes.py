@@ -1,0 +1,118 @@
+"""Types and bounds of settings in plain mappings: built-in parts that are chosen by `_target_`.
+
+Evaluators and trackers have names that the user chooses, and a built-in part may be nested in a part of the user. No
+schema is composed for these mappings, so it is looked up by `_target_`. `targets.py` checks unknown and missing
+arguments.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from omegaconf import Container
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.build import HYDRA_KEYS
+from foundry.config.composition.store import GROUPS, group_schemas, schemas_in, writable
+from foundry.config.diagnostics.elsewhere import names_of
+from foundry.config.diagnostics.wanted import wanted
+from foundry.config.schemas import own_evaluators, own_trackers
+from foundry.config.schemas.evaluation import Evaluation
+from foundry.config.schemas.model import HuggingFace, Transformer
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.tracking import Tracking
+from foundry.config.setting import check_value
+from foundry.core.errors import Violation, shown
+
+_GIVEN = {*Evaluation.offered, *Tracking.offered}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def check_plain_nodes(config: Config) -> Iterator[Violation]:
+    """Check the settings of every built-in part in a plain mapping."""
+    for item in fields(config):
+        yield from _check_inside(getattr(config, item.name), item.name)
+
+
+def check_node(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
+    """Check the settings of one mapping with a `_target_`; yields nothing if that is not a built-in part.
+
+    Args:
+        node: the mapping, resolved.
+        key: its dotted key.
+    """
+    schemas = _schemas().get(str(node.get("_target_")), []) if len(node) > 1 else []
+    given = {name: value for name, value in node.items() if name not in HYDRA_KEYS} if schemas else {}
+    for name, value in given.items():
+        settings = [(schema, item) for schema in schemas for item in fields(schema) if item.name == name]
+        wrong = [list(_check_value(schema, item, value, f"{key}.{name}")) for schema, item in settings]
+        if wrong and all(wrong):
+            yield from wrong[0]
+        elif not settings and name in _GIVEN and key.count(".") == 2:
+            yield Violation(f"{key}.{name}", f"is {shown(value)} but the run gives it; leave it out")
+
+
+def _check_inside(value: Any, key: str) -> Iterator[Violation]:
+    inside: Mapping[str, Any] = {}
+    if is_dataclass(value):
+        inside = {item.name: getattr(value, item.name) for item in fields(value)}
+    elif isinstance(value, dict):
+        inside = value
+        yield from check_node(value, key)
+    elif isinstance(value, list):
+        inside = {str(number): item for number, item in enumerate(value)}
+    if inside.get("_target_") == HuggingFace._target_:
+        yield from _check_sizes(inside.get("config"), f"{key}.config")
+    for name, item in inside.items():
+        yield from _check_inside(item, f"{key}.{name}")
+
+
+def _check_sizes(config: Any, key: str) -> Iterator[Violation]:
+    """Check the sizes in a transformers config against the bounds of the built-in decoder."""
+    for name, value in config.items() if isinstance(config, dict) else ():
+        item = _sizes().get(str(name))
+        if item is not None and value is not None and not isinstance(value, (dict, list)):
+            yield from _check_value(Transformer, item, value, f"{key}.{name}")
+
+
+@cache
+def _sizes() -> dict[str, "Field[Any]"]:
+    """Return the numeric fields of the built-in decoder, by their names here and in other systems."""
+    numbers = [item for item in fields(Transformer) if item.metadata.get("bounds") and item.type in (int, float)]
+    return {name: item for item in numbers for name in (item.name, *names_of(f"model.{item.name}"))}
+
+
+@cache
+def _schemas() -> dict[str, list[type[Any]]]:
+    """Return the schemas of built-in parts by `_target_`; several may share one."""
+    found: dict[str, list[type[Any]]] = {}
+    groups = [schema for group in GROUPS for schema in group_schemas(group).values()]
+    for schema in [*groups, *schemas_in(own_evaluators), *schemas_in(own_trackers)]:
+        target = getattr(schema, "_target_", None)
+        if isinstance(target, str) and target.startswith("foundry."):
+            found.setdefault(target, []).append(schema)
+    return found
+
+
+def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) -> Iterator[Violation]:
+    """Check a value that the constructor receives unconverted; a schema would convert the text 5 to a number."""
+    if isinstance(value, str) and "${" in value:
+        return  # assignment would take it for an interpolation
+    node = writable(schema)
+    try:
+        node[item.name] = value
+        own = node[item.name]
+    except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
+        needed = wanted(error) or ("a value" if value is None else "of another type")
+        yield Violation(key, f"is {shown(value)} but must be {needed}")
+        return
+    if own is None:
+        return
+    if isinstance(own, Enum) and value != own.name:
+        yield Violation(key, f"is {shown(value)} but must be one of {', '.join(type(own).__members__)}")
+    elif isinstance(own, (Container, Enum)) or (type(own), type(value)) == (float, int) or type(own) is type(value):
+        yield from check_value(item, value, key)
+    else:
+        yield Violation(key, f"is {shown(value)} but must be {_KINDS.get(type(own), 'of another type')}")

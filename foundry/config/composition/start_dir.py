@@ -1,0 +1,96 @@
+"""The folder in which a command was started, and the paths that are relative to it."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.sources import is_url, listed_paths
+from foundry.core.errors import ConfigError, Violation, shown
+
+_FOLDERS = ("data.cache_dir",)
+_WRITTEN = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.launcher.submitit_folder",
+    "checkpoint.resume",
+    *_FOLDERS,
+)
+"""Settings that name a folder in which foundry writes, or locks files."""
+_SQLITE = "sqlite:///"
+_DEFAULT_URI = f"{_SQLITE}mlflow.db"
+_NO_PATHS = ("auto", "never")
+
+
+def check_start_dir() -> None:
+    """Refuse a current folder that no longer exists: relative paths, Hydra and torch need one.
+
+    Raises:
+        ConfigError: it was deleted, or its file system is gone.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:
+        message = (
+            f"cannot be read ({error.strerror}): deleted, moved or unmounted. Enter a folder with cd and start again"
+        )
+        raise ConfigError(Violation("current folder", message)) from None
+
+
+def check_folders(composed: DictConfig) -> Iterator[Violation]:
+    """Refuse addresses as folders: as a path, `s3://bucket/run` is a folder `s3:` on this machine."""
+    for key in _WRITTEN:
+        value = _value(composed, key)
+        if isinstance(value, str) and "://" in value:
+            yield Violation(key, f"is {shown(value)}, an address; give a folder on this machine")
+
+
+def anchor_paths(composed: DictConfig) -> None:
+    """Make the paths of a configuration absolute where its job will run in a directory of its own.
+
+    That is under `hydra.job.chdir=true`, for every setting of foundry's schemas that names a file or folder. Of a part
+    of the user's own nobody knows which of its values are paths.
+    """
+    if not OmegaConf.select(composed, "hydra.job.chdir"):
+        return
+    start = Path(str(composed.hydra.runtime.cwd))
+    for key in _path_keys(composed):
+        if (value := _value(composed, key)) is not None:
+            anchored = [path if is_url(path) else str(start / Path(path).expanduser()) for path in listed_paths(value)]
+            OmegaConf.update(composed, key, anchored if isinstance(value, list) else anchored[0])
+    if (resume := _value(composed, "checkpoint.resume")) not in (None, *_NO_PATHS):
+        OmegaConf.update(composed, "checkpoint.resume", str(start / Path(str(resume)).expanduser()))
+    uri = str(_value(composed, "tracking.uri") or "") or os.environ.get("MLFLOW_TRACKING_URI") or _DEFAULT_URI
+    if uri.startswith(_SQLITE) and len(uri) > len(_SQLITE):
+        OmegaConf.update(composed, "tracking.uri", f"{_SQLITE}{start / uri.removeprefix(_SQLITE)}")
+
+
+def _path_keys(composed: DictConfig) -> Iterator[str]:
+    for group in composed:
+        if group != "hydra":
+            yield from _path_keys_of(composed._get_node(group), str(group))
+
+
+def _path_keys_of(node: Any, path: str) -> Iterator[str]:
+    schema = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+    for item in fields(schema) if is_dataclass(schema) else ():
+        key = f"{path}.{item.name}"
+        if item.metadata.get("path") or key in _FOLDERS:
+            yield key
+        else:
+            yield from _path_keys_of(node._get_node(item.name), key)
+
+
+def _value(composed: DictConfig, key: str) -> str | list[str] | None:
+    try:
+        value = OmegaConf.select(composed, key)
+    except OmegaConfBaseException:  # of the job's number, say, which is not known yet
+        return None
+    if isinstance(value, ListConfig):
+        return [str(each) for each in value]
+    return None if value is None else str(value)

@@ -1,0 +1,93 @@
+"""Registering the schemas with Hydra."""
+
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from foundry.config.composition.hydra_internals import store_lazily
+from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
+
+GROUPS = (
+    "checkpoint",
+    "data",
+    "device",
+    "distributed",
+    "environment",
+    "evaluation",
+    "guard",
+    "hparams",
+    "model",
+    "objective",
+    "optimizer",
+    "peft",
+    "precision",
+    "scheduler",
+    "simulator",
+    "tracking",
+)
+
+
+def group_schemas(group: str) -> dict[str, type[Any]]:
+    """Return the schemas of a group by class name: every dataclass that its package, or a file there, defines."""
+    whole = import_module(f"foundry.config.schemas.{group}")
+    files = [import_module(f"{whole.__name__}.{file.name}") for file in iter_modules(getattr(whole, "__path__", ()))]
+    return {schema.__name__: schema for module in (whole, *files) for schema in schemas_in(module)}
+
+
+def schemas_in(module: ModuleType) -> list[type[Any]]:
+    """Every dataclass that a module defines."""
+    own = [value for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]
+    return [value for value in own if value.__module__ == module.__name__]
+
+
+def fill_left_out(composed: DictConfig) -> None:
+    """Give the parts that a configuration may do without, such as an environment, the schema of having none."""
+    for item in fields(Config):
+        schema: Any = item.default_factory
+        if item.type is Any and schema is not NO_DEFAULT and OmegaConf.is_missing(composed, item.name):
+            composed[item.name] = writable(schema)
+
+
+@cache
+def register_schemas() -> None:
+    """Store every schema as `schema/<group>/<ClassName>`, and the root as `base_config`.
+
+    They live apart from the options, so that completion and error messages list only what can be chosen.
+    """
+    store_lazily("base_config", _base_config)
+    schemas = {group: group_schemas(group).values() for group in GROUPS}
+    for group, members in {**schemas, "sweep": SWEEPERS, "launcher": LAUNCHERS}.items():
+        for schema in members:
+            store_lazily(schema.__name__, partial(writable, schema), group=f"schema/{group}")
+
+
+def _base_config() -> DictConfig:
+    """The root, whose parts are left to options."""
+    base = writable(Config)
+    for item in fields(Config):
+        if item.type is Any:
+            base[item.name] = MISSING  # an option decides what it is; a recorded configuration may lack it
+    return base
+
+
+def writable(schema: type[Any]) -> DictConfig:
+    """The schema as a node that composition may fill; a frozen dataclass yields a read-only one."""
+    node = OmegaConf.structured(schema)
+    assert isinstance(node, DictConfig)
+    _unlock(node)
+    return node
+
+
+def _unlock(node: DictConfig) -> None:
+    OmegaConf.set_readonly(node, None)
+    for key in node:
+        if not OmegaConf.is_missing(node, key) and isinstance(child := node._get_node(key), DictConfig):
+            _unlock(child)

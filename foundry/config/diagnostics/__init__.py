@@ -1,0 +1,1 @@
+"""Explaining a composition that failed: every error at once, with key, value and remedy."""

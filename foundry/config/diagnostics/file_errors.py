@@ -1,0 +1,218 @@
+"""All wrong keys, values and options in files of the configuration; Hydra stops at the first error."""
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+from hydra.core.default_element import GroupDefault
+from hydra.core.override_parser.types import Override, OverrideType
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from foundry.config.composition.choices import Choices
+from foundry.config.composition.hydra_internals import (
+    ConfigLoaderImpl,
+    ConfigResult,
+    IConfigRepository,
+    edited_files,
+)
+from foundry.config.diagnostics.elsewhere import is_name
+from foundry.config.diagnostics.holes import as_override
+from foundry.core.errors import Violation, first_line
+
+
+@dataclass(frozen=True)
+class WrongEntry:
+    """A key of a file that cannot be merged, as an override of the same would be.
+
+    Attributes:
+        file: as a message names it.
+        override: sets the key to the file's value.
+        error: the exception of merging it.
+    """
+
+    file: str
+    override: Override
+    error: OmegaConfBaseException
+
+
+@dataclass(frozen=True)
+class WrongChoice:
+    """An option in a list of defaults that does not exist.
+
+    Attributes:
+        file: as a message names it.
+        override: chooses the option.
+    """
+
+    file: str
+    override: Override
+
+
+@dataclass
+class Composed:
+    """A configuration without the entries of files that are wrong, and these.
+
+    Attributes:
+        config: None if it does not compose without them either.
+        error: of that; else None.
+    """
+
+    config: DictConfig | None = None
+    error: Exception | None = None
+    entries: list[WrongEntry] = field(default_factory=list)
+    choices: dict[str, WrongChoice] = field(default_factory=dict)
+
+
+def compose_without_wrong_entries(
+    loader: ConfigLoaderImpl,
+    compose: Callable[[list[str]], DictConfig],
+    overrides: list[str],
+    *,
+    repo: IConfigRepository,
+    chosen: Collection[str],
+) -> Composed:
+    """Compose overrides without the wrong entries of files.
+
+    Args:
+        loader: the loader that `compose` uses.
+        compose: composes overrides, unchecked.
+        overrides: that are right.
+        repo: the options of the groups.
+        chosen: groups whose option the overrides choose, so that the choices of files do not count.
+    """
+    result, base = Composed(), OmegaConf.create()
+
+    def drop_unknown_options(path: str, loaded: ConfigResult) -> ConfigResult:
+        kept = []
+        for entry in loaded.defaults_list or []:
+            wrong = [] if loaded.is_schema_source else list(_unknown_options(path, entry, repo, chosen))
+            for override in wrong:  # Hydra loads a file several times
+                result.choices[f"{path} {override.input_line}"] = WrongChoice(_name(path, loaded), override)
+            kept += [] if wrong else [entry]
+        loaded.defaults_list = kept if loaded.defaults_list is not None else None
+        return loaded
+
+    def drop_wrong_entries(path: str, loaded: ConfigResult) -> ConfigResult:
+        try:
+            base.merge_with(copy.deepcopy(loaded.config))
+        except OmegaConfBaseException as whole:
+            if not isinstance(loaded.config, DictConfig):
+                raise
+            config = copy.deepcopy(loaded.config)
+            for keys, override, error in _wrong_entries(base, config):
+                _delete(config, keys)
+                result.entries.append(WrongEntry(_name(path, loaded), override, error))
+            if config == loaded.config:
+                raise whole
+            loaded = copy.copy(loaded)
+            loaded.config = config
+        return loaded
+
+    with Choices().used(), edited_files(loader, drop_unknown_options, drop_wrong_entries):
+        try:
+            result.config = compose(overrides)
+        except Exception as error:  # of Hydra, OmegaConf, YAML or a file system
+            result.error = error
+    return result
+
+
+def describe_yaml_error(error: Exception) -> Violation | None:
+    """A file that is no YAML, with the line; None if the error is about something else."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, yaml.MarkedYAMLError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or cause.problem_mark is None:
+        return None
+    mark, problem = cause.problem_mark, " ".join(str(cause.problem).split())
+    return Violation(_shortest(Path(mark.name)), f"is no YAML: line {mark.line + 1}: {problem}")
+
+
+def _wrong_entries(
+    base: DictConfig, config: DictConfig
+) -> Iterator[tuple[list[Any], Override, OmegaConfBaseException]]:
+    """Merge a file value by value; yield the keys to delete, the override and the error of each failure."""
+    written, told = copy.deepcopy(config), set[str]()
+    for keys in list(_paths(written)):
+        try:
+            base.merge_with(_nested(keys, _at(written, keys)))
+        except OmegaConfBaseException as error:
+            path, depth = ".".join(map(str, keys)), len(keys)
+            if isinstance(error.full_key, str) and path.startswith(f"{error.full_key}."):
+                depth = error.full_key.count(".") + 1
+                if not (isinstance(error, ConfigKeyError) and is_name(path)):  # one error for the whole section
+                    keys, path = keys[:depth], error.full_key
+            if path not in told:
+                told.add(path)
+                node = _at(written, keys)
+                value: Any = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+                line = f"{path}={as_override(value)}"
+                yield keys[:depth], Override(OverrideType.CHANGE, path, None, value, input_line=line), error
+
+
+def _nested(keys: list[Any], value: Any) -> DictConfig:
+    for key in reversed(keys):
+        value = {key: value}
+    nested: DictConfig = OmegaConf.create(value)
+    return nested
+
+
+def _unknown_options(path: str, entry: Any, repo: IConfigRepository, chosen: Collection[str]) -> Iterator[Override]:
+    if not isinstance(entry, GroupDefault) or entry.optional or entry.group is None:
+        return
+    folder = "" if entry.override else str(PurePosixPath(path).parent)
+    group = entry.group.lstrip("/") if entry.group.startswith("/") else str(PurePosixPath(folder, entry.group))
+    group = group.removeprefix("./")
+    names = entry.value if isinstance(entry.value, list) else [entry.value]
+    if group in chosen or not repo.group_exists(group):
+        return
+    for name in names:
+        if isinstance(name, str) and "$" not in name and name != "???" and not repo.config_exists(f"{group}/{name}"):
+            yield Override(OverrideType.CHANGE, group, None, name, input_line=f"{group}={name}")
+
+
+def _paths(config: DictConfig, above: tuple[Any, ...] = ()) -> Iterator[list[Any]]:
+    """The keys that lead to each value, and to each empty section."""
+    for key in config:
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
+            yield from _paths(node, (*above, key))
+        else:
+            yield [*above, key]
+
+
+def _at(config: DictConfig, keys: list[Any]) -> Any:
+    """The value that keys lead to, as it was written."""
+    node: Any = config
+    for key in keys:
+        node = node._get_node(key)
+    return node if OmegaConf.is_config(node) and node._value() not in (None, "???") else node._value()
+
+
+def _delete(config: DictConfig, keys: list[Any]) -> None:
+    """Delete the value that keys lead to, if it has not been deleted with its section."""
+    parent: Any = config
+    for key in keys[:-1]:
+        parent = parent._get_node(key)
+        if parent is None:
+            return
+    parent._content.pop(keys[-1], None)
+
+
+def _name(path: str, loaded: ConfigResult) -> str:
+    """A file as a message names it: relative to the current folder if it is below."""
+    name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
+    folder = loaded.path.partition("://")[2] if loaded.path.startswith("file://") else ""
+    return _shortest(Path(folder, name)) if folder else name
+
+
+def _shortest(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def in_file(file: str, violation: Violation) -> Violation:
+    """A violation whose key is named with its file."""
+    return Violation(f"{file}: {violation.key}", first_line(violation.message))

@@ -1,0 +1,177 @@
+"""Refusal of arguments in the style of other programs, such as `--lr 3e-4`, with the override to type."""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from foundry.config.composition.start_dir import check_start_dir
+from foundry.core.errors import ConfigError, Violation
+
+HYDRA_FLAGS = {
+    "--help": 0,
+    "-h": 0,
+    "--hydra-help": 0,
+    "--version": 0,
+    "--cfg": 1,
+    "-c": 1,
+    "--resolve": 0,
+    "--package": 1,
+    "-p": 1,
+    "--run": 0,
+    "-r": 0,
+    "--multirun": 0,
+    "-m": 0,
+    "--shell-completion": 0,
+    "-sc": 0,
+    "--config-path": 1,
+    "-cp": 1,
+    "--config-name": 1,
+    "-cn": 1,
+    "--config-dir": 1,
+    "-cd": 1,
+    "--experimental-rerun": 1,
+    "--info": 0,
+    "-i": 0,
+}
+"""The flags of Hydra's command line, and whether a value follows; `--info` may do without."""
+
+_FILES = ("config", "config_file", "config_path", "config_name", "cfg_path", "yaml", "yaml_file")
+_ASSIGNMENT = re.compile(r"[~+]{0,2}[\w./@:-]+=")
+_NUMBER = re.compile(r"-\.?\d")
+_SHORTEST_ABBREVIATION = len("--cfg")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An argument that begins with a dash and is unknown to Hydra.
+
+    Attributes:
+        text: as typed, with its value.
+        key: without dashes, as the name of a setting.
+        value: as typed; true for a flag without a value, false for `--no-key`.
+    """
+
+    text: str
+    key: str
+    value: str
+
+
+def split_flags(arguments: Sequence[str], known: Collection[str] = ()) -> tuple[list[Flag], list[str]]:
+    """Return the flags among arguments, and the other arguments.
+
+    Args:
+        arguments: after the name of the command.
+        known: flags of `HYDRA_FLAGS` to keep among the other arguments, with their values.
+    """
+    flags, others = list[Flag](), list[str]()
+    ahead = list(arguments)
+    while ahead:
+        word = ahead.pop(0)
+        name, assigned, value = word.partition("=")
+        if not _is_flag(word):
+            others.append(word)
+        elif (flag := _of_hydra(name, known)) is not None:
+            others.append(word)
+            if HYDRA_FLAGS[flag] and not assigned and ahead:
+                others.append(ahead.pop(0))
+        else:
+            values = [value] if assigned else []
+            while not assigned and ahead and not _is_flag(ahead[0]) and not _ASSIGNMENT.match(ahead[0]):
+                values.append(ahead.pop(0))
+            text = word if assigned else " ".join([word, *values])
+            flags.append(_flag(text, name.lstrip("-"), values))
+    return flags, others
+
+
+def check_flags(arguments: Sequence[str], options: Collection[str] = ()) -> None:
+    """Refuse flags that are not Hydra's.
+
+    Args:
+        arguments: after the name of the command.
+        options: keys of the command's own.
+
+    Raises:
+        ConfigError: with a line for each flag, which names the override to type.
+    """
+    flags, _ = split_flags(arguments, HYDRA_FLAGS)
+    if flags:
+        raise ConfigError(refuse(flag, lambda key: _setting(key, options)) for flag in flags)
+
+
+def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
+    """The line about a flag.
+
+    Args:
+        flag: as typed.
+        find: returns the full key for a name, or None for an unknown name.
+    """
+    from foundry.config.composition.store import GROUPS
+    from foundry.config.diagnostics.elsewhere import own_options  # the table is read for errors only
+    from foundry.config.diagnostics.names import did_you_mean, meanings
+
+    if (key := find(flag.key)) is not None:
+        return Violation(flag.text, f"is no argument; write {_assignment(key, flag.value)}")
+    if flag.key in _FILES:
+        path = Path(flag.value)
+        folder = f"--config-dir {path.parent} --config-name {path.stem}"
+        return Violation(flag.text, f"is no argument; write {folder}")
+    told = did_you_mean(flag.key, meanings(), GROUPS, value=flag.value, options=own_options)
+    return Violation(flag.text, f"is no argument{told or '; settings are given as key=value'}")
+
+
+def anchor_config_path(arguments: list[str]) -> None:
+    """Have a relative `--config-path` begin at the current folder, in place; Hydra's begins at a file of foundry.
+
+    Raises:
+        ConfigError: the current folder cannot be read.
+    """
+    for number, word in enumerate(arguments):
+        name, assigned, value = word.partition("=")
+        if name not in ("--config-path", "-cp"):
+            continue
+        if assigned:
+            arguments[number] = f"{name}={_absolute(value)}"
+        elif number + 1 < len(arguments):
+            arguments[number + 1] = _absolute(arguments[number + 1])
+
+
+def _absolute(path: str) -> str:
+    check_start_dir()
+    return path if "://" in path else str(Path(path).absolute())
+
+
+def _flag(text: str, name: str, values: Sequence[str]) -> Flag:
+    key = name.replace("-", "_")
+    if not values and (negated := re.fullmatch(r"no_(\w.*)", key)) and key not in ("no_cuda",):
+        return Flag(text, negated[1], "false")
+    return Flag(text, key, f"[{','.join(values)}]" if len(values) > 1 else values[0] if values else "true")
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and word not in ("-", "--") and not _NUMBER.match(word)
+
+
+def _of_hydra(name: str, known: Collection[str]) -> str | None:
+    """The flag of Hydra's that a word is, or abbreviates; a short one may have its value behind it."""
+    if name in known:
+        return name
+    if name.startswith("--"):
+        meant = [flag for flag in known if flag.startswith(name)]
+        return meant[0] if len(meant) == 1 and len(name) >= _SHORTEST_ABBREVIATION else None
+    return "-m" if "-m" in known and re.fullmatch(r"-c(job|hydra|all)", name) else None
+
+
+def _setting(key: str, options: Collection[str]) -> str | None:
+    """The setting or group of a name that is one of foundry's as it is."""
+    from foundry.config.composition.store import GROUPS
+    from foundry.config.diagnostics.names import meanings
+
+    is_own = key in options or key in GROUPS or key in meanings() or key.startswith("hydra.")
+    return key if is_own else None
+
+
+def _assignment(key: str, value: str) -> str:
+    from foundry.config.diagnostics.elsewhere import quoted
+
+    return quoted(f"{key}={value}")

@@ -1,0 +1,108 @@
+"""Values of a composed configuration that are missing, lead nowhere, or belong to no schema."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode
+from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
+
+from foundry.config.diagnostics.elsewhere import hint
+from foundry.config.diagnostics.names import did_you_mean
+from foundry.config.diagnostics.wanted import wanted
+from foundry.config.schemas.launcher import is_known
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
+from foundry.core.errors import Violation, first_line, shown
+
+
+def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
+    """Values at and below `key` that are missing, lead nowhere, or belong to no schema."""
+    schema = OmegaConf.get_type(parent)
+    known = {item.name for item in fields(schema)} if is_dataclass(schema) else None
+    if known is not None and key not in known:
+        whole = path.rpartition(".")[0]
+        settings = [f"{whole}.{name}" if whole else name for name in known]
+        unknown = parent._get_node(key)
+        hints = {leaf: hint(leaf, value, settings) for leaf, value in _leaves(unknown, path)}
+        if not any(hints.values()):
+            hints = {path: did_you_mean(path, settings, value=as_override(unknown))}
+        for leaf, remedy in hints.items():
+            yield Violation(leaf, f"is no key of {whole or 'the configuration'}{remedy}")
+    elif OmegaConf.is_missing(parent, key):
+        doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""
+        yield Violation(path, f"has no value{f' ({doc})' if doc else ''}; give it as {path}=...")
+    elif OmegaConf.is_interpolation(parent, key):
+        node: Any = parent._get_node(key)
+        raw = node._value()
+        try:
+            value = parent[key]
+        except OmegaConfBaseException as error:
+            yield Violation(path, _leads_nowhere(str(raw), path, error))
+        else:
+            if known is not None and schema is not Config and not _is_alike(node, value):
+                yield Violation(path, f"is {shown(raw)}, which leads to another kind of value; set {path}=...")
+    elif isinstance(child := parent._get_node(key), DictConfig) and not child._is_none():
+        for name in list(child):
+            yield from holes(child, name, f"{path}.{name}")
+    elif isinstance(child, ListConfig) and not child._is_none():
+        for index in range(len(child)):
+            yield from holes(child, index, f"{path}[{index}]")
+
+
+def as_override(node: object) -> str:
+    """Return the value of a node, or of a file, as an override has it."""
+    value = node._value() if isinstance(node, ValueNode) else node
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The paths of the values in a node, each with its value as an override has it."""
+    if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
+        for name in map(str, node):
+            yield from _leaves(node._get_node(name), f"{path}.{name}")
+    else:
+        yield path, as_override(node)
+
+
+def _leads_nowhere(interpolation: str, path: str, error: Exception) -> str:
+    remedy = f"set {path}=..."
+    if plain := re.fullmatch(r"\$\{(\.*[\w.]+)\}", interpolation):
+        if isinstance(error, InterpolationKeyError | InterpolationToMissingValueError):
+            group = path.partition(".")[0]
+            another = "" if group == "hydra" else f" or choose another {group}"
+            return f"is taken from {plain[1]}, which has no value here; {remedy}{another}"
+        if plain[1] == path:
+            return f"is taken from itself; {remedy}"
+    if (kind := wanted(error)) is not None:
+        return f"is {shown(interpolation)}, which leads to something else than {kind}; {remedy}"
+    return f"is {shown(interpolation)}, which cannot be used: {first_line(str(error))}; {remedy}"
+
+
+def _is_alike(node: Any, value: object) -> bool:
+    """Whether an interpolation leads to what its place takes: a mapping, a list, or a single value."""
+    if any(isinstance(node, kind) != isinstance(value, kind) for kind in (DictConfig, ListConfig)):
+        return False
+    taken: Any = node._metadata.ref_type
+    given: Any = OmegaConf.get_type(value) if isinstance(value, DictConfig) else None
+    if given is None or not isinstance(taken, type) or not hasattr(taken, "__dataclass_fields__"):
+        return given is None or not is_dataclass(given)
+    return issubclass(given, taken)
+
+
+def check_hydra(composed: DictConfig) -> Iterator[Violation]:
+    """Values in foundry's own parts of Hydra's configuration that are missing, lead nowhere or are unknown."""
+    for name in ("launcher", "sweeper"):
+        hydra = OmegaConf.select(composed, "hydra")
+        if hydra is None or name not in hydra._content:
+            continue
+        is_open = OmegaConf.is_missing(hydra, name) or OmegaConf.is_interpolation(hydra, name)
+        if not is_open and not isinstance(hydra._get_node(name), DictConfig):
+            remedy = f"to choose one give hydra/{name}=..."
+            yield Violation(f"hydra.{name}", f"is {shown(hydra[name])} but holds settings; {remedy}")
+            continue
+        if is_open or (is_known(hydra[name]) if name == "launcher" else OmegaConf.get_type(hydra, name) in SWEEPERS):
+            yield from holes(hydra, name, f"hydra.{name}")

@@ -1,0 +1,114 @@
+"""Hints for unknown keys: a name of another system, a setting of another group, or a misspelt setting."""
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+from omegaconf import DictConfig
+
+from foundry.config.composition.store import group_schemas
+from foundry.config.diagnostics.elsewhere import Options, hint, own_options
+from foundry.config.schemas.root import Config
+
+_LIKE_A_LEAF, _LIKE_A_GROUP = 0.6, 0.75
+"""Least likeness, as of difflib, of the last parts of keys in one group, and of groups or keys of any group."""
+
+
+def did_you_mean(
+    key: str,
+    known: Collection[str],
+    groups: Collection[str] = (),
+    *,
+    value: str | None = None,
+    options: Options = own_options,
+) -> str:
+    """`; write x=1` or `; did you mean x?` for a dotted key that there is not, or nothing.
+
+    A name of another system comes first, then a setting of the same name in another group, then one spelt alike.
+
+    Args:
+        key: as it was given.
+        known: dotted paths of the settings that there are.
+        groups: the groups that may be chosen.
+        value: as it was given; None if it is unknown.
+        options: lists the options of a group.
+    """
+    group, _, leaf = key.rpartition(".")
+    if leaf.startswith("_"):  # such as _target_, which every part has
+        return ""
+    if told := hint(key, value, known, options):
+        return told
+    if leaf in groups:
+        return f"; did you mean {leaf}?"
+    settings = [path for path in known if not path.rpartition(".")[2].startswith("_")]
+    if home := [path for path in settings if path.rpartition(".")[2] == leaf]:
+        return f"; did you mean {min(home, key=lambda path: path.count('.'))}?"
+    if paths := [path for path in _by_name().get(leaf.lower().replace("-", "_"), []) if path != key]:
+        path = next((path for path in paths if path.startswith(f"{group}.")), paths[0])
+        return f"; did you mean {path}?{_brief(meanings().get(path, ''))}"
+    return _spelt_alike(key, settings, groups)
+
+
+def _spelt_alike(key: str, settings: Collection[str], groups: Collection[str]) -> str:
+    """The nearest group, or the nearest last part of a key: in the same group, or else anywhere, if it is very near."""
+    group, _, leaf = key.rpartition(".")
+    if near := difflib.get_close_matches(key, groups, n=1, cutoff=_LIKE_A_GROUP):
+        return f"; did you mean {near[0]}?"
+    same = [path for path in settings if group and path.rpartition(".")[0] == group]
+    for paths, cutoff in ((same, _LIKE_A_LEAF), (settings, _LIKE_A_GROUP)):
+        names = {path.rpartition(".")[2]: path for path in sorted(paths, reverse=True)}
+        if near := difflib.get_close_matches(leaf.lower(), names, n=1, cutoff=cutoff):
+            return f"; did you mean {names[near[0]]}?"
+    return ""
+
+
+def leaves(config: DictConfig, path: str = "") -> list[str]:
+    """Dotted paths of all values of foundry's own groups."""
+    paths = []
+    for key in config:
+        if path == "" and key == "hydra":
+            continue
+        node, full = config._get_node(key), f"{path}.{key!s}" if path else str(key)
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
+            paths += leaves(node, full)
+        else:
+            paths.append(full)
+    return paths
+
+
+@cache
+def _by_name() -> dict[str, list[str]]:
+    """The settings of all schemas by the last part of their paths."""
+    named = dict[str, list[str]]()
+    for path in meanings():
+        named.setdefault(path.rpartition(".")[2], []).append(path)
+    return named
+
+
+@cache
+def meanings() -> dict[str, str]:
+    """Every setting of every schema by its dotted path, and what it means."""
+    return {path: metadata.get("doc", "") for path, metadata in settings()}
+
+
+def settings() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every setting's dotted path, with what its schema says of it; several schemas may have the same one."""
+    for group, base in get_type_hints(Config).items():
+        for schema in group_schemas(group).values():
+            if hasattr(schema, "_target_") if base is Any else issubclass(schema, base):
+                yield from _fields(schema, group)
+
+
+def _fields(schema: type[Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        if is_dataclass(hints[item.name]):
+            yield from _fields(hints[item.name], f"{path}.{item.name}")
+        elif not item.name.startswith("_"):
+            yield f"{path}.{item.name}", item.metadata
+
+
+def _brief(doc: str) -> str:
+    return f" ({doc.partition(';')[0]})" if doc else ""

@@ -1,0 +1,411 @@
+"""Finding every error of a composition that failed, where Hydra stops at the first."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.default_element import GroupDefault
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.checks.check import check
+from foundry.config.checks.targets import runtime_settings
+from foundry.config.composition.base import OF_THE_BASE
+from foundry.config.composition.choices import open_repository
+from foundry.config.composition.hydra_internals import (
+    CachingConfigRepository,
+    ConfigLoaderImpl,
+    IConfigRepository,
+    apply_overrides,
+)
+from foundry.config.composition.store import GROUPS, group_schemas
+from foundry.config.diagnostics.elsewhere import option_hint
+from foundry.config.diagnostics.file_errors import compose_without_wrong_entries, describe_yaml_error, in_file
+from foundry.config.diagnostics.names import did_you_mean, leaves, meanings
+from foundry.config.diagnostics.wanted import accepted_options, wanted
+from foundry.config.schemas.model import Base
+from foundry.config.schemas.root import Config
+from foundry.core.errors import Violation, first_line, nearest, shown
+
+_SEARCHPATH = "hydra.searchpath"
+_NO_OVERRIDE = "is not of the form key=value; put a value with spaces, commas, = or special characters into quotes"
+
+
+def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> bool:
+    """Whether a primary configuration that does not compose is foundry's: its defaults lead to `base_config`."""
+    (repo, _) = _repository(loader, config_name, _parse(overrides)[0])
+    seen = set[str]()
+    ahead = [config_name]
+    while ahead:
+        name = ahead.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            loaded = repo.load_config(name)
+        except Exception:  # a file that is no YAML leads nowhere
+            continue
+        for entry in (loaded.defaults_list if loaded else None) or []:
+            option = entry.value if isinstance(entry, GroupDefault) else None
+            path = f"{entry.group}/{option}" if isinstance(entry, GroupDefault) else getattr(entry, "path", None)
+            ahead += [str(path).lstrip("/")]
+    return "base_config" in seen
+
+
+def without_null_choices(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> list[str]:
+    """The overrides, where a choice of no option is written as Hydra takes it."""
+    parsed, violations = _parse(overrides)
+    repo, unreadable = _repository(loader, config_name, parsed)
+    return overrides if violations or unreadable else [choice_line(repo, override) for override in parsed]
+
+
+def choice_line(repo: IConfigRepository, override: Override) -> str:
+    """An override as Hydra takes it: `~debug` for `debug=null`, in groups that may go without an option."""
+    line = str(override.input_line)
+    if override.is_delete() or override.is_sweep_override() or override.key_or_group in GROUPS:
+        return line
+    return f"~{override.key_or_group}" if override.value() is None and _is_choice(repo, override) else line
+
+
+@dataclass
+class Known:
+    """What explaining one job of a sweep has found out, and need not be found out again for the next.
+
+    Attributes:
+        repo: the options of the groups, read once.
+        checked: what the rules say of a configuration, by the overrides that it was composed of.
+    """
+
+    repo: IConfigRepository
+    checked: dict[tuple[str, ...], list[Violation]] = field(default_factory=dict)
+
+    def check(self, config: DictConfig, overrides: list[str]) -> list[Violation]:
+        """Check a configuration against the rules, once for the same overrides."""
+        key = tuple(overrides)
+        if key not in self.checked:
+            self.checked[key] = check(config)
+        return self.checked[key]
+
+
+def find_errors(
+    loader: ConfigLoaderImpl,
+    config_name: str | None,
+    compose: Callable[[list[str]], DictConfig],
+    overrides: list[str],
+    error: Exception,
+    *,
+    whole: bool,
+    known: Known | None = None,
+) -> list[Violation]:
+    """Explain why composing `overrides` failed with `error`.
+
+    The choices of groups are checked first; then every other override is applied alone to what those choices compose
+    to; what is left is checked against the rules, if `whole`.
+
+    Args:
+        loader: Hydra's.
+        config_name: of the primary configuration.
+        compose: composes overrides, unchecked; returns a configuration that may be changed.
+        overrides: those that failed together.
+        error: what composing them raised.
+        whole: whether they are all of a run's, rather than those of a sweep.
+        known: from other jobs of the same sweep.
+    """
+    parsed, violations = _parse(overrides)
+    if known is None:
+        options, unreadable = _repository(loader, config_name, parsed)
+        known = Known(options)
+        violations += unreadable
+    repo = known.repo
+    if config_name is not None and not repo.config_exists(config_name):
+        hint = nearest(config_name, repo.get_group_options("", ObjectType.CONFIG))
+        return [Violation("--config-name", f"is {shown(config_name)}, which is in no folder of options{hint}")]
+    good = [o for o in parsed if o.key_or_group == _SEARCHPATH and not violations]
+    choices = [o for o in parsed if _is_choice(repo, o)]
+    values = [o for o in parsed if o not in choices and o.key_or_group != _SEARCHPATH]
+    for choice in choices:
+        found = list(_check_choice(repo, choice, sweeping=not whole))
+        violations += found
+        if not found:
+            good.append(choice)
+    try:
+        config = compose(_lines(good))
+    except Exception as base_error:
+        made, wrong = _without_wrong_files(loader, compose, repo, good)
+        violations += wrong
+        if made is None:
+            return violations or list(_wrong_alone(compose, good)) or [_unattributed(base_error)]
+        config = made
+    for value in values:
+        found = list(_apply(repo, config, value, sweeping=not whole))
+        violations += found
+        if not found:
+            good.append(value)
+    if not violations:
+        return list(_wrong_alone(compose, good)) or [_unattributed(error)]
+    is_ours = OmegaConf.get_type(config) is Config
+    return violations + (known.check(config, _lines(good)) if whole and is_ours else [])
+
+
+def _without_wrong_files(
+    loader: ConfigLoaderImpl,
+    compose: Callable[[list[str]], DictConfig],
+    repo: IConfigRepository,
+    choices: list[Override],
+) -> tuple[DictConfig | None, list[Violation]]:
+    """Compose without the entries of files that are wrong; None if that fails too. And a violation for each entry."""
+    chosen = {choice.key_or_group for choice in choices}
+    made = compose_without_wrong_entries(loader, compose, _lines(choices), repo=repo, chosen=chosen)
+    violations = [
+        in_file(choice.file, violation)
+        for choice in made.choices.values()
+        for violation in _check_choice(repo, choice.override, sweeping=False)
+    ]
+    known = OmegaConf.create() if made.config is None else made.config
+    violations += [in_file(entry.file, _explain(repo, known, entry.override, entry.error)) for entry in made.entries]
+    if made.error is not None and violations:
+        violations.append(describe_yaml_error(made.error) or _unattributed(made.error))
+    return made.config, violations
+
+
+def _wrong_alone(compose: Callable[[list[str]], DictConfig], overrides: list[Override]) -> Iterator[Violation]:
+    """Overrides that do not compose by themselves, for a reason that only composing finds."""
+    folders = [override for override in overrides if override.key_or_group == _SEARCHPATH]
+    for override in overrides:
+        try:
+            compose(_lines([*folders, override]))
+        except Exception as error:
+            wrong = _unattributed(error)
+            yield Violation(override.get_key_element(), wrong.message) if wrong.key == "configuration" else wrong
+
+
+def _repository(
+    loader: ConfigLoaderImpl, config_name: str | None, parsed: list[Override]
+) -> tuple[CachingConfigRepository, list[Violation]]:
+    """Where options are found, hydra.searchpath included, or what is wrong with that."""
+    repo, error = open_repository(loader, config_name, parsed)
+    if error is None:
+        return repo, []
+    if (broken := describe_yaml_error(error)) is not None:
+        return repo, [broken]
+    return repo, [Violation(_SEARCHPATH, first_line(str(error)).removeprefix(f"{_SEARCHPATH} "))]
+
+
+def master_over_options(
+    loader: ConfigLoaderImpl, config_name: str | None, compose: Callable[[list[str]], DictConfig], overrides: list[str]
+) -> DictConfig | None:
+    """A sweep's own configuration where jobs choose among options, and a fixed setting may be known to these only.
+
+    Hydra composes it with the default options (hydra-core issue 2888). Settings that these do not know are left out
+    here; each job is composed with all of them, and refused if its own options do not know one.
+
+    Returns:
+        None where no option is swept, so that the error is every job's.
+    """
+    parsed, violations = _parse(overrides)
+    repo, unreadable = _repository(loader, config_name, parsed)
+    good = [o for o in parsed if o.is_hydra_override() or _is_choice(repo, o)]
+    try:
+        config = compose(_lines(good))
+    except Exception:  # find_errors says which
+        return None
+    swept = [o.key_or_group for o in good if o.is_sweep_override()]
+    swept += OmegaConf.select(config, "hydra.sweeper.params") or {}
+    if violations or unreadable or not any(map(repo.group_exists, swept)):
+        return None
+    master = compose(_lines(o for o in parsed if o in good or not list(_apply(repo, config, o, sweeping=True))))
+    with open_dict(master):
+        master.hydra.overrides.task = _lines(o for o in parsed if not o.is_hydra_override())
+    return master
+
+
+def _lines(overrides: Iterable[Override]) -> list[str]:
+    return [o.input_line for o in overrides if o.input_line is not None]
+
+
+def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
+    parser = OverridesParser.create()
+    parsed = list[Override]()
+    violations = list[Violation]()
+    for line in overrides:
+        try:
+            (override,) = parser.parse_overrides([line])
+            if override.key_or_group:
+                parsed.append(override)
+            else:
+                violations.append(Violation(shown(line) or "''", _NO_OVERRIDE))
+        except HydraException:
+            violations.append(Violation(shown(line) or "''", _NO_OVERRIDE))
+        except Exception as error:  # numbers of too many digits, brackets within brackets without end
+            violations.append(Violation(shown(line), f"cannot be read: {first_line(str(error))}"))
+    return parsed, violations
+
+
+def _is_choice(repo: IConfigRepository, override: Override) -> bool:
+    """Whether an override chooses an option of a group, rather than setting a value."""
+    return repo.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
+
+
+def _options(repo: IConfigRepository, group: str) -> list[str]:
+    return list(repo.get_group_options(group, ObjectType.CONFIG))
+
+
+def _groups(repo: IConfigRepository) -> list[str]:
+    return [g for g in repo.get_group_options("", ObjectType.GROUP) if g not in ("hydra", "schema")]
+
+
+def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) -> Iterator[Violation]:
+    group, options = choice.key_or_group, _options(repo, choice.key_or_group)
+    if choice.is_sweep_override():
+        if not sweeping:
+            yield _to_sweep(choice)
+        if not sweeping or choice.value_type is ValueType.GLOB_CHOICE_SWEEP:
+            return
+        try:
+            value: Any = [v if isinstance(v, str) else str(v) for v in choice.sweep_iterator()]
+        except (ValueError, HydraException) as error:
+            yield Violation(group, f"is {shown(choice.get_value_string())}: {first_line(str(error))}")
+            return
+    else:
+        value = choice.value()
+    for name in value if isinstance(value, list) else [value]:
+        if name is None and choice.is_delete():
+            if group in GROUPS:
+                yield Violation(group, f"cannot be removed; options: {', '.join(options)}")
+        elif name is None and group in GROUPS:
+            yield Violation(group, f"cannot be null; options: {', '.join(options)}")
+        elif name is not None and str(name) not in options:
+            listed = f"options: {', '.join(options)}" if options else "it has none; see --config-dir for your own"
+            hint = _own_option(group, str(name)) or option_hint(group, str(name), partial(_options, repo))
+            hint = hint or nearest(str(name), options)
+            yield Violation(group, f"has no option '{shown(name)}'{hint} ({listed})")
+
+
+def _own_option(group: str, name: str) -> str:
+    """A hint where a folder of the user's own has the option; it is not read unasked, whoever put it there."""
+    if re.fullmatch(r"[\w-]{1,100}", name):
+        for file in sorted(Path.cwd().glob(f"*/{group}/{name}.y*ml")):
+            found = file.relative_to(Path.cwd())
+            return f"; there is {found} here: add --config-dir {found.parts[0]}"
+    return ""
+
+
+def _to_sweep(override: Override) -> Violation:
+    text = shown(override.get_value_string())
+    return Violation(override.key_or_group, f"is {text}: to sweep over it add -m; for a list write [{text}]")
+
+
+def _apply(repo: IConfigRepository, config: DictConfig, override: Override, *, sweeping: bool) -> Iterator[Violation]:
+    """Apply one override to the configuration, or say what is wrong with it."""
+    if override.is_sweep_override():
+        if not sweeping:
+            yield _to_sweep(override)
+        return
+    try:
+        apply_overrides([override], config)
+    except Exception as error:  # a value that OmegaConf did not expect, too
+        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+        yield _explain(repo, config, override, cause)
+
+
+def _explain(repo: IConfigRepository, config: DictConfig, override: Override, error: Exception) -> Violation:
+    key, message = override.key_or_group, str(error)
+    if override.is_delete():
+        return Violation(key, "cannot be removed; give it another value, or null where it may have none")
+    node = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    if override.is_add() and "An item is already at" in message:
+        return Violation(key, "is a key already; leave out the +")
+    if isinstance(node, DictConfig) and OmegaConf.get_type(node) is not dict:
+        return _explain_mapping(repo, override, node, error)
+    if isinstance(node, DictConfig) and isinstance(override.value(), dict):
+        return Violation(key, f"has no such keys yet; to add them write +{shown(override.input_line)}")
+    if re.match("Key '.*' (is )?not in|Key '.*' not found|.*does not exist", first_line(message)) or (
+        "Could not override" in message or "Could not append" in message
+    ):
+        return Violation(key, _unknown_key(repo, config, override))
+    return explain_value(override, error)
+
+
+def _explain_mapping(repo: IConfigRepository, override: Override, node: DictConfig, error: Exception) -> Violation:
+    """What is wrong with a value given to a schema."""
+    key, given, names = override.key_or_group, override.value(), [str(name) for name in node]
+    if not isinstance(given, dict):
+        wanted = f"a mapping with keys of {', '.join(names)}"
+        return Violation(key, f"is {shown(override.get_value_string())} but must be {wanted}")
+    unknown = [str(name) for name in given if str(name) not in names]
+    if unknown:
+        path = f"{key}.{unknown[0]}"
+        known, value = [f"{key}.{name}" for name in names], shown(given[unknown[0]])
+        meant = did_you_mean(path, known, value=value, options=partial(_options, repo))
+        return Violation(path, f"is no key of {key}{meant}")
+    return explain_value(override, error)
+
+
+def explain_value(override: Override, error: Exception) -> Violation:
+    """What is wrong with a value, from OmegaConf's error about it."""
+    key = override.key_or_group
+    value = shown(override.get_value_string())
+    message = str(error)
+    if "is not Optional" in message:
+        return Violation(key, "cannot be null; it must have a value")
+    if "Cannot merge" in message:
+        return Violation(
+            key, f"is {value} but must be {'a list' if isinstance(override.value(), dict) else 'a mapping'}"
+        )
+    if (kind := wanted(error)) is not None:
+        accepted = accepted_options(error)
+        meant = option_hint(key.partition(".")[0], value, lambda group: ()) if accepted else ""
+        return Violation(key, f"is {value} but must be {kind}{meant or nearest(value, accepted)}")
+    return Violation(key, f"cannot be {value}: {first_line(message)}")
+
+
+def _unknown_key(repo: IConfigRepository, config: DictConfig, override: Override) -> str:
+    key = override.key_or_group
+    group, _, leaf = key.rpartition(".")
+    part = OmegaConf.select(config, group) if leaf in runtime_settings(group) else None
+    if isinstance(part, DictConfig) and OmegaConf.get_type(part) is dict:
+        return f"is not in the {group} of your own; to add it write +{key}=..."
+    if group == "model" and OmegaConf.get_type(config, "model") is Base:
+        return OF_THE_BASE
+    elsewhere = list(_options_with(repo, group, leaf))
+    if elsewhere:
+        return f"is not a setting of the chosen {group}; it belongs to {' and '.join(elsewhere)}"
+    node = OmegaConf.select(config, group) if group.startswith("hydra") else None
+    if isinstance(node, DictConfig):
+        return f"is no key of {group}{nearest(key, [f'{group}.{name}' for name in map(str, node)])}"
+    value = override.get_value_string()
+    groups = () if group else _groups(repo)
+    meant = did_you_mean(key, leaves(config), groups, value=value, options=partial(_options, repo))
+    return f"is no key of {group}{meant}" if group else f"is neither a group nor a key{meant}"
+
+
+def _options_with(repo: IConfigRepository, group: str, leaf: str) -> Iterator[str]:
+    """The options of a group whose schema has a field `leaf`, as a user would choose them."""
+    if group not in GROUPS:
+        return
+    having = {name for name, schema in group_schemas(group).items() if leaf in schema.__dataclass_fields__}
+    for option in _options(repo, group):
+        loaded = repo.load_config(f"{group}/{option}")
+        defaults = (loaded.defaults_list if loaded else None) or []
+        used = {str(d.get_name()).rpartition("/")[2] for d in defaults if d.get_name()}
+        if used & having:
+            yield f"{group}={option}"
+
+
+def _unattributed(error: Exception) -> Violation:
+    """An error that no single override explains, such as a wrong key in a YAML file, in one line."""
+    cause = error.__cause__ or error
+    text = f"{first_line(str(error))} {first_line(str(cause)) if cause is not error else ''}".strip()
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        text = f"{type(error).__name__}: {text}"
+    where = re.search(r"In '([^']*)'", str(error))
+    key = re.search(r"full_key: (\S+)", str(cause)) or re.search(r"full_key: (\S+)", str(error))
+    hint = did_you_mean(key[1], meanings()) if key and re.search("Key '.*' (is )?not in", text) else ""
+    return Violation(where[1] if where else key[1] if key else "configuration", text + hint)

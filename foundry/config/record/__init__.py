@@ -1,0 +1,1 @@
+"""The configuration as it is recorded: written, hashed, read back without trust, compared on resume."""

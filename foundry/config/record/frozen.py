@@ -1,0 +1,179 @@
+"""The configuration as it is kept: written into the run directory, hashed, and read back with its types."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.config.composition.store import group_schemas, writable
+from foundry.config.record.recorded import foreign_parts, own_targets, read_settings, variables
+from foundry.config.record.secrets import check_secrets
+from foundry.config.record.strict_yaml import read_yaml
+from foundry.config.schemas.evaluation import recorded_interval
+from foundry.config.schemas.root import Config, to_config
+from foundry.core.errors import ConfigError, Violation, shown
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import CONFIG
+from foundry.run_dir.redact import recorded, remember
+from foundry.run_dir.strict_json import encode
+
+_LONGEST = 140  # characters in a line
+
+
+def plain(node: Any) -> Any:
+    """Dataclasses, enums and containers as what YAML and JSON can say; of secrets the variables they come from."""
+    if is_dataclass(node):
+        return {item.name: plain(getattr(node, item.name)) for item in fields(node)}
+    if isinstance(node, dict):
+        return {str(key): plain(value) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [plain(value) for value in node]
+    if isinstance(node, str):
+        return recorded(node)
+    return node.name if isinstance(node, Enum) else node
+
+
+def strict(config: Config) -> dict[str, Any]:
+    """The configuration as a manifest holds it, in strict JSON: no gradient clipping may be a norm of infinity."""
+    content: dict[str, Any] = json.loads(encode(plain(config)))
+    return content
+
+
+def hash_config(config: Config) -> str:
+    """SHA-256 of the configuration, in hexadecimal, without what is computed from the number of ranks."""
+    content = plain(config)
+    del content["hparams"]["accum_freq"]
+    if content["hparams"]["batch_ramp"]["every_samples"] is None:
+        del content["hparams"]["batch_ramp"]["every_samples"]  # so that the hash is that of versions without it
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def save_config(config: Config, run_dir: Path) -> Path:
+    """Write the resolved configuration to the run directory and return the file."""
+    return save_yaml(OmegaConf.create(plain(config)), run_dir / CONFIG)
+
+
+def save_yaml(node: Any, path: Path) -> Path:
+    """Write a node of OmegaConf as it is, interpolations included, and return the file."""
+    write_atomically(path, OmegaConf.to_yaml(node))
+    return path
+
+
+def read_recorded(run_dir: Path) -> dict[str, Any] | None:
+    """The configuration in a run directory as plain containers, from which nothing is built; None if there is none."""
+    try:
+        saved = read_yaml(run_dir / CONFIG)
+    except (OSError, ValueError):
+        return None
+    return {str(key): value for key, value in saved.items()} if isinstance(saved, dict) else None
+
+
+def load_config(run_dir: Path, *, trust: bool = False) -> Config:
+    """Read a run's configuration back as it was; nothing is imported, and unless it is trusted, nothing resolved.
+
+    A setting that the file lacks, because an earlier foundry wrote it, takes its default.
+
+    Args:
+        run_dir: the run directory, which may be somebody else's.
+        trust: whether it may name parts that are not foundry's own, which run code when they are built, and have the
+            variables of the environment that it names for its secrets.
+
+    Raises:
+        ConfigError: `run_dir` holds no run, or a configuration that cannot be read or trusted.
+    """
+    path = run_dir / CONFIG
+    content = read_settings(path, "run")
+    groups = {item.name: item for item in fields(Config)}
+    if unknown := [shown(name) for name in content if name not in groups]:
+        raise _refused(path, f"has {', '.join(unknown)}, which this version of foundry does not know")
+    if missing := [name for name, item in groups.items() if name not in content and item.default == MISSING]:
+        raise _refused(path, f"has no {' and no '.join(missing)}")
+    if not trust and (foreign := list(foreign_parts(content))):
+        raise ConfigError(_distrust(path, foreign))
+    if isinstance(evaluation := content.get("evaluation"), dict) and "interval" in evaluation:
+        evaluation["interval"] = recorded_interval(evaluation["interval"])
+    nodes = {name: typed_group(path, name, content.get(name, {})) for name in groups}
+    try:
+        whole = OmegaConf.create(nodes)
+        list(check_secrets(whole))  # takes note of them; what an older version recorded is read all the same
+        for where, text in variables(content):
+            if trust:
+                remember(str(OmegaConf.select(whole, where)), text)  # whatever else is written has the name again
+            else:
+                OmegaConf.update(whole, where, text.replace("${", r"\${"))  # the name stays a name
+        return to_config(whole)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise _refused(path, f"has a wrong {getattr(error, 'full_key', None) or 'value'}: {_one_line(error)}") from None
+
+
+def typed_group(path: Path, group: str, node: Any) -> Any:
+    """A recorded group with the schema that wrote it; a part of the user's own as it is.
+
+    Args:
+        path: the file that it was recorded in.
+        group: its name.
+        node: as it was read.
+
+    Raises:
+        ConfigError: there is no such schema, or a value is not of its type.
+    """
+    if not isinstance(node, dict):
+        raise _refused(path, f"has {group}={shown(node)}, which must be a mapping")
+    schemas = [schema for schema in group_schemas(group).values() if _matches_schema(group, schema, node)]
+    if own_targets(group) and node.get("_target_") not in (None, *own_targets(group)):
+        return node  # a part of the user's own, which has been trusted
+    if not schemas:
+        raise _refused(path, f"has no {group} that this version of foundry knows: {_unknown(group, node)}")
+    schema = min(schemas, key=lambda s: _distance(s, node))
+    try:
+        return OmegaConf.merge(writable(schema), node)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        key = ".".join(filter(None, (group, getattr(error, "full_key", None))))
+        raise _refused(path, f"has a wrong {key}: {_one_line(error)}") from None
+
+
+def _matches_schema(group: str, schema: type[Any], node: dict[str, Any]) -> bool:
+    """Whether a schema of a group has all the fields of a node, and is of the same part."""
+    declared = {item.name: item.type for item in fields(Config)}[group]
+    default = {item.name: item.default for item in fields(schema)}
+    is_declared = declared is Any or issubclass(schema, cast(type, declared))
+    return is_declared and set(node) <= set(default) and node.get("_target_") == default.get("_target_")
+
+
+def _distance(schema: type[Any], node: dict[str, Any]) -> tuple[bool, bool, int]:
+    """How unlike a node is to a schema that knows its fields; of equals, the strategy tells one from the other."""
+    default = {item.name: plain(item.default) for item in fields(schema)}
+    return set(node) != set(default), node.get("strategy") != default.get("strategy"), len(default)
+
+
+def _unknown(group: str, node: dict[str, Any]) -> str:
+    names = {item.name for schema in group_schemas(group).values() for item in fields(schema)}
+    return ", ".join(f"{group}.{shown(name)}" for name in node if name not in names) or f"{group}={shown(node)}"
+
+
+def _distrust(path: Path, foreign: list[str]) -> Iterator[Violation]:
+    """A line, or as many as it takes to name everything."""
+    lines = [foreign[0]]
+    for part in foreign[1:]:
+        if len(lines[-1]) + len(part) > _LONGEST:
+            lines.append(part)
+        else:
+            lines[-1] += f", {part}"
+    for line in lines:
+        yield Violation(
+            "run", f"{path} would run what is not foundry's own: {line}; trust=true, if you trust its author"
+        )
+
+
+def _refused(path: Path, message: str) -> ConfigError:
+    return ConfigError(Violation("run", f"{path} {message}"))
+
+
+def _one_line(error: Exception) -> str:
+    return shown(next(iter(str(error).splitlines()), type(error).__name__))

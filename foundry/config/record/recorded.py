@@ -1,0 +1,131 @@
+"""What other runs, and other people, have written down of their settings: read as data, never as instructions."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from foundry.config.build import HYDRA_KEYS
+from foundry.config.composition.store import group_schemas
+from foundry.config.metrics import EXACT_MATCH, HELD_OUT, SUCCESS
+from foundry.config.record.secrets import VARIABLE
+from foundry.config.record.strict_yaml import read_yaml
+from foundry.config.schemas.simulator import runs_foreign_code
+from foundry.config.schemas.tracking import EXTRAS
+from foundry.core.errors import ConfigError, Violation, shown
+
+_MAX_BITS = 64
+_NAMED_PART = re.compile(r"(evaluation\.evaluators|tracking\.trackers)\.\w+\._target_")
+_METRIC = re.compile(r"evaluation\.evaluators\.\w+\.torchmetrics\.\w+\._target_")
+_OF_TORCHMETRICS = re.compile(r"torchmetrics\.(text|classification|regression)\.(?!BERTScore|InfoLM)[A-Z]\w*")
+"""Classes that compute; the two left out read a model from wherever they are told."""
+_OWN_NAMED_PARTS = (HELD_OUT, EXACT_MATCH, SUCCESS, *EXTRAS)
+_ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+
+
+def read_settings(path: Path, key: str) -> dict[str, Any]:
+    """The settings that a file of a run directory holds, as plain containers.
+
+    Args:
+        path: the file.
+        key: of the option that names the directory, for messages.
+
+    Raises:
+        ConfigError: it cannot be read or holds no settings; or one is an interpolation. foundry writes what those came
+            to, and of a secret the name of its variable, which `variables` finds.
+    """
+    try:
+        content = read_yaml(path)
+    except FileNotFoundError:
+        message = f"{path.parent} is not a run directory: it has no {path.name}"
+        raise ConfigError(Violation(key, message)) from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(Violation(key, f"{path.parent} cannot be read: {error}")) from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            Violation(key, f"{path} holds no settings: it is {'empty' if content is None else 'no mapping'}")
+        )
+    for where, value in _leaves(content, ""):
+        if reason := _is_strange(value):
+            raise ConfigError(Violation(key, f"{path} has {where}={shown(value)}; {reason}"))
+    return content
+
+
+def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
+    """What in a run's settings would have a library run code that is not foundry's own, each as key=value.
+
+    A part is foundry's own if its `_target_` is the default of a schema of its group, or it is an evaluator or tracker
+    that foundry has, or a metric of torchmetrics that such an evaluator is given; whatever else Hydra obeys, and
+    whatever is nested, is not. Kernels of a hub, which transformers would fetch, are not either, nor what a simulator
+    would import, and a part is given no variable of the environment.
+    """
+    for group, node in content.items():
+        own = {f"{group}._target_": own_targets(group), **_own_targets_inside(group)}
+        for where, name, value in _keys(node, group):
+            is_own = value in own.get(where, _OWN_NAMED_PARTS if _NAMED_PART.fullmatch(where) else ())
+            is_own |= bool(_METRIC.fullmatch(where) and _OF_TORCHMETRICS.fullmatch(str(value)))
+            is_none = where in own and value is None  # such as no environment
+            is_hydra = name in HYDRA_KEYS and not is_own and not is_none
+            is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
+            if is_hydra or is_kernel:
+                yield f"{where}={shown(value)}"
+        if group == "simulator" and isinstance(node, dict):
+            yield from (f"{group}.{name}={shown(node[name])}" for name in runs_foreign_code(node))
+        for where, value in _leaves(node, group) if own_targets(group) else ():
+            if isinstance(value, str) and "${" in value:
+                yield f"{where}={shown(value)}"
+
+
+def variables(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Path and text of the settings of a run that name a variable of the environment in place of a secret."""
+    for where, _, value in _keys(content, ""):
+        if isinstance(value, str) and VARIABLE.search(value):
+            yield where, value
+
+
+def own_targets(group: str) -> tuple[str, ...]:
+    """The `_target_` of each of foundry's own parts of a group; none where the group has no parts."""
+    defaults = (item.default for s in group_schemas(group).values() for item in fields(s) if item.name == "_target_")
+    return tuple(dict.fromkeys(default for default in defaults if isinstance(default, str)))
+
+
+def _own_targets_inside(group: str) -> dict[str, tuple[str, ...]]:
+    """The `_target_` of parts that foundry's own parts of a group have inside of them, by its path."""
+    found = dict[str, tuple[str, ...]]()
+    for schema in group_schemas(group).values():
+        for name, kind in get_type_hints(schema).items():
+            if is_dataclass(kind) and (target := getattr(kind, "_target_", None)) is not None:
+                path = f"{group}.{name}._target_"
+                found[path] = (*found.get(path, ()), str(target))
+    return found
+
+
+def _is_strange(value: object) -> str:
+    """Why foundry has not written a value; empty where it may have."""
+    if isinstance(value, str) and "${" in VARIABLE.sub("", value):
+        return "recorded settings are resolved, and hold no interpolations"
+    if value == "???":
+        return "recorded settings have values"
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return "no setting is as large"
+    return ""
+
+
+def _keys(node: Any, path: str) -> Iterator[tuple[str, object, object]]:
+    """Path, name and value of every key at any depth."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in children:
+        where = f"{path}.{shown(name)}" if path else shown(name)
+        if isinstance(node, dict):
+            yield where, name, value
+        yield from _keys(value, where)
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, object]]:
+    """Every name and every value that is no container, with its path."""
+    for where, name, value in _keys(node, path):
+        yield where, name
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, (dict, list)):
+                yield where, item

@@ -1,0 +1,144 @@
+"""Secrets come from the environment: what a run directory records is the name of the variable, never its value."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from foundry.core.errors import Violation
+from foundry.run_dir.redact import MASK, is_secret, masked_text, recorded, remember
+
+VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,\s*(?:null|''|\"\")?\s*)?\}")
+"""What a file has in place of a secret: the variable that holds it."""
+
+_ANY_VARIABLE = re.compile(r"\boc\.env:\s*([A-Za-z_]\w*)")
+_USER_FROM_VARIABLES = re.compile(r"(?<=://)[^/\s@:]*:?\*\*\*@")
+# Of Hydra's part, what a user sets: the rest repeats it, or is Hydra's own.
+_HYDRA_GROUPS = ("callbacks", "env", "job", "launcher", "run", "sweep", "sweeper")
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A value as it is written, and the key it stands under; of a secret that has parts, the key of the whole."""
+
+    path: str
+    name: str
+    parent: DictConfig | ListConfig
+    key: Any
+    raw: Any
+
+    @property
+    def variables(self) -> list[str]:
+        """The environment variables it is taken from."""
+        return _ANY_VARIABLE.findall(self.raw) if isinstance(self.raw, str) else []
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is taken from elsewhere, but not from a variable."""
+        return isinstance(self.raw, str) and "${" in self.raw and not self.variables
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether what is written, beside the names of variables or of another setting, may be shown."""
+        if self.is_reference:  # what it leads to has been looked at
+            return recorded(str(self.value())) not in (str(self.value()), MASK)
+        rest = VARIABLE.sub(MASK, str(self.raw))
+        plain = _USER_FROM_VARIABLES.sub("", rest)
+        return bool(self.variables) and "${" not in rest and masked_text(plain) == plain
+
+    def value(self) -> Any:
+        """The resolved value; None where it leads nowhere, which `holes` reports."""
+        try:
+            return self.parent[self.key] if isinstance(self.raw, str) and "${" in self.raw else self.raw
+        except OmegaConfBaseException:
+            return None
+
+
+def check_secrets(composed: DictConfig) -> Iterator[Violation]:
+    """Refuse secrets that are written into a configuration, and take note of those that the environment holds.
+
+    A setting is a secret by its key, by its form, or by the name of the variable it is taken from.
+    """
+    leaves = [leaf for key in composed if key != "hydra" for leaf in _leaves(composed, key, str(key), str(key))]
+    if "hydra" in composed:
+        hydra = [leaf for key in _HYDRA_GROUPS for leaf in _leaves(composed.hydra, key, f"hydra.{key}", key)]
+        leaves += [leaf for leaf in hydra if leaf.path != "hydra.job.override_dirname"]  # repeats the overrides
+    found = False
+    for leaf in leaves:
+        if (not leaf.is_reference or is_secret(leaf.name, "x")) and _is_secret(leaf):
+            found = True
+            yield from _check(leaf)
+    # What leads to other settings may lead to a secret; resolving all of it costs more than the rest together.
+    for leaf in leaves if found else ():
+        if leaf.is_reference and _is_secret(leaf):
+            yield from _check(leaf)
+
+
+def _check(leaf: _Leaf) -> Iterator[Violation]:
+    """Refuse a secret that is written down, or note where it comes from."""
+    value = str(leaf.value())
+    if not leaf.says_nothing:
+        remember(value)
+        yield Violation(leaf.path, _remedy(leaf.path))
+    elif leaf.path.startswith("hydra.launcher."):
+        yield Violation(
+            leaf.path, "takes a secret, which the batch script would hold; jobs get this environment anyway"
+        )
+    elif leaf.variables:
+        remember(value, leaf.raw)
+        for variable in filter(_names_secret, leaf.variables):
+            remember(os.environ.get(variable, ""), f"${{oc.env:{variable}}}")
+
+
+def check_overrides(overrides: Iterable[str]) -> Iterator[Violation]:
+    """Refuse secrets in overrides, before a sweep writes them down; none of them is shown from here on."""
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        name = key.lstrip("+~").rpartition(".")[2].partition("@")[0]
+        bare = value.strip("'\"")
+        if sign and not VARIABLE.search(value) and (is_secret(name, bare) or masked_text(bare) != bare):
+            for part in {bare, *(part.strip(" '\"[]") for part in bare.split(","))}:
+                if is_secret(name, bare):
+                    remember(part)
+            yield Violation(key.lstrip("+~"), _remedy(key.lstrip("+~")))
+
+
+def _is_secret(leaf: _Leaf) -> bool:
+    value = leaf.value()
+    if value in (None, "") or not isinstance(value, (str, int, float)) or isinstance(value, bool):
+        return False
+    text = str(value)
+    return is_secret(leaf.name, value) or masked_text(text) != text or any(map(_names_secret, leaf.variables))
+
+
+def _names_secret(variable: str) -> bool:
+    """Whether an environment variable holds a secret, by its name."""
+    return is_secret(variable, "x") or variable.upper().endswith(("KEY", "PASS", "PAT", "AUTH"))
+
+
+def _remedy(path: str) -> str:
+    if path == "tracking.uri":
+        return (
+            "has a user, password or token in it; leave it out and set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN or, for a database, MLFLOW_TRACKING_URI in the environment"
+        )
+    given = f"{path}='${{oc.env:NAME}}'"
+    return f"is a secret, which the run directory would keep; put it into an environment variable and give {given}"
+
+
+def _leaves(parent: DictConfig | ListConfig, key: Any, path: str, name: str) -> Iterator[_Leaf]:
+    """Values at and below a key, called `name`; parts of a secret have the name of the whole."""
+    node: Any = parent._get_node(key)
+    if isinstance(node, (DictConfig, ListConfig)) and not (
+        node._is_none() or node._is_missing() or node._is_interpolation()
+    ):
+        content: Any = node._content
+        keeps_name = isinstance(node, ListConfig) or is_secret(name, "x")
+        for child in range(len(content)) if isinstance(node, ListConfig) else list(content):
+            yield from _leaves(node, child, f"{path}.{child!s}", name if keeps_name else str(child))
+    elif not OmegaConf.is_missing(parent, key):
+        yield _Leaf(path, name, parent, key, None if node is None else node._value())

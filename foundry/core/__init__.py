@@ -1,0 +1,1 @@
+"""Shared by all rooms: events, protocols, progress, durations, errors, keyed random numbers; imports no room above."""

@@ -1,0 +1,224 @@
+"""The global batch size as a function of the samples consumed: constant, ramped, or stepwise."""
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import pairwise
+from typing import Self
+
+from foundry.core.errors import shown
+
+LARGEST_COUNT = 10**18
+"""Of samples, tokens or steps: int64 holds it."""
+MOST_STAGES = 10_000
+"""Batch sizes of one run; all of them are held in memory."""
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_COUNT = re.compile(r"(?P<number>(\d+\.?\d*|\.\d+)(e\+?\d{1,2})?)(?P<suffix>[kmbt]?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive optimizer steps of one size.
+
+    Attributes:
+        first_step: optimizer steps before the stage.
+        first_sample: samples consumed before it.
+        global_batch_size: samples per optimizer step in it.
+    """
+
+    first_step: int
+    first_sample: int
+    global_batch_size: int
+
+
+class BatchSizes:
+    """A step function of the samples consumed, and where optimizer steps fall on it.
+
+    A step takes the size at the samples consumed before it, so it may run over the next threshold; the stages are what
+    a run meets. Past the last threshold the size stays.
+    """
+
+    def __init__(self, thresholds: Iterable[tuple[int, int]]) -> None:
+        """Take pairs of samples consumed and the size from there on, the first at 0, in increasing order.
+
+        Raises:
+            ValueError: a size is below 1.
+        """
+        self.thresholds = _merged(thresholds)
+        if (least := min(self.sizes)) < 1:
+            raise ValueError(f"a batch size of {least} is none; it must be at least 1")
+        self._starts = [samples for samples, _ in self.thresholds]
+        self.stages = tuple(_walk(self.thresholds))
+        self._stage_steps = [stage.first_step for stage in self.stages]
+        self._stage_samples = [stage.first_sample for stage in self.stages]
+
+    @classmethod
+    def constant(cls, size: int) -> Self:
+        """The same size throughout."""
+        return cls([(0, size)])
+
+    @classmethod
+    def ramp(cls, *, start: int, increment: int, over_samples: int, final: int) -> Self:
+        """Megatron-LM's linear ramp (`RampupBatchsizeNumMicroBatchesCalculator`, core 0.17.1), its rounding included.
+
+        With c samples consumed and P = over_samples * increment / (final - start) the size is
+        start + increment * int(c / P) up to c = over_samples, and final beyond.
+
+        Raises:
+            ValueError: the size does not grow from start to final in whole increments.
+        """
+        if not 0 < start < final or increment <= 0 or (final - start) % increment:
+            raise ValueError(f"{start} does not grow to {final} in increments of {increment}")
+        if over_samples <= 0:
+            raise ValueError(f"a ramp over {over_samples} samples is none")
+        count = (final - start) // increment
+        if count > MOST_STAGES:
+            raise ValueError(
+                f"grows from {start} to {final} in {count:,} increments of {increment}, but a run may have at most "
+                f"{MOST_STAGES:,} batch sizes; give a larger increment"
+            )
+        each = over_samples / count
+        grown = [(_first_reaching(k, each), start + increment * k) for k in range(1, count + 1)]
+        within = [(samples, size) for samples, size in grown if samples <= over_samples]
+        return cls([(0, start), *within, (over_samples + 1, final)])
+
+    @classmethod
+    def parse(cls, text: str, *, tokens_per_sample: int | None = None) -> Self:
+        """Read `"0:768 250B:1536"`: from a threshold on, a size; Megatron-LM's `--step-batch-size-schedule`.
+
+        Args:
+            text: entries apart by spaces or commas, in any order.
+            tokens_per_sample: where given, thresholds count tokens and are divided by it, rounding down.
+
+        Raises:
+            ValueError: the text is no such list, or its first threshold is not 0, or one comes twice.
+        """
+        overrides = [word for word in re.split(r"[\s,]+", text.strip()) if word]
+        if not overrides:
+            raise ValueError('has no entry; write THRESHOLD:SIZE, such as "0:256 100M:512"')
+        if len(overrides) > MOST_STAGES:
+            raise ValueError(f"has {len(overrides):,} entries; a run may have at most {MOST_STAGES:,} batch sizes")
+        pairs = sorted((threshold // (tokens_per_sample or 1), size) for threshold, size in map(_entry, overrides))
+        if pairs[0][0] != 0:
+            raise ValueError(f"'{shown(text)}' starts at {pairs[0][0]} samples; the first threshold must be 0")
+        for (earlier, _), (later, _) in pairwise(pairs):
+            if earlier == later:
+                unit = f" (of {tokens_per_sample} tokens each)" if tokens_per_sample else ""
+                raise ValueError(f"'{shown(text)}' has two sizes from {later} samples{unit} on")
+        return cls(pairs)
+
+    def rounded(self, multiple: int) -> Self:
+        """Each size rounded down to a multiple.
+
+        Raises:
+            ValueError: one is below the multiple, so that nothing is left of it.
+        """
+        return type(self)((samples, size // multiple * multiple) for samples, size in self.thresholds)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes in their order."""
+        return [size for _, size in self.thresholds]
+
+    @property
+    def final(self) -> int:
+        """The size past the last threshold."""
+        return self.thresholds[-1][1]
+
+    def at(self, samples: int) -> int:
+        """The size of the step that starts after `samples` samples."""
+        return self.thresholds[bisect_right(self._starts, samples) - 1][1]
+
+    def samples_after(self, steps: float) -> float:
+        """Samples that the first `steps` optimizer steps consume; whole for whole steps."""
+        stage = self.stages[bisect_right(self._stage_steps, steps) - 1]
+        return stage.first_sample + (steps - stage.first_step) * stage.global_batch_size
+
+    def steps_at(self, samples: float) -> float:
+        """Optimizer steps that `samples` samples make, with the fraction of the last."""
+        stage = self._stage_at(samples)
+        return stage.first_step + (samples - stage.first_sample) / stage.global_batch_size
+
+    def whole_steps(self, samples: int) -> int:
+        """Whole optimizer steps within `samples` samples."""
+        stage = self._stage_at(samples)
+        return stage.first_step + (samples - stage.first_sample) // stage.global_batch_size
+
+    def samples_before(self, end: float, steps: float) -> float:
+        """Samples that the last `steps` optimizer steps before `end` samples consume."""
+        total = 0.0
+        for stage in reversed(self.stages[1:]):
+            if stage.first_sample < end:
+                here = (end - stage.first_sample) / stage.global_batch_size
+                if steps <= here:
+                    return total + steps * stage.global_batch_size
+                total = total + end - stage.first_sample
+                steps = steps - here
+                end = stage.first_sample
+        return total + steps * self.stages[0].global_batch_size
+
+    def _stage_at(self, samples: float) -> Stage:
+        return self.stages[bisect_right(self._stage_samples, samples) - 1]
+
+
+def parse_count(text: str) -> int:
+    """Read a whole number with an optional suffix, in either case: `9765625`, `250B`, `1.5M`, `1e6`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = _COUNT.fullmatch(text.strip().replace("_", ""))
+    if match is not None:
+        # Decimal, since 2.01 * 1000 is no whole number in binary.
+        value = Decimal(match["number"]) * _SUFFIXES[match["suffix"].upper()]
+        if value > LARGEST_COUNT:
+            raise ValueError(f"'{shown(text)}' is more than {LARGEST_COUNT:,}; give a smaller number")
+        if value == int(value):
+            return int(value)
+    raise ValueError(f"'{shown(text)}' is no whole number; write 300000, 300k, 1.5M or 250B")
+
+
+def _entry(word: str) -> tuple[int, int]:
+    threshold, colon, size = word.partition(":")
+    if not colon:
+        raise ValueError(f"'{shown(word)}' is not THRESHOLD:SIZE, such as 250B:1536")
+    pair = parse_count(threshold), parse_count(size)
+    if pair[1] < 1:
+        raise ValueError(f"'{shown(word)}' has a batch size of {pair[1]}; it must be at least 1")
+    return pair
+
+
+def _first_reaching(k: int, each: float) -> int:
+    """The smallest whole c with int(c / each) >= k, in floating point as Megatron computes it."""
+    samples = max(0, math.ceil(k * each) - 2)
+    while int(samples / each) < k:
+        samples += 1
+    return samples
+
+
+def _merged(thresholds: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Without those that change nothing, or are overtaken by another at the same place."""
+    merged: list[tuple[int, int]] = []
+    for samples, size in thresholds:
+        if merged and merged[-1][0] == samples:
+            merged.pop()
+        if not merged or merged[-1][1] != size:
+            merged.append((samples, size))
+    return merged
+
+
+def _walk(thresholds: Sequence[tuple[int, int]]) -> Iterable[Stage]:
+    """The stages that optimizer steps meet; one whose threshold a step runs over entirely is left out."""
+    step = samples = 0
+    ends = [start for start, _ in thresholds[1:]]
+    for (_, size), end in zip(thresholds, [*ends, None], strict=True):
+        if end is None:
+            yield Stage(step, samples, size)
+        elif samples < end:
+            yield Stage(step, samples, size)
+            steps = -(-(end - samples) // size)
+            step, samples = step + steps, samples + steps * size

@@ -1,0 +1,255 @@
+"""Lengths of training: `"1000"` steps, `"0.3 run"`, `"2 epochs"`, `"50k samples"`, `"250M tokens"`."""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
+from typing import Self
+
+from foundry.core.batch_sizes import LARGEST_COUNT, BatchSizes
+from foundry.core.errors import shown
+
+_SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# OmegaConf turns 0.00001 into the text 1e-05.
+_PATTERN = re.compile(r"(?P<number>(\d+|\d*\.\d+|\d+\.\d*)(e-\d{1,2})?)(?P<suffix>[kKMBT]?)(?:\s+(?P<unit>[a-z]+))?")
+_EPOCH_STEPS = re.compile(r"(?P<count>\d+[kKMBT]?)\s+epoch_steps?")
+_FORMS = '"1000" (steps), "0.3 run", "2 epochs", "50k samples" or "250M tokens"'
+
+
+class Unit(Enum):
+    """What a duration counts."""
+
+    steps = "steps"
+    fraction = "fraction"
+    run = "run"
+    epochs = "epochs"
+    samples = "samples"
+    tokens = "tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The size of a run, to which durations are relative.
+
+    Attributes:
+        total_samples: samples the run consumes, in whole optimizer steps.
+        batch_sizes: samples per optimizer step along the run.
+        samples_per_epoch: samples in one pass over the training data.
+        tokens_per_sample: tokens in one sample, or None where the data has no tokens.
+    """
+
+    total_samples: int
+    batch_sizes: BatchSizes
+    samples_per_epoch: int
+    tokens_per_sample: int | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.batch_sizes.whole_steps(self.total_samples)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length in one of six units; `1` is one step, `1.0` the whole, and `1 run` the run whatever the whole is."""
+
+    value: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a duration as a user writes it.
+
+        Raises:
+            ValueError: the text is none of these forms, is negative, is a share above 1, or beyond `LARGEST_COUNT`.
+        """
+        match, message = _PATTERN.fullmatch(text.strip()), f"'{shown(text)}'"
+        if match is None:
+            raise ValueError(f"{message} is not a duration; write {_FORMS}")
+        number = match["number"]
+        suffix = match["suffix"]
+        unit = match["unit"]
+        # Decimal, since 2.01 * 1000 is no whole number in binary.
+        exact = Decimal(number) * _SUFFIXES[suffix]
+        if exact > LARGEST_COUNT:
+            raise ValueError(f"{message} is more than {LARGEST_COUNT:,}; give a smaller number")
+        if 0 < exact * LARGEST_COUNT < 1:
+            raise ValueError(f"{message} is too short to be told from 0; give a larger number")
+        value = float(exact)
+        if unit is None:
+            if number.isdigit() or suffix:
+                if value != int(value):
+                    raise ValueError(f"{message} is not a whole number of steps; write {_FORMS}")
+                return cls(value, Unit.steps)
+            if value > 1:
+                raise ValueError(f"{message} has a decimal point, so it is a fraction of the run, which is at most 1.0")
+            return cls(value, Unit.fraction)
+        if unit == "run":
+            if value > 1:
+                raise ValueError(f"{message} is longer than the run")
+            return cls(value, Unit.run)
+        name = unit if unit.endswith("s") else f"{unit}s"
+        if name not in ("steps", "epochs", "samples", "tokens"):
+            raise ValueError(f"{message} has an unknown unit '{shown(unit)}'; write {_FORMS}")
+        if name == "steps" and value != int(value):
+            raise ValueError(f"{message} is not a whole number of steps; write {_FORMS}")
+        return cls(value, Unit(name))
+
+    @classmethod
+    def parse_positive(cls, text: str) -> Self:
+        """Read a duration that may not be empty.
+
+        Raises:
+            ValueError: as `parse`, or the length is zero.
+        """
+        duration = cls.parse(text)
+        if duration.value == 0:
+            raise ValueError(f"is {shown(text)}: no length at all")
+        return duration
+
+    def samples(self, budget: Budget, *, whole: float | None = None, end: float | None = None) -> float:
+        """The length in samples; a fraction is not rounded.
+
+        Args:
+            budget: of the run.
+            whole: samples of which a fraction is a part; None: the run.
+            end: samples at which a length in steps ends, where batch sizes differ; None: it starts with the run.
+
+        Raises:
+            ValueError: the duration counts tokens and the data has none.
+        """
+        match self.unit:
+            case Unit.steps:
+                sizes = budget.batch_sizes
+                return sizes.samples_after(self.value) if end is None else sizes.samples_before(end, self.value)
+            case Unit.fraction:
+                return self.value * (budget.total_samples if whole is None else whole)
+            case Unit.run:
+                return self.value * budget.total_samples
+            case Unit.epochs:
+                return self.value * budget.samples_per_epoch
+            case Unit.samples:
+                return self.value
+            case Unit.tokens:
+                if budget.tokens_per_sample is None:
+                    raise ValueError(f"{self} counts tokens, but a sample of this data has none")
+                return self.value / budget.tokens_per_sample
+
+    def __str__(self) -> str:
+        if self.unit is Unit.fraction:
+            return f"{self.value} of the run"
+        return f"{self.value:g} {self.unit.value}"
+
+
+def without_rounding_error(samples: float) -> float:
+    """A product of a share and a count to 15 digits, all that a double holds: whole where the exact product is."""
+    return float(f"{samples:.15g}")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """When something that is done again and again is due: every so many optimizer steps, samples or tokens.
+
+    Attributes:
+        steps: optimizer steps between, or None.
+        samples: samples between, where `steps` is None; due at the step that reaches a multiple of it.
+        tokens: tokens between, for an interval in tokens and a run that counts those it consumes.
+    """
+
+    steps: int | None
+    samples: float
+    tokens: float | None = None
+
+    @classmethod
+    def parse(cls, text: str, budget: Budget) -> Self:
+        """Read a duration as the interval of a run of this budget.
+
+        Raises:
+            ValueError: it is none, is empty, or longer than the run.
+        """
+        duration = Duration.parse_positive(text)
+        # 0.07 of 100 samples is 7.000000000000001, which the seventh does not reach.
+        samples = without_rounding_error(duration.samples(budget))
+        if samples > budget.total_samples:
+            length = "" if duration.unit is Unit.steps else f"{shown(text)}, "
+            steps = budget.batch_sizes.steps_at(samples)
+            raise ValueError(f"is {length}{steps:g} steps, but the run has only {budget.total_steps}")
+        return cls(
+            steps=int(duration.value) if duration.unit is Unit.steps else None,
+            samples=samples,
+            tokens=duration.value if duration.unit is Unit.tokens else None,
+        )
+
+    def times_before_end(self, budget: Budget) -> int:
+        """How often it is due before the last step of a run of this budget, at most."""
+        before = budget.total_steps - 1
+        if self.steps is not None:
+            return before // self.steps
+        return min(before, int(budget.batch_sizes.samples_after(before) / self.samples))
+
+    def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+        """Whether it is due after optimizer step `step`, which consumed samples `samples_before` to `samples_after`.
+
+        Args:
+            step: counted from one.
+            samples_before: consumed before it.
+            samples_after: consumed after it.
+            tokens: consumed before and after; None: not counted, and every sample has the same number.
+        """
+        if self.steps is not None:
+            return step % self.steps == 0
+        if self.tokens is not None and tokens is not None:
+            before, after = tokens
+            return after // self.tokens > before // self.tokens
+        return int(samples_after / self.samples) > int(samples_before / self.samples)
+
+
+def parse_epoch_steps(text: str) -> int | None:
+    """Read `"10 epoch_steps"`: optimizer steps that are counted anew in each epoch. None for any other text.
+
+    Raises:
+        ValueError: it is zero, or beyond `LARGEST_COUNT`.
+    """
+    match = _EPOCH_STEPS.fullmatch(text.strip())
+    return None if match is None else int(Duration.parse_positive(match["count"]).value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochInterval:
+    """When something is due that is counted anew in each epoch, in batches: optimizer steps.
+
+    A batch belongs to the epoch in which it begins, so where an epoch is no whole number of batches the last one takes
+    its first samples from the next. Batches that grow make epochs of fewer batches. It may be longer than the run: an
+    epoch that does not end is never due.
+
+    Attributes:
+        every: a whole number of batches, or a fraction of the epoch's; at least one batch, at most the epoch.
+        batch_sizes: samples per optimizer step along the run.
+        samples_per_epoch: samples in one pass over the training data.
+    """
+
+    every: int | float
+    batch_sizes: BatchSizes
+    samples_per_epoch: int
+
+    @classmethod
+    def of(cls, every: int | float, budget: Budget) -> Self:
+        """Return the interval in a run of this budget."""
+        return cls(every=every, batch_sizes=budget.batch_sizes, samples_per_epoch=budget.samples_per_epoch)
+
+    def steps_in(self, epoch: int) -> int:
+        """Batches between, in an epoch; the first one is 0."""
+        batches = self._steps_before(epoch + 1) - self._steps_before(epoch)
+        wanted = self.every if isinstance(self.every, int) else int(batches * self.every)
+        return max(1, min(wanted, batches))
+
+    def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+        """Whether it is due after optimizer step `step`; see `Interval.due`, tokens do not matter."""
+        epoch = samples_before // self.samples_per_epoch
+        return (step - self._steps_before(epoch)) % self.steps_in(epoch) == 0
+
+    def _steps_before(self, epoch: int) -> int:
+        """Optimizer steps that begin before the epoch does."""
+        start = epoch * self.samples_per_epoch
+        steps = self.batch_sizes.whole_steps(start)
+        return steps + (self.batch_sizes.samples_after(steps) < start)

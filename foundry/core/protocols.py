@@ -1,0 +1,409 @@
+"""What the trainer asks of the parts it is given."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from foundry.core.progress import Progress
+
+Microbatch = dict[str, Tensor]
+"""One rank's share of one forward pass; the first dimension of every tensor is the sample.
+
+`position`: (batch,) int64, always in host memory: each sample's place in the global order. Randomness is keyed by it,
+and -1 marks padding, a sample that counts for nothing.
+
+If samples share rows, the first dimension of some is the row instead. `documents` has the sample of each token,
+`document_starts`, (entries,) int32, where these begin in the flattened rows, and `longest_document`, () int64 and in
+host memory, an upper bound of their length.
+"""
+
+HOST_ENTRIES = frozenset({"position", "longest_document"})
+"""Names of a microbatch's tensors that stay in host memory, where a number can be read without waiting for a device."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric as a sum with its own count, such as rewards by sequence or a divergence by token.
+
+    Attributes:
+        sum: () float32.
+        count: of the items in it, a whole number, () where it is a tensor; None: the valid items of the loss.
+    """
+
+    sum: Tensor
+    count: Tensor | int | None = None
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """What an objective makes of one microbatch.
+
+    Attributes:
+        loss: () float32, summed over the valid items; exactly 0 where there are none, never NaN.
+        metrics: logged as sum / count over the whole global batch, or over the held-out data.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Mean] = field(default_factory=dict)
+
+
+class Samples(Protocol):
+    """Something a person can look at: drawn images or continued text."""
+
+    def save(self, stem: Path) -> Path:
+        """Write to `stem` with a suffix of the kind's own (.png, .txt) and return the file."""
+        ...
+
+
+class Objective(Protocol):
+    """What is minimised: a sum over valid items, divided by their number over the whole global batch.
+
+    One that has `metrics`, the names of those in its `LossSum`, has settings that choose another refused at the start,
+    and may leave any of them out of a microbatch. Without `metrics`, every microbatch of every rank has the same ones.
+    One that has `forward_keywords` calls the model with these, and a model whose forward() lacks one is refused.
+    One whose `reads_log_probs` is true gets `foundry.models.token_log_probs.TokenLogProbs` of every model, also of one
+    that returns logits (`foundry.models.logits`).
+    One whose `asks_for_loss` is true leaves the sum over tokens to the model, by `foundry.models.token_loss`.
+    """
+
+    def num_valid(self, microbatch: Microbatch) -> int:
+        """Number of valid items, known before the forward pass; the microbatch is still in host memory."""
+        ...
+
+    def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
+        """Run the model and sum the loss over the valid items."""
+        ...
+
+
+@runtime_checkable
+class GenerativeObjective(Protocol):
+    """An objective that can show what the model has learnt."""
+
+    def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> Samples:
+        """Draw samples; every rank calls it together, with the same result. Options are the objective's own."""
+        ...
+
+
+@runtime_checkable
+class PredictingObjective(Protocol):
+    """An objective that can say what the model predicts, which metrics of torchmetrics compare with what is right."""
+
+    def predict(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Run the model; of the valid items alone, none of padding.
+
+        Returns:
+            Predictions, (items, classes) scores or (items, ...) values; and targets, (items,) int64 classes or
+            (items, ...) values.
+        """
+        ...
+
+
+@runtime_checkable
+class ActingObjective(Protocol):
+    """An objective whose model is a policy: it sees what was observed and answers with the next actions.
+
+    All units are those of the data, where states and actions are normalised.
+    """
+
+    @property
+    def action_steps(self) -> int:
+        """How many actions of a chunk are carried out before the model is asked again."""
+        ...
+
+    def act(self, model: nn.Module, observation: Microbatch, keys: Tensor) -> Tensor:
+        """The next actions, (batch, horizon, action_dim) float32.
+
+        Args:
+            model: in evaluation mode; every row is answered by itself.
+            observation: the samples' entries but for those of actions.
+            keys: (batch,) int64 in host memory; what is drawn for a row is keyed by seed and key.
+        """
+        ...
+
+
+@runtime_checkable
+class ComparingObjective(Protocol):
+    """An objective that compares the model with others that do not learn, such as a reference or a teacher."""
+
+    @property
+    def frozen_models(self) -> Mapping[str, Any]:
+        """By a name, a model's configuration with `_target_`, or None: a copy of the run's model.
+
+        The copy has the weights with which the run started from scratch, also where the run is resumed.
+        """
+        ...
+
+    def compare(self, frozen: Mapping[str, nn.Module]) -> None:
+        """Take the models by name, before the first step.
+
+        Each is called like the run's model, in the run's arithmetic; it is in evaluation mode, its parameters need no
+        gradients, and it is sharded where the run's model is, so that every rank calls it together with the others.
+        """
+        ...
+
+
+@runtime_checkable
+class PrecomputingObjective(ComparingObjective, Protocol):
+    """An objective that may ask its frozen models about every sample once, before the first step.
+
+    What they answer is kept in the run directory and joined to the samples, so that the models need not stay.
+    """
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names under which microbatches have the answers; none: the frozen models stay and are asked each time."""
+        ...
+
+    def precompute(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """The columns of a microbatch, (batch, ...) each; called without gradients, after `compare`."""
+        ...
+
+
+@runtime_checkable
+class SourcingObjective(Protocol):
+    """An objective that brings a source of windows of its own, such as one that lets the model generate samples."""
+
+    def build_source(self, context: "SourceContext") -> "WindowSource":
+        """Make the source of this rank's windows."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceContext:
+    """What a source of windows may be made of.
+
+    Attributes:
+        model: as it is called in training.
+        data: the `DataSplits` of the run.
+        world: this rank and the others.
+        autocast: a context for forward passes in the arithmetic of the run.
+        seed: of the run.
+        batch_size_at: the global batch size after a number of consumed samples.
+        build_loader: what reads the training data in the global order: all of it on every rank, or this rank's share.
+    """
+
+    model: nn.Module
+    data: Any
+    world: Any
+    autocast: Callable[[], AbstractContextManager[Any]]
+    seed: int
+    batch_size_at: Callable[[int], int]
+    build_loader: "Callable[[bool], WindowSource]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationContext:
+    """Where and when an evaluation takes place.
+
+    Attributes:
+        step: optimizer steps taken.
+        world: this rank and the others: `dp_rank`, `dp_size`, `device`, `is_main`, `dp_sum`.
+        autocast: a context for forward passes in the arithmetic of the run.
+        folder: where rank 0 may write what a person is to look at; it need not exist.
+        beat: says what is being done, to a watchdog that would end a process that is silent for too long.
+        files: what was written; observers get the first.
+    """
+
+    step: int
+    world: Any
+    autocast: Callable[[], AbstractContextManager[Any]]
+    folder: Path
+    beat: Callable[[str], None]
+    files: list[Path] = field(default_factory=list)
+
+
+class Evaluator(Protocol):
+    """Measures a model during a run, on held-out data, by a benchmark or in a simulator.
+
+    One that has `metrics`, the names of what it measures, or whose configuration lists them under that key, has
+    settings that choose another refused at the start. One that has `close()`, with which it frees what it holds, such
+    as simulators, is closed at the end of the run.
+    """
+
+    def evaluate(self, model: nn.Module, context: EvaluationContext) -> Mapping[str, float]:
+        """Measure the model, which is in evaluation mode, without gradients, with averaged weights where there are any.
+
+        Every rank calls it together and returns the same numbers. Randomness comes from generators of its own, since
+        training continues with the global ones. `accuracy` is called `val_accuracy` in metrics.jsonl and settings.
+        """
+        ...
+
+
+class StopRule(Protocol):
+    """May end a run after an evaluation; every rank sees the same numbers and answers the same."""
+
+    def update(self, metrics: Mapping[str, float], epoch: int, share: float) -> str | None:
+        """Take in an evaluation.
+
+        Args:
+            metrics: by their names in metrics.jsonl.
+            epoch: the one in which the evaluated step began; the first is 0.
+            share: of the run that is done, from 0 to 1.
+
+        Returns:
+            Why the run is to stop; None: it continues.
+        """
+        ...
+
+    def result(self) -> dict[str, Any]:
+        """What result.json says of it; plain JSON."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; plain JSON."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Window:
+    """This rank's microbatches of one global batch, in host memory.
+
+    Attributes:
+        microbatches: in the order in which they are run; the same number on every rank.
+        num_samples: samples of the whole global batch, over all ranks.
+        num_tokens: likewise; None where samples are not sequences of tokens.
+        metrics: of the source, the same on all ranks, such as the mean reward of a rollout; logged with the step.
+    """
+
+    microbatches: Sequence[Microbatch]
+    num_samples: int
+    num_tokens: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class WindowSource(Protocol):
+    """Where windows of microbatches come from; the source owns its position in the data."""
+
+    def next_window(self) -> Window:
+        """The next global batch's share of this rank."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, from which the same order continues on any number of ranks."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the position holds that JSON cannot, equal on all ranks; a checkpoint keeps it as `source.<name>`."""
+        ...
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue from `tensors()`, in host memory; called after `load_state_dict`."""
+        ...
+
+    def rewind(self, samples: int) -> None:
+        """Count from `samples` samples again, but read on after what was read last."""
+        ...
+
+
+class Schedule(Protocol):
+    """Learning rate and weight decay as pure functions of the clock."""
+
+    def lr(self, samples_before: int, samples_after: int) -> float:
+        """The learning rate of the update that consumes samples `samples_before` to `samples_after`."""
+        ...
+
+    def weight_decay(self, samples_before: int, samples_after: int) -> float | None:
+        """The weight decay of that update; None: what the optimizer was given."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it is made of, as plain JSON, so that a resumed run can tell whether it still follows the same."""
+        ...
+
+
+@runtime_checkable
+class HasPhases(Protocol):
+    """A schedule that says its phases, which the plan, the terminal and the plots show."""
+
+    def phases(self) -> list[tuple[str, float]]:
+        """The name of each phase of the learning rate, in order, with the samples at whose end it ends."""
+        ...
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; on every rank alike."""
+
+
+class CheckpointManager(Protocol):
+    """Keeps checkpoints of a run, and brings one back; all ranks call it together, except `is_time`."""
+
+    def is_time(self) -> bool:
+        """Whether this rank's clock says that a checkpoint is due; true once each time."""
+        ...
+
+    def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+        """Whether the interval asks for one after step `step`, which consumed those samples and tokens."""
+        ...
+
+    def check_state(self) -> None:
+        """Say after an update, once, whether what it has left can be saved.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        ...
+
+    def save(
+        self,
+        progress: Progress,
+        state: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        *,
+        metric: float | None,
+        is_best: bool,
+        wait: bool,
+    ) -> Path | None:
+        """Save the run as it is, with what the trainer's `state_dict` says; None where nothing is to be saved.
+
+        Args:
+            progress: the clock.
+            state: plain JSON, the same on every rank.
+            tensors: of the source of windows, equal on all ranks.
+            metric: of an evaluation at this step.
+            is_best: no earlier step had a better one.
+            wait: return only when it is on the disk.
+
+        Raises:
+            SaveError: it was waited for and could not be written.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk.
+
+        Raises:
+            SaveError: the last one could not be written.
+        """
+        ...
+
+    def close(self) -> None:
+        """However the run ends, leave nothing that is being written; not called by all ranks where one is gone."""
+        ...
+
+    def roll_back(self) -> dict[str, Any] | None:
+        """Bring back the newest checkpoint's weights and optimizers; returns the trainer's state, None without one."""
+        ...
+
+
+class Synchroniser(Protocol):
+    """When gradients are reduced over ranks, for whatever the model has become."""
+
+    def microbatch(self, *, first: bool, last: bool) -> Any:
+        """A context for the forward and backward pass of one microbatch of the window."""
+        ...
+
+    def finish(self) -> None:
+        """After the window's last backward pass: reduce what the wrapper does not."""
+        ...

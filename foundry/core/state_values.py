@@ -1,0 +1,57 @@
+"""Values of a saved state, which a file of somebody else may hold: each is checked when it is read."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foundry.core.errors import shown
+
+_MOST = 2**63
+
+
+def read_count(state: Mapping[str, Any], name: str) -> int:
+    """Return a whole number from 0 to 2**63 - 1.
+
+    Raises:
+        ValueError: the value is something else; names it.
+    """
+    value = state[name]
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"{name}={shown(value)} is not a whole number from 0 on")
+    return value
+
+
+def read_optional_count(state: Mapping[str, Any], name: str) -> int | None:
+    """Return a whole number, or None; as `read_count`."""
+    return None if state[name] is None else read_count(state, name)
+
+
+def read_optional_number(state: Mapping[str, Any], name: str) -> float | None:
+    """Return a finite number as it is saved, or None.
+
+    Raises:
+        ValueError: the value is something else; names it.
+    """
+    value: float | None = state[name]
+    if value is not None and not _is_finite(value):
+        raise ValueError(f"{name}={shown(value)} is neither a finite number nor null")
+    return value
+
+
+def read_numbers(state: Mapping[str, Any], name: str) -> Sequence[float]:
+    """Return a list of finite numbers.
+
+    Raises:
+        ValueError: the value is something else; names it.
+    """
+    values: Sequence[float] = state[name]
+    if not isinstance(values, list) or not all(map(_is_finite, values)):
+        raise ValueError(f"{name}={shown(values)} is not a list of finite numbers")
+    return values
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type] # one of both
+    except OverflowError:  # a whole number beyond floating point
+        return False

@@ -1,0 +1,1 @@
+"""Chats, preferences and prompts as examples with a loss mask."""

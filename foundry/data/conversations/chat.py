@@ -1,0 +1,335 @@
+"""Chat templates: conversations as text, and which of it the model is to say."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from tokenizers import Tokenizer
+
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.foreign import ForeignData
+from foundry.data.corpora.tokenizer import config_value, encode_texts, tokenizer_file
+from foundry.data.io.limited_process import LimitedProcess, LimitExceededError, is_limited, renew_limit
+from foundry.run_dir.files import in_hub_cache, read_text
+from foundry.run_dir.names import CHAT_TEMPLATE
+
+Message = Mapping[str, Any]
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+_KEY = "data.chat_template"
+_PLAIN = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}assistant: "
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+BUILT_IN = {"plain": _PLAIN, "chatml": _CHATML}
+_CPU_SECONDS = 20.0
+"""For one conversation, which takes microseconds."""
+_MEMORY_BYTES = 2**31
+_MAX_CHARACTERS = 2**26
+"""Longest rendered conversation; it is encoded without a limit of time."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Segment(NamedTuple):
+    """A stretch of a rendered conversation; segments are encoded one by one, as a prompt and its answer would be.
+
+    Attributes:
+        text: as the template renders it.
+        is_trained: whether the model is to say it.
+    """
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template, as transformers has it.
+
+    One that is not foundry's own is rendered in a process with limits of time and memory.
+
+    Attributes:
+        source: the template.
+        variables: what it may use besides the messages: `bos_token`, `eos_token`.
+        special_tokens: of the tokenizer, with one of which a turn may end.
+    """
+
+    source: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: tuple[str, ...] = ()
+
+    def segments(self, messages: Sequence[Message], *, num_trained: int | None) -> list[Segment]:
+        """The conversation up to its last answer, in turns of what is given and what the model says.
+
+        Answers are what stands between `{% generation %}` and `{% endgeneration %}`. In a template without these an
+        answer is what its turn adds to the prompt that asks for it, without white space after a last special token.
+
+        Args:
+            messages: with `role` and `content`; one is the assistant's.
+            num_trained: so many of the last answers are trained; None: all are.
+
+        Raises:
+            ValueError: the template refuses the messages, marks no answer, or does not continue its own prompt.
+            ConfigError: it exceeds a limit of time or memory.
+        """
+        segments: list[Segment] = self._limited("_segments", messages, num_trained)
+        return segments
+
+    def render(self, messages: Sequence[Message], *, for_answer: bool = False) -> str:
+        """The conversation as text.
+
+        Args:
+            messages: with `role` and `content`.
+            for_answer: add what begins an answer.
+
+        Raises:
+            ValueError: the template refuses the messages.
+            ConfigError: it exceeds a limit of time or memory.
+        """
+        text: str = self._limited("_text", messages, for_answer)
+        return text
+
+    def check_syntax(self) -> None:
+        """Compile the template, which computes its constant expressions.
+
+        Raises:
+            ValueError: it is no Jinja template.
+            ConfigError: it exceeds a limit of time or memory.
+        """
+        self._limited("_compile")
+
+    @contextmanager
+    def limited(self, function: Callable[Parameters, Result]) -> Iterator[Callable[Parameters, Result]]:
+        """Yield a function for many conversations, which are rendered in one process with limits for each of them.
+
+        Args:
+            function: renders with this template; takes and returns values that can be pickled.
+        """
+        if self._is_own or is_limited():
+            yield function
+            return
+        process = self._process(function)
+
+        def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+            result: Result = _call(process, *args, **options)
+            return result
+
+        try:
+            yield call
+        finally:
+            process.close()
+
+    def _limited(self, method: str, *args: Any) -> Any:
+        if is_limited():
+            renew_limit(_CPU_SECONDS)
+        if self._is_own or is_limited():
+            return self._apply(method, args)
+        held: tuple[ChatTemplate, LimitedProcess] | None = getattr(_held, "process", None)
+        if held is None or held[0] != self:
+            if held is not None:
+                held[1].close()
+            held = _held.process = self, self._process(self._apply)
+        return _call(held[1], method, args)
+
+    @property
+    def _is_own(self) -> bool:
+        return self.source in BUILT_IN.values()
+
+    def _process(self, function: Callable[..., Any]) -> LimitedProcess:
+        import transformers.utils.chat_template_utils  # noqa: F401 # once, and not in each process
+
+        return LimitedProcess(function, cpu_seconds=_CPU_SECONDS, memory_bytes=_MEMORY_BYTES)
+
+    def _apply(self, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self, method)(*args)
+
+    def _compile(self) -> None:
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        with ForeignData(ValueError, MemoryError):
+            "".join((self.source, *self.variables.values())).encode()  # half of a surrogate pair is no text
+            try:
+                _compile_jinja_template(self.source)
+            except TemplateSyntaxError as error:
+                raise ValueError(f"{error.message} in line {error.lineno}") from error
+
+    def _segments(self, messages: Sequence[Message], num_trained: int | None) -> list[Segment]:
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = messages[: answers[-1] + 1]
+        first = 0 if num_trained is None else -num_trained
+        if _GENERATION.search(self.source):
+            text, spans = self._render(messages, with_spans=True)
+        else:
+            text = self._text(messages)
+            spans = [self._answer_by_prefix(messages, index, text) for index in answers[first:]]
+        spans = [(start, end) for start, end in spans[first:] if start < end]
+        if not spans:
+            raise ValueError("has no answer that the chat template marks with {% generation %}")
+        return list(_cut(text, spans))
+
+    def _text(self, messages: Sequence[Message], for_answer: bool = False) -> str:
+        return self._render(messages, for_answer=for_answer)[0]
+
+    def _answer_by_prefix(self, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int]:
+        """Where the answer at `index` starts and ends in the whole conversation.
+
+        Raises:
+            ValueError: a shorter conversation is not rendered as the start of the whole.
+        """
+        before = self._text(messages[:index], for_answer=True)
+        after = whole if index + 1 == len(messages) else self._text(messages[: index + 1])
+        if not (whole.startswith(after) and after.startswith(before)):
+            remedy = "mark answers in it with {% generation %}"
+            if index + 1 < len(messages):
+                remedy += ", or set data.train_on=last"
+            message = f"is not rendered as a continuation of its first {index} messages by the chat template"
+            raise ValueError(f"{message}: {remedy}")
+        stripped = after.rstrip()
+        return len(before), len(stripped) if stripped.endswith(self.special_tokens) else len(after)
+
+    def _render(
+        self, messages: Sequence[Message], *, for_answer: bool = False, with_spans: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with ForeignData(lambda reason: ValueError(f"is refused by the chat template: {reason}"), MemoryError):
+            render: Any = render_jinja_template
+            rendered, spans = render(
+                [[dict(message) for message in messages]],
+                chat_template=self.source,
+                return_assistant_tokens_mask=with_spans,
+                add_generation_prompt=for_answer,
+                **self.variables,
+            )
+            rendered[0].encode()  # half of a surrogate pair is no text
+        if len(rendered[0]) > _MAX_CHARACTERS:
+            raise ValueError(f"has more than {_MAX_CHARACTERS} characters when the chat template has rendered it")
+        return rendered[0], list(spans[0]) if with_spans else []
+
+
+_held = threading.local()
+"""`process`: the template that this thread has rendered last, and its process."""
+
+
+def _call(process: LimitedProcess, *args: Any, **options: Any) -> Any:
+    try:
+        return process.call(*args, **options)
+    except LimitExceededError as error:
+        message = f"{error} for one conversation; correct the template, or choose another"
+        raise ConfigError(Violation(_KEY, message)) from None
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> "list[Segment]":
+    segments, done = list[Segment](), 0
+    for start, end in spans:
+        segments += [Segment(text[done:start], False), Segment(text[start:end], True)]
+        done = end
+    return [segment for segment in segments if segment.text]
+
+
+def resolve_chat_template(
+    choice: str | None, tokenizer_path: str | None, tokenizer: Tokenizer, end: int
+) -> ChatTemplate:
+    """The chat template of a run.
+
+    Args:
+        choice: `plain`, `chatml`, or a file; None: what lies beside the tokenizer, else plain.
+        tokenizer_path: tokenizer.json or its folder; None: the tokenizer has been trained for this run.
+        tokenizer: as it is.
+        end: its token that ends a document.
+
+    Raises:
+        ConfigError: the file cannot be read, is no template, or the tokenizer lacks the tokens of `chatml`.
+    """
+    folder = None if tokenizer_path is None else tokenizer_file(tokenizer_path).parent
+    source = template_beside(folder) if choice is None and folder is not None else None
+    missing = [token for token in _CHATML_TOKENS if tokenizer.token_to_id(token) is None]
+    if choice == "chatml" and missing:
+        message = f"is chatml but the tokenizer has no {' and no '.join(missing)}; choose plain, which needs none"
+        raise ConfigError(Violation(_KEY, message))
+    variables = {"eos_token": str(tokenizer.id_to_token(end)), "bos_token": _bos_token(folder)}
+    special = tuple(added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special)
+    template = ChatTemplate(source or read_template(choice), variables, special)
+    _check_syntax(template)
+    return template
+
+
+def read_template(choice: str | None) -> str:
+    """The source of a template by its name or file; None: plain.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if choice is None or choice in BUILT_IN:
+        return BUILT_IN[choice or "plain"]
+    try:
+        return read_text(Path(choice).expanduser())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"is {choice}, which cannot be read: {reason}; give plain, chatml or a file with a Jinja template"
+        raise ConfigError(Violation(_KEY, message)) from None
+
+
+def _check_syntax(template: ChatTemplate) -> None:
+    with ForeignData(lambda reason: ConfigError(Violation(_KEY, f"is no Jinja template: {reason}"))):
+        template.check_syntax()
+
+
+def template_beside(folder: Path) -> str | None:
+    """The template that transformers, or a run of foundry's, has written beside a tokenizer.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with ForeignData(partial(_refuse_folder, folder)):
+        file = folder / CHAT_TEMPLATE
+        if file.is_file():
+            return read_text(in_hub_cache(file))
+        found = config_value(folder / "tokenizer_config.json", "chat_template")
+        if isinstance(found, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+            found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _refuse_folder(folder: Path, reason: str) -> ConfigError:
+    message = f"is {folder}, whose chat template cannot be read: {reason}; set data.chat_template=plain, or to a file"
+    return ConfigError(Violation("data.tokenizer", message))
+
+
+def _bos_token(folder: Path | None) -> str:
+    found = None if folder is None else config_value(folder / "tokenizer_config.json", "bos_token")
+    found = found.get("content") if isinstance(found, dict) else found
+    return found if isinstance(found, str) else ""
+
+
+def resolve_stop_ids(template: ChatTemplate, tokenizer: Tokenizer, end: int) -> tuple[int, ...]:
+    """The tokens that end an answer: that of a document, and the special token with which the template ends a turn."""
+    example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        answer = template.segments(example, num_trained=1)[-1].text
+    except ValueError:  # a template that wants more of a conversation
+        return (end,)
+    last = encode_texts(tokenizer, [answer])[0][-1:]
+    special = [token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special]
+    return tuple(dict.fromkeys([end, *(token for token in last if token in special)]))

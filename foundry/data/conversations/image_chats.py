@@ -1,0 +1,168 @@
+"""The user's own conversations about pictures."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foundry.config.schemas.data import OnBadRow, PictureFit, TrainOn
+from foundry.data.conversations.chat import ChatTemplate, Segment
+from foundry.data.conversations.chats import RowForm, chat_splits
+from foundry.data.conversations.examples import BadRowError
+from foundry.data.conversations.messages import check_template_columns, read_messages, trained_segments
+from foundry.data.images.picture_examples import RowPictures
+from foundry.data.images.pictures import read_picture
+from foundry.data.io.cached_folder import cached_folder
+from foundry.data.io.file_digests import file_digests
+from foundry.data.io.row_source import RowSource, find_rows
+from foundry.data.io.rows import Row
+from foundry.data.splits import DataSplits
+from foundry.run_dir.files import read_text
+
+_FORMAT = 1
+_COLUMNS = ("image", "messages", "prompt", "completion")
+_IMAGES, _WRONG = "images.npy", "wrong.json"
+
+
+def image_chat_files(
+    *,
+    seed: int,
+    path: str,
+    image_size: int,
+    seq_len: int,
+    vocab_size: int,
+    tokenizer: str | None,
+    held_out: float,
+    cache_dir: str,
+    validation_path: str | None = None,
+    chat_template: str | None = None,
+    train_on: TrainOn = TrainOn.all,
+    on_bad_row: OnBadRow = OnBadRow.refuse,
+    num_workers: int = 0,
+) -> DataSplits:
+    """Rows as of `chat_files` that also have `image`: a PNG, JPEG or WebP file, by its path from the row's own file.
+
+    Pictures are decoded once, and are a mapped array in the cache from then on.
+
+    Args:
+        seed: unused: the split depends on the rows' order only.
+        path: file, folder or glob.
+        image_size: height and width in pixels that pictures are brought to, whatever their own are.
+        seq_len: most tokens of a row.
+        vocab_size: entries of the tokenizer.
+        tokenizer: tokenizer.json or folder to use; None: train one on the training split.
+        held_out: share of rows for validation.
+        cache_dir: folder for tokenizers, token arrays and pictures.
+        validation_path: files for validation; None: hold out a share of `path`.
+        chat_template: as `resolve_chat_template` takes it.
+        train_on: which answers are learnt.
+        on_bad_row: what becomes of rows that cannot be used.
+        num_workers: unused: the loader's.
+
+    Raises:
+        ConfigError: as `chat_files`; a picture that cannot be read makes its row one that cannot be used.
+    """
+    source = find_rows(path, validation_path, held_out=held_out, cache_dir=cache_dir, columns=_COLUMNS)
+    pictures, wrong = _read_pictures(source, image_size, cache_dir)
+    form = RowForm(
+        segments=partial(_segments, source.places, wrong, 1 if train_on is TrainOn.last else None),
+        described=f"image {train_on.value}",
+    )
+    return chat_splits(
+        about_pictures(source, pictures),
+        form,
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        cache_dir=cache_dir,
+        chat_template=chat_template,
+        on_bad_row=on_bad_row,
+        pictures=pictures,
+    )
+
+
+def about_pictures(source: RowSource, pictures: RowPictures) -> RowSource:
+    """The same rows, told from others by their pictures, too."""
+    fingerprint, content = (f"{own}-{pictures.content}" for own in (source.fingerprint, source.content))
+    return replace(source, fingerprint=fingerprint, content=content)
+
+
+def _read_pictures(source: RowSource, size: int, cache_dir: str) -> tuple[RowPictures, Mapping[str, str]]:
+    """The pictures of all rows, each file once, from the cache or into it, and what is wrong with some by their path.
+
+    Raises:
+        ConfigError: rows cannot be read, or the cache cannot be written.
+    """
+    numbers = dict[Path, int]()
+    places = tuple(_number_pictures(rows, source.places, numbers) for rows in source.splits)
+    files, missing = list(numbers), dict[str, str]()
+    for file in files:
+        try:
+            if not file.is_file():
+                missing[str(file)] = "is no file"
+        except (OSError, ValueError) as error:  # a name that no file can have
+            missing[str(file)] = getattr(error, "strerror", None) or str(error)
+    there = [file for file in files if str(file) not in missing]
+    digests = dict(zip(there, file_digests(there, cache_dir), strict=True))
+    listed = b"".join(digests.get(file, bytes(32)) for file in files)
+    name = hashlib.sha256(f"row pictures {_FORMAT} {size} ".encode() + listed).hexdigest()[:32]
+    folder = cached_folder(cache_dir, name, partial(_fill, files, missing, size), what="pictures")
+    wrong = {str(files[int(number)]): reason for number, reason in json.loads(read_text(folder / _WRONG)).items()}
+    images = np.load(folder / _IMAGES, mmap_mode="r", allow_pickle=False)
+    return RowPictures(images=images, places=(places[0], places[1]), content=name), wrong
+
+
+def _number_pictures(rows: Iterable[Row], places: Sequence[str], numbers: dict[Path, int]) -> NDArray[np.int64]:
+    """Which picture each row has; `numbers` gains those that it lacks. Of a row without one, 0: nobody asks."""
+    found = list[int]()
+    for row in rows:
+        file = _picture_of(row, places)
+        found.append(0 if file is None else numbers.setdefault(file, len(numbers)))
+    return np.array(found, dtype=np.int64)
+
+
+def _picture_of(row: Row, places: Sequence[str]) -> Path | None:
+    name = row.columns.get("image")
+    return Path(places[row.file]).parent / name if isinstance(name, str) and name else None
+
+
+def _fill(files: Sequence[Path], missing: Mapping[str, str], size: int, folder: Path) -> tuple[str, ...]:
+    """Decode them; the names of the files that are written."""
+    wrong = dict[int, str]()
+    shape = (max(1, len(files)), 3, size, size)  # an empty file cannot be mapped
+    images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
+    for number, file in enumerate(files):
+        try:
+            if str(file) in missing:
+                raise ValueError(missing[str(file)])
+            images[number] = read_picture(file, size=size, channels=3, fit=PictureFit.stretch)
+        except (OSError, ValueError) as error:
+            wrong[number] = getattr(error, "strerror", None) or str(error)
+    images.flush()
+    (folder / _WRONG).write_text(json.dumps(wrong))
+    return _IMAGES, _WRONG
+
+
+def _segments(
+    places: Sequence[str], wrong: Mapping[str, str], num_trained: int | None, template: ChatTemplate, row: Row
+) -> list[list[Segment]]:
+    """One conversation, where its picture can be looked at.
+
+    Raises:
+        BadRowError: there is no picture, it cannot be read, or as `trained_segments`.
+    """
+    file = _picture_of(row, places)
+    if file is None:
+        value: Any = row.columns.get("image")
+        has = "has no image" if value in (None, "") else f"has {type(value).__name__} as image, not a path"
+        raise BadRowError("without a picture", f"{has}; give the path of a file, from this file's folder on")
+    if (reason := wrong.get(str(file))) is not None:
+        raise BadRowError("picture cannot be read", f"has image {row.columns['image']}, which {reason}")
+    check_template_columns(template, row.columns)
+    return [trained_segments(template, read_messages(row.columns), num_trained)]

@@ -1,0 +1,108 @@
+"""Messages of a row, and the text of a chat template that is learnt from them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foundry.core.errors import shown
+from foundry.data.conversations.chat import ChatTemplate, Segment
+from foundry.data.conversations.examples import BadRowError
+
+FOR_TEMPLATE = ("tools", "chat_template_kwargs", "documents")
+"""Columns that transformers passes to a chat template with the messages; not supported here."""
+_WEIGHTS = ("weight", "train", "training", "train_detail")
+"""Keys for the weight or the mask of an answer in the loss, as other programs read them; not supported here."""
+
+
+def check_template_columns(template: ChatTemplate, columns: Mapping[str, Any]) -> None:
+    """Refuse a row with tools or other variables for the chat template.
+
+    Raises:
+        BadRowError: the row has one.
+    """
+    for name in FOR_TEMPLATE:
+        value = columns.get(name)
+        is_empty = not value or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null"))
+        # Many rows have documents that are not for the template.
+        if not is_empty and (name != "documents" or name in template.source):
+            message = f"has {name}, but the chat template is given messages only; write them into a message of the row"
+            raise BadRowError(f"with {name}", message)
+
+
+def trained_segments(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], num_trained: int | None
+) -> list[Segment]:
+    """A conversation whose last answers are trained; None: all are.
+
+    Raises:
+        BadRowError: there is no answer, one of these is empty or has a weight, or the template does not take the
+            messages.
+    """
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "none"
+        raise BadRowError("no assistant turn", f"has no assistant turn (its roles: {roles})")
+    for answer in answers[-(num_trained or 0) :]:
+        if not answer["content"].strip():
+            raise BadRowError("empty answer", "has an empty answer")
+        if weighted := [name for name in _WEIGHTS if name in answer and answer[name] != 1]:
+            message = f"has {weighted[0]}={shown(answer[weighted[0]])} in an answer, but all are learnt alike; end the "
+            message += "conversation before it, or set data.train_on=last if only the last one is to be learnt"
+            raise BadRowError(f"with {weighted[0]} in an answer", message)
+    try:
+        return template.segments(messages, num_trained=num_trained)
+    except ValueError as error:
+        raise BadRowError("does not fit the chat template", str(error)) from None
+
+
+def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row: `messages`, or one that asks, `prompt`, and one that answers, `completion`.
+
+    Raises:
+        BadRowError: there is no message, or a value has another type.
+    """
+    if columns.get("messages") is not None:
+        return checked_messages(columns["messages"], "messages")
+    missing = [name for name in ("prompt", "completion") if columns.get(name) is None]
+    if missing:
+        listed = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
+        message = f"has neither messages nor {' and '.join(missing)} (its columns: {listed})"
+        raise BadRowError("without a conversation", message)
+    prompt, completion = columns["prompt"], columns["completion"]
+    return [*as_messages(prompt, "prompt", "user"), *as_messages(completion, "completion", "assistant")]
+
+
+def as_messages(value: Any, name: str, role: str) -> list[dict[str, Any]]:
+    """A text as one message of a role, or a list of messages as they are.
+
+    Raises:
+        BadRowError: it is neither.
+    """
+    if isinstance(value, str):
+        return checked_messages([{"role": role, "content": value}], name)
+    return checked_messages(value, name)
+
+
+def checked_messages(value: Any, name: str) -> list[dict[str, Any]]:
+    """Return messages, each an object with the texts `role` and `content`, without keys that are null.
+
+    Raises:
+        BadRowError: the value is no list of such messages.
+    """
+    if not isinstance(value, list):
+        raise BadRowError("wrong type", f"has {type(value).__name__} as {name}, not a list of messages")
+    messages = list[dict[str, Any]]()
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict):
+            raise BadRowError("wrong type", f"has {type(message).__name__} as message {number}, not an object")
+        for key in ("role", "content"):
+            text = message.get(key)
+            if not isinstance(text, str):
+                kind = "no" if text is None else f"{type(text).__name__} as"
+                raise BadRowError("wrong type", f"has {kind} {key} in message {number}, not a text")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                what = f"has half of a surrogate pair in message {number}, which is no text"
+                raise BadRowError("wrong type", what) from None
+        messages.append({key: item for key, item in message.items() if item is not None})
+    return messages

@@ -1,0 +1,264 @@
+"""Prompts that a model is to answer by itself, with what its answers are scored by."""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from foundry.config.schemas.data import EncodingErrors, OnBadRow
+from foundry.data.conversations.chat import ChatTemplate, Segment, resolve_chat_template, resolve_stop_ids
+from foundry.data.conversations.chats import RowForm, resolve_tokenizer
+from foundry.data.conversations.examples import BadRowError, RowStatistics
+from foundry.data.conversations.messages import as_messages, check_template_columns, checked_messages
+from foundry.data.corpora.token_cache import batches
+from foundry.data.corpora.tokenizer import encode_texts
+from foundry.data.io.row_source import RowSource, check_rows, find_rows, mix_rows
+from foundry.data.io.rows import Row
+from foundry.data.mixture import describe_weights, parts_of
+from foundry.data.splits import DataSplits, Prompt
+
+_FORMAT = 1
+_SHOWN = 5
+_COLUMNS = ("prompt", "messages")
+
+
+def prompt_files(
+    *,
+    seed: int,
+    path: str | Sequence[str],
+    seq_len: int,
+    max_new_tokens: int,
+    vocab_size: int,
+    tokenizer: str | None,
+    held_out: float,
+    cache_dir: str,
+    validation_path: str | Sequence[str] | None = None,
+    weights: Sequence[float] | None = None,
+    chat_template: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    encoding_errors: EncodingErrors = EncodingErrors.strict,
+    on_bad_row: OnBadRow = OnBadRow.refuse,
+    num_workers: int = 0,
+    packing: bool = False,
+) -> DataSplits:
+    """The user's own prompts: rows of files with `prompt`, or with `messages`, and any other columns.
+
+    Args:
+        seed: unused: the split depends on the rows' order only.
+        path: file, folder or glob, or several.
+        seq_len: most tokens of a prompt and its answer.
+        max_new_tokens: of these, what is left for the answer.
+        vocab_size: entries of the tokenizer.
+        tokenizer: tokenizer.json or folder to use; None: train one on the prompts.
+        held_out: share of rows for validation.
+        cache_dir: folder for tokenizers.
+        validation_path: files for validation; None: hold out a share of `path`.
+        weights: shares in which several paths are read; None: each row once an epoch.
+        chat_template: as `resolve_chat_template` takes it.
+        columns: what some columns are called in the files, by their names here; dots lead into others.
+        encoding_errors: what becomes of bytes that are not UTF-8.
+        on_bad_row: what becomes of rows that cannot be used.
+        num_workers: unused: the loader's.
+        packing: likewise.
+
+    Raises:
+        ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
+    """
+    return prompt_splits(
+        find_rows(
+            path,
+            validation_path,
+            held_out=held_out,
+            cache_dir=cache_dir,
+            columns=_COLUMNS,
+            reads_all=True,
+            weights=weights,
+            called=columns,
+            encoding_errors=encoding_errors,
+        ),
+        seq_len=seq_len,
+        max_new_tokens=max_new_tokens,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        cache_dir=cache_dir,
+        chat_template=chat_template,
+        on_bad_row=on_bad_row,
+    )
+
+
+class RowNumbers:
+    """A dataset whose samples are their own numbers: the prompts themselves are not tensors.
+
+    Args:
+        count: of samples.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`row`, () int64."""
+        return {"row": torch.tensor(index)}
+
+
+def prompt_splits(
+    source: RowSource,
+    *,
+    seq_len: int,
+    max_new_tokens: int,
+    vocab_size: int,
+    tokenizer: str | None,
+    cache_dir: str,
+    chat_template: str | None,
+    on_bad_row: OnBadRow,
+) -> DataSplits:
+    """Rows as prompts; arguments as those of `prompt_files`.
+
+    Raises:
+        ConfigError: as `prompt_files`.
+    """
+    found, end = resolve_tokenizer(source, _FORM, tokenizer, vocab_size, chat_template, cache_dir)
+    template = resolve_chat_template(chat_template, tokenizer, found, end)
+    reader = _Reader(template, found, seq_len, max_new_tokens, Counter(), [])
+    sizes, train = list[int](), list[Prompt]()
+    for part in parts_of(source.splits.train):
+        train += reader.read(part, first=len(train))
+        sizes.append(len(train) - sum(sizes))
+    validation = list(reader.read(source.splits.validation))
+    statistics = RowStatistics(rows=len(train) + len(validation), skipped=dict(reader.skipped), first=reader.first)
+    check_rows(source, statistics, on_bad_row, train, validation)
+    lengths = np.array([len(prompt.tokens) for prompt in (*train, *validation)])
+    described = f"prompts {_FORMAT} {seq_len} {max_new_tokens} {template.source} {dict(template.variables)}"
+    settings = f"{described} {source.fingerprint} {found.to_str()}{describe_weights(source.weights)}"
+    notes = _describe(len(train), len(validation), statistics, lengths)
+    return DataSplits(
+        train=RowNumbers(len(train)),
+        validation=RowNumbers(len(validation)),
+        fingerprint=hashlib.sha256(settings.encode(errors="surrogateescape")).hexdigest()[:32],
+        content=f"{source.content}-{described}",
+        tokens_per_sample=round(float(lengths.mean())) + max_new_tokens,
+        max_tokens=seq_len,
+        tokenizer=found,
+        mixture=mix_rows(source, sizes if len(sizes) > 1 else [], notes),
+        notes=notes,
+        prompts=validation,
+        train_prompts=train,
+        stop_ids=resolve_stop_ids(template, found, end),
+        bos_id=found.token_to_id(template.variables["bos_token"]),
+        chat_template=template.source,
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Makes prompts of rows, and takes note of rows of which none can be made."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    seq_len: int
+    max_new_tokens: int
+    skipped: Counter[str]
+    first: list[tuple[int, int, str]]
+
+    def read(self, rows: Iterable[Row], first: int = 0) -> Iterator[Prompt]:
+        number = first
+        for batch in batches(rows):
+            rendered = [self._render(row) for row in batch]
+            texts = [text for text, _ in filter(None, rendered)]
+            ids = iter(encode_texts(self.tokenizer, texts))
+            for row, one in zip(batch, rendered, strict=True):
+                if one is not None and self._fits(row, tokens := next(ids)):
+                    answer = one[1].get("answer")
+                    yield Prompt(tuple(tokens), None if answer is None else str(answer), number, one[1])
+                    number += 1
+
+    def _render(self, row: Row) -> tuple[str, dict[str, Any]] | None:
+        """The text that the model is to continue, and the columns of the row."""
+        try:
+            if row.wrong is not None:
+                raise BadRowError("cannot be read", row.wrong)
+            check_template_columns(self.template, row.columns)
+            messages, columns = read_prompt(row.columns)
+            return _rendered(self.template, messages), columns
+        except BadRowError as error:
+            self._note(row, error.kind, str(error))
+            return None
+
+    def _fits(self, row: Row, tokens: Sequence[int]) -> bool:
+        most = self.seq_len - self.max_new_tokens
+        if len(tokens) > most:
+            room = f"data.seq_len={self.seq_len} leaves beside an answer of {self.max_new_tokens}"
+            self._note(row, "longer than the context", f"has {len(tokens)} tokens, more than the {most} that {room}")
+        elif not tokens:
+            self._note(row, "no token", "has no token")
+        return 0 < len(tokens) <= most
+
+    def _note(self, row: Row, kind: str, message: str) -> None:
+        self.skipped[kind] += 1
+        if len(self.first) < _SHOWN:
+            self.first.append((row.file, row.number, message))
+
+
+def read_prompt(columns: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages that are to be answered, and the columns of the row.
+
+    They are `prompt`, a text or messages, or `messages` up to the last of the assistant, whose content is then the
+    `answer` where there is no such column.
+
+    Raises:
+        BadRowError: there is no prompt, or it is of another type.
+    """
+    own = dict(columns)
+    if isinstance(number := own.get("answer"), float):  # as whole numbers are read where one of a column is missing
+        own["answer"] = None if math.isnan(number) else int(number) if number.is_integer() else number
+    if columns.get("prompt") is not None:
+        messages = as_messages(columns["prompt"], "prompt", "user")
+    elif columns.get("messages") is not None:
+        messages = checked_messages(columns["messages"], "messages")
+        if messages and messages[-1]["role"] == "assistant":
+            own.setdefault("answer", messages[-1]["content"])
+            messages = messages[:-1]
+    else:
+        listed = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
+        raise BadRowError("without a prompt", f"has neither prompt nor messages (its columns: {listed})")
+    if not any(message["content"].strip() for message in messages):
+        raise BadRowError("empty prompt", "has an empty prompt")
+    return messages, own
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
+    try:
+        return template.render(messages, for_answer=True)
+    except ValueError as error:
+        raise BadRowError("does not fit the chat template", str(error)) from None
+
+
+def _segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
+    """What a tokenizer learns from where there is none."""
+    return [[Segment(_rendered(template, read_prompt(row.columns)[0]), False)]]
+
+
+_FORM = RowForm(segments=_segments, described="prompts")
+
+
+def _describe(train: int, validation: int, statistics: RowStatistics, lengths: Any) -> dict[str, Any]:
+    """What plan.json says of prompts: rows, and their lengths in tokens."""
+    shares = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
+    return {
+        "rows": statistics.rows,
+        "skipped_rows": statistics.skipped,
+        "train_rows": train,
+        "validation_rows": validation,
+        "row_tokens": dict(zip(("p50", "p90", "p99", "max"), [*shares, int(lengths.max())], strict=True)),
+    }

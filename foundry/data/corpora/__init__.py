@@ -1,0 +1,1 @@
+"""Text and tokens: documents, tokenizers, token caches, sequences of a fixed length."""

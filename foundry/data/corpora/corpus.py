@@ -1,0 +1,295 @@
+"""Documents to learn from: where they are read and which of them are held out."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from glob import has_magic
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from foundry.config.schemas.data import EncodingErrors
+from foundry.config.sources import is_url, listed_paths
+from foundry.core.errors import ConfigError, Violation
+from foundry.data.corpora.documents import Documents, documents, source_files
+from foundry.data.io.file_digests import file_digests
+from foundry.data.io.files import OF_SAVE_TO_DISK, TEXTS, Utf8, listed_suffixes, suffix_of
+from foundry.data.io.reading_progress import ReadingProgress
+from foundry.data.io.remote import fetched
+from foundry.data.mixture import Interleaved, Sources
+
+_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_GENERATED = {"encodings", "pydoc_data"}
+PATH, VALIDATION_PATH = "data.path", "data.validation_path"
+
+
+class Splits(NamedTuple):
+    """Documents to learn from, and those held out; and the bytes of all, where they have been counted."""
+
+    train: Iterable[str]
+    validation: Iterable[str]
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents by split.
+
+    Attributes:
+        fingerprint: SHA-256 of their contents, names and split, in hexadecimal.
+        content: the same without the names of files, where they do not matter.
+        read: opens them; where their tokens are in the cache, nobody has to.
+    """
+
+    fingerprint: str
+    content: str
+    read: Callable[[], Splits]
+
+
+def stdlib_corpus(*, held_out: float) -> Corpus:
+    """The modules of the running Python's standard library, without tests and generated tables.
+
+    Args:
+        held_out: share of files for validation, chosen by the hash of their names alone.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = {path.relative_to(root).as_posix(): path for path in _python_files(root)}
+    names = list(paths)
+    chosen = held_out_names(names, held_out)
+    train = source_files([paths[name] for name in names if name not in chosen])
+    validation = source_files([paths[name] for name in names if name in chosen])
+    digest = _digest([f"stdlib {held_out}", *names], file_digests([*paths.values()]))
+    return Corpus(digest, digest, lambda: Splits(train, validation))
+
+
+def _python_files(root: Path) -> list[Path]:
+    found: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = set(subfolders) - _NOT_SOURCE - _GENERATED  # or site-packages would be walked in vain
+        found += (Path(folder, file) for file in files if file.endswith(".py"))
+    return sorted(found)
+
+
+def held_out_names(names: Sequence[str], share: float) -> set[str]:
+    """The share of names whose hashes come first: the same in every run, at least one and never all.
+
+    Args:
+        names: at least two, without duplicates.
+        share: between 0 and 1.
+    """
+    ranked = sorted(names, key=_hash_name)
+    return set(ranked[: _num_held_out(len(ranked), share)])
+
+
+def _num_held_out(count: int, share: float) -> int:
+    return min(max(1, round(share * count)), count - 1)
+
+
+def _hash_name(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+@dataclass(frozen=True)
+class HeldOutNumbers:
+    """Which of the numbers below a count `held_out_names` would choose, told without a list of them.
+
+    Attributes:
+        last: the largest of their hashes.
+    """
+
+    last: bytes
+
+    @classmethod
+    def choose(cls, count: int, share: float) -> Self:
+        """Find the hash up to which numbers are held out, in two passes over all hashes that keep few of them.
+
+        Args:
+            count: of the numbers, at least two.
+            share: between 0 and 1.
+        """
+        per_prefix = [0] * 2**16
+        for number in range(count):
+            per_prefix[_prefix(_hash_name(str(number)))] += 1
+        wanted = _num_held_out(count, share)
+        prefix = 0
+        while per_prefix[prefix] < wanted:
+            wanted -= per_prefix[prefix]
+            prefix += 1
+        hashes = (_hash_name(str(number)) for number in range(count))
+        return cls(sorted(found for found in hashes if _prefix(found) == prefix)[wanted - 1])
+
+    def __contains__(self, number: object) -> bool:
+        """Whether it is held out."""
+        return _hash_name(str(number)) <= self.last
+
+
+def _prefix(digest: bytes) -> int:
+    return digest[0] << 8 | digest[1]
+
+
+def files_corpus(
+    *,
+    path: str | Sequence[str],
+    text_field: str,
+    validation_path: str | Sequence[str] | None,
+    held_out: float,
+    cache_dir: str,
+    encoding_errors: EncodingErrors = EncodingErrors.strict,
+) -> Corpus:
+    """The user's own files. A text file is one document; a row of any other is one.
+
+    Args:
+        path: file, folder or glob, or several of them: the sources of `Splits.train`, as `Sources`.
+        text_field: column or key of the text.
+        validation_path: files to hold out; None: a share of `path`'s documents, or of a single document's end.
+        held_out: that share.
+        cache_dir: as of `file_digests`.
+        encoding_errors: what becomes of bytes that are not UTF-8.
+
+    Raises:
+        ConfigError: there are no files, kinds are mixed, or one cannot be read; `read` raises one for their contents.
+    """
+    utf8 = Utf8(encoding_errors.value)
+    settings = f"files {text_field} {held_out}{'' if utf8.is_strict else f' {utf8.errors}'}"
+    found = find_corpus_files(path, validation_path, settings=settings, cache_dir=cache_dir)
+    opened = partial(documents, text_field=text_field, utf8=utf8)
+    read = partial(_read, found.train, found.validation, opened, held_out)
+    return Corpus(found.fingerprint, found.content, read)
+
+
+class CorpusFiles(NamedTuple):
+    """The files of each source of a corpus, and what tells them from others; `validation` is empty without any."""
+
+    train: list[list[Path]]
+    validation: list[list[Path]]
+    fingerprint: str
+    content: str
+
+
+def find_corpus_files(
+    path: str | Sequence[str],
+    validation_path: str | Sequence[str] | None,
+    *,
+    settings: str,
+    cache_dir: str,
+    kinds: Mapping[str, str] = TEXTS,
+) -> CorpusFiles:
+    """Find the files, and hash what they hold.
+
+    Args:
+        path: file, folder or glob, or several; the files of each are of one kind.
+        validation_path: likewise; None: there are none.
+        settings: what the samples depend on besides.
+        cache_dir: as of `file_digests`.
+        kinds: the suffixes that are read, and the kind that each is of.
+
+    Raises:
+        ConfigError: there are no files, kinds are mixed, or one cannot be read.
+    """
+    train = [_find_files(one, PATH, kinds, cache_dir) for one in listed_paths(path)]
+    validation = [_find_files(one, VALIDATION_PATH, kinds, cache_dir) for one in listed_paths(validation_path)]
+    files = [file for source in train for file in source]
+    described = [f"{settings} {bool(validation)}", *(file.name for file in files)]
+    of_kind = [kinds[suffix_of(source[0])] for source in train]
+    if len(train) > 1 or len(validation) > 1:
+        described[0] += f" {[len(source) for source in train]} {[len(source) for source in validation]}"
+    try:
+        hashes = file_digests([*files, *(file for source in validation for file in source)], cache_dir)
+    except OSError as error:
+        message = f"{error.filename} cannot be read: {error.strerror}; make it readable or leave it out"
+        raise ConfigError(Violation(PATH, message)) from error
+    fingerprint = _digest(described, hashes)
+    content = _digest([described[0], *of_kind, str(len(files))], hashes)
+    return CorpusFiles(train, validation, fingerprint, content)
+
+
+def _read(
+    sources: Sequence[Sequence[Path]],
+    validation_sources: Sequence[Sequence[Path]],
+    opened: Callable[..., Documents],
+    held_out: float,
+) -> Splits:
+    """The documents by split; all are read once, so that nothing is built on files that turn out to be broken.
+
+    Raises:
+        ConfigError: a file cannot be read, the text is not where it should be, or there is none.
+    """
+    found = [opened(files, key=PATH) for files in sources]
+    progress = ReadingProgress("reading")
+    counts, sizes = zip(*(_count(source, PATH, progress) for source in found), strict=True)
+    num_bytes = sum(sizes)
+    if validation_sources:
+        held = [opened(files, key=VALIDATION_PATH) for files in validation_sources]
+        num_bytes += sum(_count(source, VALIDATION_PATH, progress)[1] for source in held)
+        validation: list[Iterable[str]] = [*held]
+        splits = [Splits(source, ()) for source in found]
+    else:
+        splits = [_split(source, count, held_out) for source, count in zip(found, counts, strict=True)]
+        validation = [split.validation for split in splits]
+    return Splits(
+        splits[0].train if len(splits) == 1 else Sources([split.train for split in splits]),
+        validation[0] if len(validation) == 1 else Interleaved(validation),
+        num_bytes,
+    )
+
+
+def _split(train: Documents, count: int, held_out: float) -> Splits:
+    """Some of the documents of a source held out, or the end of its only one."""
+    if count == 1:
+        text = "".join(train)
+        cut = round(len(text) * (1 - held_out))
+        return Splits([text[:cut]], [text[cut:]])
+    held = HeldOutNumbers.choose(count, held_out)
+    return Splits(replace(train, left_out=held), replace(train, only=held))
+
+
+def _count(found: Documents, key: str, progress: ReadingProgress) -> tuple[int, int]:
+    """The number of documents, and their bytes.
+
+    Raises:
+        ConfigError: none of them holds text.
+    """
+    count, filled, size = found.count(progress)
+    if not filled:
+        more = f" and {len(found.files) - 1} more" if len(found.files) > 1 else ""
+        what = f"{count} empty documents and no other" if count else "no rows"
+        raise ConfigError(Violation(key, f"{found.files[0]}{more}: {what}; give files with text"))
+    return count, size
+
+
+def _find_files(pattern: str, key: str, kinds: Mapping[str, str], cache_dir: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if not pattern.strip():
+        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {listed_suffixes(kinds)} files"))
+    try:
+        if is_url(pattern):
+            found = fetched(pattern, key=key, kinds=kinds, cache_dir=cache_dir)
+        elif path.is_dir():
+            found = sorted(file for file in path.rglob("*") if suffix_of(file) in kinds)
+            if any(file.suffix == ".arrow" for file in found):
+                found = [file for file in found if file.name not in OF_SAVE_TO_DISK]
+        elif has_magic(pattern):
+            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        else:
+            found = [path] if path.is_file() else []
+        found = [file for file in found if not file.is_dir()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(Violation(key, f"{pattern!r} cannot be searched: {error}")) from error
+    if not found:
+        message = f"{pattern!r} has no files; give a file, folder or glob of {listed_suffixes(kinds)} files"
+        raise ConfigError(Violation(key, message))
+    if strange := [file for file in found if not file.is_file()]:
+        raise ConfigError(Violation(key, f"{strange[0]} is no file, or a link to none; remove it or leave it out"))
+    kinds_found = {suffix_of(file) for file in found}
+    if len({kinds.get(suffix) for suffix in kinds_found}) > 1 or not kinds_found <= kinds.keys():
+        message = (
+            f"{pattern!r} has files of {', '.join(sorted(kinds_found))}; choose one kind of {listed_suffixes(kinds)}"
+        )
+        raise ConfigError(Violation(key, message))
+    return found
+
+
+def _digest(names: Iterable[str], hashes: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(["\0".join(names).encode(errors="surrogateescape"), *hashes])).hexdigest()

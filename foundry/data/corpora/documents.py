@@ -1,0 +1,144 @@
+"""Documents in files of text and of rows, read one after another; what cannot be read is named with its place."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from foundry.core.errors import ConfigError, Violation
+from foundry.data.io.files import STRICT, TABLES, TEXTS, Utf8, column_values, open_bytes, opened_table, suffix_of
+from foundry.data.io.nested import names_in, names_of, path_in, type_at, value_at
+from foundry.data.io.reading_progress import ReadingProgress, utf8_bytes
+from foundry.data.io.rows import json_rows, line_of, readable
+
+_FIELD = "data.text_field"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts that are read when iterated, so that there may be more than memory holds.
+
+    Attributes:
+        files: in order.
+        read: yields the documents of one file.
+        only: which of them are meant, by number; None: all but `left_out`.
+        left_out: which are not.
+    """
+
+    files: tuple[Path, ...]
+    read: Callable[[Path], Iterator[str]]
+    only: Container[int] | None = None
+    left_out: Container[int] = ()
+
+    def __iter__(self) -> Iterator[str]:
+        """The texts that are not empty, in order."""
+        for index, text in enumerate(self._all()):
+            if text and index not in self.left_out and (self.only is None or index in self.only):
+                yield text
+
+    def count(self, progress: ReadingProgress) -> tuple[int, int, int]:
+        """How many documents there are, how many of them are not empty, and their bytes.
+
+        Every byte is read, and so checked.
+        """
+        total = filled = size = 0
+        for text in progress.over(self._all(), utf8_bytes):
+            total, filled, size = total + 1, filled + bool(text), size + utf8_bytes(text)
+        return total, filled, size
+
+    def _all(self) -> Iterator[str]:
+        return (text for file in self.files for text in self.read(file))
+
+
+def documents(files: Sequence[Path], *, text_field: str, key: str, utf8: Utf8 = STRICT) -> Documents:
+    """The documents of a user's files: a text file is one, a row of any other is one.
+
+    Args:
+        files: of one kind.
+        text_field: column or key of the text; dots lead into others.
+        utf8: what becomes of what is none.
+        key: the setting that names the files, for what is wrong with them.
+
+    Raises:
+        ConfigError: when iterated: a file cannot be read, or a row holds no text; names file and row.
+    """
+    read: Callable[[Path], Iterator[str]] = partial(_text_file, utf8=utf8)
+    if (kind := TEXTS[suffix_of(files[0])]) != "text":
+        read = partial(_table_rows if kind in TABLES else _json_rows, text_field=text_field, utf8=utf8)
+    return Documents(tuple(files), partial(readable, read, key))
+
+
+def source_files(files: Sequence[Path]) -> Documents:
+    """Files of source code, one document each; a byte that is no UTF-8 does not matter there."""
+    return Documents(tuple(files), lambda file: iter([file.read_text(encoding="utf-8", errors="replace")]))
+
+
+def _text_file(file: Path, *, utf8: Utf8) -> Iterator[str]:
+    try:
+        found = _read_all(file, "strict")
+    except UnicodeDecodeError as error:
+        if utf8.is_strict:
+            raise
+        utf8.tell(file, f"line {line_of(error)}")
+        found = _read_all(file, utf8.errors)
+    yield found
+
+
+def _read_all(file: Path, errors: str) -> str:
+    with open_bytes(file) as stream, TextIOWrapper(stream, encoding="utf-8", errors=errors) as text:
+        return text.read()
+
+
+def _json_rows(file: Path, *, text_field: str, utf8: Utf8) -> Iterator[str]:
+    for noun, number, row, wrong in json_rows(file, utf8):
+        if wrong is not None:
+            raise ValueError(f"{noun} {number} {wrong}")
+        yield _read_text(row, text_field, f"{file}, {noun} {number},")
+
+
+def _read_text(row: object, text_field: str, where: str) -> str:
+    """The text of a row; null is an empty document.
+
+    Raises:
+        ConfigError: the row is no object, lacks the key, or holds something else there.
+    """
+    if not isinstance(row, dict):
+        raise _wrong(_FIELD, f"{where} holds {type(row).__name__}, not an object with the key {text_field!r}")
+    try:
+        text = value_at(row, text_field)
+    except KeyError:
+        found = ", ".join(sorted(names_in(row))) or "none"
+        raise _wrong(_FIELD, f"{text_field!r} is not among the keys of {where} which are: {found}") from None
+    if text is not None and not isinstance(text, str):
+        raise _wrong(_FIELD, f"{text_field!r} of {where} holds {type(text).__name__}, not text")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise _wrong(_FIELD, f"{text_field!r} of {where} holds half of a surrogate pair, which is no text") from None
+    return text or ""
+
+
+def _table_rows(file: Path, *, text_field: str, utf8: Utf8) -> Iterator[str]:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.compute as pc  # type: ignore[import-untyped]
+
+    with opened_table(file, utf8) as table:
+        path = path_in(table.schema, text_field)
+        if path is None:
+            found = ", ".join(sorted(names_of(table.schema))) or "none"
+            raise _wrong(_FIELD, f"{text_field!r} is not among the columns of {file}, which are: {found}")
+        kind: Any = type_at(table.schema, path)
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+            raise _wrong(_FIELD, f"{text_field!r} of {file} holds {kind}, not text; choose a column of strings")
+        first = 0
+        for batch in table.batches([path[0]]):
+            column = batch.column(0) if len(path) == 1 else pc.struct_field(batch.column(0), list(path[1:]))
+            yield from (text or "" for text in column_values(column, utf8, file, first))
+            first += len(batch)
+
+
+def _wrong(key: str, message: str) -> ConfigError:
+    return ConfigError(Violation(key, message))

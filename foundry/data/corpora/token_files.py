@@ -1,0 +1,240 @@
+"""Tokens that another program has made: arrays of numbers as nanoGPT and llm.c write them, or NumPy's .npy."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foundry.config.schemas.data import TokenDtype
+from foundry.config.sources import listed_paths
+from foundry.core.errors import ConfigError, Violation, shown
+from foundry.data.corpora.corpus import PATH, VALIDATION_PATH, find_corpus_files
+from foundry.data.corpora.token_sequences import Reordered, SequencesOfFiles
+from foundry.data.corpora.tokenizer import load_tokenizer
+from foundry.data.io.cached_folder import cached_folder
+from foundry.data.mixture import describe_sources, describe_weights, interleaved, mixture_of
+from foundry.data.splits import Dataset, DataSplits
+
+_FORMAT = 1
+_KINDS = {".bin": "tokens", ".npy": "tokens"}
+_FACTS = "facts.json"
+_AT_A_TIME = 2**24
+_MAGIC, _HEADER_NUMBERS = 20240520, 256
+"""With which llm.c's files begin: 256 int32, of which the third is the number of tokens."""
+
+_INDEX, _INDEX_MAGIC, _INDEX_HEAD = ".idx", b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
+"""Of Megatron-LM's index beside a .bin file: its suffix, its first bytes, and its head: these bytes, the version, the
+code of the type, the numbers of sequences and of documents; then the sequences' lengths, int32, and where in bytes each
+begins, int64 (megatron/core/datasets/indexed_dataset.py)."""
+_INDEX_TYPES: Mapping[int, type[np.generic]] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}
+
+
+@dataclass(frozen=True)
+class _TokenFile:
+    """Where the tokens of a file lie."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    offset: int
+    count: int
+
+    def cut(self, held_out: float) -> int:
+        """Where its end begins that is held out."""
+        return round(self.count * (1 - held_out))
+
+    def part(self, start: int, stop: int) -> NDArray[Any]:
+        """Some of its tokens, mapped."""
+        if start == stop:
+            return np.empty(0, self.dtype)
+        return np.memmap(self.path, self.dtype, "r", self.offset + start * self.dtype.itemsize, (stop - start,))
+
+
+def token_files(
+    *,
+    seed: int,
+    path: str | Sequence[str],
+    seq_len: int,
+    vocab_size: int,
+    held_out: float,
+    cache_dir: str,
+    dtype: TokenDtype = TokenDtype.uint16,
+    validation_path: str | Sequence[str] | None = None,
+    weights: Sequence[float] | None = None,
+    tokenizer: str | None = None,
+    num_workers: int = 0,
+) -> DataSplits:
+    """Files of tokens, mapped into memory.
+
+    Args:
+        seed: unused: the split depends on the files only.
+        path: file, folder or glob of .bin and .npy files, or several.
+        seq_len: tokens per sample.
+        vocab_size: all tokens are below it.
+        held_out: share of the end of each file for validation.
+        cache_dir: folder for what is found out about the files.
+        dtype: of the numbers in .bin files, which do not say it; of llm.c's uint16.
+        validation_path: files for validation; None: hold out the end of each.
+        weights: shares in which several paths are read; None: each sample once an epoch.
+        tokenizer: tokenizer.json or folder that the tokens are of, for samples; None: there are none.
+        num_workers: unused here: how the run's loader reads.
+
+    Raises:
+        ConfigError: there are no files, one is none of tokens, has a token beyond vocab_size, or is too short.
+    """
+    chosen = None if tokenizer is None else load_tokenizer(tokenizer, vocab_size)
+    settings = f"tokens {_FORMAT} {dtype.name} {held_out}"
+    found = find_corpus_files(path, validation_path, settings=settings, cache_dir=cache_dir, kinds=_KINDS)
+    train = [[_opened(file, dtype, PATH) for file in source] for source in found.train]
+    validation = [[_opened(file, dtype, VALIDATION_PATH) for file in source] for source in found.validation]
+    every = [file for source in (*train, *validation) for file in source]
+    indexed = [file.dtype.name if file.path.with_suffix(_INDEX).is_file() else "" for file in every]
+    if any(indexed):
+        found = found._replace(content=f"{found.content} {indexed}", fingerprint=f"{found.fingerprint} {indexed}")
+    name = hashlib.sha256(f"{found.content} {_FORMAT}".encode()).hexdigest()[:32]
+    folder = cached_folder(cache_dir, name, partial(_look, every), what="facts about tokens")
+    _check_bounds(every, json.loads((folder / _FACTS).read_text()), vocab_size)
+    share = 0.0 if validation else held_out
+    learnt = [[file.part(0, file.cut(share)) for file in source] for source in train]
+    kept = [[file.part(0 if validation else file.cut(share), file.count) for file in s] for s in validation or train]
+    paths = listed_paths(path)
+    _check_lengths("training", learnt, seq_len, paths)
+    _check_lengths("validation", [[part for source in kept for part in source]], seq_len, paths)
+    learnt_of, kept_of = ([SequencesOfFiles.of(parts, seq_len) for parts in sources] for sources in (learnt, kept))
+    sizes, mixed = [len(source) for source in learnt_of], describe_weights(weights)
+    notes: dict[str, Any] = {
+        "train_tokens": sum(len(part) for source in learnt for part in source),
+        "validation_tokens": sum(len(part) for source in kept for part in source),
+        "dropped_train_tokens": sum(part.dropped_tokens for source in learnt_of for part in source.parts),
+        "dropped_validation_tokens": sum(part.dropped_tokens for source in kept_of for part in source.parts),
+    }
+    if len(train) > 1:
+        notes["sources"] = describe_sources(paths, sizes, weights)
+    return DataSplits(
+        train=SequencesOfFiles([part for source in learnt_of for part in source.parts]),
+        validation=_evenly(kept_of),
+        fingerprint=f"{found.fingerprint}-{seq_len}{mixed}",
+        content=f"{found.content}-{seq_len}{mixed}",
+        mixture=mixture_of(sizes, weights),
+        tokens_per_sample=seq_len,
+        tokenizer=None if chosen is None else chosen[0],
+        stop_ids=() if chosen is None else (chosen[1],),
+        notes=notes,
+    )
+
+
+def _check_lengths(split: str, sources: Sequence[Sequence[NDArray[Any]]], seq_len: int, paths: Sequence[str]) -> None:
+    """Refuse a source none of whose files has a sample.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for source, path in zip(sources, paths, strict=False):
+        if (longest := max(map(len, source))) <= seq_len:
+            where = f" of {path}" if len(sources) > 1 else ""
+            message = f"is {seq_len} but no file{where} has so many and one more {split} tokens, the longest {longest}"
+            raise ConfigError(Violation("data.seq_len", f"{message}; lower it, or give more"))
+
+
+def _evenly(sources: Sequence[SequencesOfFiles]) -> Dataset:
+    """The samples of all sources, of each at even distances."""
+    joined = SequencesOfFiles([part for source in sources for part in source.parts])
+    if len(sources) == 1:
+        return joined
+    ends = np.cumsum([len(source) for source in sources]).tolist()
+    ranges = [range(end - len(source), end) for source, end in zip(sources, ends, strict=True)]
+    return Reordered(joined, np.fromiter(interleaved(ranges, [len(one) for one in ranges]), np.int64, len(joined)))
+
+
+def _opened(file: Path, dtype: TokenDtype, key: str) -> _TokenFile:
+    """Where the tokens of a file are.
+
+    Raises:
+        ConfigError: it holds none, or its size is none of whole tokens.
+    """
+    try:
+        return _from_npy(file) if file.suffix == ".npy" else _from_bin(file, np.dtype(dtype.name))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(Violation(key, f"{file} {reason}; make it anew, or leave it out")) from None
+
+
+def _from_npy(file: Path) -> _TokenFile:
+    try:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"is no array of NumPy ({' '.join(str(error).split())})") from None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"is an array of {array.dtype} with {array.ndim} dimensions, not of whole numbers with one")
+    return _TokenFile(file, array.dtype, int(getattr(array, "offset", 0)), len(array))
+
+
+def _from_bin(file: Path, dtype: np.dtype[Any]) -> _TokenFile:
+    size = file.stat().st_size
+    if (index := file.with_suffix(_INDEX)).is_file():
+        return _from_indexed(file, index, size)
+    with file.open("rb") as stream:
+        head = np.frombuffer(stream.read(12).ljust(12, b"\0"), np.dtype("<i4"))
+    if head[0] == _MAGIC:
+        count, own = int(head[2]), np.dtype(np.uint16)
+        if size != 4 * _HEADER_NUMBERS + count * own.itemsize:
+            raise ValueError(f"has a header that says {count} tokens, but not as many")
+        return _TokenFile(file, own, 4 * _HEADER_NUMBERS, count)
+    if size == 0 or size % dtype.itemsize:
+        raise ValueError(f"has {size} bytes, which are no tokens of {dtype} (data.dtype)")
+    return _TokenFile(file, dtype, 0, size // dtype.itemsize)
+
+
+def _from_indexed(file: Path, index: Path, size: int) -> _TokenFile:
+    """The tokens of Megatron-LM's pair of files: sequences, one after the other."""
+    head = _INDEX_HEAD.unpack(index.open("rb").read(_INDEX_HEAD.size).ljust(_INDEX_HEAD.size, b"\0"))
+    magic, version, code, sequences, _ = head
+    if magic != _INDEX_MAGIC or version != 1 or code not in _INDEX_TYPES:
+        raise ValueError(f"lies beside {index.name}, which is no index of whole numbers of Megatron-LM's, version 1")
+    dtype = np.dtype(_INDEX_TYPES[code])
+    if index.stat().st_size < _INDEX_HEAD.size + 12 * sequences:
+        raise ValueError(f"lies beside {index.name}, which ends before its {sequences} sequences do")
+    lengths = np.memmap(index, "<i4", "r", _INDEX_HEAD.size, (sequences,)) if sequences else np.empty(0, np.int32)
+    count = int(lengths.sum(dtype=np.int64))
+    if count * dtype.itemsize != size or (count and int(lengths.min()) < 0):
+        raise ValueError(f"has {size} bytes, but {index.name} says {count} tokens of {dtype}")
+    return _TokenFile(file, dtype, 0, count)
+
+
+def _look(files: Sequence[_TokenFile], folder: Path) -> tuple[str, ...]:
+    """Write the smallest and the largest token of each file."""
+    bounds = [[(int(part.min()), int(part.max())) for part in _parts(file)] or [(0, 0)] for file in files]
+    facts = [[min(low for low, _ in found), max(high for _, high in found)] for found in bounds]
+    (folder / _FACTS).write_text(json.dumps(facts))
+    return (_FACTS,)
+
+
+def _parts(file: _TokenFile) -> Iterator[NDArray[Any]]:
+    for start in range(0, file.count, _AT_A_TIME):
+        yield file.part(start, min(start + _AT_A_TIME, file.count))
+
+
+def _check_bounds(files: Sequence[_TokenFile], bounds: Sequence[tuple[int, int]], vocab_size: int) -> None:
+    """Refuse tokens that the model has no entry for.
+
+    Raises:
+        ConfigError: there is one; names file and token.
+    """
+    for file, (low, high) in zip(files, bounds, strict=True):
+        if low < 0 or high >= vocab_size:
+            message = f"is {vocab_size} but {shown(str(file.path))} has the token {low if low < 0 else high}"
+            remedy = "other numbers than data.dtype says?" if low < 0 or high >= 2**20 else f"set it to {high + 1}"
+            raise ConfigError(Violation("data.vocab_size", f"{message}; {remedy}"))

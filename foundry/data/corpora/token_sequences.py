@@ -1,0 +1,122 @@
+"""Fixed-length samples cut from one long array of tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foundry.data.io.mapped_files import MapsFiles
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+
+
+class TokenSequences(MapsFiles):
+    """Sample i is tokens[i * seq_len : (i + 1) * seq_len], and its targets the same one token later.
+
+    Args:
+        tokens: (num_tokens,) unsigned integers, usually memory-mapped.
+        seq_len: tokens per sample.
+    """
+
+    def __init__(self, tokens: TokenArray, seq_len: int) -> None:
+        self.tokens = tokens
+        self.seq_len = seq_len
+
+    def __len__(self) -> int:
+        """Number of whole samples."""
+        return max(0, len(self.tokens) - 1) // self.seq_len
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens after the last whole sample, which no sample holds."""
+        return len(self.tokens) - len(self) * self.seq_len
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sample: tokens and targets, (seq_len,) int64 each."""
+        return {name: value[0] for name, value in self.batch([index]).items()}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Samples stacked: tokens and targets, (len(indices), seq_len) int64 each.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
+        starts = np.asarray(indices, dtype=np.int64)
+        if len(starts) and (starts.min() < 0 or starts.max() >= len(self)):
+            raise IndexError(f"samples {starts.min()} to {starts.max()} of a dataset of {len(self)}")
+        windows = self.tokens[starts[:, None] * self.seq_len + np.arange(self.seq_len + 1)].astype(np.int64)
+        return {
+            "tokens": torch.from_numpy(np.ascontiguousarray(windows[:, :-1])),
+            "targets": torch.from_numpy(np.ascontiguousarray(windows[:, 1:])),
+        }
+
+
+class SequencesOfFiles:
+    """The samples of several arrays of tokens, one array after the other; none goes from one into the next.
+
+    Args:
+        parts: the samples of each.
+    """
+
+    def __init__(self, parts: Sequence[TokenSequences]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    @classmethod
+    def of(cls, arrays: Sequence[TokenArray], seq_len: int) -> "SequencesOfFiles":
+        """The samples of arrays of tokens."""
+        return cls([TokenSequences(array, seq_len) for array in arrays])
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sample: tokens and targets, (seq_len,) int64 each."""
+        return {name: value[0] for name, value in self.batch([index]).items()}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Samples stacked: tokens and targets, (len(indices), seq_len) int64 each.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
+        wanted = np.asarray(indices, dtype=np.int64)
+        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of a dataset of {len(self)}")
+        of_part = np.searchsorted(self._ends, wanted, side="right")
+        within = wanted - np.concatenate([[0], self._ends])[of_part]
+        empty = torch.empty(len(wanted), self.parts[0].seq_len, dtype=torch.int64)
+        found = {"tokens": empty, "targets": empty.clone()}
+        for part in np.unique(of_part).tolist():
+            rows = np.flatnonzero(of_part == part)
+            for name, value in self.parts[part].batch(within[rows].tolist()).items():
+                found[name][torch.from_numpy(rows)] = value
+        return found
+
+
+class Reordered:
+    """The samples of a dataset in another order.
+
+    Args:
+        dataset: reads several samples at once.
+        places: (n,) int64, which of its samples each is.
+    """
+
+    def __init__(self, dataset: SequencesOfFiles, places: NDArray[np.int64]) -> None:
+        self._dataset, self._places = dataset, places
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sample: tokens and targets, (seq_len,) int64 each."""
+        return self._dataset[int(self._places[index])]
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Samples stacked: tokens and targets, (len(indices), seq_len) int64 each."""
+        return self._dataset.batch(self._places[np.asarray(indices, dtype=np.int64)].tolist())

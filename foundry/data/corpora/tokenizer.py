@@ -1,0 +1,224 @@
+"""Byte-level BPE tokenizers: trained on text, or read from a file or folder."""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.foreign import ForeignData
+from foundry.run_dir.checkpoints import run_of
+from foundry.run_dir.files import in_hub_cache, read_text
+from foundry.run_dir.names import TOKENIZER
+
+END_OF_DOCUMENT = "<|endoftext|>"
+_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_DECLARATIONS = (
+    ("tokenizer_config.json", "eos_token"),
+    ("special_tokens_map.json", "eos_token"),
+    ("generation_config.json", "eos_token_id"),
+    ("config.json", "eos_token_id"),
+)
+_KEY = "data.tokenizer"
+_MOST_IDS = 2**32
+"""Ids of the tokenizers library are unsigned integers of 32 bits."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer (Radford et al., 2019) with an end-of-document token.
+
+    Args:
+        texts: the training documents.
+        vocab_size: most entries it may have; fewer when the text has fewer pairs to merge.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
+    """Read a tokenizer and the token that ends a document.
+
+    That is the one which the files beside it declare as the end of a sequence, or else one of the usual names; a
+    tokenizer that has neither is given one more token.
+
+    Args:
+        path: a tokenizer.json, or a folder with one.
+        vocab_size: entries of the model's embedding, which the tokenizer must not exceed.
+
+    Raises:
+        ConfigError: there is no readable tokenizer.json, it has more entries than vocab_size or than the model of its
+            folder, or it lacks the token that is declared.
+    """
+    file = tokenizer_file(path)
+    if not file.is_file():
+        message = (
+            f"{path!r} has no tokenizer.json; give the file or its folder, as AutoTokenizer.save_pretrained writes it"
+        )
+        raise ConfigError(Violation(_KEY, message))
+    declared = _declared_end(file.parent) if file.name == "tokenizer.json" else None
+    with ForeignData(partial(_refuse_file, file)):
+        tokenizer = parse_tokenizer(file.read_text(encoding="utf-8"))
+        if declared is None and usual_end(tokenizer) is None:
+            tokenizer.add_special_tokens([END_OF_DOCUMENT])
+        end = usual_end(tokenizer) if declared is None else _resolve_id(tokenizer, declared, file.parent)
+    assert end is not None
+    _check_entries(tokenizer, vocab_size, path, config_value(file.parent / "config.json", "vocab_size"))
+    return tokenizer, end
+
+
+def parse_tokenizer(content: str) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json, which neither truncates nor pads: samples have lengths of their own.
+
+    Call it inside `ForeignData`: the library raises plain exceptions and panics.
+    """
+    tokenizer = Tokenizer.from_str(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def count_ids(tokenizer: Tokenizer) -> int:
+    """Return the highest id plus 1: the entries of an embedding, more than the tokens if ids are left out."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of each text, without those that a tokenizer puts around a text.
+
+    Raises:
+        ConfigError: the tokenizer fails at one of the texts.
+    """
+    with ForeignData(partial(_refuse_use, "encode a text")):
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def decode_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Return the text of tokens, without special tokens.
+
+    Raises:
+        ConfigError: the tokenizer fails at them.
+    """
+    with ForeignData(partial(_refuse_use, "decode tokens")):
+        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def _refuse_file(file: Path, reason: str) -> ConfigError:
+    return ConfigError(Violation(_KEY, f"is {file}, which is no tokenizer of the tokenizers library: {reason}"))
+
+
+def _refuse_use(action: str, reason: str) -> ConfigError:
+    return ConfigError(Violation(_KEY, f"cannot {action}: {reason}; choose another tokenizer"))
+
+
+def tokenizer_file(path: str) -> Path:
+    """The tokenizer.json that a path names: itself, or in that folder."""
+    file = Path(path).expanduser()
+    return file / "tokenizer.json" if file.is_dir() else file
+
+
+def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> None:
+    """Refuse weights that were trained with other tokens.
+
+    Args:
+        tokenizer: of the data.
+        weights: a run directory, a checkpoint in one, a folder of transformers, or a file beside a tokenizer.json;
+            where there is no tokenizer, nothing is compared.
+        key: of the setting that chose a model beside the run's; None: it is the run's own.
+
+    Raises:
+        ConfigError: the tokenizer that lies there cannot be read, or is another.
+    """
+    if not (file := run_of(weights) / TOKENIZER).is_file():
+        return
+    with ForeignData(partial(_refuse_file, file)):
+        own = parse_tokenizer(read_text(in_hub_cache(file)))
+    if _content(own) == _content(tokenizer):
+        return
+    own.add_special_tokens([END_OF_DOCUMENT])  # which data adds where a tokenizer has no end of a document
+    if _content(own) != _content(tokenizer):
+        if key is not None:
+            message = f"is {weights}, trained with another tokenizer than the run's; give a model with the same one"
+            raise ConfigError(Violation(key, f"{message}, or to a new model data.tokenizer={file}"))
+        message = f"is not the one that the weights in {weights} were trained with; set data.tokenizer={file}"
+        raise ConfigError(Violation(_KEY, message))
+
+
+def _content(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What tokens it makes of a text: what it would put around them, or cut and fill them to, is nowhere asked for."""
+    content = json.loads(tokenizer.to_str())
+    return {name: value for name, value in content.items() if name not in ("truncation", "padding", "post_processor")}
+
+
+def usual_end(tokenizer: Tokenizer) -> int | None:
+    """The token that ends a document by its name; None where it has none of the usual names."""
+    ids = (tokenizer.token_to_id(token) for token in _END_TOKENS)
+    return next((token for token in ids if token is not None), None)
+
+
+def _declared_end(folder: Path) -> str | int | None:
+    """What the files that transformers writes beside a tokenizer or a model say ends a sequence: a token or its id."""
+    for name, key in _DECLARATIONS:
+        end = config_value(folder / name, key)
+        end = end[0] if isinstance(end, list) and end else end
+        end = end.get("content") if isinstance(end, dict) else end
+        if isinstance(end, (str, int)) and not isinstance(end, bool):
+            return end
+    return None
+
+
+def config_value(file: Path, key: str) -> Any:
+    """What a file of settings in JSON says of a key, for text models inside others too; None where it says nothing.
+
+    Raises:
+        ConfigError: it is not JSON.
+    """
+    try:
+        content = json.loads(read_text(in_hub_cache(file)))
+        assert isinstance(content, dict)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AssertionError, RecursionError) as error:
+        message = f"{file} cannot be read as JSON: {' '.join(str(error).split()) or 'it is no object'}"
+        raise ConfigError(Violation(_KEY, message)) from None
+    inner = content.get("text_config")
+    return content.get(key, inner.get(key) if isinstance(inner, dict) else None)
+
+
+def _resolve_id(tokenizer: Tokenizer, end: str | int, folder: Path) -> int:
+    if isinstance(end, str):
+        token = tokenizer.token_to_id(end)
+    else:
+        token = end if 0 <= end < _MOST_IDS and tokenizer.id_to_token(end) is not None else None
+    if token is None:
+        message = f"is {folder}, which declares {end!r} to end a sequence, which is no token of its tokenizer.json"
+        raise ConfigError(Violation(_KEY, message))
+    return token
+
+
+def _check_entries(tokenizer: Tokenizer, vocab_size: int, path: str, known: Any) -> None:
+    entries = count_ids(tokenizer)
+    count = f"{entries} entries"
+    if entries > tokenizer.get_vocab_size():
+        count += f" ({tokenizer.get_vocab_size()} tokens with ids up to {entries - 1})"
+    if isinstance(known, int) and entries > known:
+        message = (
+            f"{path!r} has a tokenizer of {count} but a model of {known}; give the model as many with "
+            f"transformers' resize_token_embeddings({entries}), or choose another data.tokenizer"
+        )
+        raise ConfigError(Violation(_KEY, message))
+    if entries > vocab_size:
+        message = f"is {vocab_size} but data.tokenizer={path!r} has {count}; set data.vocab_size={entries}"
+        raise ConfigError(Violation("data.vocab_size", message))

@@ -1,0 +1,1 @@
+"""Images: classes, folders of images, and examples about them."""

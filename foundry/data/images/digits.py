@@ -1,0 +1,116 @@
+"""scikit-learn's handwritten digits: small enough for a laptop, real enough to see whether a model has learnt."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+from torch import Tensor
+
+from foundry.core.errors import ConfigError, Violation
+from foundry.data.splits import DataSplits
+
+
+class LabelledImages:
+    """Images with their classes, in memory."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        """Hold images: (n, channels, height, width) float32 in [-1, 1], and labels: (n,) int64."""
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One image, (channels, height, width), and its class, ()."""
+        return {"images": self.images[index], "labels": self.labels[index]}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Several images, (batch, channels, height, width), and their classes, (batch,)."""
+        at = torch.as_tensor(indices, dtype=torch.int64)
+        return {"images": self.images[at], "labels": self.labels[at]}
+
+
+def digits(
+    *,
+    seed: int,
+    held_out: float,
+    image_size: int = 8,
+    num_channels: int = 1,
+    num_classes: int = 10,
+    num_workers: int = 0,
+    cache_dir: str = "",
+) -> DataSplits:
+    """scikit-learn's 1,797 handwritten digits (Alpaydin and Kaynak, 1998), split by a hash of each image's index.
+
+    Args:
+        seed: unused: runs with different seeds are measured on the same held-out images.
+        held_out: share of every class kept for validation.
+        image_size: height and width in pixels, 8.
+        num_channels: colour channels, 1.
+        num_classes: classes, 10.
+        num_workers: unused here: how the run's loader reads.
+        cache_dir: unused: the images come with scikit-learn.
+
+    Raises:
+        ConfigError: the sizes are not the images' own, or held_out leaves a split without a class.
+    """
+    pixels, classes = load_digits(return_X_y=True)
+    own = {"image_size": 8, "num_channels": 1, "num_classes": 10}
+    asked = {"image_size": image_size, "num_channels": num_channels, "num_classes": num_classes}
+    for key, value in asked.items():
+        if value != own[key]:
+            raise ConfigError(Violation(f"data.{key}", f"is {value} but the digits have {own[key]}; leave it out"))
+    images = torch.from_numpy((pixels / 8.0 - 1.0).astype(np.float32)).reshape(-1, 1, 8, 8)
+    labels = torch.from_numpy(classes.astype(np.int64))
+    is_held_out = torch.from_numpy(stratified_split(classes, held_out))
+    return DataSplits(
+        train=LabelledImages(images[~is_held_out], labels[~is_held_out]),
+        validation=LabelledImages(images[is_held_out], labels[is_held_out]),
+        fingerprint=_fingerprint(images, labels, is_held_out),
+        notes={"train_images": int((~is_held_out).sum()), "validation_images": int(is_held_out.sum())},
+    )
+
+
+def stratified_split(
+    classes: "np.ndarray[tuple[int], np.dtype[np.int64]]", held_out: float, keys: Sequence[bytes] | None = None
+) -> "np.ndarray":
+    """Which samples are held out: in every class, the share `held_out` whose keys have the smallest hashes.
+
+    Args:
+        classes: (n,) int64.
+        held_out: share of every class.
+        keys: of each sample; None: its index.
+
+    Returns:
+        (n,) bool.
+
+    Raises:
+        ConfigError: a class would be missing from one of the two sides.
+    """
+    keys = [b"%d" % index for index in range(len(classes))] if keys is None else keys
+    hashes = np.array([hashlib.blake2b(key, digest_size=8).hexdigest() for key in keys])
+    chosen = np.zeros(len(classes), dtype=bool)
+    for label in np.unique(classes):
+        members = np.flatnonzero(classes == label)
+        count = round(held_out * len(members))
+        if not 0 < count < len(members):
+            raise ConfigError(
+                Violation(
+                    "data.held_out",
+                    f"is {held_out:g}, which keeps {count} of the {len(members)} images of class {label}; "
+                    "both sides need at least one",
+                )
+            )
+        chosen[members[np.argsort(hashes[members])[:count]]] = True
+    return chosen
+
+
+def _fingerprint(images: Tensor, labels: Tensor, is_held_out: Tensor) -> str:
+    """A hash of every byte that training or validation may see, and of who sees it."""
+    digest = hashlib.blake2b(b"digits", digest_size=16)
+    for tensor in (images, labels, is_held_out):
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()

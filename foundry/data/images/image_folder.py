@@ -1,0 +1,251 @@
+"""Pictures of a user's own: a folder with a folder for each class, as torchvision's `ImageFolder` reads it."""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foundry.config.image_folder import class_folders
+from foundry.config.schemas.data import PictureFit
+from foundry.core.errors import ConfigError, Violation, listed, shown
+from foundry.data.images.digits import stratified_split
+from foundry.data.images.pictures import SUFFIXES, read_picture
+from foundry.data.io.cached_folder import cached_folder
+from foundry.data.io.file_digests import file_digests
+from foundry.data.io.mapped_files import MapsFiles
+from foundry.data.splits import DataSplits
+
+_FORMAT = 1
+_IMAGES = "images.npy"
+_AT_A_TIME = 256
+_SECONDS_BETWEEN_LINES = 10.0
+_MOST_NAMES = 64
+log = logging.getLogger(__name__)
+
+
+class Shifted:
+    """Pictures that are shifted by a few pixels whenever they are read in training, as in He et al. (2016), 4.2.
+
+    By how many is drawn from the seed and the picture's position in the global order: by a Philox with a key of the
+    seed, at the counter of the position, so that ranks, microbatches and interruptions change nothing.
+    """
+
+    def __init__(self, pictures: "Pictures", *, most: int, seed: int) -> None:
+        """See the class.
+
+        Args:
+            pictures: the pictures.
+            most: pixels, up, down, left and right; what comes in from outside is what lies at the edge.
+            seed: of the run.
+        """
+        self._pictures, self._most = pictures, most
+        self._key = int.from_bytes(hashlib.sha256(f"random_crop {seed}".encode()).digest()[:16], "little")
+
+    def __len__(self) -> int:
+        """Number of pictures."""
+        return len(self._pictures)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One picture as it is."""
+        return self._pictures[index]
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Pictures as they are."""
+        return self._pictures.batch(indices)
+
+    def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
+        """Pictures as they are at these positions; otherwise as `batch`."""
+        found = self._pictures.batch(indices)
+        size = found["images"].shape[-1]
+        wide = torch.nn.functional.pad(found["images"], (self._most,) * 4, mode="replicate")
+        for row, (down, right) in enumerate(self._shifts(positions)):
+            found["images"][row] = wide[row, :, down : down + size, right : right + size]
+        return found
+
+    def _shifts(self, positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Where each picture begins, down and right, from 0 to twice the most."""
+        for position in positions:
+            generator = np.random.Generator(np.random.Philox(key=self._key, counter=[0, position, 0, 0]))
+            down, right = generator.integers(2 * self._most + 1, size=2).tolist()
+            yield down, right
+
+
+class Pictures(MapsFiles):
+    """Some pictures of a memory-mapped array, with their classes."""
+
+    def __init__(
+        self, images: NDArray[np.uint8], labels: NDArray[np.int64], members: NDArray[np.int64], *, mirror: bool
+    ) -> None:
+        """See the class.
+
+        Args:
+            images: (n, channels, height, width) of all pictures.
+            labels: (n,), their classes.
+            members: (m,), which of them these are.
+            mirror: also show each the other way round, left to right, after all of them.
+        """
+        self._images, self._labels, self._members, self._mirror = images, labels, members, mirror
+
+    def __len__(self) -> int:
+        """Number of pictures; those the other way round are further ones."""
+        return len(self._members) * (2 if self._mirror else 1)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One picture, (channels, height, width), and its class, ()."""
+        return {name: tensor[0] for name, tensor in self.batch([index]).items()}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Pictures, (batch, channels, height, width) float32 in [-1, 1], and their classes, (batch,) int64."""
+        turned, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self._members))
+        at = self._members[place]
+        pixels = self._images[at]
+        pixels = np.where(turned[:, None, None, None] == 1, pixels[..., ::-1], pixels)
+        return {"images": torch.from_numpy(pixels).float() / 127.5 - 1.0, "labels": torch.from_numpy(self._labels[at])}
+
+
+def image_folder(
+    *,
+    seed: int,
+    path: str,
+    image_size: int,
+    num_channels: int,
+    num_classes: int,
+    fit: PictureFit,
+    mirror: bool,
+    held_out: float,
+    cache_dir: str,
+    random_crop: int = 0,
+    num_workers: int = 0,
+) -> DataSplits:
+    """Pictures of a folder, decoded once; the class of each is its folder's place in the order of names.
+
+    Args:
+        seed: from which shifts are drawn; runs with different seeds are measured on the same held-out pictures.
+        path: the folder.
+        image_size: height and width in pixels that pictures are brought to.
+        num_channels: 3: red, green and blue; 1: grey.
+        num_classes: the number of folders in it.
+        fit: what becomes of a picture that is not square.
+        mirror: also train on each picture the other way round, left to right.
+        held_out: share of the pictures of each class kept for validation, chosen by their names and thus the same
+            where pictures are added.
+        cache_dir: folder for decoded pictures.
+        random_crop: pixels by which a picture is shifted at most, whenever it is trained on.
+        num_workers: unused here: how the run's loader reads.
+
+    Raises:
+        ConfigError: there is no such folder, a file in it is no picture, there are fewer than two of a class, or
+            num_classes is not the number of classes.
+    """
+    folders = class_folders(path)
+    if num_classes != len(folders):
+        has = f"{path} has {len(folders)} folders"
+        raise ConfigError(Violation("data.num_classes", f"is {num_classes} but {has}; leave it out"))
+    root, files, labels, ignored = Path(path).expanduser(), list[Path](), list[int](), 0
+    for label, folder in enumerate(folders):
+        found, others = _pictures_in(folder)
+        if not found:
+            message = f"has no picture in {shown(str(folder))} ({', '.join(SUFFIXES)})"
+            raise ConfigError(Violation("data.path", message))
+        files += found
+        labels += [label] * len(found)
+        ignored += others
+    if ignored:
+        kind = "file" if ignored == 1 else "files"
+        log.warning("%d %s in %s left out: no picture by its name (%s)", ignored, kind, path, ", ".join(SUFFIXES))
+    names = [file.relative_to(root).as_posix() for file in files]
+    try:
+        digests = b"".join(file_digests(files, cache_dir))
+    except OSError as error:
+        message = f"has {shown(str(error.filename))}, which cannot be read: {error.strerror}"
+        raise ConfigError(Violation("data.path", message)) from None
+    settings = f"image_folder {_FORMAT} {image_size} {num_channels} {fit.name}"
+    content = hashlib.sha256(f"{settings} {digests.hex()}".encode()).hexdigest()[:32]
+    shape = (len(files), num_channels, image_size, image_size)
+    fill = partial(_fill, files, shape, partial(read_picture, size=image_size, channels=num_channels, fit=fit))
+    kept = cached_folder(cache_dir, content, fill, what="pictures")
+    images = np.load(kept / _IMAGES, mmap_mode="r", allow_pickle=False)
+    classes = np.array(labels, dtype=np.int64)
+    is_held_out = stratified_split(classes, held_out, [name.encode(errors="surrogateescape") for name in names])
+    train, validation = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+    class_names = tuple(folder.name for folder in folders)
+    split = hashlib.sha256(f"{content} {class_names} {labels} {mirror}".encode(errors="surrogateescape"))
+    split.update(f" {random_crop}".encode() if random_crop else b"")
+    split.update(is_held_out.tobytes())
+    learnt = Pictures(images, classes, train, mirror=mirror)
+    return DataSplits(
+        train=Shifted(learnt, most=random_crop, seed=seed) if random_crop else learnt,
+        validation=Pictures(images, classes, validation, mirror=False),
+        fingerprint=split.hexdigest()[:32],
+        class_names=class_names,
+        notes={
+            "train_images": len(train),
+            "validation_images": len(validation),
+            "classes": listed([shown(name) for name in class_names], _MOST_NAMES),
+            "pictures": str(kept),
+        },
+    )
+
+
+def _pictures_in(folder: Path) -> tuple[list[Path], int]:
+    """Files below a folder whose names are those of pictures, in the order of names, and how many others there are.
+
+    What is hidden is not looked at.
+    """
+    found, others = list[Path](), 0
+    for parent, inside, names in os.walk(folder, followlinks=True):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        for name in names:
+            if name.startswith("."):
+                continue
+            if Path(name).suffix.lower() in SUFFIXES:
+                found.append(Path(parent, name))
+            else:
+                others += 1
+    return sorted(found), others
+
+
+def _fill(
+    files: Sequence[Path], shape: tuple[int, ...], read: Callable[[Path], NDArray[np.uint8]], folder: Path
+) -> tuple[str, ...]:
+    """Write all pictures; the names of the files."""
+    images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
+    began = told = time.monotonic()
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:  # Pillow decodes without the interpreter's lock
+        for start, some in _in_parts(files):
+            for index, picture in enumerate(pool.map(partial(_read, read), some), start=start):
+                images[index] = picture
+            if (now := time.monotonic()) - told > _SECONDS_BETWEEN_LINES:
+                told = now
+                log.info("decoded %d of %d pictures", start + len(some), len(files))
+    images.flush()
+    log.info("decoded %d pictures in %.1f s", len(files), time.monotonic() - began)
+    return (_IMAGES,)
+
+
+def _in_parts(files: Sequence[Path]) -> Iterator[tuple[int, Sequence[Path]]]:
+    for start in range(0, len(files), _AT_A_TIME):
+        yield start, files[start : start + _AT_A_TIME]
+
+
+def _read(read: Callable[[Path], NDArray[np.uint8]], file: Path) -> NDArray[np.uint8]:
+    """A picture.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return read(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        message = f"has {shown(str(file))}, which {reason}; remove it, or give it another suffix"
+        raise ConfigError(Violation("data.path", message)) from None

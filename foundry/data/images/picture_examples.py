@@ -1,0 +1,89 @@
+"""Examples that are about a picture each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foundry.data.conversations.examples import Examples
+from foundry.data.io.mapped_files import MapsFiles
+from foundry.data.splits import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowPictures:
+    """The pictures that rows are about.
+
+    Attributes:
+        images: (pictures, 3, image_size, image_size) uint8.
+        places: which of them each row is about, (rows,) int64 of train and validation.
+        content: tells them from others.
+    """
+
+    images: NDArray[np.uint8]
+    places: tuple[NDArray[np.int64], NDArray[np.int64]]
+    content: str
+
+
+class PictureExamples(MapsFiles):
+    """`Examples`, each with its picture.
+
+    Args:
+        examples: tokens and targets.
+        images: (pictures, 3, image_size, image_size) uint8.
+        places: which of them each example is about, (examples,) int64.
+    """
+
+    def __init__(self, examples: Examples, images: NDArray[np.uint8], places: NDArray[np.int64]) -> None:
+        self.examples, self.images, self.places = examples, images, places
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self.examples)
+
+    @property
+    def longest(self) -> int:
+        """The index of the example with the most tokens, which needs the most memory."""
+        return self.examples.longest
+
+    def num_tokens(self, indices: Sequence[int]) -> int:
+        """Tokens of these examples together, without padding; pictures do not count."""
+        return self.examples.num_tokens(indices)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One example: tokens and targets, (length,) int64 each, and images, (1, 3, size, size) uint8."""
+        return {name: value[0] for name, value in self.batch([index]).items()}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Tokens and targets as `Examples.batch` gives them, and images, (batch, 1, 3, size, size) uint8."""
+        return {**self.examples.batch(indices), "images": self._images(indices)}
+
+    def _images(self, indices: Sequence[int]) -> Tensor:
+        at = self.places[np.asarray(indices, dtype=np.int64)]
+        return torch.from_numpy(np.asarray(self.images[at])).unsqueeze(1)
+
+
+class PicturePrompts(Sequence[Prompt]):
+    """Prompts with the pictures of the examples that they are of.
+
+    Args:
+        prompts: of the examples, in their order.
+        examples: with the pictures.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], examples: PictureExamples) -> None:
+        self._prompts, self._examples = prompts, examples
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self._prompts)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One prompt, or several."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return self._prompts[index]._replace(images=self._examples[index]["images"])

@@ -1,0 +1,1 @@
+"""Files and rows: reading, remote files, digests, and folders of the cache."""

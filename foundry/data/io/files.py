@@ -1,0 +1,257 @@
+"""Files of a user's own: what kind they are of by their names, and how each kind is read; compressed or not."""
+
+import codecs
+import gzip
+import io
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from foundry.data.io.nested import require_unique
+from foundry.run_dir.files import require_regular
+
+ROWS: Mapping[str, str] = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+"""The suffixes of files of rows, and the kind that each is of."""
+TEXTS: Mapping[str, str] = {".txt": "text", ".md": "text", **ROWS}
+"""Likewise of those with text."""
+TABLES = ("parquet", "arrow", "csv")
+"""Kinds whose columns are known before their rows."""
+OF_SAVE_TO_DISK = ("dataset_info.json", "state.json", "dataset_dict.json")
+"""What datasets' `save_to_disk` writes beside .arrow files."""
+
+_COMPRESSED = (".gz", ".zst")
+_SELF_COMPRESSED = (".parquet", ".arrow")
+_ROWS_PER_BATCH = 1024
+log = logging.getLogger(__name__)
+
+
+def suffix_of(file: Path) -> str:
+    """The suffix by which a file's kind is known, without that of its compression."""
+    inner = Path(file.stem).suffix
+    return inner if file.suffix in _COMPRESSED and inner not in _SELF_COMPRESSED else file.suffix
+
+
+def listed_suffixes(kinds: Mapping[str, str]) -> str:
+    """The suffixes, for a message."""
+    return ", ".join(kinds)
+
+
+def open_bytes(file: Path) -> io.BufferedReader:
+    """What a file holds, decompressed while it is read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    require_regular(file)
+    if file.suffix == ".gz":
+        return io.BufferedReader(cast(io.RawIOBase, gzip.open(file, "rb")))
+    if file.suffix == ".zst":
+        import pyarrow as pa  # type: ignore[import-untyped]
+
+        return io.BufferedReader(pa.input_stream(str(file), compression="zstd"))
+    return file.open("rb")
+
+
+@dataclass(frozen=True)
+class Utf8:
+    """How bytes become text.
+
+    Attributes:
+        errors: of what is not UTF-8, as Python names it: `strict` refuses it, `replace` puts U+FFFD in its place and
+            warns, once a file.
+        told: the files that somebody was warned of.
+    """
+
+    errors: str = "strict"
+    told: set[Path] = field(default_factory=set)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether it is refused."""
+        return self.errors == "strict"
+
+    def decode(self, data: bytes, file: Path, place: str) -> str:
+        """The text.
+
+        Raises:
+            UnicodeDecodeError: it is not UTF-8, and that is refused.
+        """
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            if self.is_strict:
+                raise
+            self.tell(file, place)
+            return data.decode(errors=self.errors)
+
+    def tell(self, file: Path, place: str) -> None:
+        """Warn of a file in which something is replaced, for the first time at this place."""
+        if file not in self.told:
+            self.told.add(file)
+            log.warning("%s: %s is not UTF-8; what is not becomes U+FFFD (data.encoding_errors)", file, place)
+
+
+STRICT = Utf8()
+
+
+def column_values(column: Any, utf8: Utf8, file: Path, first: int) -> list[Any]:
+    """The values of a column of some rows.
+
+    Args:
+        column: pyarrow's array.
+        utf8: of texts that are no part of lists or structs; those are refused where they are not UTF-8.
+        file: where it lies.
+        first: the number of its first row, for messages.
+
+    Raises:
+        ValueError: a text is not UTF-8; names the rows.
+    """
+    import pyarrow as pa
+
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        rows = f"rows {first} to {first + len(column) - 1}"
+        plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+        if utf8.is_strict or not _is_text(plain.type):
+            raise ValueError(f"{rows} hold text that is not UTF-8") from None
+        values = plain.cast(pa.large_binary()).to_pylist()
+        return [
+            None if value is None else utf8.decode(value, file, f"row {number}")
+            for number, value in enumerate(values, first)
+        ]
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+@dataclass(frozen=True)
+class Table:
+    """An opened file of columns.
+
+    Attributes:
+        schema: pyarrow's, of all columns.
+        read: yields record batches of these columns, all rows in their order.
+    """
+
+    schema: Any
+    read: Any
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        """Record batches of at most 1,024 rows.
+
+        Raises:
+            ValueError: the file has one of these columns twice.
+            pyarrow.ArrowException: the file is damaged.
+        """
+        require_unique(self.schema, columns)
+        for batch in self.read(list(columns)):
+            for start in range(0, len(batch), _ROWS_PER_BATCH):
+                yield batch.slice(start, _ROWS_PER_BATCH)
+
+
+@contextmanager
+def opened_table(file: Path, utf8: Utf8 = STRICT) -> Iterator[Table]:
+    """Open a file of a kind in `TABLES`; all columns of CSV are text.
+
+    Args:
+        file: the file.
+        utf8: of CSV; texts of others are read by `column_values`.
+
+    Raises:
+        OSError: it cannot be read.
+        pyarrow.ArrowException: it is of another kind than its name says, or damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    require_regular(file)
+    match ROWS[suffix_of(file)]:
+        case "parquet":
+            with pq.ParquetFile(file) as parquet:
+                yield Table(parquet.schema_arrow, lambda names: parquet.iter_batches(_ROWS_PER_BATCH, columns=names))
+        case "arrow":
+            with pa.memory_map(str(file)) as mapped:
+                try:
+                    reader = pa.ipc.open_file(mapped)
+                    batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+                except pa.ArrowInvalid:  # datasets writes streams, which have no index at their ends
+                    mapped.seek(0)
+                    reader = batches = pa.ipc.open_stream(mapped)
+                yield Table(reader.schema, lambda names: (_validated(batch.select(names), utf8) for batch in batches))
+        case _:
+            with _opened_csv(file, utf8) as reader:
+                yield Table(reader.schema, lambda names: (batch.select(names) for batch in reader))
+
+
+def _validated(batch: Any, utf8: Utf8) -> Any:
+    """A batch that was mapped as it is, of which no value leads out of the file."""
+    import pyarrow as pa
+
+    bytes_of = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+    for column in batch.columns:
+        as_bytes = None if utf8.is_strict else bytes_of.get(column.type)
+        (column if as_bytes is None else column.view(as_bytes)).validate(full=True)
+    return batch
+
+
+class _Replaced(io.RawIOBase):
+    """What a stream holds, in which everything is UTF-8."""
+
+    def __init__(self, stream: io.BufferedReader, utf8: Utf8, file: Path) -> None:
+        self._stream, self._utf8, self._file = stream, utf8, file
+        self._decoder, self._rest, self._line = codecs.getincrementaldecoder("utf-8")(utf8.errors), b"", 1
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest and (data := self._stream.readline()):
+            self._rest = self._decoder.decode(data).encode()
+            if self._rest != data:
+                self._utf8.tell(self._file, f"line {self._line}")
+            self._line += 1
+        self._rest = self._rest or self._decoder.decode(b"", final=True).encode()
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+@contextmanager
+def _opened_csv(file: Path, utf8: Utf8) -> Iterator[Any]:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    serial = csv.ReadOptions(use_threads=False)  # with threads, errors of pyarrow do not name the row
+    parsing = csv.ParseOptions(delimiter="\t" if suffix_of(file) == ".tsv" else ",", newlines_in_values=True)
+    with (
+        _opened_text(file, utf8) as stream,
+        csv.open_csv(pa.PythonFile(stream, mode="r"), read_options=serial, parse_options=parsing) as reader,
+    ):
+        names = reader.schema.names
+    converting = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    with (
+        _opened_text(file, utf8) as stream,
+        csv.open_csv(
+            pa.PythonFile(stream, mode="r"), read_options=serial, parse_options=parsing, convert_options=converting
+        ) as reader,
+    ):
+        yield reader
+
+
+def _opened_text(file: Path, utf8: Utf8) -> io.BufferedReader:
+    stream = open_bytes(file)
+    return stream if utf8.is_strict else io.BufferedReader(_Replaced(stream, utf8, file))

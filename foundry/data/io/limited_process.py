@@ -1,0 +1,176 @@
+"""Calls in another process, with limits of processor time and memory.
+
+The kernel enforces both, also within one long operation of the interpreter, such as `'a' * 10**10` or `9**9**9`. The
+process is a fork, so that it starts in milliseconds with everything imported. It ends by itself when it is not needed.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import resource
+import signal
+import warnings
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from foundry.core import stop_signals
+
+_IDLE_SECONDS = 10.0
+"""After this time without a call the process ends; the next call starts another."""
+
+
+_is_limited = False
+
+
+class LimitExceededError(ValueError):
+    """A call exceeded the limit of processor time or of memory."""
+
+
+class LimitedProcess:
+    """Calls a function in another process.
+
+    Args:
+        function: takes and returns values that can be pickled. It sees the variables of this process as they were
+            at the first call. Its output is discarded, and its input is empty.
+        cpu_seconds: limit of the processor time of one call.
+        memory_bytes: memory that the process may allocate.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, cpu_seconds: float, memory_bytes: int) -> None:
+        self._function, self._cpu_seconds, self._memory_bytes = function, cpu_seconds, memory_bytes
+        self._owner = self._pid = 0
+        self._connection: Connection | None = None
+
+    def call(self, *args: Any, **options: Any) -> Any:
+        """Call the function; an exception that it raises is raised here.
+
+        Raises:
+            LimitExceededError: the call exceeded a limit.
+        """
+        request = pickle.dumps((args, options))
+        reply = self._ask(request)
+        if reply is None:  # the process had been idle
+            reply = self._ask(request)
+        if reply is None:
+            raise LimitExceededError("ends its process")
+        succeeded, value = pickle.loads(reply)  # of a process of this user's own
+        if succeeded:
+            return value
+        if isinstance(value, MemoryError):
+            raise LimitExceededError(f"needs more than {self._memory_bytes >> 20} MiB of memory")
+        raise value
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._owner == os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._wait()
+        self._connection, self._owner = None, 0
+
+    def _ask(self, request: bytes) -> bytes | None:
+        """Return the reply; None if the process ended before it read the request.
+
+        Raises:
+            LimitExceededError: the process was killed.
+        """
+        if self._connection is None or self._owner != os.getpid():
+            self._start()
+        assert self._connection is not None
+        try:
+            self._connection.send_bytes(request)
+            return self._connection.recv_bytes()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            status = self._wait()
+            self._connection.close()
+            self._connection, self._owner = None, 0
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+                raise LimitExceededError(f"takes more than {self._cpu_seconds:g} s of processor time") from None
+            if os.WIFSIGNALED(status):
+                name = signal.Signals(os.WTERMSIG(status)).name
+                raise LimitExceededError(f"ends its process by {name}") from None
+            return None
+        except BaseException:  # such as Ctrl-C: the reply would be taken for that of the next call
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        with stop_signals.held_back(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads; the fork uses none
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    self._serve(theirs)
+                finally:
+                    os._exit(1)
+        theirs.close()
+        self._connection, self._owner, self._pid = ours, os.getpid(), pid
+
+    def _wait(self) -> int:
+        """Return the exit status of the process, or 0 if another part of this program has already read it."""
+        try:
+            return os.waitpid(self._pid, 0)[1]
+        except ChildProcessError:
+            return 0
+
+    def _serve(self, calls: Connection) -> NoReturn:
+        """Answer calls, in the process."""
+        global _is_limited
+        _is_limited = True
+        stop_signals.outlive()
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        _keep_only(calls.fileno())
+        gc.freeze()  # so that collecting does not copy the memory of the process that trains
+        _limit_memory(self._memory_bytes)
+        while calls.poll(_IDLE_SECONDS):
+            try:
+                request = calls.recv_bytes()
+            except EOFError:
+                break
+            renew_limit(self._cpu_seconds)
+            try:
+                args, options = pickle.loads(request)
+                reply = pickle.dumps((True, self._function(*args, **options)))
+            except MemoryError:
+                reply = pickle.dumps((False, MemoryError()))
+            except BaseException as error:
+                reply = pickle.dumps((False, error))
+            renew_limit(0)
+            calls.send_bytes(reply)
+        os._exit(0)
+
+
+def is_limited() -> bool:
+    """Whether this is the process of a `LimitedProcess`."""
+    return _is_limited
+
+
+def renew_limit(cpu_seconds: float) -> None:
+    """Let the call that this process carries out take so much processor time from now on; 0: any amount."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+
+
+def _keep_only(descriptor: int) -> None:
+    """Close all other files, and connect the standard streams to the null device."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let this process have so much memory more, and have the kernel end it before others where memory is short."""
+    with contextlib.suppress(OSError):  # there is no /proc
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = pages * resource.getpagesize() + num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

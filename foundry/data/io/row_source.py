@@ -1,0 +1,153 @@
+"""Rows of the user's files by split, and checks of the examples that are made of them."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from foundry.config.schemas.data import EncodingErrors, OnBadRow
+from foundry.config.sources import listed_paths
+from foundry.core.errors import ConfigError, Violation
+from foundry.data.conversations.examples import RowStatistics, list_skipped
+from foundry.data.conversations.messages import FOR_TEMPLATE
+from foundry.data.corpora.corpus import PATH, VALIDATION_PATH, HeldOutNumbers, find_corpus_files
+from foundry.data.io.files import ROWS, Utf8
+from foundry.data.io.rows import FileRows, Row, RowSplits
+from foundry.data.mixture import Interleaved, Mixture, Sources, describe_sources, describe_weights, mixture_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSource:
+    """Rows by split, with their fingerprint.
+
+    Attributes:
+        splits: rows that are read when iterated.
+        places: names of their files, for errors.
+        key: of the setting that errors name.
+        remedy: that errors name.
+        fingerprint: of their contents, names and split.
+        content: the same without the names of files.
+        paths: of the sources, if several are read.
+        weights: of the sources; None: each row is read once per epoch.
+        num_rows: counts all rows; None: they are not counted.
+    """
+
+    splits: RowSplits
+    places: Sequence[str]
+    fingerprint: str
+    content: str
+    paths: Sequence[str] = ()
+    weights: Sequence[float] | None = None
+    num_rows: Callable[[], int] | None = None
+    key: str = PATH
+    remedy: str = "repair them, or set data.on_bad_row=skip"
+
+
+def find_rows(
+    path: str | Sequence[str],
+    validation_path: str | Sequence[str] | None,
+    *,
+    held_out: float,
+    cache_dir: str,
+    columns: tuple[str, ...],
+    reads_all: bool = False,
+    weights: Sequence[float] | None = None,
+    called: Mapping[str, str] | None = None,
+    encoding_errors: EncodingErrors = EncodingErrors.strict,
+) -> RowSource:
+    """Return the rows of the user's files, a share of them held out if there are no files for that; see `FileRows`.
+
+    Training rows of several paths are `Sources`; held-out rows are taken at even distances from all.
+
+    Args:
+        path: as of `chat_files`, as are the arguments not described here.
+        validation_path: see there.
+        held_out: see there.
+        cache_dir: see there.
+        columns: as of `FileRows`, as are `reads_all` and `called`.
+        reads_all: see there.
+        weights: see `chat_files`.
+        called: see `FileRows`.
+        encoding_errors: see `chat_files`.
+
+    Raises:
+        ConfigError: there are no files, kinds are mixed, or one cannot be read; or there are too few rows.
+    """
+    utf8, called = Utf8(encoding_errors.value), dict(called or {})
+    settings = f"rows {held_out}{f' {sorted(called.items())}' if called else ''}"
+    settings += "" if utf8.is_strict else f" {utf8.errors}"
+    found = find_corpus_files(path, validation_path, settings=settings, cache_dir=cache_dir, kinds=ROWS)
+    places = list[str]()
+    rows, held = list[FileRows](), list[FileRows]()
+    for key, sources, of_split in ((PATH, found.train, rows), (VALIDATION_PATH, found.validation, held)):
+        for files in sources:
+            of_split.append(FileRows(files, columns, key, len(places), reads_all, called, utf8, also=FOR_TEMPLATE))
+            places += map(str, files)
+    train: list[Iterable[Row]] = [each if held else _Share(each, held_out, is_held=False) for each in rows]
+    validation: list[Iterable[Row]] = [*held] or [_Share(each, held_out, is_held=True) for each in rows]
+    return RowSource(
+        splits=RowSplits(
+            train[0] if len(train) == 1 else Sources(train),
+            validation[0] if len(validation) == 1 else Interleaved(validation),
+        ),
+        places=places,
+        fingerprint=found.fingerprint,
+        content=f"{found.content}{describe_weights(weights)}",
+        paths=listed_paths(path),
+        weights=weights,
+        num_rows=None if held else lambda: sum(each.count for each in rows),
+    )
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The rows that are held out, or the training rows; they are counted before they are read."""
+
+    rows: FileRows
+    held_out: float
+    is_held: bool
+
+    def __iter__(self) -> Iterator[Row]:
+        count = self.rows.count
+        if count < 2:
+            message = f"{self.rows.files[0]} has {'one row' if count else 'no rows'}; give at least two, or more files"
+            raise ConfigError(Violation(PATH, message))
+        held = HeldOutNumbers.choose(count, self.held_out)
+        for index, row in enumerate(self.rows):
+            if (index in held) == self.is_held:
+                yield row
+
+
+def mix_rows(source: RowSource, sizes: Sequence[int], notes: dict[str, Any]) -> Mixture | None:
+    """Return the mixture of the rows of several sources, and add the sources to `notes`.
+
+    Raises:
+        ConfigError: one has no row to learn from.
+    """
+    if not sizes:
+        return None
+    if 0 in sizes:
+        message = f"{source.paths[list(sizes).index(0)]} leaves no row for training; give more rows that can be used"
+        raise ConfigError(Violation(PATH, message))
+    notes["sources"] = describe_sources(source.paths, sizes, source.weights)
+    return mixture_of(sizes, source.weights)
+
+
+def check_rows(
+    source: RowSource, statistics: RowStatistics, on_bad_row: OnBadRow, train: Sized, validation: Sized
+) -> None:
+    """Refuse rows that cannot be used, or warn of them, and splits without any.
+
+    Raises:
+        ConfigError: of those.
+    """
+    if statistics.skipped:
+        counted, first = list_skipped(statistics, source.places)
+        if on_bad_row is OnBadRow.refuse:
+            raise ConfigError(Violation(source.key, line) for line in [*first, f"{counted}; {source.remedy}"])
+        log.warning("%s and are skipped, such as %s", counted, first[0])
+    for name, split in (("training", train), ("validation", validation)):
+        if not len(split):
+            raise ConfigError(Violation(PATH, f"leaves no row for {name}; give more rows that can be used"))

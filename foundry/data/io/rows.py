@@ -1,0 +1,166 @@
+"""Rows of JSON, JSONL, Parquet, Arrow and CSV files, read one after another, each with its place."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.foreign import ForeignData
+from foundry.data.io.files import ROWS, STRICT, TABLES, Utf8, column_values, open_bytes, opened_table, suffix_of
+from foundry.data.io.nested import path_in, value_at
+
+_Read = TypeVar("_Read")
+_MARK = "\ufeff"
+_CONVERT = "convert it, as with iconv -t UTF-8, or set data.encoding_errors=replace"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a user's file.
+
+    Attributes:
+        file: the number of its file among those that are read.
+        number: its line, item or row there, counted from one.
+        columns: what it holds, by name.
+        wrong: why it cannot be read; None where it can.
+    """
+
+    file: int
+    number: int
+    columns: dict[str, Any] = field(default_factory=dict)
+    wrong: str | None = None
+
+
+class RowSplits(NamedTuple):
+    """Rows to learn from, and those held out."""
+
+    train: Iterable[Row]
+    validation: Iterable[Row]
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of files of one kind, read when iterated.
+
+    Attributes:
+        files: in order.
+        columns: those of which one must be there.
+        key: the setting that names the files, for what is wrong with them.
+        first_file: the number of the first of them.
+        reads_all: read all columns; else, of a table, no others than `columns`.
+        called: what some columns are called in the files, by their names here; dots lead into others.
+        utf8: what becomes of what is none.
+        also: columns that are read besides if a table has them.
+    """
+
+    files: Sequence[Path]
+    columns: tuple[str, ...]
+    key: str
+    first_file: int = 0
+    reads_all: bool = False
+    called: Mapping[str, str] = field(default_factory=dict)
+    utf8: Utf8 = STRICT
+    also: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows in order.
+
+        Raises:
+            ConfigError: a file cannot be read, or has none of the columns.
+        """
+        for number, file in enumerate(self.files, self.first_file):
+            read = _table_rows if ROWS[suffix_of(file)] in TABLES else _object_rows
+            yield from readable(partial(read, number, self), self.key, file)
+
+    @cached_property
+    def count(self) -> int:
+        """How many rows there are."""
+        return sum(1 for _ in self)
+
+    def renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What a row holds, by the names that columns have here; one that is not there is left out."""
+        found = dict[str, Any]()
+        for name, theirs in self.called.items():
+            with suppress(KeyError):
+                found[name] = value_at(row, theirs)
+        kept = {name: value for name, value in row.items() if name not in self.called}
+        return kept | found if self.called else row
+
+
+def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> Iterator[_Read]:
+    """What `read` yields of a file; any error is the user's to know, with the file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+
+    def refuse(reason: str) -> ConfigError:
+        return ConfigError(Violation(key, f"{file} cannot be read: {reason}; repair it or leave it out"))
+
+    with ForeignData(refuse):
+        try:
+            yield from read(file)
+        except UnicodeDecodeError as error:
+            where = f"line {line_of(error)}, byte {error.start} is {error.object[error.start : error.start + 1]!r}"
+            message = f"{file} is not text in UTF-8 ({where}); {_CONVERT}"
+            raise ConfigError(Violation(key, message)) from error
+
+
+def line_of(error: UnicodeDecodeError) -> int:
+    """The line of the first byte that is not UTF-8, where all of a file was read at once."""
+    return error.object.count(b"\n", 0, error.start) + 1
+
+
+def json_rows(file: Path, utf8: Utf8 = STRICT) -> Iterator[tuple[str, int, Any, str | None]]:
+    """The rows of a file whose lines are JSON; a .json file may be one list, too.
+
+    Args:
+        file: the file.
+        utf8: what becomes of what is none.
+
+    Yields:
+        What a row is called ("line" or "item"), its number from one, its value, and why it cannot be read or None.
+    """
+    with open_bytes(file) as stream:
+        is_list = suffix_of(file) == ".json" and stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        if is_list:
+            text = utf8.decode(stream.read(), file, "some of it").removeprefix(_MARK)
+            for number, row in enumerate(json.loads(text), 1):
+                yield "item", number, row, None
+            return
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                text = utf8.decode(line, file, f"line {number}")
+                yield "line", number, json.loads(text.removeprefix(_MARK) if number == 1 else text), None
+            except UnicodeDecodeError:
+                yield "line", number, None, f"is not UTF-8 ({_CONVERT})"
+            except (ValueError, RecursionError) as error:
+                yield "line", number, None, f"is not JSON ({error})"
+
+
+def _object_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
+    for _, number, row, wrong in json_rows(file, rows.utf8):
+        if wrong is None and not isinstance(row, dict):
+            wrong = f"holds {type(row).__name__}, not an object"
+        yield Row(index, number, rows.renamed(row) if wrong is None else {}, wrong)
+
+
+def _table_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
+    with opened_table(file, rows.utf8) as table:
+        names, wished = table.schema.names, [rows.called.get(name, name) for name in rows.columns]
+        paths = [path for name in wished if (path := path_in(table.schema, name)) is not None]
+        if not (found := list(dict.fromkeys(path[0] for path in paths))):
+            listed, wanted = ", ".join(sorted(names)) or "none", ", ".join(wished)
+            raise ConfigError(Violation(rows.key, f"{file} has the columns {listed}; none of {wanted} is there"))
+        number, found = 0, list(dict.fromkeys([*found, *(name for name in rows.also if name in names)]))
+        for batch in table.batches(names if rows.reads_all else found):
+            columns = [column_values(column, rows.utf8, file, number + 1) for column in batch.columns]
+            for values in zip(*columns, strict=True):
+                number += 1
+                yield Row(index, number, rows.renamed(dict(zip(batch.schema.names, values, strict=True))))

@@ -1,0 +1,1 @@
+"""Episodes of robots: recorded, demonstrated, and their statistics."""

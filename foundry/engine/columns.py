@@ -1,0 +1,199 @@
+"""Columns: what frozen models make of every sample, computed once before the first step and kept with the run.
+
+The file has the log-probabilities of a reference, say, and digests of the data and of the frozen models' weights. A run
+that is resumed needs neither these models nor another pass over the data.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from foundry.core.protocols import PrecomputingObjective
+from foundry.data.loader import held_out_batches, read_batch
+from foundry.data.splits import Dataset, DataSplits, PackedDataset
+from foundry.parallel.gathering import gather
+from foundry.parallel.process_group import World
+from foundry.run_dir.files import replaced_atomically
+from foundry.run_dir.names import COLUMNS
+from foundry.training.step import to_device
+
+_SPLITS = ("train", "validation")
+log = logging.getLogger(__name__)
+
+Columns = dict[str, dict[str, Tensor]]
+"""By split and name, (samples, ...) each, in host memory."""
+
+
+class WithColumns:
+    """A dataset whose samples have columns besides.
+
+    Args:
+        dataset: any.
+        columns: (len(dataset), ...) each, by name.
+    """
+
+    def __init__(self, dataset: Dataset, columns: Mapping[str, Tensor]) -> None:
+        self._dataset, self._columns = dataset, columns
+        for name in ("num_tokens", "longest", "lengths_of"):
+            if hasattr(dataset, name):
+                setattr(self, name, getattr(dataset, name))
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sample with its columns."""
+        return {**self._dataset[index], **{name: column[index] for name, column in self._columns.items()}}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Samples stacked, with their columns."""
+        return {**read_batch(self._dataset, indices), **self._columns_of(indices)}
+
+    def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Samples in rows that they share, with the columns of each, (samples, ...), in the order of the packs."""
+        samples = [index for pack in packs for index in pack]
+        return {**cast(PackedDataset, self._dataset).packed(packs), **self._columns_of(samples)}
+
+    def _columns_of(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        return {name: column[rows] for name, column in self._columns.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnContext:
+    """Where columns are computed and kept.
+
+    Attributes:
+        data: the samples.
+        world: this rank and the others.
+        autocast: a context for forward passes in the arithmetic of the run.
+        per_gpu_batch_size: samples per forward pass.
+        run_dir: of the run.
+        origin: the run directory of the checkpoint that the run resumes from; None: it starts from scratch.
+    """
+
+    data: DataSplits
+    world: World
+    autocast: Callable[[], AbstractContextManager[Any]]
+    per_gpu_batch_size: int
+    run_dir: Path
+    origin: Path | None
+
+
+def join_columns(
+    objective: PrecomputingObjective,
+    build_frozen: Callable[[], tuple[Mapping[str, nn.Module], str]],
+    context: ColumnContext,
+) -> DataSplits:
+    """The data with the objective's columns, from the run directory or computed and written there.
+
+    Args:
+        objective: says what is computed; it is left without frozen models.
+        build_frozen: the frozen models and the digest of their weights; called only where these are needed.
+        context: where.
+    """
+    world, identity = context.world, _digest(context.data)
+    columns = None
+    if context.origin is not None:
+        columns = _read_together(context.origin / COLUMNS, {"data": identity}, world)
+        if columns is not None and context.origin == context.run_dir:
+            return _joined(context.data, columns)
+        if columns is None and world.is_main:
+            log.warning("%s is missing or not as it was written; its numbers are computed again", COLUMNS)
+    metadata = {"data": identity}
+    if columns is None:
+        frozen, metadata["weights"] = build_frozen()
+        columns = _read_together(context.run_dir / COLUMNS, metadata, world)
+        if columns is not None:
+            return _joined(context.data, columns)
+        objective.compare(frozen)
+        columns = {split: _compute(objective, getattr(context.data, split), context) for split in _SPLITS}
+        objective.compare({})
+    if world.is_main:
+        _write(context.run_dir / COLUMNS, columns, metadata)
+    return _joined(context.data, columns)
+
+
+def _compute(objective: PrecomputingObjective, dataset: Dataset, context: ColumnContext) -> dict[str, Tensor]:
+    """The columns of a dataset; each rank computes its share, and gets all."""
+    world, columns = context.world, dict[str, Tensor]()
+    if world.is_main:
+        log.info("%s of %d samples, once before the first step", " and ".join(objective.columns), len(dataset))
+    batches = held_out_batches(
+        dataset,
+        per_gpu_batch_size=context.per_gpu_batch_size,
+        dp_rank=world.dp_rank,
+        dp_size=world.dp_size,
+        max_samples=None,
+    )
+    for microbatch in batches:
+        rows = microbatch["position"]
+        with torch.no_grad(), context.autocast():
+            values = objective.precompute(to_device(microbatch, world.device))
+        for name, value in values.items():
+            if name not in columns:
+                columns[name] = value.new_zeros(len(dataset), *value.shape[1:])
+            columns[name][rows[rows >= 0]] = value[(rows >= 0).to(value.device)]
+    return {name: world.dp_sum(column).cpu() for name, column in columns.items()}
+
+
+def _joined(data: DataSplits, columns: Columns) -> DataSplits:
+    train, validation = (WithColumns(getattr(data, split), columns[split]) for split in _SPLITS)
+    return replace(data, train=train, validation=validation)
+
+
+def _digest(data: DataSplits) -> str:
+    """What tells the samples from others, wherever they lie."""
+    identity = {name: value for name, value in data.identity().items() if name != "order"}
+    text = json.dumps({**identity, "validation": len(data.validation)}, sort_keys=True)
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def _write(file: Path, columns: Columns, metadata: Mapping[str, str]) -> None:
+    flat = {f"{split}.{name}": column for split, named in columns.items() for name, column in named.items()}
+    with replaced_atomically(file, durable=True) as stream:
+        stream.write(save(flat, metadata={**metadata, "checksum": _checksum(flat)}))
+
+
+def _read_together(file: Path, metadata: Mapping[str, str], world: World) -> Columns | None:
+    """The columns in a file, where every rank can read them, and they are of this data and of these weights."""
+    found = _read(file, metadata)
+    return found if all(gather(found is not None, world)) else None
+
+
+def _read(file: Path, metadata: Mapping[str, str]) -> Columns | None:
+    if file.is_symlink() or not file.is_file():
+        return None
+    try:
+        with safe_open(file, framework="pt") as opened:
+            flat = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 # an opened file is no mapping
+            found = opened.metadata() or {}
+    except (SafetensorError, OSError):
+        return None
+    if any(found.get(name) != value for name, value in metadata.items()) or found.get("checksum") != _checksum(flat):
+        return None
+    columns: Columns = {split: {} for split in _SPLITS}
+    for key, tensor in flat.items():
+        split, _, name = key.partition(".")
+        columns.setdefault(split, {})[name] = tensor
+    return columns
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

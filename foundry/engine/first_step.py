@@ -1,0 +1,185 @@
+"""A check before the first step: forward and backward passes on microbatches of the largest shape, which train nothing.
+
+So memory, kernels and compilation fail within a minute, and not at the longest batch.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
+
+from foundry.checkpoint.rng import rng_state, set_rng_state
+from foundry.config.schemas.distributed import GradientSync
+from foundry.core.errors import format_reason
+from foundry.core.protocols import Microbatch, SourcingObjective
+from foundry.core.sharded import local_part
+from foundry.data.conversations.examples import IGNORED_TARGET
+from foundry.data.packing import find_bounds
+from foundry.data.splits import PackedDataset
+from foundry.engine.trained import Setup, Trained
+from foundry.objectives.rollout import RolloutObjective
+from foundry.parallel.device import synchronize
+from foundry.parallel.gathering import gather
+from foundry.parallel.process_group import World
+from foundry.training.step import TrainStep
+
+log = logging.getLogger(__name__)
+
+_PADDING = {"tokens": 0, "targets": IGNORED_TARGET, "documents": -1}
+"""Of a packed row, by the names of the columns that are padded."""
+
+
+class FirstStepCheck:
+    """Runs forward, backward and reduction on the largest microbatches, next to the memory of the optimizer's state.
+
+    Generators of random numbers, buffers and gradients are afterwards as they were; guard, loss scaler, optimizers and
+    averages are not asked, and no window is read.
+
+    Args:
+        setup: of the run.
+        trained: the model and the objective, as they train.
+        step: of the run.
+    """
+
+    def __init__(self, setup: Setup, trained: Trained, step: TrainStep) -> None:
+        self._setup, self._trained, self._step = setup, trained, step
+
+    def __call__(self) -> None:
+        """Check, or log why the run cannot be checked; every rank calls it together.
+
+        Raises:
+            Exception: any error of the passes, such as torch.OutOfMemoryError.
+        """
+        world, trained, config = self._setup.world, self._trained, self._setup.config
+        began = time.monotonic()
+        accumulates = max(trained.budget.batch_sizes.sizes) > world.dp_size * config.hparams.per_gpu_batch_size
+        with _kept_state([trained.parallel.model, *trained.frozen.values()], world):
+            microbatch = self._agreed_microbatch()
+            if microbatch is None:
+                return
+            reserved = self._reserve_optimizer_state()
+            keeps_gradients = accumulates and config.distributed.gradient_sync is not GradientSync.every
+            with _without_buckets(trained.parallel.model, keeps_gradients=keeps_gradients):
+                # Whole gradients of an earlier microbatch may lie next to the activations of the last one.
+                self._step.discard_gradients([microbatch] * (1 + accumulates))
+            del reserved
+            synchronize(world.device)
+        if world.is_main:
+            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in microbatch.items() if name != "position")
+            log.info("the first step fits: checked with %s in %.1f s", shapes, time.monotonic() - began)
+
+    def _agreed_microbatch(self) -> Microbatch | None:
+        """The microbatch, if every rank has one."""
+        microbatch, reason = None, None
+        try:
+            microbatch = self._largest_microbatch()
+        except Exception as error:  # of a custom dataset or objective
+            reason = format_reason(error)
+        reasons = [each for each in gather(reason, self._setup.world) if each is not None]
+        if not reasons:
+            return microbatch
+        if self._setup.world.is_main:
+            log.info("the first step is not checked in advance: %s", reasons[0])
+        return None
+
+    def _largest_microbatch(self) -> Microbatch:
+        # Here, since planning would make the start of a run slower that is not checked.
+        from foundry.planning.fits import answer_tokens, read_longest
+
+        config, data, objective = self._setup.config, self._setup.data, self._trained.objective
+        num_rows, pack_tokens = config.hparams.per_gpu_batch_size, self._trained.pack_tokens
+        if isinstance(objective, RolloutObjective) and objective.rollouts is not None:
+            longest = answer_tokens(config, data)
+            assert longest is not None, "an objective with rollouts has prompts"
+            return _packed_example(objective, num_rows, longest, pack_tokens)
+        if isinstance(objective, SourcingObjective):
+            raise TypeError(f"{type(objective).__name__} builds its own window source, whose microbatches are unknown")
+        if pack_tokens is not None:
+            batch = _full_rows(cast(PackedDataset, data.train), num_rows, pack_tokens)
+        else:
+            batch = {name: t.contiguous() for name, t in read_longest(data, num_rows).items()}
+        first = self._setup.world.dp_rank * num_rows
+        return {**batch, "position": torch.arange(first, first + num_rows)}
+
+    def _reserve_optimizer_state(self) -> list[Tensor]:
+        """Memory for the state that the optimizers will make in their first step."""
+        if any(optimizer.state for optimizer in self._trained.optimizers):
+            return []
+        from foundry.planning.fake import build_adapted, build_fake
+        from foundry.planning.memory import optimizer_bytes
+
+        config = self._setup.config
+        try:
+            per_element = optimizer_bytes(config, build_fake(lambda: build_adapted(config)))
+        except Exception as error:  # a custom model or optimizer may not support fake tensors
+            log.info("the check of the first step leaves out the optimizer's state: %s", format_reason(error))
+            return []
+        parts = {name: local_part(p.detach()) for name, p in self._trained.parallel.inner.named_parameters()}
+        return [
+            torch.empty(round(size * parts[name].numel()), dtype=torch.uint8, device=parts[name].device)
+            for name, size in per_element.items()
+            if name in parts
+        ]
+
+
+def _full_rows(dataset: PackedDataset, num_rows: int, pack_tokens: int) -> Microbatch:
+    """Rows of as many copies of the longest sample as fit, padded to all tokens of a row."""
+    longest: int = getattr(dataset, "longest", 0)
+    copies = max(1, pack_tokens // int(dataset.lengths_of([longest]).max()))
+    batch = dataset.packed([[longest] * copies] * num_rows)
+    for name, fill in _PADDING.items():
+        batch[name] = pad(batch[name], (0, pack_tokens - batch[name].shape[-1]), value=fill)
+    return {**batch, **find_bounds(batch["documents"])}
+
+
+def _packed_example(objective: RolloutObjective, num_rows: int, longest: int, pack_tokens: int | None) -> Microbatch:
+    """Completions of the largest shape, one in each row."""
+    batch = objective.example(num_rows, pack_tokens or longest)
+    if pack_tokens is None:
+        return batch
+    documents = torch.arange(num_rows)[:, None].expand(num_rows, pack_tokens).contiguous()
+    return {**batch, "documents": documents, **find_bounds(documents)}
+
+
+@contextmanager
+def _kept_state(models: Sequence[nn.Module], world: World) -> Iterator[None]:
+    """Restore generators and buffers after the body, unless it fails."""
+    generators = rng_state(world.device)
+    modules = [module for model in models for module in model.modules()]
+    buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
+    values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]
+    yield
+    with torch.no_grad():
+        for module, own in buffers:
+            module._buffers.update(own)
+        for buffer, value in values:
+            buffer.copy_(value)
+    set_rng_state(generators, world.device)
+
+
+@contextmanager
+def _without_buckets(model: nn.Module, *, keeps_gradients: bool) -> Iterator[None]:
+    """Leave the buckets of DDP alone, which are put into their final order after their first reduction.
+
+    The order decides how sums over more than two ranks are rounded. Gradients are freed at once, since they lie in
+    the buckets already, unless a window accumulates them outside.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+
+    def free(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.requires_grad and not keeps_gradients:
+                stack.callback(parameter.register_post_accumulate_grad_hook(free).remove)  # type: ignore[no-untyped-call]
+        stack.enter_context(model.no_sync())
+        yield

@@ -1,0 +1,365 @@
+"""Opening a run again: its configuration, data and model, on one process."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from hydra.errors import HydraException
+from torch import nn
+
+from foundry.checkpoint.folder import CheckpointError, problems
+from foundry.checkpoint.tensors import load_weights, require_shapes
+from foundry.config.build import build, field_of
+from foundry.config.record.frozen import load_config
+from foundry.config.schemas.data import Episodes, Tokenised
+from foundry.config.schemas.device import DeviceKind
+from foundry.config.schemas.model import HuggingFace
+from foundry.config.schemas.peft import LoRA
+from foundry.config.schemas.root import Config
+from foundry.config.setting import check_fields
+from foundry.core.errors import ConfigError, Violation, format_reason, shown
+from foundry.core.foreign import ForeignData
+from foundry.data.corpora.tokenizer import count_ids, parse_tokenizer, usual_end
+from foundry.data.robots.statistics import Statistics
+from foundry.data.splits import DataSplits
+from foundry.engine.initial_model import find_base, read_base
+from foundry.models.initialisation import InitialModel, allocate
+from foundry.models.lora import add_adapters
+from foundry.parallel.device import choose_device
+from foundry.parallel.process_group import World
+from foundry.parts.model import add_log_probs, drawn, resolve_init_from, unfilled
+from foundry.planning.fake import build_fake
+from foundry.run_dir.checkpoints import find
+from foundry.run_dir.files import read_text
+from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STATISTICS, STOP_TOKENS, TOKENIZER, TRANSFORMERS
+from foundry.run_dir.strict_json import DamagedFileError, read_object
+
+_BUILT = ("model", "peft", "data", "objective", "simulator")
+"""Groups that are built of a run that is opened; of the others nothing is run."""
+
+_MOST_LOOKS = 20
+"""At most so many checkpoints in turn that retention deletes while they are read."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A trained model and where it came from.
+
+    Attributes:
+        config: the run's configuration.
+        model: in evaluation mode, on `device`.
+        data: the run's; of text only the tokenizer, of a robot's episodes only the statistics, without samples.
+        checkpoint: the folder that was read.
+        base_path: what the weights beside the adapters came from, where a run of adapters names it.
+    """
+
+    config: Config
+    model: nn.Module
+    data: DataSplits
+    checkpoint: Path
+    device: torch.device
+    base_path: Path | None = None
+
+
+def restore(
+    run_dir: str | Path,
+    which: str,
+    *,
+    ema: bool,
+    trust: bool = False,
+    dtype: torch.dtype | None = None,
+    device: DeviceKind = DeviceKind.auto,
+) -> Restored:
+    """Read a checkpoint of a run, whatever number of ranks wrote it, once every byte of it is known to be right.
+
+    Args:
+        run_dir: the run directory, which may be somebody else's.
+        which: "last", "best", or the number of a step.
+        ema: take the averaged weights, where the run kept them.
+        trust: build parts that are not foundry's own, too, which runs their code.
+        dtype: of the floating-point weights; None: as they were trained.
+        device: kind of the device to compute on; whatever the run has trained on.
+
+    Raises:
+        ConfigError: there is no such run, checkpoint or device, it is not whole, or it is not to be trusted.
+    """
+    run_dir, place = Path(run_dir), choose_device(device)
+    return look_again(run_dir, which, lambda: _restore(run_dir, which, ema=ema, trust=trust, dtype=dtype, device=place))
+
+
+def look_again(run_dir: Path, which: str, read: Callable[[], Result]) -> Result:
+    """Read a checkpoint, and the one in its place if the run that still trains deletes the first meanwhile.
+
+    Args:
+        run_dir: the run directory.
+        which: "last", "best", or the number of a step.
+        read: finds the checkpoint and reads it; called again after a ConfigError or OSError if the checkpoint is gone.
+    """
+    for _ in range(_MOST_LOOKS):
+        before = _identity(run_dir, which)
+        try:
+            return read()
+        except (ConfigError, OSError):
+            if (before is not None and before.is_dir()) or _identity(run_dir, which) == before:
+                raise
+    return read()
+
+
+def _identity(run_dir: Path, which: str) -> Path | None:
+    """The checkpoint that is there now; None if there is none."""
+    try:
+        return find(run_dir, which)
+    except OSError:
+        return None
+
+
+def _restore(
+    run_dir: Path, which: str, *, ema: bool, trust: bool, dtype: torch.dtype | None, device: torch.device
+) -> Restored:
+    config, folder, data = _open(run_dir, which, trust=trust)
+    is_adapted = isinstance(config.peft, LoRA)
+    model = _build_adapted(config, run_dir, folder, trust=trust) if is_adapted else _build(config, run_dir, trust=trust)
+    model = model.to(dtype=dtype)
+    try:
+        require_shapes(folder, model, trained_only=is_adapted)  # config.yaml may ask for more memory than there is
+        allocate(model.parameters(), device)
+        model = model.to(device)
+        load_weights(folder, model, ema=ema, trained_only=is_adapted)
+    except CheckpointError as error:
+        raise ConfigError(Violation("which", str(error))) from error
+    base_path = find_base(folder) if is_adapted else None
+    return Restored(config, model.eval(), data, folder, device, base_path)
+
+
+def open_without_weights(run_dir: Path, which: str, *, trust: bool = False) -> Restored:
+    """A run's checkpoint with a model that has shapes and types and no storage; of a run without adapters.
+
+    The run may delete the checkpoint before its weights are read; see `look_again`.
+
+    Raises:
+        ConfigError: as `restore`.
+    """
+    config, folder, data = _open(run_dir, which, trust=trust)
+    model = build_fake(partial(_build, config, run_dir, trust=trust)).model
+    return Restored(config, model.eval(), data, folder, torch.device("cpu"))
+
+
+def _open(run_dir: Path, which: str, *, trust: bool) -> tuple[Config, Path, DataSplits]:
+    config = load_config(run_dir, trust=trust)
+    folder = _whole_checkpoint(run_dir, which)
+    _check_bounds(run_dir, config)
+    return config, folder, _data(config, run_dir)
+
+
+def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
+    """A part of a recorded configuration that has been trusted; see `build` for what it is given.
+
+    Raises:
+        ConfigError: it cannot be imported; or it is foundry's own, and cannot be built from these settings.
+    """
+    try:
+        with explained(f"the {group} of {CONFIG} cannot be built", config, group):
+            return build(getattr(config, group), offered=offered, **runtime)
+    except HydraException as error:
+        message = f"the {group} of {CONFIG} cannot be built here: {' '.join(str(error).split())}"
+        raise ConfigError(Violation("run", message)) from error
+
+
+@contextmanager
+def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
+    """Say in a line what foundry's own parts could not do with the files of a run, which may be anything.
+
+    Raises:
+        ConfigError: instead of another error in the body; that of a user's own part is shown where it came from.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if not all(is_dataclass(getattr(config, group)) for group in groups):
+            raise
+        raise ConfigError(Violation("run", f"{what}: {format_reason(error)}")) from error
+
+
+def _build(config: Config, run_dir: Path, *, trust: bool) -> nn.Module:
+    """The model without its weights; see `unfilled`."""
+    with unfilled(config.model):
+        return _build_model(config, **_own_architecture(config, run_dir, trust=trust))
+
+
+def _build_model(config: Config, **runtime: Any) -> nn.Module:
+    """The model as its constructor makes it, for an objective that may read log-probabilities."""
+    model: nn.Module = build_part(config, "model", **runtime)
+    add_log_probs(config, model)
+    return model
+
+
+def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bool) -> nn.Module:
+    """The model with the weights of its base, and with adapters, which have no weights yet.
+
+    Raises:
+        ConfigError: the base is no longer where it was, or is another.
+    """
+    assert isinstance(config.peft, LoRA)
+
+    def start(node: Any) -> InitialModel:
+        whole = replace(config, model=node)
+        if resolve_init_from(node) is not None:
+            return InitialModel(_build(whole, run_dir, trust=trust))
+        if isinstance(node, HuggingFace) and node.path is not None:
+            return InitialModel(_build_model(whole))
+        torch.manual_seed(config.hparams.seed)  # a base that was drawn is drawn again
+        return drawn(_build_model(whole), config.hparams.seed)
+
+    world = World(0, 0, 1, 1, torch.device("cpu"))
+    model = read_base(config.model, checkpoint, start, world, "run")
+    add_adapters(model, config.peft, config.hparams.seed)
+    return model
+
+
+def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str, Any]:
+    """What builds a model of transformers without the folder it was once read from, whose weights are not needed.
+
+    Raises:
+        ConfigError: only that folder knows the architecture, and it may be any that the configuration names.
+    """
+    if not isinstance(config.model, HuggingFace) or config.model.path is None:
+        return {}
+    own = run_dir / TRANSFORMERS
+    if os.path.lexists(own):
+        return {"path": str(own), "read_weights": False}
+    if trust:
+        return {"read_weights": False}
+    message = f"has no {TRANSFORMERS}/, and its model.path={shown(config.model.path)} is a folder outside of it"
+    raise ConfigError(Violation("run", f"{run_dir} {message}; add trust=true to read that folder"))
+
+
+def _whole_checkpoint(run_dir: Path, which: str) -> Path:
+    if any((run_dir / name).is_file() for name in ("config.json", "adapter_config.json")):
+        message = f"is {run_dir}, an export, which has no checkpoints; give the run that it came from"
+        raise ConfigError(Violation("run", message))
+    try:
+        folder = find(run_dir, which)
+    except FileNotFoundError as error:
+        raise ConfigError(Violation("which", str(error))) from None
+    if wrong := problems(folder):
+        message = f"is {which}, but {folder} is not whole: {'; '.join(wrong)}; choose another step"
+        raise ConfigError(Violation("which", message))
+    return folder
+
+
+def _check_bounds(run_dir: Path, config: Config) -> None:
+    """Refuse parts with values that composing would have refused, which is where they came from."""
+    wrong = list[Violation]()
+    for group in _BUILT:
+        node = getattr(config, group)
+        found = list(check_fields(node, group))
+        wrong += found if found or not hasattr(node, "check") else node.check()
+    if wrong:
+        raise ConfigError(Violation("run", f"{run_dir / CONFIG}: {violation}") for violation in wrong)
+
+
+def _data(config: Config, run_dir: Path) -> DataSplits:
+    """The run's tokenizer without its text, its statistics without the episodes; for other data, the data.
+
+    Neither is read again: it lies where a configuration says, which may be somebody else's.
+
+    Raises:
+        ConfigError: the tokenizer or the statistics are missing, or are none.
+    """
+    file = run_dir / TOKENIZER
+    statistics = _statistics(run_dir / STATISTICS)
+    if isinstance(config.data, Episodes) and statistics is None:
+        raise ConfigError(Violation("run", f"{run_dir} has no {STATISTICS}, which a run over episodes writes"))
+    if not os.path.lexists(file):
+        if isinstance(config.data, Tokenised):
+            raise ConfigError(Violation("run", f"{run_dir} has no {TOKENIZER}, which a run over text writes"))
+        if isinstance(config.data, Episodes) and config.data.instruction_tokens is not None:
+            raise ConfigError(Violation("run", f"{run_dir} has no {TOKENIZER}, which a run with instructions writes"))
+        if statistics is not None:
+            return DataSplits(train=[], validation=[], fingerprint="", statistics=statistics)
+        data: DataSplits = build_part(config, "data", seed=config.hparams.seed)
+        return data
+    tokens = _tokens_per_sample(run_dir / PLAN) if statistics is None else None
+    with ForeignData(lambda reason: ConfigError(Violation("run", f"{file} is no tokenizer: {reason}"))):
+        tokenizer = parse_tokenizer(read_text(file))
+    return DataSplits(
+        train=[],
+        validation=[],
+        fingerprint="",
+        tokens_per_sample=tokens,
+        max_tokens=field_of(config.data, "seq_len"),
+        tokenizer=tokenizer,
+        **_special_tokens(run_dir / STOP_TOKENS, tokenizer),
+        chat_template=_chat_template(run_dir / CHAT_TEMPLATE),
+        statistics=statistics,
+    )
+
+
+def _statistics(file: Path) -> Statistics | None:
+    """By what a policy's states and actions are normalised; None where there is no such file.
+
+    Raises:
+        ConfigError: the file is none that foundry writes.
+    """
+    try:
+        return Statistics.from_json(read_text(file))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(Violation("run", f"{file} cannot be read: {error}")) from None
+    except ValueError as error:
+        raise ConfigError(Violation("run", f"{file} {error}")) from None
+
+
+def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
+    """What ended documents and answers, and began chats; an earlier foundry wrote no file, and named the end itself.
+
+    Raises:
+        ConfigError: the file is none that foundry writes.
+    """
+    if not os.path.lexists(file):
+        end = usual_end(tokenizer)
+        return {"stop_ids": () if end is None else (end,)}
+    try:
+        content = read_object(file, needed={"eos_token_id": list})
+    except (OSError, DamagedFileError) as error:
+        raise ConfigError(Violation("run", str(error))) from None
+    stop, first = content["eos_token_id"], content.get("bos_token_id")
+    known = count_ids(tokenizer)
+    for item in stop if first is None else [*stop, first]:
+        if type(item) is not int or not 0 <= item < known:
+            raise ConfigError(Violation("run", f"{file} has {shown(item)}, which is no token of {TOKENIZER}"))
+    return {"stop_ids": tuple(stop), "bos_id": first}
+
+
+def _chat_template(file: Path) -> str | None:
+    try:
+        return read_text(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(Violation("run", f"{file} cannot be read: {error}")) from None
+
+
+def _tokens_per_sample(plan: Path) -> int:
+    """What plan.json says of the data.
+
+    Raises:
+        ConfigError: nothing that could be.
+    """
+    try:
+        tokens: int = read_object(plan, needed={"tokens_per_sample": int})["tokens_per_sample"]
+    except (OSError, DamagedFileError) as error:
+        raise ConfigError(Violation("run", str(error))) from None
+    if not 1 <= tokens < 2**63:
+        raise ConfigError(Violation("run", f"{plan} has tokens_per_sample={shown(tokens)}, not a whole number above 0"))
+    return tokens

@@ -1,0 +1,213 @@
+"""One run: its processes, its directory, where it resumes, and how it ends."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from foundry.checkpoint.finished import check_finished
+from foundry.checkpoint.resume_point import (
+    ResumePoint,
+    check_config,
+    check_data,
+    find_resume_point,
+    is_longer,
+    past_its_end,
+)
+from foundry.config.record.frozen import hash_config, plain, strict
+from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError, Violation, format_reason
+from foundry.core.events import Observer, RunEnded
+from foundry.data.loader import worker_deaths_explained
+from foundry.data.splits import DataSplits
+from foundry.engine.assembly import build_trainer
+from foundry.engine.run_files import refill, write_run_files
+from foundry.engine.trained import Setup
+from foundry.environments.judge import Judge, build_judge
+from foundry.parallel.determinism import deterministic
+from foundry.parallel.gathering import gather
+from foundry.parallel.malloc import keep_freed_memory
+from foundry.parallel.precision import fp32_arithmetic
+from foundry.parallel.process_group import Join, World, process_group
+from foundry.parallel.watchdog import CollectiveError
+from foundry.parts.data import build_data
+from foundry.run_dir.ends import record_if_dead
+from foundry.run_dir.folder import RunFolder
+from foundry.run_dir.lock import lock
+from foundry.run_dir.names import CONFIG
+from foundry.run_dir.result import find_result
+from foundry.run_dir.status import read_status
+from foundry.tracking.folder_watch import FolderWatch
+from foundry.tracking.observers import build_observers
+from foundry.training.memory_error import memory_explained
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended; `result` is what result.json holds, `metric` what a sweep compares."""
+
+    run_dir: Path
+    result: dict[str, Any]
+
+    @property
+    def metric(self) -> float | None:
+        """By which the run is judged, at its end; None where it is judged by none."""
+        return self.result.get("metric")
+
+
+def train(
+    config: Config,
+    run_dir: Path,
+    more_observers: Sequence[Observer] = (),
+    *,
+    join: Join | None = None,
+    on_activity: Callable[[int, str], None] | None = None,
+) -> RunResult:
+    """Train, on this process and those started with it; a run directory that holds an unfinished run is resumed.
+
+    Args:
+        config: the composed configuration; every rank has the same.
+        run_dir: where rank 0 writes; the other ranks take rank 0's.
+        more_observers: get the run's events after the configuration's own, on rank 0.
+        join: joins the ranks; None: `join_ranks` of `foundry.parallel.process_group`.
+        on_activity: called with the optimizer step and the name of each activity that begins, such as "training".
+
+    Raises:
+        ConfigError: the data or the machine shows a setting to be wrong, or the run to be resumed had others; nothing
+            has been trained.
+        NonFiniteError: the loss or gradient became NaN or infinite.
+        Stopped: a signal came; the run is saved.
+    """
+    config_hash = hash_config(config)
+    with (
+        deterministic(config.hparams.deterministic),
+        fp32_arithmetic(tf32=config.precision.tf32),
+        process_group(config.distributed, config.device.kind, join=join) as world,
+        ExitStack() as held,
+    ):
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        run_dir, state = _agree(world, run_dir, config_hash, held)
+        resume_point = find_resume_point(config.checkpoint.resume, run_dir, world)
+        result = find_result(run_dir) if state == "finished" else None
+        now = strict(config)
+        if result is not None and not is_longer(resume_point, now):
+            identity = partial(_identity, config)
+            check_finished(config, now, config_hash, run_dir, resume_point, result, identity)
+            return RunResult(run_dir, result)
+        if resume_point is not None:
+            check_config(resume_point, config, now, config.checkpoint.on_changed_config)
+            if state == "finished":
+                resume_point = past_its_end(resume_point)
+        observers = [*build_observers(config.tracking, run_dir), *more_observers] if world.is_main else []
+        with (
+            _failure_reported(observers),
+            _rank_zero_missed(run_dir, world),
+            worker_deaths_explained(),
+            memory_explained(world.device, world.rank),
+        ):
+            setup = Setup(
+                config=config,
+                config_hash=config_hash,
+                data=_read_data(config, resume_point),
+                judge=_build_judge(config, held),
+                world=world,
+                run_dir=run_dir,
+                folder=RunFolder(run_dir, marker=CONFIG) if world.is_main else None,
+                resume_point=resume_point,
+                on_activity=on_activity,
+            )
+            return _train(setup, observers, held)
+
+
+def _train(setup: Setup, observers: list[Observer], held: ExitStack) -> RunResult:
+    """Build the trainer and let it run; rank 0 writes."""
+    trainer, started = build_trainer(setup)
+    held.callback(trainer.evaluation.close)
+    folder = setup.folder
+    if folder is not None:
+        beside = write_run_files(setup.config, started.plan, setup.data, setup.run_dir)
+        held.callback(folder.close)
+        folder.refill = partial(refill, setup.config, started.plan, setup.data, beside, held)
+        observers.insert(0, FolderWatch(folder, observers, trainer.evaluation.move))
+    trainer.observers = observers
+    held.callback(trainer.checkpoints.close)
+    with trainer.watchdog, trainer.signals:
+        result = trainer.fit(started)
+    return RunResult(setup.run_dir if folder is None else folder.path, result)
+
+
+def _build_judge(config: Config, held: ExitStack) -> Judge | None:
+    """What scores answers; its process ends with the run."""
+    judge = build_judge(config.environment)
+    if judge is not None:
+        held.callback(judge.close)
+    return judge
+
+
+def _identity(config: Config) -> dict[str, str]:
+    return build_data(config).identity()
+
+
+def _read_data(config: Config, resume_point: ResumePoint | None) -> DataSplits:
+    """The data, in the order in which a run that is resumed has begun to read it."""
+    data = build_data(config)
+    if resume_point is None:
+        return data
+    identity = data.identity()
+    order = check_data(resume_point, identity, plain(config.data), config.checkpoint.on_changed_config)
+    return replace(data, content=identity["content"], fingerprint=order)
+
+
+def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tuple[Path, str | None]:
+    """Rank 0's run directory, which is held for this run, and the state of the run that it holds already, if any.
+
+    Raises:
+        ConfigError: the ranks composed different configurations, or another process trains in the run directory.
+    """
+    state, is_free = None, True
+    if world.is_main:
+        is_free = lock(run_dir, held)
+        state = read_status(run_dir).get("state")
+    gathered = gather((str(run_dir), config_hash, state, is_free), world)
+    different = [rank for rank, (_, other, _, _) in enumerate(gathered) if other != gathered[0][1]]
+    if different:
+        raise ConfigError(
+            Violation(
+                "configuration", f"of rank {different[0]} is not rank 0's; start every rank with the same overrides"
+            )
+        )
+    if not gathered[0][3]:
+        message = f"is {gathered[0][0]}, where another process trains; wait for it, or choose another"
+        raise ConfigError(Violation("hydra.run.dir", message))
+    return Path(gathered[0][0]), gathered[0][2]
+
+
+@contextmanager
+def _rank_zero_missed(run_dir: Path, world: World) -> Iterator[None]:
+    """Record the run as failed where rank 0, which would do so, was killed."""
+    try:
+        yield
+    except CollectiveError as error:
+        if not world.is_main:
+            record_if_dead(run_dir, f"rank 0 is gone, killed perhaps; {error}")
+        raise
+
+
+@contextmanager
+def _failure_reported(observers: Sequence[Observer]) -> Iterator[None]:
+    """Report to the observers that the body failed or was interrupted; a refused configuration is no run to report."""
+    try:
+        yield
+    except (ConfigError, SystemExit):  # Stopped is one, and so is submitit's way out of a job that it has queued again
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            ended = RunEnded(state="stopped", reason="interrupted", result={})
+        else:
+            ended = RunEnded(state="failed", reason=format_reason(error), result={})
+        for observer in observers:
+            observer.on_end(ended)
+        raise

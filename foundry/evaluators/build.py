@@ -1,0 +1,80 @@
+"""The evaluators and stop rules of a run."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.errors import InstantiationException
+
+from foundry.config.build import build
+from foundry.config.metrics import check_metrics, val_metric_names
+from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError, Violation, first_line
+from foundry.core.protocols import Evaluator, GenerativeObjective, Objective, StopRule
+from foundry.data.splits import DataSplits
+from foundry.environments.judge import Judge
+from foundry.evaluators.drawn_samples import DrawnSamples
+from foundry.parts.data import simulator_factory
+from foundry.training.early_stopping import EarlyStopping
+
+log = logging.getLogger(__name__)
+
+
+def build_evaluators(
+    config: Config, objective: Objective, data: DataSplits, judge: Judge | None = None
+) -> dict[str, Evaluator]:
+    """What measures the model during the run, and what draws samples, by name.
+
+    Raises:
+        ConfigError: they say what they measure, and a setting chooses another metric.
+    """
+    evaluators, measured = dict[str, Evaluator](), list[str]()
+    are_known = True
+    for name, node in config.evaluation.evaluators.items():
+        if node is None:
+            continue
+        try:
+            evaluator = _build_for_evaluation(config, objective, data, node, judge)
+        except InstantiationException as error:
+            if "torchmetrics" not in node:
+                raise  # of the user's own: shown where it came from
+            raise ConfigError(Violation(f"evaluation.evaluators.{name}", first_line(str(error)))) from error
+        names = node["metrics"] if "metrics" in node else getattr(evaluator, "metrics", None)
+        are_known = are_known and names is not None
+        measured += val_metric_names(names or ())
+        evaluators[name] = evaluator
+    if are_known and (wrong := list(check_metrics(config, dict.fromkeys(measured)))):
+        raise ConfigError(wrong)
+    if config.evaluation.write_samples and isinstance(objective, GenerativeObjective):
+        if data.tokens_per_sample is not None and data.tokenizer is None:
+            log.warning("no samples are drawn: the data has tokens and no tokenizer (data.tokenizer)")
+            return evaluators
+        evaluators["drawn_samples"] = DrawnSamples(objective=objective, data=data)
+    return evaluators
+
+
+def build_stop_rules(
+    config: Config, objective: Objective, data: DataSplits, judge: Judge | None = None
+) -> dict[str, StopRule]:
+    """What may end the run early, by name."""
+    own = [(name, node) for name, node in config.evaluation.stop_rules.items() if node is not None]
+    rules: dict[str, StopRule] = {"early_stopping": EarlyStopping(config.evaluation.early_stopping)}
+    return rules | {name: _build_for_evaluation(config, objective, data, node, judge) for name, node in own}
+
+
+def _build_for_evaluation(
+    config: Config, objective: Objective, data: DataSplits, node: Mapping[str, Any], judge: Judge | None
+) -> Any:
+    """An evaluator or a stop rule; the names of its metrics are for the run, unless it takes them."""
+    offered = {
+        "objective": objective,
+        "data": data,
+        "tokenizer": data.tokenizer,
+        "judge": judge,
+        "simulator": simulator_factory(config),
+        "seed": config.hparams.seed,
+        "per_gpu_batch_size": config.hparams.per_gpu_batch_size,
+        "max_samples": config.evaluation.max_samples,
+        "metrics": node.get("metrics"),
+    }
+    return build({name: value for name, value in node.items() if name != "metrics"}, offered=offered)

@@ -1,0 +1,1 @@
+"""Decoding: continuing prompts, filters and draws of tokens, and samples to look at."""

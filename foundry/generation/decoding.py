@@ -1,0 +1,227 @@
+"""Continuing prompts in batches, greedily or by drawing."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from foundry.core.keyed_random import keyed_sequences
+from foundry.core.model_hooks import hook
+from foundry.generation.sampling import draw_tokens, filtered
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """A context in which compiled blocks run as they are written.
+
+    Asking torch for it imports the compiler, which is there already where something was compiled.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How a prompt is continued.
+
+    Attributes:
+        max_new_tokens: at most as many are added.
+        temperature: 0 picks the likeliest token.
+        top_k: how many of the likeliest tokens are drawn from; None: all.
+        top_p: the fewest tokens are drawn from whose probabilities sum up to it.
+        stop_ids: tokens of which each ends a continuation.
+        seed: of the drawing.
+        stream: what is drawn for; other streams are independent of it.
+        keeps_log_probs: keep the log-probability with which each token was drawn.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    stream: str = "generation"
+    keeps_log_probs: bool = False
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model adds to a prompt.
+
+    Attributes:
+        tokens: the token that ends it included.
+        is_ended: it ends with such a token, rather than at `max_new_tokens`.
+        log_probs: with which each token was drawn, through the filters, where they are kept.
+    """
+
+    tokens: tuple[int, ...]
+    is_ended: bool
+    log_probs: tuple[float, ...] = ()
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The tokens without the one that ends them."""
+        return self.tokens[:-1] if self.is_ended else self.tokens
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    context: int,
+    device: torch.device,
+    batch_size: int = 32,
+    keys: Sequence[int] | None = None,
+    is_sliding: bool = True,
+    in_lockstep: bool = False,
+    beat: Callable[[str], None] | None = None,
+    images: Sequence[Tensor] | None = None,
+) -> list[Continuation]:
+    """Continue prompts; what is drawn depends on seed, key and place in the continuation, and not on the batches.
+
+    Where a sequence outgrows the context, the model reads its last `context` tokens anew for each token, or stops.
+
+    Args:
+        model: maps (tokens, return_logits) to `TokenLogProbs`; its training mode is restored.
+        prompts: tokens, at least one each.
+        decoding: how they are continued.
+        context: most tokens that the model reads.
+        device: where the model computes.
+        batch_size: prompts at a time; one at a time for a model without `new_cache`.
+        keys: what is drawn for a prompt is keyed by; None: its place.
+        is_sliding: continue beyond the context.
+        in_lockstep: call the model as often on every rank, whatever is drawn: each call gathers a sharded model.
+        beat: says what is being done, to a watchdog.
+        images: that each prompt is about, (pictures, 3, size, size) uint8, for a model that looks at such, and has no
+            `new_cache`; None: they are about none.
+    """
+    model = model.module if isinstance(model, DistributedDataParallel) else model  # which has nothing to reduce here
+    keys = range(len(prompts)) if keys is None else keys
+    size = batch_size if _new_cache(model, 1) is not None else 1
+    found, was_training = list[Continuation](), model.training
+    model.eval()
+    try:
+        with uncompiled():  # each length would be compiled for itself
+            for start in range(0, len(prompts), size):
+                own = slice(start, start + size)
+                seen = None if images is None else torch.stack(list(images[own])).to(device)
+                batch = _Batch(model, prompts[own], keys[own], decoding, context=context, device=device, images=seen)
+                batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep, beat=beat)
+                found += batch.continuations()
+    finally:
+        model.train(was_training)
+    return found
+
+
+def _new_cache(model: nn.Module, length: int, padding: Tensor | None = None) -> Any:
+    make = hook(model, "new_cache")
+    return None if make is None else make(length, padding)
+
+
+class _Batch:
+    """Prompts that are continued together; those that are done leave when they are half of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[int],
+        decoding: Decoding,
+        *,
+        context: int,
+        device: torch.device,
+        images: Tensor | None = None,
+    ) -> None:
+        self._model, self._decoding, self._context, self._device = model, decoding, context, device
+        self._beside = {} if images is None else {"images": images}
+        self._prompts = [len(prompt) for prompt in prompts]
+        self._sequences = [list(prompt) for prompt in prompts]
+        self._log_probs: list[list[float]] = [[] for _ in prompts]
+        self._is_ended = [False] * len(prompts)
+        self._is_done = [False] * len(prompts)  # or as long as it may be
+        self._rows = list(range(len(prompts)))  # of the prompts that the model still reads
+        self._cache: Any = None
+        num_drawn = decoding.max_new_tokens if decoding.temperature > 0 else 0
+        self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=decoding.stream)
+
+    def run(self, *, is_sliding: bool, in_lockstep: bool, beat: Callable[[str], None] | None = None) -> None:
+        """Continue all of them."""
+        for step in range(self._decoding.max_new_tokens):
+            if beat is not None:
+                beat("generating answers")
+            self._is_done = [
+                is_ended or (not is_sliding and len(sequence) >= self._context)
+                for is_ended, sequence in zip(self._is_ended, self._sequences, strict=True)
+            ]
+            if not in_lockstep:
+                self._let_go()
+                if not self._rows:
+                    break
+            self._add(*self._choose(self._read(self._decoding.max_new_tokens - step), step))
+
+    def continuations(self) -> Iterator[Continuation]:
+        """What has come of each prompt."""
+        found = zip(self._prompts, self._sequences, self._is_ended, self._log_probs, strict=True)
+        for length, sequence, is_ended, log_probs in found:
+            yield Continuation(tuple(sequence[length:]), is_ended, tuple(log_probs))
+
+    def _read(self, num_left: int) -> Tensor:
+        """Logits of the next token, (rows, vocab), of which `num_left` are still to come."""
+        sequences = [self._sequences[row] for row in self._rows]
+        expanded: Tensor | None = None
+        if self._cache is not None and self._cache.filled < self._cache.length:
+            tokens = torch.tensor([sequence[-1:] for sequence in sequences], device=self._device)
+        else:
+            given = [tuple(sequence[-self._context :]) for sequence in sequences]
+            windows = list(dict.fromkeys(given))  # answers to one prompt begin alike: it is read once
+            if len(windows) < len(given):
+                places = {window: place for place, window in enumerate(windows)}
+                expanded = torch.tensor([places[window] for window in given], device=self._device)
+            longest = max(map(len, windows))
+            lacking = [longest - len(window) for window in windows]
+            padding = torch.tensor(lacking, device=self._device) if any(lacking) else None
+            self._cache = _new_cache(self._model, min(self._context, longest + num_left - 1), padding)
+            padded = [[0] * lack + list(window) for lack, window in zip(lacking, windows, strict=True)]
+            tokens = torch.tensor(padded, device=self._device)
+        cache = {} if self._cache is None else {"cache": self._cache}
+        logits: Tensor = self._model(tokens, return_logits=True, **cache, **self._beside).logits[:, -1]
+        if expanded is not None:
+            logits = logits[expanded]
+            self._cache.keep(expanded)
+        return logits.float()
+
+    def _choose(self, logits: Tensor, step: int) -> tuple[list[int], list[float]]:
+        """The next token of each row, and the log-probability with which it is drawn, where that is kept."""
+        decoding, chosen, kept = self._decoding, logits.argmax(-1), logits
+        if decoding.temperature > 0:
+            kept = filtered(logits, temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p)
+            # A temperature so small that the quotients overflow picks the likeliest, too.
+            drawn = draw_tokens(kept, self._uniforms[self._rows, step])
+            chosen = torch.where(kept.amax(-1).isfinite(), drawn, chosen)
+        log_probs: list[float] = []
+        if decoding.keeps_log_probs:
+            log_probs = kept.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1).tolist()
+        tokens: list[int] = chosen.tolist()
+        return tokens, log_probs
+
+    def _add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        for place, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
+            if not self._is_done[row]:
+                self._sequences[row].append(token)
+                self._log_probs[row] += log_probs[place : place + 1]
+                self._is_ended[row] = token in self._decoding.stop_ids
+
+    def _let_go(self) -> None:
+        """Stop reading what is done, where that is half of what is read, or all has to be read anew."""
+        going_on = [index for index, row in enumerate(self._rows) if not self._is_done[row]]
+        is_full = self._cache is None or self._cache.filled == self._cache.length
+        if 2 * len(going_on) <= len(self._rows) or is_full:
+            self._rows = [self._rows[index] for index in going_on]
+            if self._cache is not None and self._rows:
+                self._cache.keep(torch.tensor(going_on, device=self._device))

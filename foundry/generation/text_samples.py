@@ -1,0 +1,215 @@
+"""Continued text, to read."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from foundry.core.errors import ConfigError, Violation
+from foundry.generation.decoding import Continuation, Decoding, generate
+from foundry.generation.picture_answers import PictureAnswers
+from foundry.run_dir.files import write_atomically
+
+DEFAULT_PROMPT = "def "
+log = logging.getLogger(__name__)
+_SHOWN, _PICTURES_SHOWN = 4, 8
+"""Held-out prompts that are continued where none is given."""
+_PAGE_WIDTH = 60
+"""Characters of a heading in a file of samples."""
+
+
+@dataclass(frozen=True)
+class TextSamples:
+    """Prompts and their continuations by a model.
+
+    Attributes:
+        texts: each prompt with its continuation.
+        prompts: the beginnings of the texts that were given; empty if they are not known.
+        drawn: how the texts were drawn, by name: temperature, seed.
+        step: optimizer steps that the model had taken; None if it is not known.
+    """
+
+    texts: tuple[str, ...]
+    prompts: tuple[str, ...] = ()
+    drawn: Mapping[str, object] = field(default_factory=dict)
+    step: int | None = None
+
+    @property
+    def text(self) -> str:
+        """All of them, an empty line between two."""
+        return "\n\n".join(self.texts)
+
+    @property
+    def page(self) -> str:
+        """All of them under headings: step and drawing, then of each text its number, prompt and continuation."""
+        facts = {**({} if self.step is None else {"step": self.step}), **self.drawn}
+        blocks = [", ".join(f"{name} {value}" for name, value in facts.items())] if facts else []
+        for number, text in enumerate(self.texts, start=1):
+            prompt = self.prompts[number - 1] if self.prompts else ""
+            parts = [_heading(f"sample {number} of {len(self.texts)}", "=")]
+            parts += [_heading("prompt", "-"), prompt] if self.prompts else []
+            parts += [_heading("continuation", "-"), text.removeprefix(prompt)]
+            blocks.append("\n".join(parts))
+        return "\n\n".join(blocks)
+
+    def save(self, stem: Path) -> Path:
+        """Write `stem`.txt and return the file."""
+        file = Path(f"{stem}.txt")
+        write_atomically(file, self.page + "\n")
+        return file
+
+
+def _heading(title: str, sign: str) -> str:
+    return f"{3 * sign} {title} ".ljust(_PAGE_WIDTH, sign)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A prompt, where in it what is asked last begins, the right answer where it is known, and what it is about."""
+
+    tokens: list[int]
+    turn: int = 0
+    answer: str | None = None
+    images: Tensor | None = None
+
+
+def continue_text(
+    model: nn.Module,
+    data: Any,
+    device: Any,
+    *,
+    prompt: str | None = None,
+    prompts: Sequence[str] | None = None,
+    max_new_tokens: int = 160,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    stop: Sequence[str] | None = None,
+    chat: bool = True,
+    image: Tensor | None = None,
+    seed: int = 0,
+) -> TextSamples | PictureAnswers:
+    """Continue prompts as text, or answer them in a chat; of a model that looks at pictures, about one.
+
+    Every rank calls this together, and runs the model's forward pass as often as the others; all get the same text.
+
+    Args:
+        model: the model, wrapped or not; its training mode is restored.
+        data: `DataSplits` of text; gives the tokenizer, the stop tokens and the chat template.
+        device: where the model computes.
+        prompt: text to continue; None: `prompts`, or the first few of the held-out data, or `def `.
+        prompts: several.
+        max_new_tokens: tokens to add at most; a text ends with its document or answer.
+        temperature: 0 picks the likeliest token.
+        top_k: draw from so many of the likeliest tokens; None: from all.
+        top_p: draw from the fewest tokens whose probabilities sum up to it.
+        stop: tokens that end a text; None: those of the data.
+        chat: put prompts into the data's chat template, where it has one.
+        image: the picture that the prompts are about, (3, image_size, image_size) uint8; None: there is none, or the
+            prompts are held-out ones.
+        seed: of the drawing.
+
+    Raises:
+        ConfigError: a prompt has no tokens, the template refuses it, `stop` names no token, or there is no picture
+            and the model looks at one.
+    """
+    special = [token for token, added in data.tokenizer.get_added_tokens_decoder().items() if added.special]
+    stop_ids = list(data.stop_ids) or special
+    size = getattr(getattr(model, "module", model), "image_size", None)
+    if prompt is None and prompts is None and image is None and chat and data.prompts:
+        shown = data.prompts[: _SHOWN if size is None else _PICTURES_SHOWN]
+        asked = [_Asked(list(each.tokens), each.turn, each.answer, each.images) for each in shown]
+    else:
+        if image is None and size is not None:
+            raise ConfigError(Violation("image", "has no value, and the model answers about pictures; give image=FILE"))
+        seen = None if image is None else image.unsqueeze(0)
+        # Without a prompt a text starts where documents do: after the end of another.
+        texts = _given(prompt, prompts, data, chat=chat)
+        asked = [_Asked(_encode(data, text, chat=chat) or stop_ids[:1], images=seen) for text in texts]
+    encoded = [each.tokens for each in asked]
+    if not all(encoded):
+        message = "has a text of which the tokenizer makes no token; give one that it knows"
+        raise ConfigError(Violation("prompt" if prompts is None else "prompts", message))
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=frozenset(stop_ids if stop is None else _ids(data.tokenizer, stop)),
+        seed=seed,
+    )
+    context = context_of(model, data)
+    if (longest := max(map(len, encoded))) > context:
+        log.warning("a prompt has %d tokens, of which the model reads the last %d", longest, context)
+    found = generate(
+        model,
+        encoded,
+        decoding,
+        context=context,
+        device=torch.device(device),
+        in_lockstep=dist.is_initialized() and dist.get_world_size() > 1,
+        images=None if size is None else [each.images for each in asked if each.images is not None],
+    )
+    if size is not None:
+        return _about_pictures(asked, found, data)
+    pairs = zip(encoded, found, strict=True)
+    return TextSamples(
+        texts=tuple(data.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs),
+        prompts=tuple(data.decode(tokens) for tokens in encoded),
+        drawn={"temperature": temperature, "seed": seed}
+        | ({} if top_k is None else {"top_k": top_k})
+        | ({} if top_p == 1.0 else {"top_p": top_p}),
+    )
+
+
+def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], data: Any) -> PictureAnswers:
+    """The answers beside the first picture of each prompt."""
+    return PictureAnswers(
+        images=torch.stack([each.images[0] for each in asked if each.images is not None]),
+        questions=tuple(" ".join(data.decode(each.tokens[each.turn :]).split()) for each in asked),
+        answers=tuple(data.decode(each.answer) for each in found),
+        truths=tuple(each.answer for each in asked),
+    )
+
+
+def context_of(model: nn.Module, data: Any) -> int:
+    """Most tokens that a model reads: its `max_seq_len`; without that attribute those of the longest sample."""
+    lengths = (getattr(getattr(model, "module", model), "max_seq_len", None), data.max_tokens, data.tokens_per_sample)
+    return int(next(length for length in lengths if length is not None))
+
+
+def _given(prompt: str | None, prompts: Sequence[str] | None, data: Any, *, chat: bool) -> Sequence[str]:
+    """The texts to continue.
+
+    Raises:
+        ConfigError: there are none, or both kinds.
+    """
+    if prompts is None:
+        if prompt is None and chat and data.chat_template is not None:
+            raise ConfigError(Violation("prompt", "has no value; give it as prompt=..., or chat=false for plain text"))
+        return [DEFAULT_PROMPT if prompt is None else prompt]
+    if prompt is not None:
+        raise ConfigError(Violation("prompt", "is given together with prompts; choose one of them"))
+    if not prompts:
+        raise ConfigError(Violation("prompts", "is empty; give at least one text"))
+    return prompts
+
+
+def _encode(data: Any, text: str, *, chat: bool) -> list[int]:
+    try:
+        tokens: list[int] = data.encode_prompt(text, as_chat=chat)
+    except ValueError as error:
+        raise ConfigError(Violation("prompt", str(error))) from None
+    return tokens
+
+
+def _ids(tokenizer: Any, stop: Sequence[str]) -> list[int]:
+    ids = {token: tokenizer.token_to_id(token) for token in stop}
+    if unknown := [token for token, id in ids.items() if id is None]:
+        raise ConfigError(Violation("stop", f"has {unknown[0]!r}, which is no token of the tokenizer"))
+    return list(ids.values())

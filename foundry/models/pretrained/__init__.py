@@ -1,0 +1,1 @@
+"""Models of transformers: their configs, files of weights and sizes."""

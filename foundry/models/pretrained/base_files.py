@@ -1,0 +1,70 @@
+"""Check of the files of weights in a folder of transformers, before transformers opens them.
+
+It opens each file that the index of the weights names, and unpickles one whose name does not end in .safetensors.
+"""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+from foundry.core.errors import ConfigError, Violation, shown
+from foundry.run_dir.strict_json import DamagedFileError, read_object
+
+_SUFFIX = ".safetensors"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def check_weights(folder: Path, config: Any) -> None:
+    """Refuse weights in other files than regular .safetensors files of the folder itself.
+
+    Args:
+        folder: of transformers.
+        config: its PreTrainedConfig, whose `transformers_weights` may name the file.
+
+    Raises:
+        ConfigError: the index or the configuration names another file, or the folder has adapters beside the weights.
+    """
+    if (folder / "adapter_config.json").exists():
+        message = f"{str(folder)!r} has adapters (adapter_config.json) beside its weights"
+        raise ConfigError(Violation("model.path", f"{message}; merge them, or remove that file"))
+    first = getattr(config, "transformers_weights", None)
+    if first is None:
+        first = _WEIGHTS if (folder / _WEIGHTS).is_file() else _INDEX
+        if not (folder / first).exists():
+            return  # the message of transformers names the missing file
+    if isinstance(first, str) and first.endswith(f"{_SUFFIX}.index.json"):
+        _require_regular(folder, first, (".json",))
+        names = _shards(folder / first)
+    else:
+        names = [first]
+    for name in names:
+        _require_regular(folder, name, (_SUFFIX,))
+
+
+def _shards(index: Path) -> list[Any]:
+    """The files that an index names."""
+    try:
+        content = read_object(index.resolve(), needed={"weight_map": dict, "metadata": dict})
+    except (DamagedFileError, OSError) as error:
+        raise ConfigError(Violation("model.path", f"{str(index.parent)!r}: {error}")) from None
+    return list({str(name): name for name in content["weight_map"].values()}.values())
+
+
+def _require_regular(folder: Path, name: Any, suffix: tuple[str, ...]) -> None:
+    """Refuse a name that is not one of a regular file of the folder; links are followed, as a hub's cache needs.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    wrong = ""
+    if not isinstance(name, str) or not name.endswith(suffix):
+        wrong = f"which does not end in {suffix[0]}; convert it with safetensors"
+    elif "\0" in name or Path(name).name != name:
+        wrong = "which leads out of that folder; move the file into it"
+    else:
+        try:
+            wrong = "" if stat.S_ISREG((folder / name).stat().st_mode) else "which is not a regular file; replace it"
+        except OSError as error:
+            wrong = f"which cannot be read: {error.strerror}"
+    if wrong:
+        raise ConfigError(Violation("model.path", f"{str(folder)!r} names a file of weights {shown(name)}, {wrong}"))

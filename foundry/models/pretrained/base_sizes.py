@@ -1,0 +1,93 @@
+"""Bounds on the sizes of a model of transformers, before it is built: it gets as many layers as config.json says."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from foundry.core.errors import ConfigError, Violation, shown
+from foundry.run_dir.files import in_hub_cache
+from foundry.run_dir.strict_json import DamagedFileError, read_object
+
+_BOUNDS = (
+    (re.compile(r"(?:layers?|blocks?|depths?)$"), 1000),
+    (re.compile(r"(?:positions|position_embeddings|n_ctx|context_length|seq_len\w*)$"), 2**24),
+    (re.compile(r"(?:size|dim|width|embd|inner|model|ff|heads?|experts|groups)$"), 10**8),
+)
+"""Patterns of names in a config.json, each with its largest value, which no known model reaches."""
+_MOST_MODULES = 2**18
+"""A model of 61 layers with 384 experts of four modules each has 94,000."""
+
+
+def check_sizes(folder: Path) -> None:
+    """Refuse a config.json that asks for more layers, or larger ones, than any machine can build.
+
+    Args:
+        folder: of transformers, with a config.json.
+
+    Raises:
+        ConfigError: config.json is not a JSON object, or a size in it is out of bounds.
+    """
+    try:
+        settings = read_object(in_hub_cache(folder / "config.json"))
+        too_large = dict(_out_of_bounds(settings))
+    except (DamagedFileError, OSError, RecursionError) as error:
+        raise ConfigError(Violation("model.path", f"{str(folder)!r}: {error}")) from None
+    if too_large:
+        texts = (f"{name}={shown(value)} is above {bound}" for name, (value, bound) in too_large.items())
+        message = f"{str(folder)!r}: config.json has sizes that no model has: {', '.join(texts)}"
+        raise ConfigError(Violation("model.path", f"{message}; correct that file, or choose another folder"))
+
+
+def check_own_sizes(fields: Mapping[str, Any]) -> None:
+    """Refuse sizes out of bounds in the `model.config` of a composed or recorded configuration.
+
+    Raises:
+        ConfigError: a size is out of bounds.
+    """
+    if too_large := dict(_out_of_bounds(dict(fields))):
+        raise ConfigError(
+            Violation(f"model.config.{name}", f"is {shown(value)} but must be at most {bound}")
+            for name, (value, bound) in too_large.items()
+        )
+
+
+@contextmanager
+def bounded_modules() -> Iterator[None]:
+    """Limit the number of modules that the body builds, for counts whose names are not in the table of bounds.
+
+    Raises:
+        ConfigError: the body has put together more than 2**18 modules.
+    """
+    count = 0
+
+    def note(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_MODULES:
+            message = f"asks for a model of more than {_MOST_MODULES} modules; reduce its numbers of layers and experts"
+            raise ConfigError(Violation("model", message))
+
+    handle = register_module_module_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _out_of_bounds(value: Any, name: str = "") -> Iterator[tuple[str, tuple[float, int]]]:
+    """Yield the settings above their bounds, with value and bound; nested objects are searched, too."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _out_of_bounds(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _out_of_bounds(item, name)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        bound = next((bound for pattern, bound in _BOUNDS if pattern.search(name)), None)
+        if bound is not None and value > bound:
+            yield name, (value, bound)

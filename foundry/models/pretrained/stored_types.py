@@ -1,0 +1,79 @@
+"""Types of the tensors of a base: float32, bfloat16 and float16 are trained as they are, anything else is refused.
+
+A weight of another type is usually quantised: its numbers mean nothing without scales, which transformers ignores if
+the folder's config.json does not ask for them.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from foundry.core.errors import listed
+from foundry.run_dir.files import in_hub_cache, read_text
+
+READ_TYPES = ("F32", "BF16", "F16")
+"""Types of weights that are read, as safetensors calls them."""
+REMEDY = "give a folder whose weights are float32, bfloat16 or float16"
+
+_POSITIONS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Stored tensors that transformers computes anew, which older versions wrote."""
+_SCALE = re.compile(r"scale|zero_point|absmax")
+
+
+def folder_types(folder: Path) -> dict[str, str]:
+    """Return safetensors' word for the type of each tensor that transformers reads of a folder.
+
+    Raises:
+        SafetensorError: a file is damaged.
+        OSError: a file cannot be opened.
+        ValueError: the index names no files.
+    """
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if not (folder / names[0]).is_file() and index.is_file():
+        try:
+            names = sorted(set(json.loads(read_text(in_hub_cache(index)))["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{index.name} names no files of weights: {error!r}") from None
+    types = dict[str, str]()
+    for file in filter(Path.is_file, (folder / name for name in names)):  # transformers names a missing one
+        with safe_open(file, framework="pt") as opened:
+            types |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    return types
+
+
+def find_quantisation(config: Any) -> str | None:
+    """Return the quantisation method of a transformers config; None if its weights are not quantised."""
+    for part in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            if asked := getattr(part, name, None):
+                method = asked.get("quant_method") if isinstance(asked, dict) else None
+                return str(method or name)
+    return None
+
+
+def find_wrong_types(
+    types: Mapping[str, str], unread: Collection[str], ignored: Iterable[str], integral: Collection[str]
+) -> str:
+    """Describe the tensors that cannot be trained as they are; empty if all can.
+
+    Args:
+        types: of the stored tensors, by name.
+        unread: stored tensors that belong to nothing in the model.
+        ignored: patterns of stored tensors that the architecture leaves out.
+        integral: buffers of the model that hold no fractions, such as positions.
+    """
+    left_out = re.compile("|".join(f"({pattern})" for pattern in (*_POSITIONS, *ignored)))
+    wrong = [
+        f"{name} ({dtype})"
+        for name, dtype in sorted(types.items())
+        if dtype not in READ_TYPES and name not in {*unread, *integral} and not left_out.search(name)
+    ]
+    if wrong:
+        return f"holds {listed(wrong, 2)}, and only {', '.join(READ_TYPES)} are read"
+    if scales := sorted(name for name in unread if _SCALE.search(name.rpartition(".")[2])):
+        return f"holds {listed(scales, 2)}, which the model does not read: its weights are quantised"
+    return ""

@@ -1,0 +1,1 @@
+"""Each part of a run, built from its group of the configuration."""

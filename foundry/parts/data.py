@@ -1,0 +1,65 @@
+"""Data, and the simulator that it may need."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from foundry.config.build import build, field_of
+from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError, Violation
+from foundry.data.splits import DataSplits
+from foundry.parts.fitting import fitting
+from foundry.simulators.protocol import Simulator
+
+
+def build_data(config: Config) -> DataSplits:
+    """Training and held-out samples."""
+    data: DataSplits = build(fitting(config.data, "data"), offered=offered_to_data(config), seed=config.hparams.seed)
+    return data
+
+
+def offered_to_data(config: Config) -> dict[str, Any]:
+    """What data is given where it takes it: what makes the simulator, and its settings."""
+    return {"simulator": simulator_factory(config), "simulator_settings": _simulator_settings(config)}
+
+
+def build_simulator(config: Config) -> Simulator | None:
+    """Where the policy acts; None where nothing is simulated.
+
+    Raises:
+        ConfigError: it cannot be built, or has other sizes than the configuration says.
+    """
+    if field_of(config.simulator, "_target_") is None:
+        return None
+    settings = _simulator_settings(config)
+    simulator: Simulator = build(fitting(settings, "simulator"))
+    stated = {name: settings.get(name) for name in ("state_dim", "action_dim")}
+    built = {name: getattr(simulator, name) for name in stated}
+    if wrong := [name for name, size in stated.items() if size not in (None, built[name])]:
+        simulator.close()
+        message = f"but {type(simulator).__name__} has %s; set it to that"
+        raise ConfigError(
+            Violation(f"simulator.{name}", f"is {stated[name]} {message % built[name]}") for name in wrong
+        )
+    return simulator
+
+
+def _simulator_settings(config: Config) -> dict[str, Any]:
+    node = config.simulator
+    return node if isinstance(node, dict) else asdict(node)
+
+
+def simulator_factory(config: Config) -> Callable[[], Simulator] | None:
+    """What makes a simulator at each call, as `build_simulator` does; None where nothing is simulated."""
+
+    def make() -> Simulator:
+        simulator = build_simulator(config)
+        assert simulator is not None
+        return simulator
+
+    return None if field_of(config.simulator, "_target_") is None else make
+
+
+def samples_per_epoch(config: Config, data: DataSplits) -> int:
+    """Samples of one pass over the training data: of an objective that generates, several for each row."""
+    return len(data.train) * int(field_of(config.objective, "samples_per_row", 1))

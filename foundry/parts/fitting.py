@@ -1,0 +1,29 @@
+"""Settings that a part of the user's own need not take."""
+
+import inspect
+import logging
+from typing import Any
+
+from hydra.utils import get_object
+
+from foundry.config.checks.targets import runtime_settings
+
+log = logging.getLogger(__name__)
+
+
+def fitting(node: Any, group: str) -> Any:
+    """A part of the user's own, without the settings that are the run's or the presets' and that it does not take."""
+    optional = [name for name in runtime_settings(group) if isinstance(node, dict) and name in node]
+    if not optional:
+        return node
+    try:
+        parameters = inspect.signature(get_object(node["_target_"]), follow_wrapped=False).parameters
+    except ValueError:  # compiled code, which does not say
+        return node
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return node
+    untaken = [name for name in optional if name not in parameters]
+    for name in untaken:
+        if group == "scheduler":
+            log.info("scheduler.%s=%s is not used: %s takes none", name, node[name], node["_target_"])
+    return {name: value for name, value in node.items() if name not in untaken}

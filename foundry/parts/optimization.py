@@ -1,0 +1,80 @@
+"""The budget of a run, its schedule and its optimizers."""
+
+import logging
+
+from torch import nn
+from torch.optim import Optimizer
+
+from foundry.config.build import build, field_of
+from foundry.config.lengths import check_lengths, resolve_budget
+from foundry.config.schemas.evaluation import PatienceUnit
+from foundry.config.schemas.hparams import ScheduleUnit
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.scheduler import Scheduler
+from foundry.core.duration import Budget
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.protocols import Schedule
+from foundry.data.splits import DataSplits
+from foundry.optim.optimizers import not_covered
+from foundry.parts.data import samples_per_epoch
+from foundry.parts.fitting import fitting
+
+log = logging.getLogger(__name__)
+
+
+def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
+    """The size of the run.
+
+    Raises:
+        ConfigError: a length that only the data could resolve does not fit.
+    """
+    hparams, tokens = config.hparams, data.tokens_per_sample
+    if hparams.batch_schedule is not None and hparams.batch_schedule_unit is ScheduleUnit.tokens and tokens is None:
+        message = "is tokens but a sample of this data has none; set samples"
+        raise ConfigError(Violation("hparams.batch_schedule_unit", message))
+    try:
+        epoch = samples_per_epoch(config, data)
+        budget = resolve_budget(hparams, samples_per_epoch=epoch, dp_size=dp_size, tokens_per_sample=tokens)
+    except ValueError as error:
+        # Thresholds in tokens of data that says only now how many a sample has.
+        raise ConfigError(Violation("hparams.batch_schedule", str(error))) from None
+    if wrong := list(check_lengths(config, budget)):
+        raise ConfigError(wrong)
+    stopping, epochs = config.evaluation.early_stopping, budget.total_samples / budget.samples_per_epoch
+    if stopping.patience is not None and stopping.unit is PatienceUnit.epochs and epochs <= stopping.patience:
+        patience = f"evaluation.early_stopping.patience={stopping.patience} epochs"
+        log.warning("%s is not shorter than the run, which has %.3g", patience, epochs)
+    return budget
+
+
+def build_schedule(config: Config, budget: Budget) -> Schedule:
+    """Learning rate and weight decay along the run; says what of the settings it does not follow."""
+    own = constant_weight_decay(config)
+    start = getattr(config.scheduler, "start_weight_decay", None)
+    end = getattr(config.scheduler, "end_weight_decay", None)
+    if start is not None and own not in (start, end):
+        log.warning("optimizer.weight_decay=%g is not used: scheduler sets it from %g to %g", own, start, end)
+    if isinstance(config.scheduler, Scheduler) and (phases := config.scheduler.phases(budget)).is_clamped:
+        steps = budget.batch_sizes.steps_at(phases.warmup)
+        log.warning("scheduler.warmup=%s is longer than the run; it is %g steps", config.scheduler.warmup, steps)
+    schedule: Schedule = build(fitting(config.scheduler, "scheduler"), max_lr=config.hparams.lr, budget=budget)
+    return schedule
+
+
+def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
+    """The optimizers of the wrapped model, which take each of its trainable parameters once.
+
+    Raises:
+        ConfigError: they leave some out, or take some twice; or they are no list of optimizers.
+    """
+    offered = {"precision": config.precision.mode}
+    optimizers = build(config.optimizer, offered=offered, model=model, lr=config.hparams.lr)
+    if wrong := not_covered(optimizers, model):
+        target = field_of(config.optimizer, "_target_")
+        raise ConfigError(Violation("optimizer._target_", f"is {target}, which {wrong}"))
+    return list(optimizers)
+
+
+def constant_weight_decay(config: Config) -> float:
+    """The weight decay where the schedule has none: the optimizer's; 0 for an optimizer without one."""
+    return float(field_of(config.optimizer, "weight_decay") or 0.0)
