@@ -10,9 +10,9 @@ from support.declarations import fields_of_parts
 from support.house import House, measure
 
 PACKAGE = Path(__file__).resolve().parent.parent / "foundry"
-FLOORS = 16
-ARROWS = 261
-CIRCLES = [("models", "parallel", "training")]
+FLOORS = 12
+ARROWS = 135
+CIRCLES = []
 PARAMETERS, SECOND_DEFAULTS = 369, 203
 
 

@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 ACROSS = {"distributed", "docs", "e2e", "evidence", "parity", "security", "slurm"}
 
 
-def modules():
-    """The folders, relative to the package, that have a module of some name."""
+def rooms_of_modules():
+    """The rooms that have a module of some name."""
     found = {}
-    for path in (ROOT / "foundry").rglob("*.py"):
-        found.setdefault(path.stem, set()).add(path.parent.relative_to(ROOT / "foundry"))
+    for path in (ROOT / "foundry").glob("*/**/*.py"):
+        found.setdefault(path.stem, set()).add(path.relative_to(ROOT / "foundry").parts[0])
     return found
 
 
@@ -27,11 +27,11 @@ def test_a_folder_of_tests_is_a_room_of_the_package():
 
 
 def test_a_file_of_tests_named_after_a_module_is_in_its_room():
-    places, strayed = modules(), []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        folder, name = path.parent.relative_to(ROOT / "tests"), path.stem.removeprefix("test_")
-        if folder.parts[:1] != () and folder.parts[0] not in ACROSS and folder not in places.get(name, {folder}):
-            strayed.append(f"{path.relative_to(ROOT)}: {name}.py is in {sorted(map(str, places[name]))}")
+    rooms, strayed = rooms_of_modules(), []
+    for path in sorted((ROOT / "tests").glob("*/**/test_*.py")):
+        folder, name = path.relative_to(ROOT / "tests").parts[0], path.stem.removeprefix("test_")
+        if folder not in ACROSS and folder not in rooms.get(name, {folder}):
+            strayed.append(f"{path.relative_to(ROOT)}: {name}.py is in {sorted(rooms[name])}")
     assert strayed == []
 
 

@@ -91,9 +91,9 @@ def test_each_module_that_is_started_leaves_the_current_folder_first(file):
 
 def test_leaving_the_current_folder_imports_only_modules_that_python_has_loaded():
     tree = ast.parse(Path(safe_path.__file__).read_text(encoding="utf-8"))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported == {"os", "sys"}
-    assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
+    leave = next(node for node in tree.body if getattr(node, "name", "") == "leave_current_folder")
+    imports = [node for node in (*tree.body, *ast.walk(leave)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert [ast.unparse(node) for node in imports] == ["import os", "import sys"]
 
 
 def test_a_command_runs_no_module_of_the_current_folder(hostile):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.in_process import Commands
 
-TEMPLATE = Path(__file__).resolve().parent.parent / "foundry" / "commands" / "project_template"
+TEMPLATE = Path(__file__).resolve().parents[2] / "foundry" / "commands" / "project_template"
 FILES = {
     ".gitignore",
     "README.md",
