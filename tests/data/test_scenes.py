@@ -9,7 +9,7 @@ import torch
 from support.reach import Reach
 
 from foundry.core.errors import ConfigError
-from foundry.data.images.scenes import FIRST_SEED, scenes
+from foundry.data.robots.scenes import FIRST_SEED, scenes
 from foundry.data.robots import demonstrations
 
 SETTINGS = {"num_scenes": 12, "image_size": 16, "seq_len": 96, "vocab_size": 257, "tokenizer": None, "held_out": 0.25}

@@ -56,7 +56,7 @@ class ImageChatFiles(AboutPictures):
 class Scenes(AboutPictures):
     """Pictures of the starts of the simulator's episodes, with what it says about them; made once, and kept."""
 
-    _target_: str = "foundry.data.images.scenes.scenes"
+    _target_: str = "foundry.data.robots.scenes.scenes"
 
     num_scenes: int = setting(4200, "pictures, those held out among them", ge=2, le=2**30)
     seq_len: int = setting(64, "most tokens of a conversation", ge=1, le=10**8)
