@@ -1,1 +1,1 @@
-"""What scores a model's answers; no torch is imported here."""
+"""Environments, which score a model's answers; torch is not imported here."""

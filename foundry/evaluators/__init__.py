@@ -1,1 +1,1 @@
-"""What a model is measured by during a run: parts that every rank calls at an evaluation."""
+"""Evaluators: metrics of a model that every rank measures together during a run."""

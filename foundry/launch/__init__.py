@@ -1,1 +1,1 @@
-"""Starting several processes."""
+"""Launching: processes and ranks on this machine and on Slurm, and how they ended."""

@@ -1,1 +1,1 @@
-"""What is trained."""
+"""Models: architectures, initial weights, log-probabilities and adapters."""

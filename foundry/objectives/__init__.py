@@ -1,1 +1,1 @@
-"""What is minimised; one file each."""
+"""Objectives: the losses of training, one module each."""

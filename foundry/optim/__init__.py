@@ -1,1 +1,1 @@
-"""Optimizers and the curves they follow."""
+"""Optimizers and schedules."""

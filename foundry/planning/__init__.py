@@ -1,1 +1,1 @@
-"""What a run will be and need, known before it starts."""
+"""The plan of a run: its numbers and its memory, derived before it starts."""

@@ -1,1 +1,1 @@
-"""Windows of what the model itself generates, scored."""
+"""Rollouts: windows of completions that the model generates, scored."""

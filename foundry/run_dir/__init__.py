@@ -1,1 +1,1 @@
-"""The small files of a run directory: what other processes, and other rooms, may read of a run."""
+"""The small files of a run directory, which other processes and rooms read and write through this room only."""

@@ -1,1 +1,1 @@
-"""Where a policy acts: simulators, and the experts that show it what to do."""
+"""Simulators, in which a policy acts, and experts that demonstrate."""

@@ -1,1 +1,1 @@
-"""Sweeps: from overrides that vary to composed jobs, to what came of them."""
+"""Sweeps: from swept overrides to composed jobs and the report of their results."""

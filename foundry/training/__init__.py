@@ -1,1 +1,1 @@
-"""The order of events: step, evaluation, checkpoint."""
+"""Training: the order of events of a run, its step, evaluation and guards."""

@@ -1,6 +1,6 @@
 """Measures of the package's structure, from its syntax trees: rooms, the imports between them, and floors.
 
-A room is a package directly under `foundry/`, a package under `foundry/tasks/`, or a module at the top. Imports within
+A room is a package directly under `foundry/` or under `foundry/tasks/`; modules at the top are in none. Imports within
 functions count; those under `if TYPE_CHECKING:` do not.
 """
 
@@ -55,8 +55,9 @@ class House:
 
 def measure(root: Path) -> House:
     """Measure the package in a folder, which holds its modules."""
-    trees = {_dotted(path, root): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
-    modules = {name: _room(name, trees) for name in trees if _room(name, trees)}
+    paths = {_dotted(path, root): path for path in sorted(root.rglob("*.py"))}
+    trees = {name: ast.parse(path.read_text()) for name, path in paths.items()}
+    modules = {name: room for name, path in paths.items() if (room := _room(path.relative_to(root)))}
     arrows: dict[tuple[str, str], set[str]] = {}
     for name, room in modules.items():
         for imported in _imports(trees[name]):
@@ -71,11 +72,9 @@ def _dotted(path: Path, root: Path) -> str:
     return ".".join((PACKAGE, *(part for part in parts if part != "__init__")))
 
 
-def _room(name: str, trees: dict[str, ast.Module]) -> str:
-    parts = name.split(".")[1:]
-    if parts[:1] == ["tasks"]:
-        return ".".join(parts[:2])
-    return parts[0] if parts else ""
+def _room(path: Path) -> str:
+    folders = path.parent.parts
+    return ".".join(folders[: 2 if folders[:1] == ("tasks",) else 1])
 
 
 def _module(imported: str, trees: dict[str, ast.Module]) -> str | None:

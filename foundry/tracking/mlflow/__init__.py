@@ -1,1 +1,1 @@
-"""MLflow: what is sent, by which process, and what waits where no server answers."""
+"""MLflow: the records of a run, the process that sends them, and those that wait for a server."""
