@@ -9,8 +9,8 @@ import torch
 from support.reach import Reach
 
 from foundry.core.errors import ConfigError
-from foundry.data.robots.scenes import FIRST_SEED, scenes
 from foundry.data.robots import demonstrations
+from foundry.data.robots.scenes import FIRST_SEED, scenes
 
 SETTINGS = {"num_scenes": 12, "image_size": 16, "seq_len": 96, "vocab_size": 257, "tokenizer": None, "held_out": 0.25}
 
