@@ -2,12 +2,14 @@
 
 import itertools
 import math
+import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from foundry.config.record.strict_yaml import read_yaml
+from foundry.core.part_names import public_name
 from foundry.run_dir.names import HYDRA
 from foundry.run_dir.redact import one_line
 
@@ -15,9 +17,18 @@ _LONGEST_NUMBER = 8  # characters
 _MOST_BYTES = 2**16  # of a job's overrides: reading more takes seconds
 
 
+_PART = re.compile(r"(?<![\w.])foundry(\.\w+)+")
+"""A dotted path that may be of one of foundry's own parts."""
+
+
+def respell_targets(override: str, spell: Callable[[str], str]) -> str:
+    """Return an override, in which `spell` has given the dotted paths of foundry's parts, if it sets a `_target_`."""
+    return _PART.sub(lambda found: spell(found[0]), override) if "_target_" in override else override
+
+
 def key_and_value(override: str) -> tuple[str, str]:
-    """`+group.key=value` as `group.key` and `value`."""
-    key, _, value = override.partition("=")
+    """`+group.key=value` as `group.key` and `value`; foundry's parts by their public names."""
+    key, _, value = respell_targets(override, public_name).partition("=")
     return key.lstrip("+"), value
 
 

@@ -13,7 +13,9 @@ from foundry.config.record.secrets import VARIABLE
 from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.simulator import runs_foreign_code
 from foundry.config.schemas.tracking import EXTRAS
+from foundry.config.target_names import respelled
 from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.part_names import public_name
 
 _MAX_BITS = 64
 _NAMED_PART = re.compile(r"(evaluation\.evaluators|tracking\.trackers)\.\w+\._target_")
@@ -55,15 +57,16 @@ def read_settings(path: Path, key: str) -> dict[str, Any]:
 def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     """What in a run's settings would have a library run code that is not foundry's own, each as key=value.
 
-    A part is foundry's own if its `_target_` is the default of a schema of its group, or it is an evaluator or tracker
-    that foundry has, or a metric of torchmetrics that such an evaluator is given; whatever else Hydra obeys, and
-    whatever is nested, is not. Kernels of a hub, which transformers would fetch, are not either, nor what a simulator
-    would import, and a part is given no variable of the environment.
+    A part is foundry's own if its `_target_`, by its public name or an older path, is the default of a schema of its
+    group, or it is an evaluator or tracker that foundry has, or a metric of torchmetrics that such an evaluator is
+    given; whatever else Hydra obeys, and whatever is nested, is not. Kernels of a hub, which transformers would fetch,
+    are not either, nor what a simulator would import, and a part is given no variable of the environment.
     """
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group), **_own_targets_inside(group)}
         for where, name, value in _keys(node, group):
-            is_own = value in own.get(where, _OWN_NAMED_PARTS if _NAMED_PART.fullmatch(where) else ())
+            target = public_name(value) if isinstance(value, str) else value
+            is_own = target in own.get(where, _OWN_NAMED_PARTS if _NAMED_PART.fullmatch(where) else ())
             is_own |= bool(_METRIC.fullmatch(where) and _OF_TORCHMETRICS.fullmatch(str(value)))
             is_none = where in own and value is None  # such as no environment
             is_hydra = name in HYDRA_KEYS and not is_own and not is_none
@@ -71,7 +74,7 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
             if is_hydra or is_kernel:
                 yield f"{where}={shown(value)}"
         if group == "simulator" and isinstance(node, dict):
-            yield from (f"{group}.{name}={shown(node[name])}" for name in runs_foreign_code(node))
+            yield from (f"{group}.{name}={shown(node[name])}" for name in runs_foreign_code(respelled(node)))
         for where, value in _leaves(node, group) if own_targets(group) else ():
             if isinstance(value, str) and "${" in value:
                 yield f"{where}={shown(value)}"

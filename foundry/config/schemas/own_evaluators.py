@@ -34,7 +34,7 @@ def _batch_size() -> Any:
 class HeldOut:
     """The loss and the objective's metrics on held-out samples."""
 
-    _target_: str = "foundry.evaluators.held_out.HeldOut"
+    _target_: str = "foundry.evals.HeldOut"
     per_gpu_batch_size: int = _batch_size()
     max_samples: int | None = _samples()
     torchmetrics: dict[str, Any] | None = setting(
@@ -46,7 +46,7 @@ class HeldOut:
 class ExactMatch:
     """Greedy answers to held-out prompts."""
 
-    _target_: str = "foundry.evaluators.exact_match.ExactMatch"
+    _target_: str = "foundry.evals.ExactMatch"
     max_new_tokens: int = setting(256, "longest answer in tokens", ge=1, le=10**7)
     per_gpu_batch_size: int = _batch_size()
     max_samples: int | None = _samples()
@@ -59,7 +59,7 @@ class ExactMatch:
 class Success:
     """Success of a policy in simulated episodes."""
 
-    _target_: str = "foundry.evaluators.success.Success"
+    _target_: str = "foundry.evals.Success"
     num_observations: int = setting(2, "observations that the policy is shown", ge=1, le=1024)
     episodes: int = setting(50, "episodes to run", ge=1, le=MOST_EPISODES)
     at_a_time: int = setting(25, "episodes that share a forward pass, with a simulator each", ge=1, le=10**6)
@@ -73,4 +73,4 @@ class Success:
 class DrawnSamples:
     """Images or text that the objective draws."""
 
-    _target_: str = "foundry.evaluators.drawn_samples.DrawnSamples"
+    _target_: str = "foundry.evals.DrawnSamples"

@@ -67,7 +67,7 @@ class Episodes(Data):
 class Demonstrations(Episodes):
     """Successful episodes of the simulator's expert, the same for every seed of a run; made once, and kept."""
 
-    _target_: str = "foundry.data.robots.demonstrations.demonstrations"
+    _target_: str = "foundry.datasets.demonstrations"
 
     episodes: int = setting(300, "successful episodes", ge=2, le=10**7)
     noise: float = setting(
@@ -96,7 +96,7 @@ class Demonstrations(Episodes):
 class LeRobot(Episodes):
     """Episodes of your own, in a folder in LeRobot's format, version 3."""
 
-    _target_: str = "foundry.data.robots.lerobot.lerobot"
+    _target_: str = "foundry.datasets.lerobot"
 
     path: str = setting("???", "folder with meta/info.json", on_resume=OnResume.data)
     state_key: str = setting("observation.state", "column of the states")

@@ -53,7 +53,7 @@ class Transformer(Model):
 
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
-    _target_: str = "foundry.models.transformer.Transformer"
+    _target_: str = "foundry.Transformer"
     vocab_size: int = setting("${data.vocab_size}", "entries of the token embedding", ge=1, le=10**8)
     hidden_size: int = setting(256, "width of the residual stream", ge=1, le=10**6)
     intermediate_size: int = setting(704, "width of the SwiGLU feed-forward", ge=1, le=10**7)
@@ -108,7 +108,7 @@ class PrefixVLM(Transformer):
     brings_hparams: ClassVar[str] = "vlm"
     wants: ClassVar[frozenset[str]] = frozenset({"tokens", "images"})
 
-    _target_: str = "foundry.models.vlm.PrefixVLM"
+    _target_: str = "foundry.PrefixVLM"
     image_size: int | None = setting(
         "${data.image_size}", "height and width of a picture in pixels; a multiple of 8", ge=8, le=4096
     )
@@ -142,7 +142,7 @@ class HuggingFace(Model):
 
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
-    _target_: str = "foundry.models.pretrained.huggingface.HuggingFaceCausalLM"
+    _target_: str = "foundry.HuggingFaceCausalLM"
     path: str | None = setting(
         None,
         "folder with config.json and weights; null: build `architecture` with fresh weights",
@@ -235,7 +235,7 @@ class DiT(Model):
 
     wants: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
-    _target_: str = "foundry.models.dit.DiT"
+    _target_: str = "foundry.DiT"
     image_size: int = setting("${data.image_size}", "height and width in pixels", ge=1, le=10**5)
     num_channels: int = setting("${data.num_channels}", "colour channels", ge=1, le=10**5)
     num_classes: int = setting("${data.num_classes}", "classes to condition on", ge=1, le=10**8)
@@ -267,7 +267,7 @@ class PolicyDiT(Model):
 
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
 
-    _target_: str = "foundry.models.policy_dit.PolicyDiT"
+    _target_: str = "foundry.PolicyDiT"
     state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
     action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
     num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
@@ -304,7 +304,7 @@ class VLA(Model):
     brings_hparams: ClassVar[str] = "vla"
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
 
-    _target_: str = "foundry.models.vla.VLA"
+    _target_: str = "foundry.VLA"
     backbone: PrefixVLM = setting(PrefixVLM, "the vision-language model, whose keys and values the expert attends to")
     state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
     action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
