@@ -14,7 +14,6 @@ from support.composition import compose, configure
 
 import foundry
 from foundry.commands.library import compose as compose_config
-from foundry.config import moved_modules, part_names
 from foundry.config.build import build
 from foundry.config.checks.static_source import NotThere, resolve_parameters
 from foundry.config.composition.job_overrides import key_and_value
@@ -23,6 +22,7 @@ from foundry.config.record.frozen import hash_config, load_config, plain, read_r
 from foundry.config.record.recorded import foreign_parts, read_settings
 from foundry.config.record.resume_compat import differences
 from foundry.config.schemas import own_evaluators, own_trackers
+from foundry.core import moved_modules, part_names
 from foundry.core.part_names import NAMESPACES, PARTS, find_part, first_path, names_in, place_of, public_name
 from foundry.data.robots.simulated import simulator_identity
 from foundry.sweeps.job import Job
@@ -89,7 +89,7 @@ def test_names_are_imported_as_attributes_and_by_import():
 def test_importing_foundry_imports_no_part():
     listed = "import sys, foundry, foundry.schedules; print(*sorted(m for m in sys.modules if m.startswith('foundry')))"
     done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True)
-    own = {"foundry", "foundry.config", "foundry.core.moved_modules", "foundry.core.part_names"}
+    own = {"foundry", "foundry.core", "foundry.core.moved_modules", "foundry.core.part_names"}
     assert set(done.stdout.split()) == own | set(NAMESPACES)
 
 
