@@ -144,6 +144,25 @@ def test_diffusion_selects_its_task_and_leaves_the_rest_open(compose):
     assert config.scheduler.min_lr == 1e-5
 
 
+SEED = "hparams.seed=7"
+Z_LOSS = "hparams.z_loss_coefficient=0.25"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["objective=next_token", Z_LOSS], {"z_loss_coefficient": 0.25}),
+        (["objective=sft", "data=arithmetic", SEED, Z_LOSS], {"seed": 7, "z_loss_coefficient": 0.25}),
+        (["hparams=diffusion", SEED], {"seed": 7}),
+        (["hparams=policy", "objective=diffusion_policy", SEED], {"seed": 7}),
+        (["hparams=policy", "objective=flow_policy", SEED], {"seed": 7}),
+    ],
+)
+def test_objectives_follow_seed_and_z_loss_of_the_run(compose, words, expected):
+    objective = to_config(compose(*words)).objective
+    assert {name: getattr(objective, name) for name in expected} == expected
+
+
 def test_aliases_mean_what_they_stand_for(compose):
     for alias, name in {"amp": "amp_bfloat16", "amp_bf16": "amp_bfloat16", "float32": "fp32"}.items():
         assert compose(f"precision={alias}").precision.mode.name == name
