@@ -68,14 +68,14 @@ def setting(
         finite: a number may not be infinite.
         on_resume: whether a resumed run may have another value; None: as its group.
         runtime: the run itself reads it, or a preset sets it for every part; a part of the user's own need not take it.
-        since: the version that added the setting; the configuration's hash then leaves it out at its default, so that
-            runs of earlier versions keep their hash. Every new setting has one; None: it is as old as the hash.
+        since: version that added the setting. The hash of the configuration leaves it out at its default, so runs of
+            earlier versions keep their hash. Required for new settings; None includes the setting in every hash.
 
     Raises:
-        ValueError: `since` with a default that follows another setting, which the hash cannot tell from a value.
+        ValueError: `since` is combined with a default that is an interpolation.
     """
     if since is not None and isinstance(default, str) and "${" in default:
-        raise ValueError(f"since={since} needs a default of its own, not {default}")
+        raise ValueError(f"since={since} needs a default without interpolation, not {default}")
     bounds = {name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le)) if bound is not None}
     metadata = {
         "doc": doc,
@@ -107,7 +107,7 @@ def group(
         on_resume: what holds for its settings that say nothing else.
         given: for a part, what it is called with besides its own settings.
         offered: what it is called with if it takes it.
-        since: the version that added the group, as of `setting`.
+        since: version that added the group, as in `setting`.
     """
     metadata = {"on_resume": on_resume, "given": given, "offered": offered, "since": since}
     if not isinstance(default, type):

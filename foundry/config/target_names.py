@@ -1,6 +1,6 @@
-"""One spelling of every `_target_`: foundry's own parts have their public names, whichever path was written.
+"""Public names in place of older paths in every `_target_`.
 
-So two spellings of a run have one configuration, and only it is compared, recorded and trusted.
+Composed and recorded configurations then have one spelling, so comparisons need no second one.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _TARGET = "_target_"
 
 
 def respelled(content: Any, spell: Callable[[str], str] = public_name) -> Any:
-    """Return plain containers with each `_target_` in them, at any depth, as `spell` gives it."""
+    """Return plain containers with `spell` applied to each `_target_` at any depth."""
     if isinstance(content, dict):
         return {
             key: spell(value) if key == _TARGET and isinstance(value, str) else respelled(value, spell)
@@ -25,7 +25,7 @@ def respelled(content: Any, spell: Callable[[str], str] = public_name) -> Any:
 
 
 def use_public_names(composed: DictConfig) -> None:
-    """Give each `_target_` in a composed configuration, but for Hydra's own part, its public name."""
+    """Replace older paths in a composed configuration, except in the `hydra` node."""
     for key in composed:
         if key != "hydra":
             _rename_in(composed, key)
@@ -35,13 +35,13 @@ def _rename_in(parent: DictConfig | ListConfig, key: Any) -> None:
     node: Any = parent._get_node(key)
     if isinstance(node, (DictConfig, ListConfig)):
         content = node._content
-        if isinstance(content, (dict, list)):  # neither null nor missing nor an interpolation
+        if isinstance(content, (dict, list)):  # a string or None for null, missing values and interpolations
             for child in range(len(content)) if isinstance(content, list) else list(content):
                 _rename_in(node, child)
     elif key == _TARGET and node is not None:
         try:
             path = parent[key]
-        except OmegaConfBaseException:  # missing, or an interpolation that leads nowhere, which a check says
+        except OmegaConfBaseException:  # a missing value or a broken interpolation: checks report both
             return
         if isinstance(path, str) and (name := public_name(path)) != path:
             parent[key] = name

@@ -1,7 +1,7 @@
-"""Old names of modules that have moved: importing one gives the very module of the new place.
+"""Imports of modules by their old names after a move.
 
-`import foundry.old`, `from foundry.old import X`, `python -m foundry.old`, pickles and paths as text all work. There is
-one module, so that it does not matter by which name it is patched. Nothing is imported before it is asked for.
+`import foundry.old`, `from foundry.old import X`, `python -m foundry.old`, pickles and dotted paths find the module of
+the new name. Both names share one module object, so patches by either name have the same effect.
 """
 
 import sys
@@ -37,22 +37,23 @@ MOVED = {
     "foundry.training.progress": "foundry.core.progress",
     "foundry.training.protocols": "foundry.core.protocols",
 }
-"""The new name by the old one, each of a module, or of a package with all that is in it.
+"""New names by old names of modules, packages with their modules, classes and functions.
 
-Of several entries for a module the longest old name holds. A new name may be an old name of another entry. Entries stay
-for good. An old package whose modules went to several places needs no entry of its own.
+The entry with the longest old name applies. A new name may be the old name of another entry. Entries are never removed.
+A package whose modules moved to several places needs no entry. A module that lost a class or function needs
+`__getattr__ = find_moved(__name__)`.
 """
 
 
 def current_name(path: str) -> str:
-    """Return the dotted path of a module, or of a class or function in one, with the module's name of today."""
+    """Return a dotted path with old names replaced by current names."""
     while (moved := _moved(path)) is not None:
         path = moved
     return path
 
 
 def _moved(path: str) -> str | None:
-    """What the entry with the longest old name makes of a path; None if there is no entry."""
+    """Apply the entry with the longest old name to a path; return None if no entry applies."""
     old = path
     while old not in MOVED:
         old = old.rpartition(".")[0]
@@ -61,14 +62,33 @@ def _moved(path: str) -> str | None:
     return MOVED[old] + path.removeprefix(old)
 
 
+def find_moved(module: str) -> "Callable[[str], object]":
+    """Return a `__getattr__` that finds classes and functions which moved to other modules.
+
+    Args:
+        module: `__name__` of the module.
+    """
+
+    def find(name: str) -> object:
+        path = f"{module}.{name}"
+        if (place := current_name(path)) == path:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        owner, _, attribute = place.rpartition(".")
+        return getattr(import_module(owner), attribute)
+
+    return find
+
+
 class MovedModules:
-    """Finder of modules by their old names, for `sys.meta_path`."""
+    """Finder of modules by old names, for `sys.meta_path`."""
 
     @staticmethod
     def find_spec(
         fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Return how to import a module by an old name; None for any other name."""
+        """Return the import specification of an old name; None for other names."""
         if not fullname.startswith("foundry.") or not MOVED:
             return None
         from importlib.machinery import ModuleSpec, PathFinder
@@ -83,12 +103,12 @@ class MovedModules:
             spec.submodule_search_locations = there.submodule_search_locations
             return spec
         if any(old.startswith(f"{fullname}.") for old in MOVED) and PathFinder.find_spec(fullname, path) is None:
-            return ModuleSpec(fullname, None, is_package=True)  # an old package, of which only names are left
+            return ModuleSpec(fullname, None, is_package=True)  # a package whose modules all moved
         return None
 
 
 class _Alias:
-    """Loader that imports a module by its name of today."""
+    """Loader that imports a module by its current name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -102,10 +122,10 @@ class _Alias:
         return module
 
     def exec_module(self, module: "ModuleType") -> None:
-        module.__spec__ = self._spec  # Python has replaced it by that of the old name
+        module.__spec__ = self._spec  # Python set the specification of the old name
 
     def get_code(self, fullname: str) -> "CodeType | None":
-        """Return the module's code, which `python -m` runs."""
+        """Return the code of the module, for `python -m`."""
         from importlib.util import find_spec
 
         spec = find_spec(self._name)
@@ -114,6 +134,6 @@ class _Alias:
 
 
 def install() -> None:
-    """Have Python find modules by their old names, before leftover folders of the old places; once."""
+    """Add the finder to `sys.meta_path` once, before the finder of files: old folders may be left with caches."""
     if MovedModules not in sys.meta_path:
         sys.meta_path.insert(0, MovedModules)

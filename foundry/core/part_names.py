@@ -1,7 +1,7 @@
 """Public names of foundry's own parts: `foundry.GRPO`, `foundry.schedules.Linear`.
 
-They are written as `_target_`, can be imported (`from foundry import GRPO`), and stay when modules move. A name that is
-clear by itself is bare, any other is in a namespace of its kind:
+Configurations have them as `_target_`, and `from foundry import GRPO` imports a part. They stay the same when modules
+move. Names of models, objectives, simulators and trackers are bare; other names have a namespace:
 
 | namespace | parts of | such as |
 |---|---|---|
@@ -12,7 +12,7 @@ clear by itself is bare, any other is in a namespace of its kind:
 | `foundry.rewards` | `environment` | `foundry.rewards.ExactMatch` |
 | `foundry.schedules` | `scheduler` | `foundry.schedules.Linear` |
 
-A namespace is no folder. Its parts are imported when they are first used.
+Namespaces have no folders. A part is imported on first use.
 """
 
 import sys
@@ -75,38 +75,38 @@ PARTS = {
     "foundry.schedules.Linear": "foundry.optim.schedules.Linear",
     "foundry.schedules.WSD": "foundry.optim.schedules.WSD",
 }
-"""The path of each part when it got its name. Neither changes: older configurations have the paths, the hash of a
-configuration is taken over them, and `moved_modules` says where they are today."""
+"""First paths of parts by public name. Entries never change: older configurations contain these paths, the hash of a
+configuration uses them, and `moved_modules` maps them to current paths."""
 
 NAMESPACES = tuple(dict.fromkeys(name.rpartition(".")[0] for name in PARTS if name.count(".") > 1))
 
 
 def public_name(path: str) -> str:
-    """Return a dotted path with the public name of foundry's part in it; any other path as it is."""
+    """Return the public name for a dotted path of a foundry part or of its attribute; return other paths unchanged."""
     if not path.startswith("foundry."):
         return path
     return _replace(path, _NAMES) or _replace(current_name(path), _NAMES) or path
 
 
 def first_path(path: str) -> str:
-    """Return a dotted path with the path that the part in it had when it got its public name."""
+    """Return the first path for a public name or dotted path of a part; return other paths unchanged."""
     name = public_name(path)
     return _replace(name, PARTS) or path
 
 
 def place_of(path: str) -> str:
-    """Return the dotted path by which a class or function is found today, whatever name of it is given."""
+    """Return the current dotted path for a public name or an older path."""
     return current_name(first_path(path))
 
 
 def find_part(name: str) -> object:
-    """Import a part, or a namespace.
+    """Import a part.
 
     Args:
         name: public name, such as `foundry.GRPO`.
 
     Raises:
-        AttributeError: there is no such name.
+        AttributeError: the name is not in `PARTS`.
     """
     owner, _, attribute = name.rpartition(".")
     if name not in PARTS:
@@ -121,14 +121,14 @@ def names_in(namespace: str) -> list[str]:
 
 
 def install() -> None:
-    """Make the namespaces known to Python, which imports nothing else."""
+    """Register the namespaces as modules, without importing parts."""
     for name in NAMESPACES:
         namespace = sys.modules.setdefault(name, _Namespace(name))
         setattr(sys.modules["foundry"], name.rpartition(".")[2], namespace)
 
 
 class _Namespace(type(sys)):  # type: ignore[misc] # the type of modules
-    """A module whose names are those of `PARTS`."""
+    """Module that looks up its attributes in `PARTS`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"Public names of foundry's parts; see {__name__}.")
@@ -142,7 +142,7 @@ class _Namespace(type(sys)):  # type: ignore[misc] # the type of modules
 
 
 def _replace(path: str, table: dict[str, str]) -> str | None:
-    """A path with its longest beginning that the table has replaced; None if it has none."""
+    """Replace the longest prefix of a path that is in the table; return None if no prefix is."""
     beginning = path
     while beginning and beginning not in table:
         beginning = beginning.rpartition(".")[0]
@@ -150,7 +150,7 @@ def _replace(path: str, table: dict[str, str]) -> str | None:
 
 
 def _names() -> dict[str, str]:
-    """The public name of each part by its paths, the first and that of today."""
+    """Return public names by first and by current paths."""
     return {path: name for name, first in PARTS.items() for path in (first, current_name(first))}
 
 

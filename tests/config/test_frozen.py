@@ -81,5 +81,5 @@ def test_the_samples_of_a_ramp_are_hashed_if_they_are_given():
 
 
 def test_a_later_setting_cannot_follow_another_one():
-    with pytest.raises(ValueError, match=r"since=7.0 needs a default of its own, not \$\{hparams.lr\}"):
+    with pytest.raises(ValueError, match=r"since=7.0 needs a default without interpolation, not \$\{hparams.lr\}"):
         setting("${hparams.lr}", "a setting of a later version", since="7.0")

@@ -37,13 +37,13 @@ FOLDERS = {
 
 
 def modules():
-    """The dotted names of all modules and packages."""
+    """Return the dotted names of all modules and packages."""
     paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
     return {".".join(("foundry", *(part for part in path.parts if part != "__init__"))) for path in paths}
 
 
 def targets():
-    """The `_target_` of every schema with one of foundry's, by the schema's group and name."""
+    """Return foundry targets by schema."""
     schemas = {f"{group}.{name}": schema for group in GROUPS for name, schema in group_schemas(group).items()}
     schemas |= {schema.__name__: schema for module in (own_evaluators, own_trackers) for schema in schemas_in(module)}
     found = {key: item.default for key, schema in schemas.items() for item in fields(schema) if item.name == "_target_"}
@@ -94,7 +94,7 @@ def test_importing_foundry_imports_no_part():
 
 
 def stub(path):
-    """What each name of a stub is imported from."""
+    """Return the source of each name of a stub."""
     imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
     return {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
 

@@ -95,10 +95,10 @@ def resolve_parameters(path: str) -> Parameters | None:
 
 
 def _require_public(path: str) -> None:
-    """Refuse a name that is in none of foundry's namespaces; their parts are in other modules.
+    """Refuse unknown names in foundry's namespaces.
 
     Raises:
-        NotThere: the path leads into a namespace, and to no part of it.
+        NotThere: the namespace has no part of that name.
     """
     first, _, rest = path.partition(".")
     namespace, _, name = rest.partition(".")

@@ -22,7 +22,7 @@ _PART = re.compile(r"(?<![\w.])foundry(\.\w+)+")
 
 
 def respell_targets(override: str, spell: Callable[[str], str]) -> str:
-    """Return an override, in which `spell` has given the dotted paths of foundry's parts, if it sets a `_target_`."""
+    """Return an override with `spell` applied to dotted paths of foundry if it sets a `_target_`."""
     return _PART.sub(lambda found: spell(found[0]), override) if "_target_" in override else override
 
 

@@ -51,7 +51,7 @@ def strict(config: Config) -> dict[str, Any]:
 def hash_config(config: Config) -> str:
     """SHA-256 of the configuration, in hexadecimal, without what is computed from the number of ranks.
 
-    It is the hash of versions before public names, and before settings with a `since` that have their default.
+    Parts have their first paths, and settings with `since` are left out at their default, as in earlier versions.
     """
     content = respelled(_without_later(config), first_path)
     del content["hparams"]["accum_freq"]
@@ -59,7 +59,7 @@ def hash_config(config: Config) -> str:
 
 
 def _without_later(node: Any) -> Any:
-    """As `plain`, without the settings that have a `since` and their default."""
+    """Return plain containers without settings that have `since` and their default."""
     if not is_dataclass(node):
         return plain(node)
     return {
