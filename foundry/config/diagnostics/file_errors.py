@@ -164,7 +164,7 @@ def _nested(keys: list[Any], value: Any) -> DictConfig:
 
 
 def _unknown_options(path: str, entry: Any, repo: IConfigRepository, chosen: Collection[str]) -> Iterator[Override]:
-    folder = PurePosixPath("/", path).parent
+    folder, names = PurePosixPath("/", path).parent, list[Any]()
     if isinstance(entry, ConfigDefault) and entry.path is not None and not (entry.optional or entry.is_self()):
         file = folder / entry.path
         group, names = str(file.parent).lstrip("/"), [file.name]
