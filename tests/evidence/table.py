@@ -25,15 +25,16 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
-from foundry.config.frozen import hash_config
-from foundry.config.resolvers import world_size
 from support.composition import configure
 from support.small_files import write_small_files
 
+from foundry.config.composition.resolvers import world_size
+from foundry.config.record.frozen import hash_config
 from foundry.config.schemas.distributed import resolve_distributed
 from foundry.config.schemas.root import Config
 from foundry.data.splits import DataSplits
-from foundry.parts import build_budget, build_data, build_schedule
+from foundry.parts.data import build_data
+from foundry.parts.optimization import build_budget, build_schedule
 from foundry.planning.derive import build_plan
 from foundry.planning.fake import build_adapted, build_fake
 from foundry.planning.fits import answer_tokens, row_tokens
