@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 import pytest
 
 import foundry
-from foundry.config import errors, moved_modules
+from foundry.core import errors, moved_modules
 from foundry.config.checks.static_source import NotThere, resolve_parameters
 from foundry.core.duration import Duration
 from foundry.core.moved_modules import MOVED, MovedModules, current_name, find_moved
@@ -105,7 +105,7 @@ def test_a_class_that_left_its_module_is_still_found_there(monkeypatch):
     monkeypatch.setattr(errors, "__getattr__", find_moved(errors.__name__), raising=False)
     exec("from foundry.core.errors import Length", scope := {})
     assert scope["Length"] is Duration
-    assert pickle.loads(b"cfoundry.config.errors\nLength\n.") is Duration
+    assert pickle.loads(b"cfoundry.core.errors\nLength\n.") is Duration
     assert resolve_parameters("foundry.core.errors.Length") == resolve_parameters("foundry.core.duration.Duration")
     with pytest.raises(AttributeError, match="has no attribute 'Width'"):
         errors.Width  # noqa: B018
