@@ -27,6 +27,10 @@ USES = {
     "vlm": [(*ANSWER, "image=images/dark/1.png"), EVAL],
 }
 """Commands that use a run; its export follows."""
+SAME = {"rel": 1e-5, "abs": 1e-6}
+"""Processors sum in orders of their own."""
+FIRST = ("diffusion", "lora", "vlm")
+USED = [name if name in FIRST else pytest.param(name, marks=pytest.mark.long) for name in RUNS]
 
 
 @pytest.fixture
@@ -39,17 +43,17 @@ def stored(request, run_command):
 @pytest.mark.parametrize("stored", RUNS, indirect=True)
 def test_run_is_continued_as_by_the_version_that_wrote_it(run_command, stored):
     run_command(*overrides(stored.name, STEPS + 1))
-    assert outcome(stored) == pytest.approx(AFTER_ONE_MORE_STEP[stored.name], rel=2e-6, abs=2e-6)
+    assert outcome(stored) == pytest.approx(AFTER_ONE_MORE_STEP[stored.name], **SAME)
 
 
-@pytest.mark.parametrize("stored", RUNS, indirect=True)
+@pytest.mark.parametrize("stored", USED, indirect=True)
 def test_run_is_used_and_exported(run_command, stored):
     for module, *words in USES[stored.name]:
         run_command(f"run={stored.name}", *words, module=module)
     measured, file = outcome(stored), run_command.cwd / "out.json"
     again = {f"val_{name}": value for name, value in json.loads(file.read_text()).items()} if file.exists() else {}
     common = measured.keys() & again.keys()
-    assert {name: again[name] for name in common} == pytest.approx({name: measured[name] for name in common}, rel=2e-6)
+    assert {name: again[name] for name in common} == pytest.approx({name: measured[name] for name in common}, **SAME)
     run_command(f"run={stored.name}", "out=exported", module="foundry.export")
     assert list((run_command.cwd / "exported").glob("*.safetensors"))
 
