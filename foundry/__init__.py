@@ -6,6 +6,9 @@ first used.
 
 from importlib import import_module
 
+# Imported by its name, as the places below: rooms under `config` import this package for its version.
+import_module("foundry.config.moved_modules").install()
+
 __version__ = "0.1.0"
 
 _PLACES = {

@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from foundry.config.moved_modules import current_name
 from foundry.core.safe_path import local_remedy
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -79,7 +80,7 @@ def resolve_parameters(path: str) -> Parameters | None:
         NotThere: there is no such module, or nothing of that name in it.
     """
     importlib.invalidate_caches()
-    module, names = _split(path)
+    module, names = _split(current_name(path))
     if isinstance(module, ModuleSpec) and not names:
         raise NotThere("that is a module; name a class or function in it")
     source = _source(module)
