@@ -1,6 +1,6 @@
 """The structure of the package: its rooms, the imports between them, and fields declared more than once.
 
-Each limit is the count of today, and only ever lowered.
+Each limit is the count of today, and only ever lowered. Arrows of tasks are not counted: no room stands on a task.
 """
 
 import ast
@@ -14,7 +14,7 @@ from support.house import House, measure
 PACKAGE = Path(__file__).resolve().parent.parent / "foundry"
 FLOORS = 12
 MODULES = 20
-ARROWS = 125
+ARROWS = 121
 CIRCLES = []
 PARAMETERS, SECOND_DEFAULTS = 369, 203
 
@@ -26,7 +26,7 @@ def house():
 
 def test_floors_and_arrows_stay_within_their_limits(house):
     assert max(house.floors().values()) <= FLOORS
-    assert len(house.arrows) <= ARROWS
+    assert len([pair for pair in house.arrows if not pair[0].startswith("tasks.")]) <= ARROWS
     assert set(house.circles()) <= set(CIRCLES)
 
 

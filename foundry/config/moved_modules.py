@@ -12,7 +12,26 @@ if TYPE_CHECKING:  # this is read by every import of foundry
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
-MOVED: dict[str, str] = {}
+MOVED: dict[str, str] = {
+    "foundry.commands.policy_eval": "foundry.tasks.robots.evaluation",
+    "foundry.config.checks.episodes": "foundry.tasks.robots.checks.episodes",
+    "foundry.config.checks.policies": "foundry.tasks.robots.checks.policies",
+    "foundry.config.checks.success": "foundry.tasks.robots.checks.success",
+    "foundry.config.lerobot": "foundry.tasks.robots.lerobot_info",
+    "foundry.config.schemas.action_chunks": "foundry.tasks.robots.schemas.objective",
+    "foundry.config.schemas.data.episodes": "foundry.tasks.robots.schemas.data",
+    "foundry.data.robots": "foundry.tasks.robots.data",
+    "foundry.evaluators.episodes": "foundry.tasks.robots.evaluators.episodes",
+    "foundry.evaluators.films": "foundry.tasks.robots.evaluators.films",
+    "foundry.evaluators.rates": "foundry.tasks.robots.evaluators.rates",
+    "foundry.evaluators.success": "foundry.tasks.robots.evaluators.success",
+    "foundry.models.policy_dit": "foundry.tasks.robots.models.policy_dit",
+    "foundry.models.vla": "foundry.tasks.robots.models.vla",
+    "foundry.objectives.action_chunks": "foundry.tasks.robots.action_chunks",
+    "foundry.simulators": "foundry.tasks.robots.simulators",
+    "foundry.simulators.protocol": "foundry.core.simulator",
+    "foundry.tracking.success_figure": "foundry.tasks.robots.success_figure",
+}
 """The new name by the old one, each of a module, or of a package with all that is in it.
 
 Of several entries for a module the longest old name holds. A new name may be an old name of another entry. Entries stay
