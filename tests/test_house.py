@@ -45,6 +45,14 @@ def test_rooms_outside_tasks_import_no_task(house):
     assert {pair: modules for pair, modules in into.items() if not pair[0].startswith("tasks.")} == {}
 
 
+def test_modules_outside_tasks_name_no_task():
+    """But for the list of the built-in ones, and the table of modules that have moved."""
+    tasks = sorted(path.parent.name for path in (PACKAGE / "tasks").glob("*/__init__.py"))
+    others = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "tasks"]
+    naming = [path.name for path in others for task in tasks if f"tasks.{task}" in path.read_text()]
+    assert set(naming) <= {"moved_modules.py"}
+
+
 def test_fields_declared_twice_stay_within_their_limits():
     declared = fields_of_parts()
     assert sum(field.is_parameter for field in declared) <= PARAMETERS

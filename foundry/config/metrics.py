@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from functools import cache
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -87,8 +86,12 @@ def measured_by(config: Config) -> tuple[str, ...] | None:
 @cache
 def _metrics_of_tasks() -> dict[str, tuple[str, ...]]:
     """Return the metrics of the evaluators that tasks bring, by `_target_`; each of their schemas has `metrics`."""
-    values: list[Any] = [value for module in modules_of(EVALUATORS) for value in vars(module).values()]
-    return {value._target_: value.metrics for value in values if is_dataclass(value) and hasattr(value, "metrics")}
+    found: dict[str, tuple[str, ...]] = {}
+    for value in (value for module in modules_of(EVALUATORS) for value in vars(module).values()):
+        target, metrics = getattr(value, "_target_", None), getattr(value, "metrics", None)
+        if isinstance(target, str) and metrics is not None:
+            found[target] = tuple(metrics)
+    return found
 
 
 def reward_metrics(environment: object) -> tuple[str, ...] | None:

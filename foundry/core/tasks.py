@@ -1,8 +1,9 @@
-"""Tasks, such as robots: kinds of training that bring parts of their own, and are found when they are installed.
+"""Registry of tasks: kinds of training, such as robots, that add schemas, data, models, objectives and evaluations.
 
-A task is a package that declares one `Task`. foundry's own are listed in `foundry.tasks.BUILT_IN`, those of others are
-entry points of the group `foundry.tasks`. A declaration names everything as text, `module:name`, so that reading it
-imports no torch; each is imported when it is first needed. No room outside `foundry/tasks/` imports a task.
+A task is a package that declares one `Task`. The built-in tasks are listed in `foundry.tasks.BUILT_IN`; other packages
+register a task as an entry point of the group `foundry.tasks`. A declaration names functions and classes as text,
+`module:name`, which are imported when they are first needed, so that reading it imports no torch. No room outside
+`foundry/tasks/` imports a task.
 """
 
 import sys
@@ -50,7 +51,7 @@ class TaskEvaluation:
             overrides; returns the measurements by name.
         options: frozen dataclass of `setting`s, which the command takes in addition.
         file: in run directories that are evaluated like this.
-        groups: that may be overridden in such an evaluation.
+        groups: config groups that the command line may override in this evaluation.
         described: completes "is VALUE but is ... " in messages, such as "of policies in a simulator".
     """
 
@@ -70,15 +71,14 @@ class Task:
         schemas: modules with schemas, by group, or by `EVALUATORS`. Their `_target_`s are trusted as foundry's own.
         checks: functions of a composed `Config` that yield a `Violation` for each error, after bounds are checked.
         resolvers: functions that compute values of the configuration, by the names of OmegaConf's resolvers.
-        brings: function of a `Bringing` that returns options to choose in addition, by group.
-        run_files: classes with `from_json` and `to_json`, by the file of the run directory that holds what data keeps
-            in `DataSplits.kept`.
+        brings: function of a `Bringing` that returns additional options to choose, by group.
+        run_files: classes with `from_json` and `to_json` of the values in `DataSplits.kept`, by file name.
         plots: by the file name without suffix.
         pictures: names or patterns of files in plots/ that the terminal points to.
         forward_methods: optional methods of models that run their blocks outside `forward`; FSDP2 has to know them.
         evaluation: by `foundry.eval`.
-        options: YAML files of the task in foundry's own conf/, by folder; those of other packages are in `config_dir`.
-        config_dir: folder of options; None for foundry's own tasks.
+        options: YAML files of a built-in task in conf/, by folder.
+        config_dir: folder with the options of a task of another package; None for a built-in task.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Task:
 
 @cache
 def installed_tasks() -> tuple[Task, ...]:
-    """Return the installed tasks: foundry's own in the order of their list, then those of other packages by name.
+    """Return the installed tasks: the built-in ones in the order of their list, then the others by name.
 
     Raises:
         ConfigError: a task of another package cannot be imported, declares something else, or has the name of another.
@@ -136,7 +136,7 @@ def _declares_tasks(folder: str) -> bool:
         try:
             if f"[{ENTRY_POINTS}]" in (path / "entry_points.txt").read_text(encoding="utf-8"):
                 return True
-        except (OSError, UnicodeError):  # most have none
+        except (OSError, UnicodeError):  # most packages have no entry points
             continue
     return False
 
@@ -152,7 +152,7 @@ def modules_of(group: str) -> list[ModuleType]:
 
 
 def missing_task(target: str) -> str | None:
-    """Return the name of the built-in task to which a `_target_` of today belongs, if it is not installed."""
+    """Return the name of the built-in task that has a `_target_` (its current name) and is not installed, or None."""
     for name, place in BUILT_IN.items():
         module = place.partition(":")[0]
         if target.startswith(f"{module}.") and find_spec(module) is None:
@@ -165,10 +165,10 @@ class Bringing:
     """The choices of options so far, for `Task.brings`.
 
     Attributes:
-        hparams: the option of `hparams` that the chosen method brings; None if it has none.
-        data: schema of the chosen data; None if it has none.
-        is_brought: whether `hparams` is replaced by that option.
-        is_free: whether a group's option was chosen neither by the user nor by anything but an option of `hparams`.
+        hparams: option of `hparams` that the chosen method names; None if the method names no option.
+        data: schema of the chosen data; None for data without a schema.
+        is_brought: whether that option replaces the default of `hparams`.
+        is_free: whether the option of a group is a default or the choice of an option of `hparams`.
     """
 
     hparams: str | None
@@ -178,7 +178,7 @@ class Bringing:
 
 
 def bringing() -> list[Callable[[Bringing], Mapping[str, str]]]:
-    """Return the functions of all tasks that choose options together with others, by group."""
+    """Return `Task.brings` of all tasks that have one."""
     return [resolve_name(task.brings) for task in installed_tasks() if task.brings is not None]
 
 
