@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
 """What an environment is for, where it is composed."""
-_FOR_TASKS = ("num_fewshot", "chat")
-
-
+_FOR_LM_EVAL = ("num_fewshot", "chat")
 _EVALUATIONS = evaluations()
 _GROUPS = ("data", "objective", "environment", "evaluation", *(group for own in _EVALUATIONS for group in own.groups))
 _OF_TASKS: dict[TaskEvaluation, type[Any]] = {own: resolve_name(own.options) for own in _EVALUATIONS}
@@ -83,7 +81,7 @@ class EvalOptions(*_OF_TASKS.values(), _OwnOptions):  # type: ignore[misc] # as 
     """The command's options; besides them it takes data, objective, environment, evaluation and others as runs do."""
 
 
-_FOR_TASKS_ONLY = {own: [item.name for item in fields(options)] for own, options in _OF_TASKS.items()}
+_OPTIONS_OF = {own: [item.name for item in fields(options)] for own, options in _OF_TASKS.items()}
 
 
 def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -110,16 +108,34 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     if options.tasks is not None:
         result = _measure_tasks(path, options, overrides)
     elif own is not None:
-        for other in (one for one in _EVALUATIONS if one is not own):
-            refuse_given(options, _FOR_TASKS_ONLY[other], f"is {other.described}, and {path} is {own.described}")
+        _refuse_others(own, path, options, overrides)
         compose = partial(_compose, config_dir=_config_dir(options))
         result = resolve_name(own.measure)(path, options, overrides, compose)
     else:
+        _refuse_others(None, path, options, overrides)
         result = _measure_on_data(path, out.parent, options, overrides)
     _write(out, result)
     if options.mlflow:
         _track(path, options.uri, result, overrides)
     return result
+
+
+def _refuse_others(own: TaskEvaluation | None, path: Path, options: EvalOptions, overrides: Sequence[str]) -> None:
+    """Refuse the options and overrides of other tasks' evaluations; `own`: this run's, None: it is measured on data.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    measured = f"{path} is {'measured on data' if own is None else own.described}"
+    mine = () if own is None else own.groups
+    for other, names in _OPTIONS_OF.items():
+        if other is own:
+            continue
+        for override in overrides:
+            if _has_only([override], other.groups) and not _has_only([override], mine):
+                key, _, value = override.partition("=")
+                raise ConfigError(Violation(key.lstrip("+~"), f"is {value} but is {other.described}, and {measured}"))
+        refuse_given(options, names, f"is {other.described}, and {measured}")
 
 
 def _measure_on_data(path: Path, folder: Path, options: EvalOptions, overrides: Sequence[str]) -> dict[str, Any]:
@@ -142,14 +158,7 @@ def _measure_on_data(path: Path, folder: Path, options: EvalOptions, overrides: 
     from foundry.parallel.process_group import World
     from foundry.training.evaluation import Evaluation
 
-    for own, names in _FOR_TASKS_ONLY.items():
-        wrong = [override for override in overrides if any(_has([override], group) for group in own.groups)]
-        if wrong:
-            key, _, value = wrong[0].partition("=")
-            message = f"is {value} but is {own.described}, and {path} is measured on data"
-            raise ConfigError(Violation(key.lstrip("+~"), message))
-        refuse_given(options, names, f"is {own.described}, and {path} is measured on data")
-    refuse_given(options, _FOR_TASKS, "is of tasks of lm_eval; give tasks=[...]")
+    refuse_given(options, _FOR_LM_EVAL, "is of tasks of lm_eval; give tasks=[...]")
     opened = _open(path, options, overrides)
     config, device = opened.config, opened.device
     judge = build_judge(config.environment)
@@ -182,7 +191,7 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
 
     refuse_given(
         options,
-        [*chain.from_iterable(_FOR_TASKS_ONLY.values()), "max_new_tokens"],
+        [*chain.from_iterable(_OPTIONS_OF.values()), "max_new_tokens"],
         "is not for tasks, which say what they ask; leave it out",
     )
     if overrides:
