@@ -1,4 +1,4 @@
-"""How often trained policies do their tasks, and what their training costs: the commands of docs/robots.md.
+"""How often trained policies do their tasks, and what their training costs: the commands of docs/tasks/robots.md.
 
     OMP_NUM_THREADS=1 python benchmarks/policies.py [TABLE] [--only TRAINING ...]
 

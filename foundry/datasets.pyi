@@ -8,6 +8,6 @@ from foundry.data.corpora.text import text_files as text_files
 from foundry.data.corpora.token_files import token_files as token_files
 from foundry.data.images.digits import digits as digits
 from foundry.data.images.image_folder import image_folder as image_folder
-from foundry.data.robots.demonstrations import demonstrations as demonstrations
-from foundry.data.robots.lerobot import lerobot as lerobot
-from foundry.data.robots.scenes import scenes as scenes
+from foundry.tasks.robots.data.demonstrations import demonstrations as demonstrations
+from foundry.tasks.robots.data.lerobot import lerobot as lerobot
+from foundry.tasks.robots.data.scenes import scenes as scenes

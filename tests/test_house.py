@@ -1,6 +1,6 @@
 """The structure of the package: its rooms, the imports between them, and fields declared more than once.
 
-Each limit is the count of today, and only ever lowered.
+Each limit is the count of today, and only ever lowered. Arrows of tasks are not counted: no room stands on a task.
 """
 
 import ast
@@ -14,7 +14,7 @@ from support.house import House, measure
 PACKAGE = Path(__file__).resolve().parent.parent / "foundry"
 FLOORS = 12
 MODULES = 20
-ARROWS = 125
+ARROWS = 121
 CIRCLES = []
 PARAMETERS, SECOND_DEFAULTS = 369, 203
 
@@ -26,7 +26,7 @@ def house():
 
 def test_floors_and_arrows_stay_within_their_limits(house):
     assert max(house.floors().values()) <= FLOORS
-    assert len(house.arrows) <= ARROWS
+    assert len([pair for pair in house.arrows if not pair[0].startswith("tasks.")]) <= ARROWS
     assert set(house.circles()) <= set(CIRCLES)
 
 
@@ -43,6 +43,14 @@ def test_every_room_says_in_a_sentence_what_belongs_there():
 def test_rooms_outside_tasks_import_no_task(house):
     into = {pair: modules for pair, modules in house.arrows.items() if pair[1].startswith("tasks.")}
     assert {pair: modules for pair, modules in into.items() if not pair[0].startswith("tasks.")} == {}
+
+
+def test_modules_outside_tasks_name_no_task():
+    """But for the list of the built-in ones, and the table of modules that have moved."""
+    tasks = sorted(path.parent.name for path in (PACKAGE / "tasks").glob("*/__init__.py"))
+    others = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "tasks"]
+    naming = [path.name for path in others for task in tasks if f"tasks.{task}" in path.read_text()]
+    assert set(naming) <= {"moved_modules.py"}
 
 
 def test_fields_declared_twice_stay_within_their_limits():

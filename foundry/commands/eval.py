@@ -6,48 +6,49 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.command import (
     check_output,
-    check_output_folder,
     check_writable,
     command,
     folder_option,
     print_path,
     quoted,
+    refuse_given,
 )
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.device import KIND_DOC, DeviceKind
-from foundry.config.schemas.own_evaluators import MOST_EPISODES, Told
 from foundry.config.schemas.peft import LoRA
+from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation
+from foundry.core.tasks import TaskEvaluation, evaluations
 from foundry.run_dir.files import write_atomically
-from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, STATISTICS, TASKS, TOKENIZER
+from foundry.run_dir.names import CHAT_TEMPLATE, EVALUATION, TASKS, TOKENIZER
 from foundry.run_dir.outputs import has_keys
 from foundry.run_dir.strict_json import encode
 
 if TYPE_CHECKING:
     from foundry.engine.restore import Restored
 
-_GROUPS = ("data", "objective", "environment", "simulator", "evaluation")
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
 """What an environment is for, where it is composed."""
-_ON_EPISODES = ("hparams=policy", "simulator=none", "evaluation=default")
-"""What a policy is composed with that is measured on recorded episodes."""
-_FOR_TASKS = ("num_fewshot", "chat")
-_FOR_POLICIES = ("episodes", "first_episode", "against", "against_which", "record", "instruction")
+_FOR_LM_EVAL = ("num_fewshot", "chat")
+_EVALUATIONS = evaluations()
+_GROUPS = ("data", "objective", "environment", "evaluation", *(group for own in _EVALUATIONS for group in own.groups))
+_OF_TASKS: dict[TaskEvaluation, type[Any]] = {own: resolve_name(own.options) for own in _EVALUATIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    """The command's options; besides them it takes data, objective, environment, simulator, evaluation as runs do."""
+class _OwnOptions:
+    """Options of every evaluation."""
 
     run: str = setting("???", "run directory, or folder of transformers, for which data=... is needed")
     which: str = setting("last", "last, best, or the number of a step")
@@ -69,20 +70,18 @@ class EvalOptions:
     uri: str | None = setting(
         None, "MLflow tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default"
     )
-    episodes: int | None = setting(None, "of a policy, in its simulator; null: those of the run's evaluations", ge=1)
-    first_episode: int | None = setting(
-        None, "number of the first; null: that of the run's evaluations", ge=0, le=MOST_EPISODES - 1
-    )
-    against: str | None = setting(None, "another run directory, whose policy is compared on the same episodes")
-    against_which: str | None = setting(None, "its checkpoint; null: as `which`")
-    record: str | None = setting(None, "new or empty folder for a moving picture of each episode; null: none are drawn")
-    instruction: Told = setting(
-        Told.own, "what a policy is told: own; other: another than the episode's, whose success is still measured"
-    )
     device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
     config_dir: str | None = setting(
         None, "folder with options of your own for data=, objective=, environment= and simulator=; null: none"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(*_OF_TASKS.values(), _OwnOptions):  # type: ignore[misc] # as many bases as tasks have evaluations
+    """The command's options; besides them it takes data, objective, environment, evaluation and others as runs do."""
+
+
+_OPTIONS_OF = {own: [item.name for item in fields(options)] for own, options in _OF_TASKS.items()}
 
 
 def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -104,22 +103,39 @@ def evaluate(options: EvalOptions, overrides: Sequence[str] = ()) -> dict[str, A
     elif path.is_dir():
         check_writable("out", path)
     if not overrides:
-        _refuse_given(options, ("config_dir",), "is given without a group to find there, such as simulator=...")
-    simulator = [override for override in overrides if _has([override], "simulator")]
+        refuse_given(options, ("config_dir",), "is given without a group to find there, such as simulator=...")
+    own = next((one for one in _EVALUATIONS if (path / one.file).is_file() and _has_only(overrides, one.groups)), None)
     if options.tasks is not None:
         result = _measure_tasks(path, options, overrides)
-    elif (path / STATISTICS).is_file() and len(simulator) == len(overrides):
-        result = _measure_policy(path, options, simulator)
-    elif simulator:
-        key, _, value = simulator[0].partition("=")
-        message = f"is {value} but is of policies in a simulator, and {path} is measured on data"
-        raise ConfigError(Violation(key.lstrip("+~"), message))
+    elif own is not None:
+        _refuse_others(own, path, options, overrides)
+        compose = partial(_compose, config_dir=_config_dir(options))
+        result = resolve_name(own.measure)(path, options, overrides, compose)
     else:
+        _refuse_others(None, path, options, overrides)
         result = _measure_on_data(path, out.parent, options, overrides)
     _write(out, result)
     if options.mlflow:
         _track(path, options.uri, result, overrides)
     return result
+
+
+def _refuse_others(own: TaskEvaluation | None, path: Path, options: EvalOptions, overrides: Sequence[str]) -> None:
+    """Refuse the options and overrides of other tasks' evaluations; `own`: this run's, None: it is measured on data.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    measured = f"{path} is {'measured on data' if own is None else own.described}"
+    mine = () if own is None else own.groups
+    for other, names in _OPTIONS_OF.items():
+        if other is own:
+            continue
+        for override in overrides:
+            if _has_only([override], other.groups) and not _has_only([override], mine):
+                key, _, value = override.partition("=")
+                raise ConfigError(Violation(key.lstrip("+~"), f"is {value} but is {other.described}, and {measured}"))
+        refuse_given(options, names, f"is {other.described}, and {measured}")
 
 
 def _measure_on_data(path: Path, folder: Path, options: EvalOptions, overrides: Sequence[str]) -> dict[str, Any]:
@@ -142,8 +158,7 @@ def _measure_on_data(path: Path, folder: Path, options: EvalOptions, overrides: 
     from foundry.parallel.process_group import World
     from foundry.training.evaluation import Evaluation
 
-    _refuse_given(options, _FOR_POLICIES, f"is of policies in a simulator, and {path} is measured on data")
-    _refuse_given(options, _FOR_TASKS, "is of tasks of lm_eval; give tasks=[...]")
+    refuse_given(options, _FOR_LM_EVAL, "is of tasks of lm_eval; give tasks=[...]")
     opened = _open(path, options, overrides)
     config, device = opened.config, opened.device
     judge = build_judge(config.environment)
@@ -174,8 +189,10 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
     """
     from foundry.commands.task_eval import check_installed, evaluate_tasks, find_tasks, lm_eval_version
 
-    _refuse_given(
-        options, (*_FOR_POLICIES, "max_new_tokens"), "is not for tasks, which say what they ask; leave it out"
+    refuse_given(
+        options,
+        [*chain.from_iterable(_OPTIONS_OF.values()), "max_new_tokens"],
+        "is not for tasks, which say what they ask; leave it out",
     )
     if overrides:
         key, _, value = overrides[0].partition("=")
@@ -225,69 +242,15 @@ def _measure_tasks(path: Path, options: EvalOptions, overrides: Sequence[str]) -
     return {"checkpoint": checkpoint, "lm_eval": lm_eval_version(), "tasks": found}
 
 
-def _measure_policy(path: Path, options: EvalOptions, simulator: Sequence[str]) -> dict[str, Any]:
-    """What is measured of the policy of a run, in its own simulator or the one that overrides choose.
-
-    Raises:
-        ConfigError: as `evaluate`.
-    """
-    _refuse_given(options, ("max_samples", "max_new_tokens"), f"is of data, and {path} has a policy; give episodes")
-    against = None if options.against is None else folder_option("against", options.against)
-    if against is None:
-        _refuse_given(options, ("against_which",), "is given without against")
-    record = None if options.record is None else folder_option("record", options.record)
-    if record is not None:
-        check_output_folder("record", record)
-    from foundry.commands.policy_eval import evaluate_policy
-
-    return evaluate_policy(
-        path,
-        options.which,
-        against=against,
-        against_which=options.which if options.against_which is None else options.against_which,
-        record=record,
-        ema=options.ema,
-        trust=options.trust,
-        episodes=options.episodes,
-        first_episode=options.first_episode,
-        at_a_time=options.batch_size,
-        instruction=Told(options.instruction),
-        device=options.device,
-        simulator=partial(_compose_simulator, simulator, options) if simulator else None,
-    )
-
-
-def _compose_simulator(overrides: Sequence[str], options: EvalOptions, image_size: int | None) -> Any:
-    """The simulator that overrides choose, with pictures of that many pixels unless they say another number.
-
-    Raises:
-        ConfigError: they are wrong.
-    """
-    from foundry.commands.library import compose
-    from foundry.config.build import field_of
-
-    node = compose(overrides, config_dir=_config_dir(options)).simulator
-    if image_size is None or field_of(node, "_target_") is None or field_of(node, "image_size") is not None:
-        return node
-    return compose([*overrides, f"++simulator.image_size={image_size}"], config_dir=_config_dir(options)).simulator
-
-
 def _config_dir(options: EvalOptions) -> Path | None:
     return None if options.config_dir is None else folder_option("config_dir", options.config_dir)
 
 
-def _refuse_given(options: EvalOptions, names: Sequence[str], why: str) -> None:
-    """Say of options that they would be ignored.
+def _compose(overrides: Sequence[str], config_dir: Path | None) -> Config:
+    """Compose a run's configuration, as the command line does."""
+    from foundry.commands.library import compose
 
-    Raises:
-        ConfigError: one has another value than its default.
-    """
-    defaults = EvalOptions(run=options.run)
-    given = [name for name in names if getattr(options, name) != getattr(defaults, name)]
-    if given:
-        values = {name: getattr(options, name) for name in given}
-        shown = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
-        raise ConfigError(Violation(name, f"is {value} but {why}") for name, value in shown.items())
+    return compose(overrides, config_dir=config_dir)
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:
@@ -341,16 +304,14 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     Raises:
         ConfigError: as `evaluate`.
     """
-    from foundry.commands.library import compose as compose_run
     from foundry.config.record.frozen import load_config
     from foundry.config.sources import download_hint, refuse_urls
-    from foundry.data.robots.episodes import normalised_by
     from foundry.engine.restore import Restored, build_part, look_again, restore
     from foundry.parallel.device import choose_device
     from foundry.parts.data import build_data, offered_to_data
     from foundry.parts.model import build_model
 
-    compose = partial(compose_run, config_dir=_config_dir(options))
+    compose = partial(_compose, config_dir=_config_dir(options))
     is_transformers = (path / "config.json").is_file()
     if hint := "" if path.is_dir() else download_hint(options.run):
         raise ConfigError(Violation("run", f"is {options.run} but there is no such folder{hint}"))
@@ -369,15 +330,15 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
         return Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)
     restored = restore(path, options.which, ema=options.ema, trust=options.trust, device=options.device)
     if overrides:
-        statistics = restored.data.statistics
-        for_policies = [] if statistics is None else _ON_EPISODES
+        kept = restored.data.kept.values()
+        like_the_run = [override for content in kept for override in content.overrides]
         given += [f"model.which={options.which}", f"model.trust={str(options.trust).lower()}"]
-        composed = look_again(path, options.which, lambda: compose([*for_policies, *given]))
+        composed = look_again(path, options.which, lambda: compose([*like_the_run, *given]))
         objective = composed.objective if _has(overrides, "objective") else restored.config.objective
         config = replace(restored.config, data=composed.data, objective=objective)
         data = build_data(config)
-        if statistics is not None:
-            data = normalised_by(data, statistics)
+        for content in kept:
+            data = content.applied_to(data)
         return replace(restored, config=config, data=data)
     config = load_config(path, trust=options.trust)
     if not options.trust:
@@ -444,6 +405,10 @@ def _with_perplexity(found: dict[str, float], config: Any) -> dict[str, float]:
 
 def _has(overrides: Sequence[str], group: str) -> bool:
     return any(override.lstrip("+~").partition("=")[0].partition(".")[0] == group for override in overrides)
+
+
+def _has_only(overrides: Sequence[str], groups: Sequence[str]) -> bool:
+    return all(any(_has([override], group) for group in groups) for override in overrides)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.files import write_atomically
-from foundry.run_dir.names import STATISTICS, TOKENIZER, TRANSFORMERS
+from foundry.run_dir.names import TOKENIZER, TRANSFORMERS
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import DamagedFileError
 
@@ -63,7 +63,7 @@ def export(options: ExportOptions) -> Path:
 
 
 def export_checkpoint(options: ExportOptions) -> Path:
-    """Write weights and a model card; for a language model transformers' config and tokenizer, for a policy statistics.
+    """Write weights, a model card and the files of the run's data; for a language model transformers' config, too.
 
     Weights are model.safetensors, or above 5 GB several files with an index, read from the checkpoint and written a
     tensor at a time. Of a run of adapters write a folder of peft's instead, or with `merge` the model that they are
@@ -83,7 +83,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
     from foundry.config.schemas.peft import LoRA
     from foundry.core.model_hooks import hook
     from foundry.engine.restore import look_again, restore
-    from foundry.engine.run_files import write_vocabulary
+    from foundry.engine.run_files import write_kept, write_vocabulary
     from foundry.models.lora import merge_adapters
 
     run_dir, dtype = folder_option("run", options.run), options.torch_dtype
@@ -109,10 +109,9 @@ def export_checkpoint(options: ExportOptions) -> Path:
         write_weights(out, _held_weights(restored.model, dtype or _source_dtype(restored.model)))
     dtype = dtype or _source_dtype(restored.model)
     save_config(restored.config, out)
-    if restored.data.statistics is not None:
-        write_atomically(out / STATISTICS, restored.data.statistics.to_json())
-        if restored.data.tokenizer is not None:  # of what it is told
-            write_atomically(out / TOKENIZER, restored.data.tokenizer.to_str(pretty=True))
+    write_kept(restored.data, out)
+    if restored.data.kept and restored.data.tokenizer is not None:
+        write_atomically(out / TOKENIZER, restored.data.tokenizer.to_str(pretty=True))
     if (hf_config := hook(restored.model, "hf_config")) is not None:
         described = hf_config()
         if dtype is not None:

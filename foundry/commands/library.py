@@ -127,6 +127,7 @@ def _compose(overrides: list[str], config_dir: str | Path | None, config_name: s
     """The composed configuration, Hydra's own part included, without a trace in Hydra's global state."""
     composing.install()
     folders = search_path(composing.config_dir())
+    composing.add_options_of_tasks(folders)
     if config_dir is not None:
         folder = Path(config_dir).expanduser().absolute()
         if not folder.is_dir():

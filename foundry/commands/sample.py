@@ -76,7 +76,7 @@ def sample(options: SampleOptions) -> Path:
         asked["image"] = _read_image(options.image, getattr(restored.model, "image_size", None))
     kind = type(objective).__name__
     generate: Callable[..., Any] | None = getattr(objective, "generate", None)
-    if generate is None and restored.data.tokenizer is not None and restored.data.statistics is None:
+    if generate is None and restored.data.tokenizer is not None and not restored.data.kept:
         generate = continue_text
     if generate is None:
         raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} draws nothing"))

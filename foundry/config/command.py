@@ -101,6 +101,25 @@ def output_may_close() -> Iterator[None]:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def refuse_given(options: Any, names: Sequence[str], why: str) -> None:
+    """Say of options of a command that they would be ignored.
+
+    Args:
+        options: of the command.
+        names: of these options.
+        why: completes the message `is VALUE but ...`.
+
+    Raises:
+        ConfigError: one has another value than its default.
+    """
+    defaults = type(options)(run=options.run)
+    given = [name for name in names if getattr(options, name) != getattr(defaults, name)]
+    if given:
+        values = {name: getattr(options, name) for name in given}
+        shown = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+        raise ConfigError(Violation(name, f"is {value} but {why}") for name, value in shown.items())
+
+
 def parse_options(schema: type[Options], overrides: list[str]) -> Options:
     """Read `key=value` arguments.
 

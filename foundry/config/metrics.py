@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
+from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.schemas.environment import Environment, NoEnvironment
-from foundry.config.schemas.own_evaluators import ExactMatch, HeldOut, Success
+from foundry.config.schemas.own_evaluators import ExactMatch, HeldOut
 from foundry.config.schemas.root import Config
 from foundry.core.errors import Violation, nearest
+from foundry.core.tasks import EVALUATORS, modules_of
 
 LOSS = "val_loss"
 NORMS = ("grad_norm", "weight_norm", "update_norm")
@@ -16,9 +18,6 @@ NORMS = ("grad_norm", "weight_norm", "update_norm")
 HELD_OUT = HeldOut._target_
 EXACT_MATCH = ExactMatch._target_
 EXACT_MATCH_METRICS = ("exact_match", "ended")
-SUCCESS = Success._target_
-SUCCESS_METRICS = ("success", "success_low", "success_high", "episode_length")
-"""The rate, the bounds of its 95 % interval, and the mean number of actions."""
 
 
 def val_metric_name(metric: str) -> str:
@@ -79,14 +78,25 @@ def measured_by(config: Config) -> tuple[str, ...] | None:
             if rewards is None or (needs_rewards and not rewards):
                 return None
             known = val_metric_names((*EXACT_MATCH_METRICS, *rewards))
-        elif isinstance(node, dict) and node.get("_target_") == SUCCESS:
-            known = val_metric_names(SUCCESS_METRICS)
+        elif isinstance(node, dict) and (own := _metrics_of_tasks().get(str(node.get("_target_")))) is not None:
+            known = val_metric_names(own)
         else:
             known = val_metric_names(names) if isinstance(names, list) else None
         if known is None:
             return None
         measured += known
     return tuple(dict.fromkeys(measured))
+
+
+@cache
+def _metrics_of_tasks() -> dict[str, tuple[str, ...]]:
+    """Return the metrics of the evaluators that tasks bring, by `_target_`; each of their schemas has `metrics`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for value in (value for module in modules_of(EVALUATORS) for value in vars(module).values()):
+        target, metrics = getattr(value, "_target_", None), getattr(value, "metrics", None)
+        if isinstance(target, str) and metrics is not None:
+            found[target] = tuple(metrics)
+    return found
 
 
 def reward_metrics(environment: object) -> tuple[str, ...] | None:

@@ -60,15 +60,6 @@ class ModelHooks(Protocol):
         """A `foundry.models.kv_cache.Cache` that `forward` takes as `cache`; without it each token reads all others."""
         ...
 
-    def observe(self, state: Tensor, **seen: Tensor) -> Any:
-        """What a policy makes of an observation whatever the actions, which `forward` takes as `observed`.
-
-        `seen` are `images` and `instruction`, where the data has them. With it an answer of several forward passes
-        looks once; it may be asked before any of them, with gathered weights. `forward` itself must not call it, since
-        FSDP2 gathers the weights for each.
-        """
-        ...
-
 
 Name = Literal[
     "get_fsdp_block_types",
@@ -80,7 +71,6 @@ Name = Literal[
     "hf_config",
     "import_name",
     "new_cache",
-    "observe",
 ]
 
 

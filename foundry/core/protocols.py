@@ -103,29 +103,6 @@ class PredictingObjective(Protocol):
 
 
 @runtime_checkable
-class ActingObjective(Protocol):
-    """An objective whose model is a policy: it sees what was observed and answers with the next actions.
-
-    All units are those of the data, where states and actions are normalised.
-    """
-
-    @property
-    def action_steps(self) -> int:
-        """How many actions of a chunk are carried out before the model is asked again."""
-        ...
-
-    def act(self, model: nn.Module, observation: Microbatch, keys: Tensor) -> Tensor:
-        """The next actions, (batch, horizon, action_dim) float32.
-
-        Args:
-            model: in evaluation mode; every row is answered by itself.
-            observation: the samples' entries but for those of actions.
-            keys: (batch,) int64 in host memory; what is drawn for a row is keyed by seed and key.
-        """
-        ...
-
-
-@runtime_checkable
 class ComparingObjective(Protocol):
     """An objective that compares the model with others that do not learn, such as a reference or a teacher."""
 

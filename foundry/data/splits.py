@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from foundry.data.mixture import Mixture, MixtureOrder
 from foundry.data.order import GlobalOrder
-from foundry.data.robots.statistics import Statistics
 
 
 class Dataset(Protocol):
@@ -59,6 +58,29 @@ class PackedDataset(Dataset, Protocol):
         ...
 
 
+class RunFile(Protocol):
+    """Values of the data that a run directory keeps in a file, such as those by which samples are normalised.
+
+    The class is named in `foundry.core.tasks.Task.run_files` and has `from_json(text)`, which raises a ValueError that
+    says what is wrong with a file.
+    """
+
+    overrides: ClassVar[tuple[str, ...]]
+    """With which other data is composed for a run that has such a file."""
+
+    def to_json(self) -> str:
+        """As a text that `from_json` reads back bit for bit."""
+        ...
+
+    def applied_to(self, data: "DataSplits") -> "DataSplits":
+        """Other data as this run reads it.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        ...
+
+
 class Prompt(NamedTuple):
     """A prompt and the answer that is right.
 
@@ -99,7 +121,7 @@ class DataSplits:
         train_prompts: likewise to learn from, one for each of the training samples.
         stop_ids: tokens that end an answer or a document, first the document's; none without tokens.
         bos_id: the token with which a chat template may begin; None: it has none.
-        statistics: by which states and actions of a robot are normalised; None: the data is of none.
+        kept: values that the run directory keeps in files of these names, so that the run is opened without its data.
         class_names: of the classes, in the order of their numbers; none: they have only numbers.
         chat_template: in Jinja, as transformers has it, for data that are chats; None: the model continues plain text.
         mixture: of the training samples, where several sources are read in given shares.
@@ -119,7 +141,7 @@ class DataSplits:
     stop_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     chat_template: str | None = None
-    statistics: Statistics | None = None
+    kept: Mapping[str, RunFile] = field(default_factory=dict)
     class_names: Sequence[str] = ()
     mixture: Mixture | None = None
 

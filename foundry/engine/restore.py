@@ -16,7 +16,6 @@ from foundry.checkpoint.folder import CheckpointError, problems
 from foundry.checkpoint.tensors import load_weights, require_shapes
 from foundry.config.build import build, field_of
 from foundry.config.record.frozen import load_config
-from foundry.config.schemas.data import Episodes, Tokenised
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.peft import LoRA
@@ -24,9 +23,9 @@ from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.core.errors import ConfigError, Violation, format_reason, shown
 from foundry.core.foreign import ForeignData
+from foundry.core.tasks import run_files
 from foundry.data.corpora.tokenizer import count_ids, parse_tokenizer, usual_end
-from foundry.data.robots.statistics import Statistics
-from foundry.data.splits import DataSplits
+from foundry.data.splits import DataSplits, RunFile
 from foundry.engine.initial_model import find_base, read_base
 from foundry.models.initialisation import InitialModel, allocate
 from foundry.models.lora import add_adapters
@@ -36,7 +35,7 @@ from foundry.parts.model import add_log_probs, drawn, resolve_init_from, unfille
 from foundry.planning.fake import build_fake
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
-from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STATISTICS, STOP_TOKENS, TOKENIZER, TRANSFORMERS
+from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STOP_TOKENS, TOKENIZER, TRANSFORMERS
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 
 _BUILT = ("model", "peft", "data", "objective", "simulator")
@@ -55,7 +54,7 @@ class Restored:
     Attributes:
         config: the run's configuration.
         model: in evaluation mode, on `device`.
-        data: the run's; of text only the tokenizer, of a robot's episodes only the statistics, without samples.
+        data: the run's; of text only the tokenizer, of data that the run directory keeps files of only these.
         checkpoint: the folder that was read.
         base_path: what the weights beside the adapters came from, where a run of adapters names it.
     """
@@ -268,27 +267,24 @@ def _check_bounds(run_dir: Path, config: Config) -> None:
 
 
 def _data(config: Config, run_dir: Path) -> DataSplits:
-    """The run's tokenizer without its text, its statistics without the episodes; for other data, the data.
+    """The run's tokenizer and the files that it keeps of its data, without samples; for other data, the data.
 
-    Neither is read again: it lies where a configuration says, which may be somebody else's.
+    The samples are not read again: they lie where a configuration says, which may be somebody else's.
 
     Raises:
-        ConfigError: the tokenizer or the statistics are missing, or are none.
+        ConfigError: a file that the data has written is missing, or is none.
     """
     file = run_dir / TOKENIZER
-    statistics = _statistics(run_dir / STATISTICS)
-    if isinstance(config.data, Episodes) and statistics is None:
-        raise ConfigError(Violation("run", f"{run_dir} has no {STATISTICS}, which a run over episodes writes"))
+    kept = _kept(run_dir)
+    for name, kind in getattr(config.data, "run_files", {}).items():
+        if not os.path.lexists(run_dir / name):
+            raise ConfigError(Violation("run", f"{run_dir} has no {name}, which {kind} writes"))
     if not os.path.lexists(file):
-        if isinstance(config.data, Tokenised):
-            raise ConfigError(Violation("run", f"{run_dir} has no {TOKENIZER}, which a run over text writes"))
-        if isinstance(config.data, Episodes) and config.data.instruction_tokens is not None:
-            raise ConfigError(Violation("run", f"{run_dir} has no {TOKENIZER}, which a run with instructions writes"))
-        if statistics is not None:
-            return DataSplits(train=[], validation=[], fingerprint="", statistics=statistics)
+        if kept:
+            return DataSplits(train=[], validation=[], fingerprint="", kept=kept)
         data: DataSplits = build_part(config, "data", seed=config.hparams.seed)
         return data
-    tokens = _tokens_per_sample(run_dir / PLAN) if statistics is None else None
+    tokens = None if kept else _tokens_per_sample(run_dir / PLAN)
     with ForeignData(lambda reason: ConfigError(Violation("run", f"{file} is no tokenizer: {reason}"))):
         tokenizer = parse_tokenizer(read_text(file))
     return DataSplits(
@@ -300,24 +296,28 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
         tokenizer=tokenizer,
         **_special_tokens(run_dir / STOP_TOKENS, tokenizer),
         chat_template=_chat_template(run_dir / CHAT_TEMPLATE),
-        statistics=statistics,
+        kept=kept,
     )
 
 
-def _statistics(file: Path) -> Statistics | None:
-    """By what a policy's states and actions are normalised; None where there is no such file.
+def _kept(run_dir: Path) -> dict[str, RunFile]:
+    """Read the files that the run keeps of its data, by name; those of tasks that are there.
 
     Raises:
-        ConfigError: the file is none that foundry writes.
+        ConfigError: a file is none that foundry writes.
     """
-    try:
-        return Statistics.from_json(read_text(file))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(Violation("run", f"{file} cannot be read: {error}")) from None
-    except ValueError as error:
-        raise ConfigError(Violation("run", f"{file} {error}")) from None
+    kept = dict[str, RunFile]()
+    for name, kind in run_files().items():
+        file = run_dir / name
+        try:
+            kept[name] = kind.from_json(read_text(file))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(Violation("run", f"{file} cannot be read: {error}")) from None
+        except ValueError as error:
+            raise ConfigError(Violation("run", f"{file} {error}")) from None
+    return kept
 
 
 def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:

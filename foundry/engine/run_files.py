@@ -26,7 +26,6 @@ from foundry.run_dir.names import (
     CHAT_TEMPLATE,
     PLAN,
     RESULT,
-    STATISTICS,
     STATUS,
     STOP_TOKENS,
     TOKENIZER,
@@ -36,7 +35,7 @@ from foundry.run_dir.names import (
 
 
 def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> dict[str, bytes]:
-    """Write the configuration, the plan, and what is needed without the data: tokenizer, chat template, statistics.
+    """Write the configuration, the plan, and what is needed without the data: tokenizer, chat template, kept files.
 
     Returns:
         By name what transformers has besides, for `refill`.
@@ -56,11 +55,16 @@ def _write_files(config: Config, plan: dict[str, Any], data: DataSplits, run_dir
     save_config(config, run_dir)
     write_atomically(run_dir / PLAN, json.dumps(plan, indent=2) + "\n")
     write_vocabulary(data, run_dir)
-    if data.statistics is not None:
-        write_atomically(run_dir / STATISTICS, data.statistics.to_json())
+    write_kept(data, run_dir)
     for name in (STATUS, RESULT):
         if (run_dir / name).is_dir():
             raise UnsafeFileError(run_dir / name, "a folder")
+
+
+def write_kept(data: DataSplits, folder: Path) -> None:
+    """Write the files that the data has kept in run directories, such as statistics."""
+    for name, content in data.kept.items():
+        write_atomically(folder / name, content.to_json())
 
 
 def write_vocabulary(data: DataSplits, folder: Path) -> None:

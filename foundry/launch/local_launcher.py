@@ -23,7 +23,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.composition.store import GROUPS
+from foundry.config.composition.store import GROUPS, group_modules
 from foundry.config.environment import default_variables, visible_gpus
 from foundry.config.schemas.launcher import Local, resolve_launcher
 from foundry.core.errors import ConfigError, Violation
@@ -199,7 +199,7 @@ def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> F
 
 def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
     """What the server imports: what every run does, and foundry's own parts that some job is made of."""
-    modules = {"foundry.engine.train", *(f"foundry.config.schemas.{name}" for name in GROUPS)}
+    modules = {"foundry.engine.train", *(module.__name__ for name in GROUPS for module in group_modules(name))}
     for job in jobs:
         # torch's optimizers import its compiler, whether they use it or not; foundry's do not.
         if not str(OmegaConf.select(job.config, "optimizer._target_")).startswith("foundry."):

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foundry.config.schemas.distributed import DDP, FSDP, Single
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.model_hooks import hook
 from foundry.core.protocols import Synchroniser
 from foundry.core.sharded import sharded_modules
+from foundry.core.tasks import installed_tasks
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.initialisation import Fill, allocate
 from foundry.parallel.checkpointing import checkpointed
@@ -236,8 +236,9 @@ def _shard(
         shard(unit, mp_policy=policy.fsdp_policy(), reshard_after_forward=reshard_after_forward)
     allocate(model.parameters(), device)
     shard(model, mp_policy=policy.fsdp_policy(root=True), reshard_after_forward=reshard_after_forward)
-    if hook(model, "observe") is not None:
-        register_fsdp_forward_method(model, "observe")  # whose blocks may run before the first forward pass
+    for name in (name for task in installed_tasks() for name in task.forward_methods):
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)  # whose blocks may run before the first forward pass
     if fill is not None:
         fill(model)
     _set_prefetch(sharded_modules(model), overlap)

@@ -7,9 +7,9 @@ from typing import Any
 from foundry.config.build import build, field_of
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation
+from foundry.core.simulator import Simulator
 from foundry.data.splits import DataSplits
 from foundry.parts.fitting import fitting
-from foundry.simulators.protocol import Simulator
 
 
 def build_data(config: Config) -> DataSplits:

@@ -35,9 +35,6 @@ TOKENIZER_FILES = (
 MODEL_CARD = "README.md"
 """Of an export: what was trained on what, and what came of it."""
 
-STATISTICS = "statistics.json"
-"""By what a robot's states and actions are normalised, so that a policy acts without its demonstrations."""
-
 METRICS = "metrics.jsonl"
 """A line for each logged step and each evaluation."""
 
@@ -82,9 +79,6 @@ CHECKPOINTS = "checkpoints"
 
 PLOTS = "plots"
 """A folder with pictures, samples among them."""
-
-ROLLOUTS = "rollouts.jsonl"
-"""Beside the pictures: a line for each episode that a policy was measured by."""
 
 PROFILE = "profile"
 """A folder with what torch's profiler has recorded of chosen steps, a file for each rank."""

@@ -10,6 +10,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
+from foundry.core.tasks import installed_tasks
 from foundry.run_dir.names import LOG, PLOTS
 from foundry.run_dir.redact import one_line, printable
 from foundry.tracking.humanize import count, duration, number
@@ -202,7 +203,8 @@ def where_to_look(event: RunStarted) -> dict[str, str]:
     """The pictures and samples there are, and the page or command that shows the run in MLflow."""
     rows: dict[str, str] = {}
     plots = event.run_dir / PLOTS
-    pictures = ("loss.png", "metrics.png", "norms.png", "schedule.png", "success.png", "rollouts.gif", "samples.*")
+    of_tasks = (picture for task in installed_tasks() for picture in task.pictures)
+    pictures = ("loss.png", "metrics.png", "norms.png", "schedule.png", *of_tasks, "samples.*")
     for name in pictures:
         label = name.partition(".")[0]
         for path in sorted(plots.glob(name)):

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from foundry.config.metrics import LOSS, SUCCESS_METRICS, val_metric_name, val_metric_names
+from foundry.config.metrics import LOSS, val_metric_name
+from foundry.core.tasks import plots
 from foundry.tracking.plot_style import ORANGE, RED, count_steps, draw_series, fit, head, panels, scale_logarithmically
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ _OF_EVERY_RUN = {
 }
 _ELSEWHERE = {"step", "samples", "tokens", "epoch", "loss", "weight_decay", "global_batch_size", "step_seconds"}
 _ELSEWHERE |= {"tflops", "mfu", "peak_memory_bytes", "reserved_memory_bytes", LOSS}
-_ELSEWHERE |= set(val_metric_names(SUCCESS_METRICS[:3]))
 """In other pictures, or the same curve in another unit."""
 _MOST_PANELS = 12
 _WIDE = 30.0  # a gradient norm over a wider span has a logarithmic axis
@@ -56,9 +56,10 @@ def metrics_figure(
 
 def _choose(logged: Mapping[str, object], measured: Mapping[str, object]) -> list[str]:
     """The names of panels in order: what every run has, then metrics of training, then those of evaluations alone."""
-    own = [name for name in logged if name not in _OF_EVERY_RUN and name not in _ELSEWHERE and "/" not in name]
+    elsewhere = _ELSEWHERE.union(*(plot.metrics for plot in plots().values()))
+    own = [name for name in logged if name not in _OF_EVERY_RUN and name not in elsewhere and "/" not in name]
     paired = {_paired(name) for name in own}
-    alone = [name for name in measured if name not in paired and name not in _ELSEWHERE]
+    alone = [name for name in measured if name not in paired and name not in elsewhere]
     return [*(name for name in _OF_EVERY_RUN if name in logged), *own, *alone]
 
 

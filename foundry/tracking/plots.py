@@ -1,12 +1,14 @@
-"""The pictures in plots/: loss.png, metrics.png, schedule.png, norms.png and, of a policy, success.png."""
+"""The pictures in plots/: loss.png, metrics.png, schedule.png, norms.png and those of tasks."""
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.metrics import LOSS
 from foundry.core.events import Evaluated, Phase, PlannedUpdate, RunEnded, RunStarted, StepLogged
+from foundry.core.tasks import plots
 from foundry.run_dir.files import make_folder
 from foundry.run_dir.names import METRICS, PLOTS
 from foundry.run_dir.redact import one_line
@@ -29,7 +31,6 @@ from foundry.tracking.plot_style import (
 )
 from foundry.tracking.safe_observer import tolerant
 from foundry.tracking.schedule_figure import schedule_figure
-from foundry.tracking.success_figure import RATE, success_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,8 +105,8 @@ class Plots:
             pictures["loss"] = losses = loss_figure(points, held_out, self._entropy, name)
             if judged and self._metric is not None:
                 add_metric(losses, self._metric, judged)
-        if self._measured.get(RATE):
-            pictures["success"] = success_figure(self._measured, name)
+        for stem, plot in plots().items():
+            pictures[stem] = resolve_name(plot.draw)(self._measured, name)
         if self._updates:
             pictures["schedule"] = schedule_figure(self._updates, self._phases, step, name)
         for stem, figure in pictures.items():

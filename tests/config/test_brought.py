@@ -12,7 +12,7 @@ from foundry.config.composition.compose import config_dir, install
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.optimizer import SGD, AdamW, Muon
 from foundry.config.schemas.root import to_config
-from foundry.data.robots.lerobot_writing import Episode, write_lerobot
+from foundry.tasks.robots.data.lerobot_writing import Episode, write_lerobot
 
 CHATS = ["objective=sft", "data=arithmetic"]
 PAIRS = ["objective=dpo", "data=arithmetic", "data.form=preferences"]

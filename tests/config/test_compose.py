@@ -8,48 +8,15 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from support.examples import long_case
+from support.option_words import OPTIONS, has_no_value, words_for
 
 from foundry.config.composition.compose import config_dir
-from foundry.config.composition.store import GROUPS, group_schemas
+from foundry.config.composition.store import group_schemas
 from foundry.config.record.frozen import load_config, plain, save_config
 from foundry.config.schemas.distributed import Distributed
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import ConfigError
 
-OPTIONS = {group: sorted(p.stem for p in (Path(config_dir()) / group).glob("*.yaml")) for group in GROUPS}
-ROLLOUT = [
-    "objective.num_prompts_per_step=2",
-    "objective.num_generations_per_prompt=4",
-    "objective.max_new_tokens=32",
-    "environment=exact_match",
-    "evaluation=reward",
-]
-ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evals.ExactMatch"
-POLICY = ("success", "demonstrations", "policy_dit")
-COMPANIONS = {
-    "chats": ["objective=sft"],
-    "preferences": ["objective=dpo"],
-    "vla_foundry": ["hparams.max_steps=20000"],
-    "megatron": ["hparams.max_steps=20000"],
-    **{name: [ANSWERED] for name in ("arithmetic", "exact_match", "multiple_choice", "python")},
-    "format": [ANSWERED, "environment.pattern=x"],
-    "lora": ["optimizer=adamw"],
-    "prompts": [*ROLLOUT, "objective=grpo"],
-    "reward": ["environment=arithmetic"],
-    **{name: ["hparams=policy"] for name in POLICY},
-    **{name: ["experiment=vlm_scenes"] for name in ("scenes", "vlm")},
-    "vla": ["experiment=vla_touch"],
-    "image_chats": ["objective=sft", "model=vlm"],
-}
-"""What an option does not compose without."""
-DATA_OF = {
-    "completions": ["data=arithmetic"],
-    "pairs": ["data=arithmetic", "data.form=preferences"],
-    "prompts": [*ROLLOUT, "data=arithmetic", "data.form=prompts"],
-    "images": ["hparams=diffusion"],
-    "actions": ["hparams=policy"],
-}
-"""Overrides that choose data with each of the things an objective's `wants` may name."""
 OF_A_RUN = [
     *(
         "torch",
@@ -76,10 +43,7 @@ FREE = ("checkpoint", "device", "distributed", "guard", "optimizer", "precision"
 def test_every_option_of_free_groups_composes(compose, place):
     """A composition takes a fifth of a second, so the options at one place of all groups share it."""
     chosen = {group: OPTIONS[group][place % len(OPTIONS[group])] for group in FREE}
-    needed = {"hsdp": "distributed.num_replicas=1", "constant": "scheduler.min_lr=0"}
-    overrides = [f"{group}={option}" for group, option in chosen.items()]
-    overrides += [word for option, word in needed.items() if option in chosen.values()]
-    config = to_config(compose(*overrides))
+    config = to_config(compose(*(word for choice in chosen.items() for word in words_for(*choice))))
     assert all(plain(config)[group] is not None for group in FREE)
 
 
@@ -94,35 +58,12 @@ def test_every_option_of_free_groups_composes(compose, place):
     ],
 )
 def test_every_option_composes(compose, group, option):
-    overrides = [f"{group}={option}"]
-    if group in ("model", "data") and option in ("dit", "digits"):
-        overrides.append("hparams=diffusion")
-    if option in ("base", "distillation") or (option.startswith("nemo_") and group == "hparams"):
-        with pytest.raises(ConfigError, match="has no value"):  # a run or a folder of the user's
-            compose(*overrides)
+    if has_no_value(group, option):
+        with pytest.raises(ConfigError, match="has no value"):
+            compose(*words_for(group, option))
         return
-    if option in ("gymnasium", "lerobot", "images"):
-        with pytest.raises(ConfigError, match="has no value"):  # an environment or a folder of the user's
-            compose(*{"images": ["hparams=diffusion"], "gymnasium": ["hparams=policy"]}.get(option, []), *overrides)
-        return
-    if group == "simulator" and option != "none":
-        overrides.append("hparams=policy")
-    if option in ("text", "tokens", "chats", "image_chats", "preferences", "prompts"):
-        overrides.append("data.path=setup.cfg")
-    if group == "objective" or (group == "hparams" and option in OPTIONS["objective"]):
-        overrides += data_of_objective(option)
-    overrides += COMPANIONS.get(option, []) if (group, option) != ("data", "arithmetic") else []
-    if option == "hf":
-        overrides.append("+model.config={hidden_size: 32}")
-    config = to_config(compose(*overrides))
+    config = to_config(compose(*words_for(group, option)))
     assert plain(config)[group] is not None
-
-
-def data_of_objective(option):
-    """Overrides without which an objective does not compose, by its schema's `wants`."""
-    text = Path(config_dir(), "objective", f"{option}.yaml").read_text()
-    wants = group_schemas("objective")[re.search(r"/schema/objective/(\w+)@", text)[1]].wants
-    return next((DATA_OF[name] for name in wants if name in DATA_OF), [])
 
 
 @pytest.mark.parametrize("name", [p.stem for p in (Path(config_dir()) / "experiment").glob("*.yaml")])

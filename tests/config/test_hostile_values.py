@@ -34,7 +34,7 @@ from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.config.setting import check_fields
 from foundry.core.errors import ConfigError
-from foundry.data.robots.lerobot_writing import Episode, write_lerobot
+from foundry.tasks.robots.data.lerobot_writing import Episode, write_lerobot
 
 SHARE = 1 if os.environ.get("FOUNDRY_ALL_VALUES") else 30 if selection.is_all else 450
 

@@ -10,14 +10,14 @@ from support.examples import examples
 
 from foundry.config.checks.static_source import resolve_parameters
 from foundry.config.composition.plain_nodes import check_node
-from foundry.config.composition.store import schemas_in
-from foundry.config.record.recorded import _OWN_NAMED_PARTS
-from foundry.config.schemas import own_evaluators, own_trackers
+from foundry.config.composition.store import evaluator_schemas, schemas_in
+from foundry.config.record.recorded import own_named_parts
+from foundry.config.schemas import own_trackers
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.tracking import Tracking
 from foundry.core.errors import ConfigError
 
-SCHEMAS = [*schemas_in(own_evaluators), *schemas_in(own_trackers)]
+SCHEMAS = [*evaluator_schemas(), *schemas_in(own_trackers)]
 SETTINGS = [(schema, item) for schema in SCHEMAS for item in fields(schema) if item.name != "_target_"]
 ANSWERS, SUCCESS = "evaluation.evaluators.answers", "evaluation.evaluators.success"
 BOARD, WANDB = "tracking.trackers.tensorboard", "tracking.trackers.wandb"
@@ -126,4 +126,4 @@ def _defaults(own):
 
 
 def test_every_evaluator_and_tracker_that_is_known_by_name_has_a_schema():
-    assert set(_OWN_NAMED_PARTS) <= {schema._target_ for schema in SCHEMAS}
+    assert set(own_named_parts()) <= {schema._target_ for schema in SCHEMAS}

@@ -16,7 +16,7 @@ def measure(model, world):
     from support.reach import Reach
 
     from foundry.core.protocols import EvaluationContext
-    from foundry.evaluators.success import Success
+    from foundry.tasks.robots.evaluators.success import Success
 
     evaluator = Success(objective=Wandering(), data=DATA, simulator=Reach, episodes=11, at_a_time=3)
     with TemporaryDirectory() as folder, torch.no_grad():

@@ -12,8 +12,8 @@ CHUNK = {"horizon": HORIZON, "action_dim": 3, "action_steps": 2}
 
 
 def policy():
-    from foundry.models.vla import VLA
     from foundry.models.vlm import PrefixVLM
+    from foundry.tasks.robots.models.vla import VLA
 
     torch.manual_seed(0)
     widths = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
@@ -40,8 +40,8 @@ def rows():
 def measure(parallel, own):
     """What the policy answers to all rows before it is trained, its loss on its own rows, and the gradients."""
     from foundry.core.sharded import is_sharded
-    from foundry.objectives.action_chunks import FlowPolicy
     from foundry.parallel.whole_weights import gathered
+    from foundry.tasks.robots.action_chunks import FlowPolicy
 
     objective, batch = FlowPolicy(seed=5, **CHUNK), rows()
     seen = {name: batch[name] for name in ("state", "images", "instruction")}

@@ -46,7 +46,7 @@ def test_the_pages_say_what_the_records_say(load_benchmark):
 
 def test_the_page_about_robots_says_how_often_policies_have_succeeded(load_benchmark):
     record = load_benchmark("page").read_records()["policies"]
-    lines = (ROOT / "docs" / "robots.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "tasks" / "robots.md").read_text().splitlines()
     for row in record.rows:
         success = f"{row.values['success'][0]:.3f}"
         if row.side == "after one step":
@@ -58,7 +58,7 @@ def test_the_page_about_robots_says_how_often_policies_have_succeeded(load_bench
 
 
 def test_the_page_about_robots_says_how_often_told_policies_have_succeeded(load_benchmark):
-    record, text = load_benchmark("page").read_records()["vla"], (ROOT / "docs" / "robots.md").read_text()
+    record, text = load_benchmark("page").read_records()["vla"], (ROOT / "docs" / "tasks" / "robots.md").read_text()
     told = {row.side: f"{row.values['success'][0]:.3f}" for row in record.rows}
     on_vlm, alone = "from `experiment=vlm_scenes`", "from nothing"
     for line, side in ((f"| {on_vlm}, 0.99 of", on_vlm), ("| without one (`model.backbone.init_from=null`)", alone)):

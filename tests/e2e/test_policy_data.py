@@ -12,9 +12,9 @@ from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
 from foundry.commands.library import compose, run
 from foundry.core.errors import ConfigError
-from foundry.data.robots.demonstrations import FIRST_SEED
-from foundry.data.robots.statistics import Statistics
 from foundry.engine.restore import restore
+from foundry.tasks.robots.data.demonstrations import FIRST_SEED
+from foundry.tasks.robots.data.statistics import Statistics, statistics_of
 
 SMALL = ["hparams=policy", "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "hparams.max_steps=4"]
 SMALL += ["data.horizon=8", "objective.action_steps=4", "hparams.global_batch_size=16", "tracking=none"]
@@ -49,8 +49,8 @@ def test_a_run_is_opened_with_its_statistics_and_without_its_demonstrations(fini
     assert len(restored.data.train) == len(restored.data.validation) == 0
     state = Reach().reset(FIRST_SEED)["state"]
     written = Statistics.from_json((finished / "statistics.json").read_text())
-    assert np.array_equal(restored.data.statistics.normalise_state(state), written.normalise_state(state))
-    assert restored.data.statistics.actions.max.tolist() == pytest.approx([0.1, 0.1])
+    assert np.array_equal(statistics_of(restored.data).normalise_state(state), written.normalise_state(state))
+    assert statistics_of(restored.data).actions.max.tolist() == pytest.approx([0.1, 0.1])
     assert not (finished.parent / "cache").exists()
 
 

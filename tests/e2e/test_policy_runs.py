@@ -17,7 +17,7 @@ from support.reach import Reach
 from foundry.commands.eval import EvalOptions, evaluate
 from foundry.core.errors import ConfigError
 from foundry.engine.train import train
-from foundry.evaluators.rates import sign_test, wilson_interval
+from foundry.tasks.robots.evaluators.rates import sign_test, wilson_interval
 
 QUIET = ["tracking=none", "tracking.progress=false"]
 OWN_OPTIONS = str(Path(__file__).parent / "conf")
@@ -119,7 +119,7 @@ def test_two_policies_are_compared_on_the_same_episodes(runs, tmp_path):
 
 def recorded(folder):
     """What the expert of `Reach` does, as recordings of somebody's own with a picture of 16 pixels."""
-    from foundry.data.robots.lerobot_writing import Episode, write_lerobot
+    from foundry.tasks.robots.data.lerobot_writing import Episode, write_lerobot
 
     simulator = Reach(image_size=16)
 

@@ -19,8 +19,8 @@ from foundry.commands.sample import SampleOptions, sample
 from foundry.commands.sync import run as sync
 from foundry.config.command import command, folder_option, print_path
 from foundry.core.errors import ConfigError
-from foundry.run_dir.names import STATISTICS
 from foundry.run_dir.redact import masked_text
+from foundry.tasks.robots.names import STATISTICS
 
 PASSWORD = "hunter2"
 ADDRESS = f"http://bob:{PASSWORD}@h/x"

@@ -119,11 +119,11 @@ def install() -> None:
 
 
 def _schemas():
-    from foundry.config.composition.store import GROUPS, group_schemas, schemas_in
-    from foundry.config.schemas import own_evaluators, own_trackers
+    from foundry.config.composition.store import GROUPS, evaluator_schemas, group_schemas, schemas_in
+    from foundry.config.schemas import own_trackers
 
     groups = [schema for group in GROUPS for schema in group_schemas(group).values()]
-    return [*groups, *schemas_in(own_evaluators), *schemas_in(own_trackers)]
+    return [*groups, *evaluator_schemas(), *schemas_in(own_trackers)]
 
 
 def _default(item):

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from foundry.core.keyed_random import keyed_normal
-from foundry.data.robots.episodes import Recording, episode_splits
 from foundry.data.splits import DataSplits
 from foundry.models.fsdp_block import FSDPBlock
+from foundry.tasks.robots.data.episodes import Recording, episode_splits
+from foundry.tasks.robots.names import STATISTICS
 from support.reach import Reach
 
 
@@ -23,7 +24,7 @@ class Units:
         return actions * 0.1
 
 
-DATA = DataSplits(train=[], validation=[], fingerprint="", statistics=Units())
+DATA = DataSplits(train=[], validation=[], fingerprint="", kept={STATISTICS: Units()})
 
 
 REACH_POLICY = [

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from foundry.simulators.protocol import Step
+from foundry.core.simulator import Step
 
 
 class Reach:

@@ -5,13 +5,13 @@ from subprocess import run
 import pytest
 
 from foundry.core.events import Evaluated, Phase, PlannedUpdate
+from foundry.tasks.robots.success_figure import success_figure
 from foundry.tracking.metrics_figure import metrics_figure
 from foundry.tracking.metrics_file import MetricsFile
 from foundry.tracking.norms_figure import norms_figure
 from foundry.tracking.plot_style import smoothed
 from foundry.tracking.plots import Plots, loss_figure
 from foundry.tracking.schedule_figure import schedule_figure
-from foundry.tracking.success_figure import success_figure
 
 
 def is_png(path):

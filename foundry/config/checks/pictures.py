@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 
-from foundry.config.schemas.data import AboutPictures, Scenes
+from foundry.config.schemas.data import AboutPictures
 from foundry.config.schemas.model import PrefixVLM
 from foundry.config.schemas.root import Config
-from foundry.config.schemas.simulator import NoSimulator
 from foundry.core.errors import Violation
 
 
@@ -17,12 +16,6 @@ def check_pictures(config: Config) -> Iterator[Violation]:
         yield Violation("model.image_size", "is null but the model looks at pictures; leave it out to follow the data")
     if not isinstance(data, AboutPictures):
         return
-    if isinstance(data, Scenes) and isinstance(config.simulator, NoSimulator):
-        message = "is none but data=scenes is of what a simulator shows; choose one, such as simulator=touch, or"
-        yield Violation("simulator", f"{message} data=image_chats")
-    elif isinstance(data, Scenes) and data.image_size is None:
-        message = "is null but data=scenes is of what a simulator shows; set it, such as to 48"
-        yield Violation("simulator.image_size", message)
     wants: frozenset[str] = getattr(model, "wants", frozenset({"images"}))
     if is_dataclass(model) and "images" not in wants:
         message = f"is {type(model).__name__}, which does not look at the pictures of data {type(data).__name__}"

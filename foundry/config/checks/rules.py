@@ -3,18 +3,16 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from itertools import takewhile
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from foundry.config.checks.adapters import check_adapters
-from foundry.config.checks.episodes import check_episodes
 from foundry.config.checks.pictures import check_pictures
-from foundry.config.checks.policies import check_policies
 from foundry.config.checks.rollouts import check_environment, check_rollouts
 from foundry.config.checks.sizes import check_sizes
-from foundry.config.checks.success import check_success
 from foundry.config.checks.targets import check_targets
 from foundry.config.checks.tensor_parallel import check_tensor_parallel
 from foundry.config.composition.store import group_schemas
@@ -34,6 +32,7 @@ from foundry.config.sources import download_hint, hub_hint, is_url, listed_paths
 from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Duration, Unit
 from foundry.core.errors import ConfigError, Violation, listed, shown
+from foundry.core.tasks import checks
 
 _MOST_SIZES = 8
 """Batch sizes that a message names."""
@@ -257,10 +256,6 @@ def _rollouts(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_environment(config)
 
 
-def _episodes(config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check_episodes(config)
-
-
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_sizes(config)
 
@@ -322,16 +317,8 @@ def _precision(config: Config, launch: Launch) -> Iterator[Violation]:
         )
 
 
-def _policies(config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check_policies(config)
-
-
 def _pictures(config: Config, launch: Launch) -> Iterator[Violation]:
     yield from check_pictures(config)
-
-
-def _success(config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check_success(config)
 
 
 def _adapters(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -416,14 +403,11 @@ RULES: tuple[Rule, ...] = (
     _samples,
     _packing,
     _rollouts,
-    _episodes,
     _sizes,
     _targets,
     _loss,
     _metrics,
-    _policies,
     _pictures,
-    _success,
     _launcher,
     _restarts,
     _strategy,
@@ -435,3 +419,12 @@ RULES: tuple[Rule, ...] = (
     _logged_model,
     _paths,
 )
+
+
+def rules() -> tuple[Rule, ...]:
+    """Return the rules of foundry and those of installed tasks."""
+    return (*RULES, *(partial(_of_task, check) for check in checks()))
+
+
+def _of_task(check: Callable[[Config], Iterator[Violation]], config: Config, launch: Launch) -> Iterator[Violation]:
+    yield from check(config)

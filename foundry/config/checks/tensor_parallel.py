@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from foundry.config.schemas.hparams import CheckpointingPolicy
-from foundry.config.schemas.model import DiT, HuggingFace, PolicyDiT, PrefixVLM, Transformer
+from foundry.config.schemas.model import Model, Transformer
 from foundry.config.schemas.objective import SFT
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
@@ -21,7 +21,7 @@ def check_tensor_parallel(config: Config) -> Iterator[Violation]:
     size = config.distributed.tensor_parallel
     if size == 1:
         return
-    if isinstance(config.model, (HuggingFace, DiT, PolicyDiT, PrefixVLM)):
+    if isinstance(config.model, Model) and not config.model.is_divided:
         name = type(config.model).__name__
         yield Violation(_KEY, f"is {size} but model {name} is not divided; set it to 1, or choose model=transformer")
     elif isinstance(config.model, Transformer):

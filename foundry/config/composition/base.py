@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.build import weights_of_parts
 from foundry.config.composition.store import writable
 from foundry.config.record.frozen import typed_group
-from foundry.config.record.recorded import foreign_parts, read_settings
+from foundry.config.record.recorded import foreign_parts, missing_tasks, read_settings
 from foundry.config.schemas.data import MODEL_TOKENIZER, MODEL_VOCAB_SIZE
 from foundry.config.schemas.model import Base, HuggingFace
 from foundry.config.sources import download_hint, local_path
@@ -132,6 +132,8 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
     """
     file = run_dir / CONFIG
     recorded = read_settings(file, keys.path).get("model")
+    if missing := list(missing_tasks({"model": recorded})):
+        raise ConfigError(Violation(keys.path, f"is {run_dir}, whose {CONFIG} {line}") for line in missing)
     if not trust and (foreign := list(foreign_parts({"model": recorded}))):
         message = f"is {run_dir}, whose {CONFIG} would run what is not foundry's own: {', '.join(foreign)}"
         raise ConfigError(Violation(keys.path, f"{message}; add {keys.trust}=true, if you trust its author"))
@@ -161,7 +163,7 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
 
 def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
     """Sizes that the data was given otherwise than the base has them, and files that are none."""
-    is_text = _reads_words(data) and "instruction_tokens" not in data
+    is_text = _reads_words(data) and _words_if(data) is None
     if is_text and (kind := kind_without_tokens(model)):
         yield Violation(_PATH, f"is {folder}, whose model is {kind}, but the data is text; choose a language model")
         return
@@ -188,10 +190,16 @@ def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
 
 
 def _reads_words(data: Any) -> bool:
-    """Whether samples have tokens: those of text, and of a robot's episodes where instructions are given."""
+    """Whether samples have tokens: those of text, and of other data where a setting gives it words."""
     if not isinstance(data, DictConfig) or "tokenizer" not in data:
         return False
-    return data.get("instruction_tokens", 1) is not None
+    setting = _words_if(data)
+    return setting is None or data.get(setting) is not None
+
+
+def _words_if(data: DictConfig) -> str | None:
+    """Name of the setting without which the data has no words; None if it always has some."""
+    return getattr(OmegaConf.get_type(data), "words_if", None)
 
 
 def kind_without_tokens(model: DictConfig) -> str | None:
@@ -204,9 +212,10 @@ def kind_without_tokens(model: DictConfig) -> str | None:
 def _own_size(model: DictConfig, name: str) -> Any:
     """A size that the model has of itself; None where it follows the data, or a model of images has no such size.
 
-    What reads in a policy that is told what to do is its backbone.
+    Of a model with a language part it is that part's.
     """
-    model = model.get("backbone", model)
+    part = getattr(OmegaConf.get_type(model), "language_part", None)
+    model = model if part is None else model[part]
     return model[name] if name in model and not OmegaConf.is_interpolation(model, name) else None
 
 

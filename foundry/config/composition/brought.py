@@ -11,13 +11,11 @@ from typing import Any
 
 from foundry.config.composition.hydra_internals import Chosen, IConfigRepository
 from foundry.config.composition.store import group_schemas
-from foundry.config.schemas.data import Demonstrations, LeRobot
 from foundry.config.schemas.model import Base
+from foundry.core.tasks import Bringing, bringing
 
 DEFAULT_HPARAMS = "llm"
 """The option of `hparams` in config.yaml. The option of a method replaces it."""
-POLICIES = ("policy", "vla")
-"""The options of `hparams` that choose a simulator for `data=demonstrations`."""
 
 
 def bring(chosen: Chosen) -> Mapping[str, str]:
@@ -34,12 +32,8 @@ def bring(chosen: Chosen) -> Mapping[str, str]:
     def is_free(group: str) -> bool:
         return group not in chosen.chosen_by or str(chosen.chosen_by[group]).startswith("hparams/")
 
-    # The simulator of hparams=policy makes the demonstrations. Other episodes do not come from it.
-    is_recorded = data is LeRobot or ("hparams" in brought and data is not Demonstrations)
-    if own in POLICIES and is_recorded and not is_free("data") and is_free("simulator"):
-        brought["simulator"] = "none"
-        if is_free("evaluation"):
-            brought["evaluation"] = "default"
+    for bring_more in bringing():
+        brought |= bring_more(Bringing(own, data, "hparams" in brought, is_free))
     return brought
 
 

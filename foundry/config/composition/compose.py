@@ -32,6 +32,7 @@ from foundry.config.record.secrets import check_overrides, check_secrets
 from foundry.config.schemas.root import Config
 from foundry.config.target_names import use_public_names
 from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.tasks import installed_tasks
 
 CONFIG_NAME = "config"
 _NO_SCHEMAS = (
@@ -47,12 +48,20 @@ def config_dir() -> str:
 
 
 class _OwnOptions(SearchPathPlugin):
-    """Has Hydra look for options in foundry's folder last, where another primary folder was chosen."""
+    """Has Hydra look for options in tasks' folders, and last in foundry's if another primary folder was chosen."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        add_options_of_tasks(search_path)
         own = f"file://{config_dir()}"
         if not {own, config_dir()} & {element.path for element in search_path.get_path()}:
             search_path.append("foundry", own)
+
+
+def add_options_of_tasks(search_path: ConfigSearchPath) -> None:
+    """Add the folders of options that tasks of other packages have; options of foundry's own names stay foundry's."""
+    for task in installed_tasks():
+        if task.config_dir is not None:
+            search_path.append(f"foundry.tasks.{task.name}", f"file://{task.config_dir}")
 
 
 def install(*, alone: bool = False) -> None:

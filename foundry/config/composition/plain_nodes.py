@@ -15,10 +15,10 @@ from omegaconf import Container
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.build import HYDRA_KEYS
-from foundry.config.composition.store import GROUPS, group_schemas, schemas_in, writable
+from foundry.config.composition.store import GROUPS, evaluator_schemas, group_schemas, schemas_in, writable
 from foundry.config.diagnostics.elsewhere import names_of
 from foundry.config.diagnostics.wanted import wanted
-from foundry.config.schemas import own_evaluators, own_trackers
+from foundry.config.schemas import own_trackers
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.model import HuggingFace, Transformer
 from foundry.config.schemas.root import Config
@@ -89,9 +89,9 @@ def _schemas() -> dict[str, list[type[Any]]]:
     """Return the schemas of built-in parts by `_target_`; several may share one."""
     found: dict[str, list[type[Any]]] = {}
     groups = [schema for group in GROUPS for schema in group_schemas(group).values()]
-    for schema in [*groups, *schemas_in(own_evaluators), *schemas_in(own_trackers)]:
+    for schema in [*groups, *evaluator_schemas(), *schemas_in(own_trackers)]:
         target = getattr(schema, "_target_", None)
-        if isinstance(target, str) and target.startswith("foundry."):
+        if isinstance(target, str):
             found.setdefault(target, []).append(schema)
     return found
 

@@ -7,25 +7,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.environment import detect
 from foundry.config.image_folder import class_folders
-from foundry.config.lerobot import read_info
 from foundry.config.record.frozen import read_recorded
 from foundry.config.schemas.launcher import resolve_num_tasks
 from foundry.config.schemas.model import HuggingFace, folder_settings
-from foundry.config.schemas.simulator import TABLETOP_STATE_DIMS, tabletop_state_dim
 from foundry.core.errors import ConfigError
+from foundry.core.tasks import resolvers
 from foundry.run_dir.checkpoints import run_of
 from foundry.run_dir.names import TOKENIZER
 
-_BACKBONE = "model.backbone.init_from"
-"""Weights of a part of the model, which knows the words that a policy is told."""
-_MOST_PIXELS = 96
-"""Height and width to which pictures are brought that are not square, at most: what policies from cameras are shown."""
-_LEAST = {"image_size": 8, "instruction_tokens": 1}
-_SIZED_BY = {"state_dim": "state_key", "action_dim": "action_key", "image_size": "image_key"}
-
 
 def register_resolvers() -> None:
-    """Register foundry's resolvers with OmegaConf."""
+    """Register foundry's resolvers, and those of tasks, with OmegaConf."""
     OmegaConf.register_new_resolver("accum_freq", _accum_freq, replace=True)
     OmegaConf.register_new_resolver("times", _times, replace=True)
     OmegaConf.register_new_resolver("half", _half, replace=True)
@@ -36,11 +28,9 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("direction_of", _direction_of, replace=True)
     OmegaConf.register_new_resolver("model_folder", _model_folder, replace=True)
     OmegaConf.register_new_resolver("model_vocab_size", _model_vocab_size, replace=True)
-    OmegaConf.register_new_resolver("simulator_size", _simulator_size, replace=True)
-    OmegaConf.register_new_resolver("seen_size", _seen_size, replace=True)
-    OmegaConf.register_new_resolver("lerobot_size", _lerobot_size, replace=True)
     OmegaConf.register_new_resolver("image_classes", _image_classes, replace=True)
-    OmegaConf.register_new_resolver("tabletop_state_dim", _tabletop_state_dim, replace=True)
+    for name, resolver in resolvers().items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def _times(factor: float, value: float) -> float:
@@ -85,13 +75,9 @@ def _mode_of(metric: str | None, *, _root_: DictConfig) -> str:
 
 
 def _model_folder(*, _root_: DictConfig) -> str | None:
-    """The folder that a model of transformers, or the backbone of a policy, is read from, and with it its tokenizer.
-
-    None where there is none.
-    """
-    if (weights := OmegaConf.select(_root_, _BACKBONE)) is not None:
-        folder = run_of(Path(str(weights)).expanduser())
-        return str(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
+    """The folder of a model of transformers, or the tokenizer of the language part's run; None if there is none."""
+    if (run := _run_of_language_part(_root_)) is not None:
+        return str(run / TOKENIZER) if (run / TOKENIZER).is_file() else None
     path = OmegaConf.select(_root_, "model.path")
     if path is None or OmegaConf.select(_root_, "model._target_") != HuggingFace._target_:
         return None
@@ -100,8 +86,8 @@ def _model_folder(*, _root_: DictConfig) -> str | None:
 
 def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
     """The vocabulary of the model in that folder; `default` where there is none, or the folder does not say it."""
-    if (weights := OmegaConf.select(_root_, _BACKBONE)) is not None:
-        model = (read_recorded(run_of(Path(str(weights)).expanduser())) or {}).get("model")
+    if (run := _run_of_language_part(_root_)) is not None:
+        model = (read_recorded(run) or {}).get("model")
         known = model.get("vocab_size") if isinstance(model, dict) else None
     else:
         path = _model_folder(_root_=_root_)
@@ -109,39 +95,11 @@ def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
     return known if isinstance(known, int) else default
 
 
-def _simulator_size(name: str, *, _root_: DictConfig) -> int | None:
-    """What a setting of demonstrations is by the simulator; without one, of which rules say so, 1.
-
-    Raises:
-        ValueError: it is a simulator of the user's own, whose settings do not say.
-    """
-    size: int | None = OmegaConf.select(_root_, f"simulator.{name}")
-    if size is not None or name == "image_size":
-        return size
-    if OmegaConf.select(_root_, "simulator._target_") is None:
-        return 1
-    raise ValueError(f"simulator.{name} has no value; give it as +simulator.{name}=...")
-
-
-def _seen_size(name: str, *, _root_: DictConfig) -> int:
-    """What a policy that sees and is told takes from the data; where that has none, as rules say, the least."""
-    size: int | None = OmegaConf.select(_root_, f"data.{name}")
-    return _LEAST[name] if size is None else size
-
-
-def _lerobot_size(name: str, *, _root_: DictConfig) -> int | None:
-    """What a setting is by the dataset in `data.path`; of none that can be read, as rules say, the simulator's."""
-    path, column = (OmegaConf.select(_root_, f"data.{key}") for key in ("path", _SIZED_BY[name]))
-    if name == "image_size" and column is None:
-        return None
-    try:
-        info = read_info(str(path))
-        if name != "image_size":
-            return info.num_values(str(column), "")
-        height, width = info.picture_size(str(column), "")
-    except ConfigError:
-        return _simulator_size(name, _root_=_root_)
-    return height if height == width else min(height, width, _MOST_PIXELS)
+def _run_of_language_part(root: DictConfig) -> Path | None:
+    """The run whose weights the language part of the model starts from; None without such a part or weights."""
+    part = getattr(OmegaConf.get_type(root, "model"), "language_part", None)
+    weights = None if part is None else OmegaConf.select(root, f"model.{part}.init_from")
+    return None if weights is None else run_of(Path(str(weights)).expanduser())
 
 
 def _image_classes(*, _root_: DictConfig) -> int:
@@ -150,12 +108,6 @@ def _image_classes(*, _root_: DictConfig) -> int:
         return len(class_folders(str(OmegaConf.select(_root_, "data.path"))))
     except ConfigError:
         return 1
-
-
-def _tabletop_state_dim(*, _root_: DictConfig) -> int:
-    """Numbers in the state of the run's task; of a task that there is not, of which its own check says so, 1."""
-    task, image_size = (OmegaConf.select(_root_, f"simulator.{name}") for name in ("task", "image_size"))
-    return tabletop_state_dim(task, has_image=image_size is not None) if task in TABLETOP_STATE_DIMS else 1
 
 
 def _accum_freq(global_batch_size: int, per_gpu_batch_size: int, nproc_per_node: int, *, _root_: DictConfig) -> int:

@@ -11,9 +11,12 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from foundry.config.composition.hydra_internals import store_lazily
+from foundry.config.schemas import own_evaluators
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.tasks import EVALUATORS, modules_of
 
 GROUPS = (
     "checkpoint",
@@ -36,10 +39,29 @@ GROUPS = (
 
 
 def group_schemas(group: str) -> dict[str, type[Any]]:
-    """Return the schemas of a group by class name: every dataclass that its package, or a file there, defines."""
+    """Return the schemas of a group by class name: every dataclass that its modules define.
+
+    Raises:
+        ConfigError: a task has a schema with the name of another.
+    """
+    found: dict[str, type[Any]] = {}
+    for schema in (schema for module in group_modules(group) for schema in schemas_in(module)):
+        if found.setdefault(schema.__name__, schema) is not schema:
+            message = f"has the name of {found[schema.__name__].__module__}.{schema.__name__}; rename it"
+            raise ConfigError(Violation(f"{schema.__module__}.{schema.__name__}", message))
+    return found
+
+
+def group_modules(group: str) -> list[ModuleType]:
+    """Return the modules with schemas of a group: its package, the files there, and those that tasks bring."""
     whole = import_module(f"foundry.config.schemas.{group}")
     files = [import_module(f"{whole.__name__}.{file.name}") for file in iter_modules(getattr(whole, "__path__", ()))]
-    return {schema.__name__: schema for module in (whole, *files) for schema in schemas_in(module)}
+    return [whole, *files, *modules_of(group)]
+
+
+def evaluator_schemas() -> list[type[Any]]:
+    """Return the schemas of evaluators, which are chosen by `_target_`: foundry's and those that tasks bring."""
+    return [schema for module in (own_evaluators, *modules_of(EVALUATORS)) for schema in schemas_in(module)]
 
 
 def schemas_in(module: ModuleType) -> list[type[Any]]:

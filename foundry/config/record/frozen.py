@@ -13,7 +13,14 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.composition.store import group_schemas, writable
-from foundry.config.record.recorded import foreign_parts, own_targets, read_settings, variables
+from foundry.config.record.recorded import (
+    foreign_parts,
+    missing_packages,
+    missing_tasks,
+    own_targets,
+    read_settings,
+    variables,
+)
 from foundry.config.record.secrets import check_secrets
 from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.evaluation import recorded_interval
@@ -108,7 +115,8 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
             variables of the environment that it names for its secrets.
 
     Raises:
-        ConfigError: `run_dir` holds no run, or a configuration that cannot be read or trusted.
+        ConfigError: `run_dir` holds no run, one of a task that is not installed, or a configuration that cannot be read
+            or trusted.
     """
     path = run_dir / CONFIG
     content = read_settings(path, "run")
@@ -117,8 +125,12 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
         raise _refused(path, f"has {', '.join(unknown)}, which this version of foundry does not know")
     if missing := [name for name, item in groups.items() if name not in content and item.default == MISSING]:
         raise _refused(path, f"has no {' and no '.join(missing)}")
+    if missing := list(missing_tasks(content)):
+        raise ConfigError(Violation("run", f"{path} {line}") for line in missing)
     if not trust and (foreign := list(foreign_parts(content))):
-        raise ConfigError(_distrust(path, foreign))
+        raise ConfigError([*_distrust(path, foreign), *_not_installed(path, content)])
+    if absent := list(_not_installed(path, content)):
+        raise ConfigError(absent)
     if isinstance(evaluation := content.get("evaluation"), dict) and "interval" in evaluation:
         evaluation["interval"] = recorded_interval(evaluation["interval"])
     nodes = {name: typed_group(path, name, content.get(name, {})) for name in groups}
@@ -193,6 +205,13 @@ def _distrust(path: Path, foreign: list[str]) -> Iterator[Violation]:
         yield Violation(
             "run", f"{path} would run what is not foundry's own: {line}; trust=true, if you trust its author"
         )
+
+
+def _not_installed(path: Path, content: dict[str, Any]) -> Iterator[Violation]:
+    """Name the packages of parts that cannot be found, such as those of tasks that others have written."""
+    for package, where in missing_packages(content).items():
+        message = f"{path} has parts of {package}, which is not installed here: {where}"
+        yield Violation("run", f"{message}; install it or add it to PYTHONPATH")
 
 
 def _refused(path: Path, message: str) -> ConfigError:

@@ -1,28 +1,28 @@
 """What other runs, and other people, have written down of their settings: read as data, never as instructions."""
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from foundry.config.build import HYDRA_KEYS
-from foundry.config.composition.store import group_schemas
-from foundry.config.metrics import EXACT_MATCH, HELD_OUT, SUCCESS
+from foundry.config.composition.store import evaluator_schemas, group_schemas
 from foundry.config.record.secrets import VARIABLE
 from foundry.config.record.strict_yaml import read_yaml
-from foundry.config.schemas.simulator import runs_foreign_code
 from foundry.config.schemas.tracking import EXTRAS
-from foundry.config.target_names import respelled
 from foundry.core.errors import ConfigError, Violation, shown
-from foundry.core.part_names import public_name
+from foundry.core.part_names import place_of, public_name
+from foundry.core.tasks import missing_task
 
 _MAX_BITS = 64
 _NAMED_PART = re.compile(r"(evaluation\.evaluators|tracking\.trackers)\.\w+\._target_")
 _METRIC = re.compile(r"evaluation\.evaluators\.\w+\.torchmetrics\.\w+\._target_")
 _OF_TORCHMETRICS = re.compile(r"torchmetrics\.(text|classification|regression)\.(?!BERTScore|InfoLM)[A-Z]\w*")
 """Classes that compute; the two left out read a model from wherever they are told."""
-_OWN_NAMED_PARTS = (HELD_OUT, EXACT_MATCH, SUCCESS, *EXTRAS)
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
@@ -60,24 +60,45 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     A part is foundry's own if its `_target_`, by its public name or an older path, is the default of a schema of its
     group, or it is an evaluator or tracker that foundry has, or a metric of torchmetrics that such an evaluator is
     given; whatever else Hydra obeys, and whatever is nested, is not. Kernels of a hub, which transformers would fetch,
-    are not either, nor what a simulator would import, and a part is given no variable of the environment.
+    are not either, nor the settings by which a part would run foreign code (`foreign_settings` of its schema), and a
+    part is given no variable of the environment.
     """
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group), **_own_targets_inside(group)}
         for where, name, value in _keys(node, group):
             target = public_name(value) if isinstance(value, str) else value
-            is_own = target in own.get(where, _OWN_NAMED_PARTS if _NAMED_PART.fullmatch(where) else ())
+            is_own = target in own.get(where, own_named_parts() if _NAMED_PART.fullmatch(where) else ())
             is_own |= bool(_METRIC.fullmatch(where) and _OF_TORCHMETRICS.fullmatch(str(value)))
             is_none = where in own and value is None  # such as no environment
             is_hydra = name in HYDRA_KEYS and not is_own and not is_none
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
             if is_hydra or is_kernel:
                 yield f"{where}={shown(value)}"
-        if group == "simulator" and isinstance(node, dict):
-            yield from (f"{group}.{name}={shown(node[name])}" for name in runs_foreign_code(respelled(node)))
+        for schema in group_schemas(group).values() if isinstance(node, dict) else ():
+            if hasattr(schema, "foreign_settings") and public_name(str(node.get("_target_"))) == schema._target_:
+                yield from (f"{group}.{name}={shown(node[name])}" for name in schema.foreign_settings(node))
         for where, value in _leaves(node, group) if own_targets(group) else ():
             if isinstance(value, str) and "${" in value:
                 yield f"{where}={shown(value)}"
+
+
+def missing_tasks(content: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each task that is not installed and of which a run's settings name a part."""
+    found = dict[str, str]()
+    for where, name, value in _keys(content, ""):
+        if name == "_target_" and isinstance(value, str) and (task := missing_task(place_of(value))) is not None:
+            found.setdefault(task, f"is of the task {task}, which is not installed here: {where}={shown(value)}")
+    yield from found.values()
+
+
+def missing_packages(content: dict[str, Any]) -> dict[str, str]:
+    """Return the packages of `_target_`s that Python does not find, each with a key=value that names it."""
+    found = dict[str, str]()
+    for where, name, value in _keys(content, ""):
+        package = value.partition(".")[0] if name == "_target_" and isinstance(value, str) else ""
+        if package.isidentifier() and package not in {*found, *sys.modules} and find_spec(package) is None:
+            found[package] = f"{where}={shown(value)}"
+    return found
 
 
 def variables(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -91,6 +112,12 @@ def own_targets(group: str) -> tuple[str, ...]:
     """The `_target_` of each of foundry's own parts of a group; none where the group has no parts."""
     defaults = (item.default for s in group_schemas(group).values() for item in fields(s) if item.name == "_target_")
     return tuple(dict.fromkeys(default for default in defaults if isinstance(default, str)))
+
+
+@cache
+def own_named_parts() -> frozenset[str]:
+    """The `_target_` of each evaluator and tracker that foundry and installed tasks have."""
+    return frozenset({*(schema._target_ for schema in evaluator_schemas()), *EXTRAS})
 
 
 def _own_targets_inside(group: str) -> dict[str, tuple[str, ...]]:

@@ -1,25 +1,9 @@
 """`evaluation.evaluators`: settings of the built-in evaluators, which are chosen by `_target_`."""
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from foundry.config.setting import setting
-
-MOST_EPISODES = 2**32
-"""Episodes there are: evaluation has the simulator's seeds below this, demonstrations those from it on."""
-
-
-class Told(Enum):
-    """Which instruction a policy is told.
-
-    Attributes:
-        own: the episode's.
-        other: another of the simulator's; success is still that of the episode's own.
-    """
-
-    own = "own"
-    other = "other"
 
 
 def _samples() -> Any:
@@ -53,20 +37,6 @@ class ExactMatch:
     torchmetrics: dict[str, Any] | None = setting(
         None, "metrics of torchmetrics by name, each a `_target_` with its settings"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Success:
-    """Success of a policy in simulated episodes."""
-
-    _target_: str = "foundry.evals.Success"
-    num_observations: int = setting(2, "observations that the policy is shown", ge=1, le=1024)
-    episodes: int = setting(50, "episodes to run", ge=1, le=MOST_EPISODES)
-    at_a_time: int = setting(25, "episodes that share a forward pass, with a simulator each", ge=1, le=10**6)
-    first_episode: int = setting(0, "number of the first episode", ge=0, le=MOST_EPISODES - 1)
-    draw: bool = setting(True, "draw the first episodes")
-    instruction_tokens: int | None = setting(None, "tokens of an instruction; null: none", ge=1)
-    instruction: Told = setting(Told.own, "own: the episode's; other: another of the simulator's")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ import pytest
 from support.sweep_dirs import SweepDir
 
 from foundry.core.events import Evaluated
-from foundry.evaluators.episodes import Film
-from foundry.evaluators.films import save_gif
 from foundry.sweeps.mlflow_parent import close_parent
+from foundry.tasks.robots.evaluators.episodes import Film
+from foundry.tasks.robots.evaluators.films import save_gif
 from foundry.tracking.mlflow.destination import Destination, how_to_look
 from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.tracker import MLflowTracker

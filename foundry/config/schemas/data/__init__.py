@@ -2,8 +2,7 @@
 
 from foundry.config.schemas.data.arithmetic import Arithmetic, ArithmeticForm
 from foundry.config.schemas.data.base import MODEL_TOKENIZER, MODEL_VOCAB_SIZE, Data, EncodingErrors, Tokenised
-from foundry.config.schemas.data.episodes import Demonstrations, Episodes, LeRobot
-from foundry.config.schemas.data.pictures import AboutPictures, Digits, ImageChatFiles, ImageFolder, PictureFit, Scenes
+from foundry.config.schemas.data.pictures import AboutPictures, Digits, ImageChatFiles, ImageFolder, PictureFit
 from foundry.config.schemas.data.rows import (
     CHAT_TEMPLATES,
     ChatFiles,
@@ -27,19 +26,15 @@ __all__ = [
     "ChatFiles",
     "Conversations",
     "Data",
-    "Demonstrations",
     "Digits",
     "EncodingErrors",
-    "Episodes",
     "ImageChatFiles",
     "ImageFolder",
-    "LeRobot",
     "OnBadRow",
     "PictureFit",
     "PreferenceFiles",
     "PromptFiles",
     "RowFiles",
-    "Scenes",
     "StdlibText",
     "Templated",
     "Text",

@@ -1,12 +1,13 @@
 """What all data has, and what all tokens of text have."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import Violation
+from foundry.run_dir.names import TOKENIZER
 
 _BYTES_AND_END = 257
 MODEL_TOKENIZER, MODEL_VOCAB_SIZE = "${model_folder:}", "${model_vocab_size:4096}"
@@ -48,7 +49,14 @@ def errors_of_files() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """How samples are read; a loader's whole state is the number of samples consumed."""
+    """How samples are read; a loader's whole state is the number of samples consumed.
+
+    Attributes:
+        words_if: name of the setting without which samples have no words; None: they have some where there is a
+            tokenizer.
+    """
+
+    words_if: ClassVar[str | None] = None
 
     _target_: str
     num_workers: int = setting(
@@ -97,6 +105,11 @@ class Tokenised(Data):
         on_resume=OnResume.data,
     )
     held_out: float = setting(0.05, "share of documents or rows kept for validation", gt=0, lt=1)
+
+    @property
+    def run_files(self) -> Mapping[str, str]:
+        """Files that a run directory must have, each with the kind of run that writes it."""
+        return {TOKENIZER: "a run over text"}
 
     def check(self) -> Iterator[Violation]:
         """A byte-level tokenizer has an entry for each byte and one for the end of a document."""

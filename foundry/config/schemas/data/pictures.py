@@ -53,22 +53,6 @@ class ImageChatFiles(AboutPictures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenes(AboutPictures):
-    """Pictures of the starts of the simulator's episodes, with what it says about them; made once, and kept."""
-
-    _target_: str = "foundry.datasets.scenes"
-
-    num_scenes: int = setting(4200, "pictures, those held out among them", ge=2, le=2**30)
-    seq_len: int = setting(64, "most tokens of a conversation", ge=1, le=10**8)
-    vocab_size: int = setting(
-        320, "entries of the byte-level BPE trained on the conversations, or most of `tokenizer`", ge=1, le=10**8
-    )
-    image_size: int | None = setting(
-        "${simulator_size:image_size}", "height and width in pixels of the picture: the simulator's", ge=8, le=4096
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Digits(Data):
     """scikit-learn's 1,797 images of handwritten digits, 8 by 8 pixels, ten classes."""
 

@@ -1,9 +1,8 @@
 """`model=`: what is trained."""
 
 import json
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +19,17 @@ _STD_RULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What every model has."""
+    """What every model has.
+
+    Attributes:
+        same_as_data: names of sizes that must be those of the data.
+        is_divided: whether its matrices can be divided over ranks.
+        language_part: name of the part that reads tokens, whose weights bring a tokenizer; None: the model itself does.
+    """
+
+    same_as_data: ClassVar[tuple[str, ...]] = ("image_size", "num_images", "num_channels")
+    is_divided: ClassVar[bool] = True
+    language_part: ClassVar[str | None] = None
 
     _target_: str
     init_from: str | None = setting(
@@ -105,6 +114,7 @@ class Transformer(Model):
 class PrefixVLM(Transformer):
     """The decoder of model=transformer behind a convolutional stem: it looks at pictures, and answers about them."""
 
+    is_divided: ClassVar[bool] = False
     brings_hparams: ClassVar[str] = "vlm"
     wants: ClassVar[frozenset[str]] = frozenset({"tokens", "images"})
 
@@ -140,6 +150,7 @@ class PrefixVLM(Transformer):
 class HuggingFace(Model):
     """Any causal language model of transformers, built from its config or read from a local folder."""
 
+    is_divided: ClassVar[bool] = False
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     _target_: str = "foundry.HuggingFaceCausalLM"
@@ -233,6 +244,7 @@ def folder_settings(path: str) -> dict[str, Any]:
 class DiT(Model):
     """A class-conditional diffusion transformer with adaptive layer norm (Peebles and Xie, 2023)."""
 
+    is_divided: ClassVar[bool] = False
     wants: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
     _target_: str = "foundry.DiT"
@@ -259,70 +271,3 @@ class DiT(Model):
             yield Violation(
                 "model.hidden_size", f"is {self.hidden_size} but must be a multiple of 4: sines and cosines of two axes"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyDiT(Model):
-    """Diffusion transformer blocks over chunks of actions, conditioned on what a robot observes."""
-
-    wants: ClassVar[frozenset[str]] = frozenset({"actions"})
-
-    _target_: str = "foundry.PolicyDiT"
-    state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
-    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
-    num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
-    horizon: int = setting("${data.horizon}", "actions of a chunk", ge=1, le=10**5)
-    image_size: int | None = setting(
-        "${data.image_size}",
-        "height and width in pixels of the picture of each observation; null: none is looked at",
-        ge=1,
-        le=10**5,
-    )
-    patch_size: int = setting(8, "actions of a token; must divide horizon", ge=1, le=10**5)
-    hidden_size: int = setting(128, "width of the residual stream; an even number", ge=2, le=10**6)
-    num_layers: int = setting(3, "blocks", ge=1, le=1000)
-    num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
-    mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
-
-    def check(self) -> Iterator[Violation]:
-        """Say which sizes do not divide as they must."""
-        if self.horizon % self.patch_size:
-            message = f"is {self.patch_size} but must divide the actions of a chunk, data.horizon={self.horizon}"
-            yield Violation("model.patch_size", f"{message}; set it to {math.gcd(self.patch_size, self.horizon)}")
-        if self.hidden_size % self.num_heads:
-            yield Violation(
-                "model.num_heads", f"is {self.num_heads} but must divide model.hidden_size={self.hidden_size}"
-            )
-        if self.hidden_size % 2:
-            yield Violation("model.hidden_size", f"is {self.hidden_size} but must be even: sines and cosines")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VLA(Model):
-    """An action expert on a vision-language model: a policy that is told in words what to do."""
-
-    brings_hparams: ClassVar[str] = "vla"
-    wants: ClassVar[frozenset[str]] = frozenset({"actions"})
-
-    _target_: str = "foundry.VLA"
-    backbone: PrefixVLM = setting(PrefixVLM, "the vision-language model, whose keys and values the expert attends to")
-    state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
-    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
-    num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
-    horizon: int = setting("${data.horizon}", "actions of a chunk, a token each", ge=1, le=10**5)
-    intermediate_size: int = setting(384, "width of the expert's SwiGLU feed-forward", ge=1, le=10**7)
-    state_scale: float = setting(
-        0.3,
-        "the state is multiplied by it: below 1, a policy learns from pictures and words before it learns to go on as "
-        "it moves",
-        ge=0,
-        le=1000,
-    )
-
-    def check(self) -> Iterator[Violation]:
-        """Say which sizes do not divide, and whether there are as many pictures as observations."""
-        for violation in self.backbone.check():
-            yield replace(violation, key=violation.key.replace("model.", "model.backbone.", 1))
-        if self.backbone.num_images != self.num_observations:
-            message = f"is {self.backbone.num_images} but must be data.num_observations={self.num_observations}"
-            yield Violation("model.backbone.num_images", f"{message}; leave it out to follow the data")

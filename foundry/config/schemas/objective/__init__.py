@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import ClassVar
 
-from foundry.config.schemas.action_chunks import ActionChunks, parse_regression_loss
 from foundry.config.schemas.distillation import DistillationMode, Teaching, distillation_metrics
 from foundry.config.schemas.policy import PolicyGradient
 from foundry.config.schemas.rollouts import Rollouts
@@ -274,52 +273,3 @@ def check_sampling_steps(steps: int, timesteps: int) -> Iterator[Violation]:
     if steps > timesteps:
         message = f"is {steps} but must be at most objective.num_train_timesteps={timesteps}"
         yield Violation("objective.sampling_steps", message)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffusionPolicy(ActionChunks):
-    """Denoising of the next actions (Chi et al., 2023): right where there are several ways to do a task."""
-
-    loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
-
-    _target_: str = "foundry.DiffusionPolicy"
-    seed: int = setting("${hparams.seed}", "seed of noise and timesteps", ge=0)
-    prediction: Prediction = setting(
-        Prediction.sample, "sample: the actions, which learns fastest; epsilon: the noise; v_prediction: the velocity"
-    )
-    num_train_timesteps: int = setting(100, "timesteps of the noise schedule", ge=1, le=10**6)
-    beta_schedule: BetaSchedule = setting(
-        BetaSchedule.squaredcos_cap_v2, "noise schedule: squaredcos_cap_v2 (the cosine), linear or scaled_linear"
-    )
-    sampling_steps: int = setting(10, "denoising steps of an answer", ge=1, le=10**6)
-
-    def check(self) -> Iterator[Violation]:
-        """Say where a chunk or the noise schedule is shorter than what is asked of it."""
-        yield from super().check()
-        yield from check_sampling_steps(self.sampling_steps, self.num_train_timesteps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowPolicy(ActionChunks):
-    """Flow matching of the next actions along straight paths from noise (Lipman et al., 2023; Black et al., 2024)."""
-
-    loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
-
-    _target_: str = "foundry.FlowPolicy"
-    seed: int = setting("${hparams.seed}", "seed of noise and times", ge=0)
-    sampling_steps: int = setting(10, "Euler steps of an answer", ge=1, le=10**6)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActionRegression(ActionChunks):
-    """Regression of the next actions: right where there is one way to do a task, and the baseline elsewhere."""
-
-    _target_: str = "foundry.ActionRegression"
-    loss_function: str = setting(
-        "l1", "l1: absolute error, as ACT has; mse: squared; hparams=policy follows it", parse=parse_regression_loss
-    )
-
-    @property
-    def loss_functions(self) -> tuple[str, ...]:
-        """What is minimised."""
-        return (self.loss_function,)

@@ -1,0 +1,207 @@
+"""Registry of tasks: kinds of training, such as robots, that add schemas, data, models, objectives and evaluations.
+
+A task is a package that declares one `Task`. The built-in tasks are listed in `foundry.tasks.BUILT_IN`; other packages
+register a task as an entry point of the group `foundry.tasks`. A declaration names functions and classes as text,
+`module:name`, which are imported when they are first needed, so that reading it imports no torch. No room outside
+`foundry/tasks/` imports a task.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from foundry.core.errors import ConfigError, Violation, format_reason
+from foundry.tasks import BUILT_IN
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+ENTRY_POINTS = "foundry.tasks"
+EVALUATORS = "evaluation.evaluators"
+"""In `Task.schemas`: schemas of evaluators, which are chosen by `_target_` under a name of the user's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A figure in plots/.
+
+    Attributes:
+        draw: function of the values of evaluations (by metric and step) and the run's name; returns a figure of
+            matplotlib, or None if there is nothing to draw.
+        metrics: names in metrics.jsonl that it shows, which metrics.png leaves out.
+    """
+
+    draw: str
+    metrics: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEvaluation:
+    """An evaluation by `foundry.eval` in place of losses and answers.
+
+    Attributes:
+        measure: function of the run directory, the command's options, the overrides and `compose`, which composes
+            overrides; returns the measurements by name.
+        options: frozen dataclass of `setting`s, which the command takes in addition.
+        file: in run directories that are evaluated like this.
+        groups: config groups that the command line may override in this evaluation.
+        described: completes "is VALUE but is ... " in messages, such as "of policies in a simulator".
+    """
+
+    measure: str
+    options: str
+    file: str
+    groups: tuple[str, ...] = ()
+    described: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Everything that a task adds to foundry; each attribute may be left out. Functions and classes are `module:name`.
+
+    Attributes:
+        name: in messages; lower case.
+        schemas: modules with schemas, by group, or by `EVALUATORS`. Their `_target_`s are trusted as foundry's own.
+        checks: functions of a composed `Config` that yield a `Violation` for each error, after bounds are checked.
+        resolvers: functions that compute values of the configuration, by the names of OmegaConf's resolvers.
+        brings: function of a `Bringing` that returns additional options to choose, by group.
+        run_files: classes with `from_json` and `to_json` of the values in `DataSplits.kept`, by file name.
+        plots: by the file name without suffix.
+        pictures: names or patterns of files in plots/ that the terminal points to.
+        forward_methods: optional methods of models that run their blocks outside `forward`; FSDP2 has to know them.
+        evaluation: by `foundry.eval`.
+        options: YAML files of a built-in task in conf/, by folder.
+        config_dir: folder with the options of a task of another package; None for a built-in task.
+    """
+
+    name: str
+    schemas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    checks: tuple[str, ...] = ()
+    resolvers: Mapping[str, str] = field(default_factory=dict)
+    brings: str | None = None
+    run_files: Mapping[str, str] = field(default_factory=dict)
+    plots: Mapping[str, Plot] = field(default_factory=dict)
+    pictures: tuple[str, ...] = ()
+    forward_methods: tuple[str, ...] = ()
+    evaluation: TaskEvaluation | None = None
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    config_dir: Path | None = None
+
+
+@cache
+def installed_tasks() -> tuple[Task, ...]:
+    """Return the installed tasks: the built-in ones in the order of their list, then the others by name.
+
+    Raises:
+        ConfigError: a task of another package cannot be imported, declares something else, or has the name of another.
+    """
+    own = [resolve_name(place) for place in BUILT_IN.values() if find_spec(place.partition(":")[0]) is not None]
+    tasks: dict[str, Task] = {task.name: task for task in own}
+    for point in _entry_points():
+        try:
+            task = point.load()
+        except Exception as error:
+            raise _wrong(point.name, f"{point.value} cannot be imported: {format_reason(error)}") from error
+        if not isinstance(task, Task):
+            raise _wrong(point.name, f"{point.value} is no foundry.core.tasks.Task")
+        if task.name in tasks:
+            raise _wrong(point.name, f"{point.value} has the name {task.name}, as another task has")
+        tasks[task.name] = task
+    return tuple(tasks.values())
+
+
+def _entry_points() -> "list[EntryPoint]":
+    """Return the entry points of other packages; importlib.metadata, which is slow to import, only if there are any."""
+    if not any(map(_declares_tasks, sys.path)):
+        return []
+    from importlib.metadata import entry_points
+
+    return sorted({point.value: point for point in entry_points(group=ENTRY_POINTS)}.values(), key=lambda p: p.name)
+
+
+def _declares_tasks(folder: str) -> bool:
+    """Whether the metadata of a package in a folder of the import path has entry points of tasks."""
+    try:
+        about = [path for path in Path(folder).iterdir() if path.suffix in (".dist-info", ".egg-info")]
+    except OSError:  # an archive, or no folder
+        return False
+    for path in about:
+        try:
+            if f"[{ENTRY_POINTS}]" in (path / "entry_points.txt").read_text(encoding="utf-8"):
+                return True
+        except (OSError, UnicodeError):  # most packages have no entry points
+            continue
+    return False
+
+
+def _wrong(name: str, message: str) -> ConfigError:
+    remedy = "correct its package or uninstall it"
+    return ConfigError(Violation("task", f"{name} of the entry points {ENTRY_POINTS}: {message}; {remedy}"))
+
+
+def modules_of(group: str) -> list[ModuleType]:
+    """Return the modules of all tasks with schemas of a group."""
+    return [import_module(name) for task in installed_tasks() for name in task.schemas.get(group, ())]
+
+
+def missing_task(target: str) -> str | None:
+    """Return the name of the built-in task that has a `_target_` (its current name) and is not installed, or None."""
+    for name, place in BUILT_IN.items():
+        module = place.partition(":")[0]
+        if target.startswith(f"{module}.") and find_spec(module) is None:
+            return name
+    return None
+
+
+@dataclass(frozen=True)
+class Bringing:
+    """The choices of options so far, for `Task.brings`.
+
+    Attributes:
+        hparams: option of `hparams` that the chosen method names; None if the method names no option.
+        data: schema of the chosen data; None for data without a schema.
+        is_brought: whether that option replaces the default of `hparams`.
+        is_free: whether the option of a group is a default or the choice of an option of `hparams`.
+    """
+
+    hparams: str | None
+    data: type[Any] | None
+    is_brought: bool
+    is_free: Callable[[str], bool]
+
+
+def bringing() -> list[Callable[[Bringing], Mapping[str, str]]]:
+    """Return `Task.brings` of all tasks that have one."""
+    return [resolve_name(task.brings) for task in installed_tasks() if task.brings is not None]
+
+
+def checks() -> Iterator[Any]:
+    """Yield the checks of all tasks."""
+    yield from (resolve_name(name) for task in installed_tasks() for name in task.checks)
+
+
+def resolvers() -> dict[str, Any]:
+    """Return the resolvers of all tasks, by name."""
+    return {key: resolve_name(name) for task in installed_tasks() for key, name in task.resolvers.items()}
+
+
+def run_files() -> dict[str, Any]:
+    """Return the classes of `Task.run_files` of all tasks, by file name; this may import numpy."""
+    return {file: resolve_name(name) for task in installed_tasks() for file, name in task.run_files.items()}
+
+
+def plots() -> dict[str, Plot]:
+    """Return the plots of all tasks, by stem."""
+    return {stem: plot for task in installed_tasks() for stem, plot in task.plots.items()}
+
+
+def evaluations() -> list[TaskEvaluation]:
+    """Return the evaluations of all tasks that have one."""
+    return [task.evaluation for task in installed_tasks() if task.evaluation is not None]

@@ -1,0 +1,207 @@
+"""Policies that answer what was observed with a chunk of actions: by diffusion, flow matching or regression."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from foundry.config.schemas.objective import BetaSchedule, Prediction
+from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
+from foundry.core.protocols import LossSum, Microbatch
+from foundry.objectives.diffusion import make_noise_schedule, prediction_target
+
+_FLOW_TIMES = 100.0
+"""What the model is told at the end of a path: it then tells times apart as it does timesteps of a noise schedule."""
+
+
+class ActionChunks(ABC):
+    """Errors of actions, summed over those that are no padding; what the three objectives share.
+
+    A microbatch holds `actions`: (batch, horizon, action_dim) float32 in [-1, 1], `is_padded`: (batch, horizon) bool,
+    true after the end of an episode, `state`: (batch, num_observations, state_dim) float32, and `position`; perhaps
+    `images`: (batch, num_observations, 3, height, width) uint8, and `instruction`: (batch, instruction_tokens) int64,
+    -1 after its end. The model maps (actions, times, state, images where there are any), and `instruction` by that name
+    where there is one, to a prediction of the actions' shape. One that can `observe` does so once for an answer.
+
+    Args:
+        horizon: actions of a chunk.
+        action_dim: numbers of an action.
+        action_steps: actions of a chunk that are carried out before the model is asked again.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, *, horizon: int, action_dim: int, action_steps: int) -> None:
+        self.chunk, self.action_steps = (horizon, action_dim), action_steps
+
+    def num_valid(self, microbatch: Microbatch) -> int:
+        """Number of actions that are no padding, of samples that are none."""
+        return int((~microbatch["is_padded"] & (microbatch["position"] >= 0)[:, None]).sum())
+
+    def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
+        """Sum over the actions of the error's mean over an action's numbers, in float32.
+
+        What is drawn depends on the seed and the sample's position only.
+        """
+        actions, state = microbatch["actions"].float(), microbatch["state"].float()
+        is_sample = (microbatch["position"] >= 0).to(actions.device, non_blocking=True)[:, None]
+        is_valid = is_sample & ~microbatch["is_padded"]
+        # Whatever padding holds, NaN included, must not reach a gradient; what follows an episode's end may be seen.
+        actions = torch.where(is_valid[..., None] | actions.isfinite(), actions, 0.0)
+        state = torch.where(is_sample[..., None], state, 0.0)
+        errors = self._errors(model, actions, {**microbatch, "state": state})
+        return LossSum(torch.where(is_valid, errors.mean(-1), 0.0).sum())
+
+    @torch.no_grad()
+    def act(self, model: nn.Module, observation: Microbatch, keys: Tensor) -> Tensor:
+        """The next actions, (batch, horizon, action_dim) float32 in [-1, 1].
+
+        Args:
+            model: in evaluation mode; every row is answered by itself.
+            observation: `state`, and `images` and `instruction` where the data has some, as in a microbatch.
+            keys: (batch,) int64 in host memory; what is drawn for a row is keyed by seed and key.
+        """
+        return self._draw(model, observation, keys).clamp(-1, 1)
+
+    @abstractmethod
+    def _errors(self, model: nn.Module, actions: Tensor, microbatch: Microbatch) -> Tensor:
+        """Errors (batch, horizon, action_dim) float32 of what the model makes of a microbatch."""
+
+    @abstractmethod
+    def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
+        """Actions (batch, horizon, action_dim) float32."""
+
+
+class DiffusionPolicy(ActionChunks):
+    """Mean squared error of actions, their noise or their velocity (Chi et al., 2023, arXiv:2303.04137).
+
+    Args:
+        horizon: as for `ActionChunks`.
+        action_dim: likewise.
+        action_steps: likewise.
+        seed: of noise and timesteps.
+        prediction: what the model predicts.
+        num_train_timesteps: timesteps of the noise schedule.
+        beta_schedule: noise schedule, by diffusers' name.
+        sampling_steps: denoising steps of an answer, by DDIM (Song et al., 2021).
+    """
+
+    def __init__(
+        self,
+        *,
+        horizon: int,
+        action_dim: int,
+        action_steps: int,
+        seed: int,
+        prediction: Prediction = Prediction.sample,
+        num_train_timesteps: int = 100,
+        beta_schedule: BetaSchedule = BetaSchedule.squaredcos_cap_v2,
+        sampling_steps: int = 10,
+    ) -> None:
+        super().__init__(horizon=horizon, action_dim=action_dim, action_steps=action_steps)
+        self.seed = seed
+        # Leading timesteps, as Chi et al. have them, begin below the noisiest ones: policies succeed more often.
+        # Velocity prediction is trained to begin with nothing but noise.
+        spacing = "trailing" if prediction is Prediction.v_prediction else "leading"
+        self.noise_schedule = make_noise_schedule(prediction, num_train_timesteps, beta_schedule, spacing)
+        self.noise_schedule.set_timesteps(sampling_steps)
+
+    def _errors(self, model: nn.Module, actions: Tensor, microbatch: Microbatch) -> Tensor:
+        position, device = microbatch["position"].cpu(), actions.device
+        num_timesteps = len(self.noise_schedule.alphas_cumprod)
+        noise = keyed_normal(self.seed, position, self.chunk, stream="noise", device=device)
+        drawn = keyed_integers(self.seed, position, num_timesteps, stream="timestep", device=device)
+        timesteps = cast(torch.IntTensor, drawn)  # diffusers' annotation, whatever the dtype
+        noisy = self.noise_schedule.add_noise(actions, noise, timesteps)
+        target = prediction_target(self.noise_schedule, actions, noise, timesteps)
+        return (_ask(model, noisy, timesteps.float(), microbatch) - target).square()
+
+    def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
+        actions = keyed_normal(self.seed, keys, self.chunk, stream="act", device=observation["state"].device)
+        observation = _observed(model, observation)
+        for timestep in self.noise_schedule.timesteps.tolist():
+            times = torch.full((len(keys),), float(timestep), device=actions.device)
+            answer = _ask(model, actions, times, observation)
+            step: Any = self.noise_schedule.step(answer, timestep, actions, use_clipped_model_output=True)
+            actions = step.prev_sample
+        return actions
+
+
+class FlowPolicy(ActionChunks):
+    """Mean squared error of the velocity from noise to actions along straight paths.
+
+    Flow matching (Lipman et al., 2023, arXiv:2210.02747), as pi0 has it for actions (Black et al., 2024).
+
+    Args:
+        horizon: as for `ActionChunks`.
+        action_dim: likewise.
+        action_steps: likewise.
+        seed: of noise and times.
+        sampling_steps: Euler steps of an answer.
+    """
+
+    def __init__(
+        self, *, horizon: int, action_dim: int, action_steps: int, seed: int, sampling_steps: int = 10
+    ) -> None:
+        super().__init__(horizon=horizon, action_dim=action_dim, action_steps=action_steps)
+        self.seed, self.sampling_steps = seed, sampling_steps
+
+    def _errors(self, model: nn.Module, actions: Tensor, microbatch: Microbatch) -> Tensor:
+        position, device = microbatch["position"].cpu(), actions.device
+        noise = keyed_normal(self.seed, position, self.chunk, stream="noise", device=device)
+        times = keyed_uniform(self.seed, position, stream="timestep", device=device)
+        at = times[:, None, None]
+        velocity = _ask(model, (1 - at) * noise + at * actions, times * _FLOW_TIMES, microbatch)
+        return (velocity - (actions - noise)).square()
+
+    def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
+        actions = keyed_normal(self.seed, keys, self.chunk, stream="act", device=observation["state"].device)
+        observation = _observed(model, observation)
+        for step in range(self.sampling_steps):
+            times = torch.full((len(keys),), step / self.sampling_steps * _FLOW_TIMES, device=actions.device)
+            actions = actions + _ask(model, actions, times, observation) / self.sampling_steps
+        return actions
+
+
+class ActionRegression(ActionChunks):
+    """Absolute error of the actions, as ACT has (Zhao et al., 2023, arXiv:2304.13705), or squared error.
+
+    The model is asked about actions of zeros at time zero.
+
+    Args:
+        horizon: as for `ActionChunks`.
+        action_dim: likewise.
+        action_steps: likewise.
+        loss_function: l1 or mse.
+    """
+
+    def __init__(self, *, horizon: int, action_dim: int, action_steps: int, loss_function: str = "l1") -> None:
+        super().__init__(horizon=horizon, action_dim=action_dim, action_steps=action_steps)
+        self.is_squared = loss_function == "mse"
+
+    def _errors(self, model: nn.Module, actions: Tensor, microbatch: Microbatch) -> Tensor:
+        differences = self._draw(model, microbatch, microbatch["position"]) - actions
+        return differences.square() if self.is_squared else differences.abs()
+
+    def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
+        state = observation["state"]
+        zeros = torch.zeros((len(state), *self.chunk), device=state.device)
+        return _ask(model, zeros, zeros[:, 0, 0], observation)
+
+
+def _ask(model: nn.Module, actions: Tensor, times: Tensor, observation: Mapping[str, Any]) -> Tensor:
+    """The model's answer, (batch, horizon, action_dim) float32."""
+    images = (observation["images"],) if "images" in observation else ()
+    named = {name: observation[name] for name in ("instruction", "observed") if name in observation}
+    return cast(Tensor, model(actions, times, observation["state"], *images, **named)).float()
+
+
+def _observed(model: nn.Module, observation: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The observation with what the model makes of it once, where it can."""
+    observe: Callable[..., Any] | None = getattr(model, "observe", None)
+    if observe is None:
+        return observation
+    seen = {name: observation[name] for name in ("state", "images", "instruction") if name in observation}
+    return {**observation, "observed": observe(**seen)}

@@ -1,0 +1,18 @@
+"""Options that are chosen together with recorded episodes."""
+
+from collections.abc import Mapping
+
+from foundry.core.tasks import Bringing
+from foundry.tasks.robots.schemas.data import Demonstrations, LeRobot
+
+_PRESETS = ("policy", "vla")
+"""The options of `hparams` that choose a simulator for `data=demonstrations`."""
+
+
+def bring(choices: Bringing) -> Mapping[str, str]:
+    """Return `simulator=none` for episodes that do not come from the preset's simulator, which makes demonstrations."""
+    is_recorded = choices.data is LeRobot or (choices.is_brought and choices.data is not Demonstrations)
+    is_free = choices.is_free
+    if choices.hparams not in _PRESETS or not is_recorded or is_free("data") or not is_free("simulator"):
+        return {}
+    return {"simulator": "none"} | ({"evaluation": "default"} if is_free("evaluation") else {})

@@ -1,0 +1,47 @@
+"""Whether episodes are there, and are those that the settings describe."""
+
+from collections.abc import Iterator
+
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.simulator import NoSimulator
+from foundry.core.errors import ConfigError, Violation
+from foundry.tasks.robots.lerobot_info import LeRobotInfo, read_info
+from foundry.tasks.robots.schemas.data import Demonstrations, LeRobot
+
+
+def check_episodes(config: Config) -> Iterator[Violation]:
+    """Say where there are no episodes, or they have other columns or sizes than the settings say."""
+    data = config.data
+    if isinstance(data, Demonstrations) and isinstance(config.simulator, NoSimulator):
+        message = "is none but data=demonstrations is made by the simulator's expert; choose one, or data=lerobot"
+        yield Violation("simulator", message)
+    if isinstance(data, LeRobot):
+        try:
+            yield from _check_columns(data, read_info(data.path))
+        except ConfigError as error:
+            yield from error.violations
+
+
+def _check_columns(data: LeRobot, info: LeRobotInfo) -> Iterator[Violation]:
+    """The columns are there, and as wide as the settings say.
+
+    Raises:
+        ConfigError: one of them is not there.
+    """
+    for name, column, key in (
+        ("state_dim", data.state_key, "data.state_key"),
+        ("action_dim", data.action_key, "data.action_key"),
+    ):
+        try:
+            own = info.num_values(column, key)
+        except ConfigError as error:
+            yield from error.violations
+            continue
+        if own != getattr(data, name):
+            message = f"is {getattr(data, name)} but {column} of {info.folder} has {own} numbers; leave it out"
+            yield Violation(f"data.{name}", message)
+    if data.image_key is not None:
+        height, width = info.picture_size(data.image_key, "data.image_key")
+        if data.image_size is None:
+            message = f"is null, and pictures of {data.image_key} are {height} by {width}"
+            yield Violation("data.image_size", f"{message}; give the size to bring them to, such as 96")

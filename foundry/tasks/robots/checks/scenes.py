@@ -1,0 +1,19 @@
+"""Whether pictures of a simulator can be made."""
+
+from collections.abc import Iterator
+
+from foundry.config.schemas.root import Config
+from foundry.config.schemas.simulator import NoSimulator
+from foundry.core.errors import Violation
+from foundry.tasks.robots.schemas.data import Scenes
+
+
+def check_scenes(config: Config) -> Iterator[Violation]:
+    """Say where there is no simulator, or none that draws."""
+    data = config.data
+    if isinstance(data, Scenes) and isinstance(config.simulator, NoSimulator):
+        message = "is none but data=scenes is of what a simulator shows; choose one, such as simulator=touch, or"
+        yield Violation("simulator", f"{message} data=image_chats")
+    elif isinstance(data, Scenes) and data.image_size is None:
+        message = "is null but data=scenes is of what a simulator shows; set it, such as to 48"
+        yield Violation("simulator.image_size", message)

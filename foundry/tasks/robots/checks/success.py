@@ -1,0 +1,38 @@
+"""What a composed configuration must satisfy to measure success in a simulator."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from foundry.config.build import field_of
+from foundry.config.composition.plain_nodes import check_node
+from foundry.config.schemas.root import Config
+from foundry.core.errors import Violation, shown
+from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, Success, Told
+
+
+def check_success(config: Config) -> Iterator[Violation]:
+    """Check that evaluators of success have a simulator, episodes that exist, and the instructions of the data."""
+    for name, node in config.evaluation.evaluators.items():
+        if not isinstance(node, dict) or node.get("_target_") != Success._target_:
+            continue
+        key = f"evaluation.evaluators.{name}"
+        yield from _check_told(node, key, field_of(config.data, "instruction_tokens"))
+        if field_of(config.simulator, "_target_") is None:
+            yield Violation(key, "acts in a simulator but simulator is none; choose one, or evaluation=default")
+        wrong = list(check_node(node, key))
+        yield from wrong
+        last = node.get("first_episode", 0) + node.get("episodes", 1) if not wrong else 0
+        if last > MOST_EPISODES:
+            message = f"leads to episode {last - 1} but the last one is {MOST_EPISODES - 1}; choose a smaller one"
+            yield Violation(f"{key}.first_episode", message)
+
+
+def _check_told(node: Mapping[str, Any], key: str, instruction_tokens: Any) -> Iterator[Violation]:
+    """What a policy is told is what it was trained with, and another instruction only where it is told any."""
+    told, tokens = node.get("instruction", Told.own.value), node.get("instruction_tokens")
+    if told == Told.other.value and tokens is None:
+        message = "is other but the policy is told nothing; set data.instruction_tokens, or this to own"
+        yield Violation(f"{key}.instruction", message)
+    if tokens != instruction_tokens:
+        message = f"is {shown(tokens)} but must be data.instruction_tokens={shown(instruction_tokens)}"
+        yield Violation(f"{key}.instruction_tokens", f"{message}; set it to ${{data.instruction_tokens}}")

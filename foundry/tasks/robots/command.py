@@ -1,0 +1,81 @@
+"""Evaluation of a policy by `foundry.eval`: its options, and the checks that cost no torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from foundry.config.build import field_of
+from foundry.config.command import check_output_folder, folder_option, refuse_given
+from foundry.config.schemas.root import Config
+from foundry.config.setting import setting
+from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, Told
+
+Compose = Callable[[Sequence[str]], Config]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """Options of the evaluation of a policy."""
+
+    episodes: int | None = setting(None, "of a policy, in its simulator; null: those of the run's evaluations", ge=1)
+    first_episode: int | None = setting(
+        None, "number of the first; null: that of the run's evaluations", ge=0, le=MOST_EPISODES - 1
+    )
+    against: str | None = setting(None, "another run directory, whose policy is compared on the same episodes")
+    against_which: str | None = setting(None, "its checkpoint; null: as `which`")
+    record: str | None = setting(None, "new or empty folder for a moving picture of each episode; null: none are drawn")
+    instruction: Told = setting(
+        Told.own, "what a policy is told: own; other: another than the episode's, whose success is still measured"
+    )
+
+
+def measure(path: Path, options: Any, simulator: Sequence[str], compose: Compose) -> dict[str, Any]:
+    """Measure the policy of a run, in its own simulator or the one that overrides choose.
+
+    Args:
+        path: run directory.
+        options: of the command.
+        simulator: overrides of that group.
+        compose: composes overrides.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint, or the simulator is not for this model.
+    """
+    refuse_given(options, ("max_samples", "max_new_tokens"), f"is of data, and {path} has a policy; give episodes")
+    against = None if options.against is None else folder_option("against", options.against)
+    if against is None:
+        refuse_given(options, ("against_which",), "is given without against")
+    record = None if options.record is None else folder_option("record", options.record)
+    if record is not None:
+        check_output_folder("record", record)
+    from foundry.tasks.robots.evaluation import evaluate_policy
+
+    return evaluate_policy(
+        path,
+        options.which,
+        against=against,
+        against_which=options.which if options.against_which is None else options.against_which,
+        record=record,
+        ema=options.ema,
+        trust=options.trust,
+        episodes=options.episodes,
+        first_episode=options.first_episode,
+        at_a_time=options.batch_size,
+        instruction=Told(options.instruction),
+        device=options.device,
+        simulator=partial(_compose_simulator, simulator, compose) if simulator else None,
+    )
+
+
+def _compose_simulator(overrides: Sequence[str], compose: Compose, image_size: int | None) -> Any:
+    """The simulator that overrides choose, with pictures of that many pixels unless they say another number.
+
+    Raises:
+        ConfigError: they are wrong.
+    """
+    node = compose(overrides).simulator
+    if image_size is None or field_of(node, "_target_") is None or field_of(node, "image_size") is not None:
+        return node
+    return compose([*overrides, f"++simulator.image_size={image_size}"]).simulator

@@ -1,0 +1,244 @@
+"""Episodes of a robot, frame by frame, as windows: what was seen of late, and what was done next."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foundry.core.errors import ConfigError, Violation
+from foundry.data.io.mapped_files import MapsFiles
+from foundry.data.splits import DataSplits
+from foundry.tasks.robots.data.instructions import encode_instructions, read_words
+from foundry.tasks.robots.data.statistics import Statistics, statistics_of
+from foundry.tasks.robots.names import STATISTICS
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """Episodes one after the other, in the robot's own units.
+
+    Attributes:
+        state: (frames, state_dim) float32.
+        actions: (frames, action_dim) float32; that of a frame was chosen when its state was seen.
+        lengths: frames of each episode, (episodes,) int64, none of them 0.
+        images: (frames, 3, image_size, image_size) uint8, or None.
+        tasks: what was to be done, in words, each once.
+        task_index: which of these in each frame, (frames,) int64; None: the words are not read.
+        source: tells these images from others, such as a digest of the files that they were read from.
+    """
+
+    state: NDArray[np.float32]
+    actions: NDArray[np.float32]
+    lengths: NDArray[np.int64]
+    images: NDArray[np.uint8] | None = None
+    tasks: Sequence[str] = ()
+    task_index: NDArray[np.int64] | None = None
+    source: str = ""
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The first frame of each episode, (episodes,)."""
+        return np.cumsum(self.lengths) - self.lengths
+
+
+class Windows(MapsFiles):
+    """Some episodes of a recording, a sample for each of their frames.
+
+    A sample has the frame's state and those before it, the action chosen at the frame and those after it. Before the
+    first frame of an episode the first is repeated. After the last the last action is, and `is_padded` says so.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        episodes: NDArray[np.int64],
+        statistics: Statistics,
+        *,
+        num_observations: int,
+        horizon: int,
+        instructions: NDArray[np.int64] | None = None,
+    ) -> None:
+        """See the class.
+
+        Args:
+            recording: of all episodes.
+            episodes: which of them, by number, (n,) int64.
+            statistics: that states and actions are normalised by.
+            num_observations: states of a sample.
+            horizon: actions of a sample.
+            instructions: tokens of each of the recording's tasks, (tasks, instruction_tokens) int64; None: a sample has
+                no words.
+        """
+        self.statistics = statistics
+        self._instructions, self._task_index = instructions, recording.task_index
+        self._state, self._actions, self._images = recording.state, recording.actions, recording.images
+        self._first = recording.starts[episodes]
+        self._last = self._first + recording.lengths[episodes] - 1
+        self._ends = np.cumsum(recording.lengths[episodes])
+        self._seen, self._ahead = np.arange(1 - num_observations, 1), np.arange(horizon)
+
+    def __len__(self) -> int:
+        """Frames of all its episodes."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """The sample of one frame; see `batch`."""
+        return {name: tensor[0] for name, tensor in self.batch([index]).items()}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """The samples of several frames.
+
+        Returns:
+            `state` (batch, num_observations, state_dim) float32, normalised; `actions` (batch, horizon, action_dim)
+            float32, normalised; `is_padded` (batch, horizon) bool; and where there are any `images` (batch,
+            num_observations, 3, image_size, image_size) uint8 and `instruction` (batch, instruction_tokens) int64, that
+            of the present frame, -1 after its end.
+        """
+        at = np.asarray(indices, dtype=np.int64)
+        episode = np.searchsorted(self._ends, at, side="right")
+        first, last = self._first[episode, None], self._last[episode, None]
+        frame = (at - self._ends[episode])[:, None] + last + 1
+        seen, ahead = np.maximum(frame + self._seen, first), frame + self._ahead
+        arrays: dict[str, NDArray[Any]] = {
+            "state": self.statistics.normalise_state(self._state[seen]),
+            "actions": self.statistics.normalise_actions(self._actions[np.minimum(ahead, last)]),
+            "is_padded": ahead > last,
+        }
+        if self._images is not None:
+            arrays["images"] = np.asarray(self._images[seen])
+        if self._instructions is not None and self._task_index is not None:
+            arrays["instruction"] = self._instructions[self._task_index[frame[:, 0]]]
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def normalised_by(self, statistics: Statistics) -> Self:
+        """The same samples in the units of other statistics."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self) | {"statistics": statistics})
+        return other
+
+
+def episode_splits(
+    recording: Recording,
+    *,
+    num_observations: int,
+    horizon: int,
+    held_out: float,
+    instruction_tokens: int | None = None,
+    tokenizer: str | None = None,
+    vocab_size: int = 4096,
+    notes: dict[str, Any] | None = None,
+) -> DataSplits:
+    """Training and held-out episodes as windows; no frame of a held-out episode is seen by the statistics.
+
+    Args:
+        recording: all episodes.
+        num_observations: states of a sample.
+        horizon: actions of a sample.
+        held_out: share of the episodes kept for validation.
+        instruction_tokens: the most that an instruction may have; None: samples have no words.
+        tokenizer: of instructions, a tokenizer.json or folder; None: one is trained on those of the training episodes.
+        vocab_size: entries of the tokenizer, or most of a given one.
+        notes: facts for plan.json, besides the numbers of episodes and frames.
+
+    Raises:
+        ConfigError: there are not enough episodes, states or actions are no finite numbers, or an instruction is too
+            long.
+    """
+    _check_finite(recording)
+    is_held_out = held_out_episodes(len(recording.lengths), held_out)
+    train, validation = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+    of_train = np.repeat(~is_held_out, recording.lengths)
+    statistics = Statistics.of(recording.state[of_train], recording.actions[of_train])
+    windows: dict[str, Any] = {"num_observations": num_observations, "horizon": horizon}
+    fingerprint, instructions = _fingerprint(recording, is_held_out, windows), None
+    data = DataSplits(train=[], validation=[], fingerprint=fingerprint, kept={STATISTICS: statistics})
+    if instruction_tokens is not None and recording.task_index is not None:
+        learnt = sorted({recording.tasks[index] for index in np.unique(recording.task_index[of_train])})
+        data = replace(data, **read_words(learnt, tokenizer, vocab_size)._asdict())
+        instructions = encode_instructions(recording.tasks, data, instruction_tokens)
+        data = replace(data, fingerprint=_with_words(fingerprint, instructions, recording.task_index))
+    counts = {
+        "train_episodes": len(train),
+        "validation_episodes": len(validation),
+        "train_frames": int(of_train.sum()),
+        "validation_frames": int((~of_train).sum()),
+    }
+    return replace(
+        data,
+        train=Windows(recording, train, statistics, **windows, instructions=instructions),
+        validation=Windows(recording, validation, statistics, **windows, instructions=instructions),
+        notes={**counts, **(notes or {})},
+    )
+
+
+def normalised_by(data: DataSplits, statistics: Statistics) -> DataSplits:
+    """Other episodes in the units of a run that was trained on its own.
+
+    Raises:
+        ConfigError: they are none, or their states or actions have other dimensions.
+    """
+    if (own := statistics_of(data)) is None:
+        raise ConfigError(Violation("data", "has no episodes, which the run was trained on; choose data=lerobot"))
+    for name, key in (("state", "data.state_dim"), ("actions", "data.action_dim")):
+        have, need = (len(getattr(one, name).mean) for one in (own, statistics))
+        if have != need:
+            raise ConfigError(Violation(key, f"is {have} but the run was trained with {need}; choose other data"))
+    train, validation = data.train, data.validation
+    assert isinstance(train, Windows)
+    assert isinstance(validation, Windows)
+    changed = (train.normalised_by(statistics), validation.normalised_by(statistics))
+    return replace(data, train=changed[0], validation=changed[1], kept={STATISTICS: statistics})
+
+
+def held_out_episodes(count: int, held_out: float) -> NDArray[np.bool_]:
+    """Which episodes are held out: the share whose numbers have the smallest hashes, but at least one.
+
+    Args:
+        count: of episodes.
+        held_out: share of them.
+
+    Raises:
+        ConfigError: none would be left to learn from.
+    """
+    num_held_out = max(1, round(held_out * count))
+    if num_held_out >= count:
+        has = f"{count} episode{'' if count == 1 else 's'}"
+        message = f"is {held_out:g} but the data has {has}, and none would be left to learn from; give more episodes"
+        raise ConfigError(Violation("data.held_out", message))
+    hashes = [hashlib.blake2b(b"%d" % number, digest_size=8).hexdigest() for number in range(count)]
+    chosen = np.zeros(count, dtype=np.bool_)
+    chosen[np.argsort(hashes, kind="stable")[:num_held_out]] = True
+    return chosen
+
+
+def _check_finite(recording: Recording) -> None:
+    """Refuse what would make every statistic NaN."""
+    for name, values in (("state", recording.state), ("actions", recording.actions)):
+        wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        if len(wrong):
+            episode = int(np.searchsorted(np.cumsum(recording.lengths), wrong[0], side="right"))
+            frame = int(wrong[0] - recording.starts[episode])
+            message = f"has {name} that are NaN or infinite, first in frame {frame} of episode {episode}"
+            raise ConfigError(Violation("data", f"{message}; leave out these episodes"))
+
+
+def _fingerprint(recording: Recording, is_held_out: NDArray[np.bool_], windows: dict[str, Any]) -> str:
+    """A hash of all that training or validation may see, and of who sees it."""
+    digest = hashlib.blake2b(f"episodes {windows} {recording.source}".encode(), digest_size=16)
+    for array in (recording.state, recording.actions, recording.lengths, is_held_out):
+        digest.update(f"{array.shape}{array.dtype}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _with_words(fingerprint: str, instructions: NDArray[np.int64], task_index: NDArray[np.int64]) -> str:
+    """A fingerprint of the same with what each frame's episode was told."""
+    digest = hashlib.blake2b(f"{fingerprint} {instructions.shape}".encode(), digest_size=16)
+    for array in (instructions, task_index):
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
+    return digest.hexdigest()

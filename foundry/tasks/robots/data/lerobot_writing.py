@@ -1,0 +1,251 @@
+"""Writing demonstrations in LeRobot's format, version 3, so that its tools read them too."""
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+from foundry.data.images.pictures import encode_png, import_av
+from foundry.tasks.robots.lerobot_info import INFO
+
+STATE_KEY, ACTION_KEY, IMAGE_KEY = "observation.state", "action", "observation.images.front"
+"""LeRobot's names for what a policy sees, does, and sees of a camera."""
+
+_PART = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+_DATA, _VIDEO = f"data/{_PART}.parquet", f"videos/{{video_key}}/{_PART}.mp4"
+_EPISODES, _TASKS, _STATS = "meta/episodes/chunk-000/file-000.parquet", "meta/tasks.parquet", "meta/stats.json"
+_CODEC, _CODEC_OPTIONS = "libsvtav1", {"g": "2", "crf": "30", "preset": "8"}
+"""As LeRobot encodes: every second frame can be decoded by itself."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Episode:
+    """An episode as it was recorded.
+
+    Attributes:
+        state: (frames, state_dim) float32.
+        actions: (frames, action_dim) float32; that of a frame was chosen when its state was seen.
+        task: what was to be done, in words.
+        images: (frames, height, width, 3) uint8, or None.
+    """
+
+    state: NDArray[np.float32]
+    actions: NDArray[np.float32]
+    task: str = ""
+    images: NDArray[np.uint8] | None = None
+
+
+def write_lerobot(
+    folder: Path,
+    episodes: Iterable[Episode],
+    *,
+    fps: float,
+    robot_type: str,
+    as_video: bool = False,
+    file_bytes: int = 100 * 2**20,
+    files_per_chunk: int = 1000,
+) -> tuple[str, ...]:
+    """Write episodes, of which one at a time is in memory.
+
+    Args:
+        folder: an empty one.
+        episodes: at least one; all of the same dimensions, and all with images or none.
+        fps: frames a second.
+        robot_type: what acted.
+        as_video: write images as videos, which loses a little, and not as PNG files in the rows.
+        file_bytes: a data file that has grown to this is followed by another.
+        files_per_chunk: files of a folder.
+
+    Returns:
+        The names of the files, relative to the folder.
+
+    Raises:
+        ConfigError: a video is to be written, and the package for it is missing.
+    """
+    with _Writer(folder, fps, as_video, file_bytes, files_per_chunk) as writer:
+        for episode in episodes:
+            writer.add(episode)
+    return (*writer.files, *writer.write_meta(robot_type))
+
+
+class _Writer:
+    def __init__(self, folder: Path, fps: float, as_video: bool, file_bytes: int, files_per_chunk: int) -> None:
+        self.files = list[str]()
+        self._folder, self._fps, self._as_video = folder, fps, as_video
+        self._file_bytes, self._files_per_chunk = file_bytes, files_per_chunk
+        self._features: dict[str, dict[str, Any]] = {}
+        self._tasks: dict[str, int] = {}
+        self._rows = list[dict[str, Any]]()
+        self._frames = self._num_data_files = 0
+        self._open: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> "_Writer":
+        self._held = ExitStack()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def add(self, episode: Episode) -> None:
+        """Write an episode into the data file at hand, and its video into one of its own."""
+        length, number = len(episode.state), len(self._rows)
+        task = self._tasks.setdefault(episode.task, len(self._tasks))
+        numbers: dict[str, NDArray[Any]] = {
+            STATE_KEY: episode.state,
+            ACTION_KEY: episode.actions,
+            "timestamp": (np.arange(length) / self._fps).astype(np.float32),
+            "frame_index": np.arange(length),
+            "episode_index": np.full(length, number),
+            "index": np.arange(self._frames, self._frames + length),
+            "task_index": np.full(length, task),
+        }
+        columns = {name: _column(values) for name, values in numbers.items()}
+        features = {name: _feature(values) for name, values in numbers.items()}
+        if episode.images is not None:
+            kind = "video" if self._as_video else "image"
+            names = ["height", "width", "channels"]
+            features[IMAGE_KEY] = {"dtype": kind, "shape": list(episode.images.shape[1:]), "names": names}
+            if not self._as_video:
+                cells = [{"bytes": encode_png(picture), "path": None} for picture in episode.images]
+                columns[IMAGE_KEY] = pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+        self._features = features
+        chunk, file = divmod(self._write(pa.table(columns)), self._files_per_chunk)
+        row: dict[str, Any] = {
+            "episode_index": number,
+            "tasks": [episode.task],
+            "length": length,
+            "data/chunk_index": chunk,
+            "data/file_index": file,
+            "dataset_from_index": self._frames,
+            "dataset_to_index": self._frames + length,
+            "meta/episodes/chunk_index": 0,
+            "meta/episodes/file_index": 0,
+        }
+        stats = {name: _stats(values) for name, values in numbers.items()}
+        if episode.images is not None:
+            stats[IMAGE_KEY] = _picture_stats(episode.images)
+            if self._as_video:
+                row |= self._write_video(episode.images, number)
+        row |= {f"stats/{name}/{kind}": value for name, own in stats.items() for kind, value in own.items()}
+        self._rows.append(row)
+        self._frames += length
+
+    def _write(self, table: pa.Table) -> int:
+        """Append to a data file; its number."""
+        if self._open is None:
+            chunk, file = divmod(self._num_data_files, self._files_per_chunk)
+            path = self._place(_DATA.format(chunk_index=chunk, file_index=file))
+            self._stream = self._held.enter_context(path.open("wb"))
+            self._open = self._held.enter_context(pq.ParquetWriter(self._stream, table.schema))
+            self._num_data_files += 1
+        self._open.write_table(table)
+        number = self._num_data_files - 1
+        if self._stream.tell() >= self._file_bytes:
+            self._held.close()
+            self._open = None
+        return number
+
+    def _write_video(self, images: NDArray[np.uint8], number: int) -> dict[str, Any]:
+        """Write a video of an episode; where it is."""
+        av = import_av()
+        chunk, file = divmod(number, self._files_per_chunk)
+        path = self._place(_VIDEO.format(video_key=IMAGE_KEY, chunk_index=chunk, file_index=file))
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream(_CODEC, rate=round(self._fps))
+            stream.height, stream.width, stream.pix_fmt = *images.shape[1:3], "yuv420p"
+            stream.options = _CODEC_OPTIONS
+            for picture in images:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode())
+        place = {"chunk_index": chunk, "file_index": file, "from_timestamp": 0.0}
+        place["to_timestamp"] = len(images) / self._fps
+        return {f"videos/{IMAGE_KEY}/{name}": value for name, value in place.items()}
+
+    def write_meta(self, robot_type: str) -> tuple[str, ...]:
+        """Write what describes the data; the names of the files."""
+        pq.write_table(pa.Table.from_pylist(self._rows), self._place(_EPISODES))
+        pq.write_table(_task_table(list(self._tasks)), self._place(_TASKS))
+        stats = {name: _joined([_own_stats(row, name) for row in self._rows]) for name in self._features}
+        self._place(_STATS).write_text(json.dumps(stats) + "\n")
+        info = {
+            "codebase_version": "v3.0",
+            "robot_type": robot_type,
+            "total_episodes": len(self._rows),
+            "total_frames": self._frames,
+            "total_tasks": len(self._tasks),
+            "chunks_size": self._files_per_chunk,
+            "data_files_size_in_mb": max(1, self._file_bytes // 2**20),
+            "video_files_size_in_mb": 200,
+            "fps": int(self._fps) if float(self._fps).is_integer() else self._fps,
+            "splits": {"train": f"0:{len(self._rows)}"},
+            "data_path": _DATA,
+            "video_path": _VIDEO if self._as_video else None,
+            "features": self._features,
+        }
+        self._place(INFO).write_text(json.dumps(info, indent=2) + "\n")
+        return tuple(self.files[-4:])
+
+    def _place(self, name: str) -> Path:
+        """The path of a new file."""
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.files.append(name)
+        return path
+
+
+def _column(values: NDArray[Any]) -> pa.Array:
+    if values.ndim == 1:
+        return pa.array(values)
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.astype(np.float32, copy=False).ravel()), values.shape[1])
+
+
+def _feature(values: NDArray[Any]) -> dict[str, Any]:
+    return {"dtype": str(values.dtype), "shape": [1 if values.ndim == 1 else values.shape[1]], "names": None}
+
+
+def _stats(values: NDArray[Any]) -> dict[str, Any]:
+    """Of an episode, by dimension."""
+    wide = values.astype(np.float64).reshape(len(values), -1)
+    found = {"min": wide.min(0), "max": wide.max(0), "mean": wide.mean(0), "std": wide.std(0)}
+    return {**{name: value.tolist() for name, value in found.items()}, "count": [len(values)]}
+
+
+def _picture_stats(images: NDArray[np.uint8]) -> dict[str, Any]:
+    """Of all pixels by channel, from 0 to 1, in LeRobot's shape (3, 1, 1)."""
+    pixels = images.reshape(-1, 3)
+    wide = {name: getattr(pixels, name)(axis=0) / 255.0 for name in ("min", "max", "mean", "std")}
+    return {**{name: value.reshape(3, 1, 1).tolist() for name, value in wide.items()}, "count": [len(images)]}
+
+
+def _own_stats(row: Mapping[str, Any], name: str) -> dict[str, NDArray[np.float64]]:
+    kinds = ("min", "max", "mean", "std", "count")
+    return {kind: np.array(row[f"stats/{name}/{kind}"], dtype=np.float64) for kind in kinds}
+
+
+def _joined(stats: list[dict[str, NDArray[np.float64]]]) -> dict[str, Any]:
+    """Of all episodes, from those of each (Chan, Golub and LeVeque, 1979)."""
+    total = sum(one["count"] for one in stats)
+    mean = sum(one["mean"] * one["count"] for one in stats) / total
+    variance = sum((one["std"] ** 2 + (one["mean"] - mean) ** 2) * one["count"] for one in stats) / total
+    lowest, highest = np.min([one["min"] for one in stats], axis=0), np.max([one["max"] for one in stats], axis=0)
+    found = {"min": lowest, "max": highest, "mean": mean, "std": np.sqrt(variance)}
+    return {**{name: np.asarray(value).tolist() for name, value in found.items()}, "count": [int(np.sum(total))]}
+
+
+def _task_table(tasks: list[str]) -> pa.Table:
+    """Tasks and their numbers, with the task as the index that pandas makes of it."""
+    names = {"task_index": ("int64", "int64"), "task": ("unicode", "object")}
+    columns = [
+        {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy_type, "metadata": None}
+        for name, (kind, numpy_type) in names.items()
+    ]
+    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.2.0"}
+    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())})
+    return table.replace_schema_metadata({b"pandas": json.dumps(pandas).encode()})

@@ -1,0 +1,254 @@
+"""What `foundry.eval` measures of a policy: success in its simulator, alone or against another on the same episodes."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foundry.config.build import field_of
+from foundry.config.schemas.device import DeviceKind
+from foundry.config.schemas.root import Config
+from foundry.core.errors import ConfigError, Violation, shown
+from foundry.engine.restore import Restored, build_part, explained, restore
+from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
+from foundry.parts.data import simulator_factory
+from foundry.run_dir.files import make_folder, write_atomically
+from foundry.run_dir.names import CONFIG
+from foundry.tasks.robots.checks.success import check_success
+from foundry.tasks.robots.data.statistics import statistics_of
+from foundry.tasks.robots.evaluators.episodes import Episode, Film, Rollouts
+from foundry.tasks.robots.evaluators.films import save_gif
+from foundry.tasks.robots.evaluators.rates import sign_test
+from foundry.tasks.robots.evaluators.success import summary
+from foundry.tasks.robots.names import ROLLOUTS
+from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, Success, Told
+
+_DEFAULTS = {"episodes": 50, "at_a_time": 25, "first_episode": 0}
+_FILM_PIXELS = 160
+
+
+def evaluate_policy(
+    run: Path,
+    which: str,
+    *,
+    against: Path | None = None,
+    against_which: str = "last",
+    record: Path | None = None,
+    ema: bool = True,
+    trust: bool = False,
+    episodes: int | None = None,
+    first_episode: int | None = None,
+    at_a_time: int | None = None,
+    instruction: Told = Told.own,
+    device: DeviceKind = DeviceKind.auto,
+    simulator: Callable[[int | None], Any] | None = None,
+) -> dict[str, Any]:
+    """Have a policy act, and another on the same episodes, with the same draws where both have the same seed.
+
+    Args:
+        run: run directory; its statistics stand in for the demonstrations.
+        which: checkpoint.
+        against: another run directory; None: nothing is compared.
+        against_which: its checkpoint.
+        record: folder for a moving picture and a line for each episode; None: neither is written.
+        ema: take the averaged weights where kept.
+        trust: build parts that are not foundry's own.
+        episodes: None: as many as the run's own evaluations have.
+        first_episode: its number; None: likewise.
+        at_a_time: likewise.
+        instruction: which the policies are told, where they are told any.
+        device: kind of the device to compute on.
+        simulator: gives the settings of one for a policy that sees pictures of so many pixels, or None; None: each
+            acts in its own.
+
+    Returns:
+        What is measured, by name.
+
+    Raises:
+        ConfigError: a run cannot be opened, has no policy or simulator, the two act in different ones, or the
+            simulator given is not what they have been trained for.
+    """
+    policy = _open(run, which, "run", "which", ema=ema, trust=trust, device=device)
+    opened = [_in_simulator(policy, run, "run", simulator)]
+    if against is not None:
+        other = _open(against, against_which, "against", "against_which", ema=ema, trust=trust, device=device)
+        opened.append(_in_simulator(other, against, "against", simulator))
+        _check_same_task(against, opened[0].config, opened[1].config)
+    if instruction is Told.other and not field_of(opened[0].config.data, "instruction_tokens"):
+        message = f"is other but the policy of {run} is told nothing: it has no data.instruction_tokens"
+        raise ConfigError(Violation("instruction", f"{message}; leave it out"))
+    settings = _own_settings(opened[0].config)
+    given = {"episodes": episodes, "first_episode": first_episode, "at_a_time": at_a_time}
+    settings |= {name: number for name, number in given.items() if number is not None}
+    if (end := settings["first_episode"] + settings["episodes"]) > MOST_EPISODES:
+        message = f"is {settings['episodes']} but leads to episode {end - 1}; the last one is {MOST_EPISODES - 1}"
+        raise ConfigError(Violation("episodes", message))
+    numbers = range(settings["first_episode"], settings["first_episode"] + settings["episodes"])
+    with ExitStack() as held, torch.no_grad():
+        policies = [_Policy(one, settings["at_a_time"], instruction, held) for one in opened]
+        found = _run(policies, numbers, record)
+    result: dict[str, Any] = {
+        "checkpoint": opened[0].checkpoint.name,
+        **summary(found[0]),
+        "num_episodes": len(numbers),
+        **({} if instruction is Told.own else {"instruction": instruction.value}),
+    }
+    if against is None:
+        return result
+    theirs = summary(found[1])
+    pairs = [(one.success, other.success) for one, other in zip(*found, strict=True)]
+    only = pairs.count((True, False)), pairs.count((False, True))
+    return {
+        **result,
+        "against": f"{against} {opened[1].checkpoint.name}",
+        **{f"against_{name}": value for name, value in theirs.items()},
+        "difference": result["success"] - theirs["success"],
+        "only_run": only[0],
+        "only_against": only[1],
+        "p_value": sign_test(*only),
+    }
+
+
+def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any) -> Restored:
+    """A policy; errors name the options that it was given by."""
+    keys = {"run": path_key, "which": which_key}
+    try:
+        restored = restore(path, which, **options)
+    except ConfigError as error:
+        raise ConfigError(Violation(keys.get(one.key, one.key), one.message) for one in error.violations) from None
+    if statistics_of(restored.data) is None:
+        raise ConfigError(Violation(path_key, f"is {path}, whose model is no policy: it has no statistics of actions"))
+    return restored
+
+
+def _in_simulator(restored: Restored, path: Path, key: str, simulator: Callable[[int | None], Any] | None) -> Restored:
+    """The policy in the simulator given, in its own where none was.
+
+    Raises:
+        ConfigError: there is none, or it is not what the policy has been trained for.
+    """
+    if simulator is not None:
+        node = simulator(field_of(restored.config.data, "image_size"))
+        restored = replace(restored, config=replace(restored.config, simulator=node))
+    if field_of(restored.config.simulator, "_target_") is None:
+        message = f"is {path}, where nothing is simulated: its simulator is none"
+        remedy = "choose one, such as simulator=around, or measure the loss on episodes with data=lerobot data.path=DIR"
+        raise ConfigError(Violation(key, f"{message}; {remedy}"))
+    if simulator is not None:
+        _check_sizes(restored, path)
+    if wrong := list(check_success(restored.config)):
+        raise ConfigError(Violation(key, f"{path / CONFIG}: {violation}") for violation in wrong)
+    return restored
+
+
+def _check_sizes(restored: Restored, path: Path) -> None:
+    """Refuse a simulator with other states, actions or pictures than those that the policy has been trained with.
+
+    Raises:
+        ConfigError: it says that it has them; one of the user's own need not say.
+    """
+    node = restored.config.simulator
+    statistics = statistics_of(restored.data)
+    assert statistics is not None
+    trained = {
+        "state_dim": len(statistics.state.mean),
+        "action_dim": len(statistics.actions.mean),
+        "image_size": field_of(restored.config.data, "image_size"),
+    }
+    given = {name: field_of(node, name, size) for name, size in trained.items()}
+    names = [name for name in trained if given[name] != trained[name]]
+    if names:
+        has, wants = (" and ".join(f"{name}={shown(sizes[name])}" for name in names) for sizes in (given, trained))
+        message = f"has {has} but the policy of {path} has been trained with {wants}; choose that of its task"
+        raise ConfigError(Violation("simulator", message))
+
+
+def _check_same_task(path: Path, config: Config, other: Config) -> None:
+    """Refuse to compare policies of different tasks; what they see of it may differ.
+
+    Raises:
+        ConfigError: the simulators have different settings.
+    """
+    own, theirs = _task(config), _task(other)
+    different = [name for name in own | theirs if own.get(name) != theirs.get(name)]
+    if different:
+        name = different[0]
+        message = f"is {path}, whose simulator has {name}={theirs.get(name)}, and that of run {own.get(name)}"
+        raise ConfigError(Violation("against", f"{message}; compare policies of one task"))
+
+
+def _task(config: Config) -> dict[str, Any]:
+    node = config.simulator
+    settings = {item.name: getattr(node, item.name) for item in fields(node)} if is_dataclass(node) else dict(node)
+    return {name: value for name, value in settings.items() if name not in ("state_dim", "image_size")}
+
+
+def _own_settings(config: Config) -> dict[str, int]:
+    """Which episodes the run's own evaluations have."""
+    nodes = [
+        node for node in config.evaluation.evaluators.values() if node and node.get("_target_") == Success._target_
+    ]
+    return _DEFAULTS | {name: node[name] for node in nodes[:1] for name in _DEFAULTS if name in node}
+
+
+class _Policy:
+    """A restored policy, ready to act."""
+
+    def __init__(self, restored: Restored, at_a_time: int, instruction: Told, held: ExitStack) -> None:
+        config, self._device = restored.config, restored.device
+        self._precision = PrecisionPolicy.from_config(config.precision, self._device)
+        self._tf32 = config.precision.tf32
+        self._model = self._precision.prepare(restored.model)
+        self._what = f"{restored.checkpoint} cannot act", config, "model", "objective", "simulator"
+        self.rollouts = Rollouts(
+            objective=build_part(config, "objective"),
+            data=restored.data,
+            simulator=simulator_factory(config),
+            num_observations=field_of(config.data, "num_observations", 2),
+            at_a_time=at_a_time,
+            instruction_tokens=field_of(config.data, "instruction_tokens"),
+            is_told_another=instruction is Told.other,
+        )
+        held.enter_context(closing(self.rollouts))
+
+    def run(self, chunk: range, *, drawn: int) -> tuple[list[Episode], list[Film]]:
+        """Run a chunk of episodes, the first `drawn` of them filmed."""
+        with explained(*self._what), fp32_arithmetic(tf32=self._tf32):
+            return self.rollouts.run(
+                self._model,
+                chunk,
+                device=self._device,
+                autocast=partial(self._precision.autocast, self._device),
+                beat=lambda what: None,
+                drawn=drawn,
+                size=_FILM_PIXELS,
+            )
+
+
+def _run(policies: Sequence[_Policy], numbers: range, record: Path | None) -> list[list[Episode]]:
+    """The episodes of each policy, a chunk at a time, so that few pictures are held."""
+    found: list[list[Episode]] = [[] for _ in policies]
+    folder = None if record is None else make_folder(record, parents=True)
+    for chunk in policies[0].rollouts.chunks(numbers):
+        ran = [policy.run(chunk, drawn=0 if folder is None else len(chunk)) for policy in policies]
+        for own, (episodes, _) in zip(found, ran, strict=True):
+            own += episodes
+        # Beside each other; none where one of the simulators cannot draw.
+        for number, films in zip(chunk, zip(*(films for _, films in ran), strict=False), strict=False):
+            if folder is not None:
+                save_gif(films, folder / f"episode_{number:05d}.gif")
+    if folder is not None:
+        lines = [_line(*pair) for pair in zip(*found, strict=True)]
+        write_atomically(folder / ROLLOUTS, "".join(f"{line}\n" for line in lines))
+    return found
+
+
+def _line(episode: Episode, other: Episode | None = None) -> str:
+    """What came of an episode as JSON."""
+    compared = {} if other is None else {"against_success": other.success, "against_length": other.length}
+    return json.dumps({**episode.to_record(), **compared})

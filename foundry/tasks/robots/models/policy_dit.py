@@ -1,0 +1,178 @@
+"""A diffusion transformer over the next actions of a robot."""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foundry.core.errors import ConfigError
+from foundry.models.dit import DiTBlock, FinalLayer, TimestepEmbedder, linear_draws, linear_flops, sinusoids
+from foundry.models.flops import matmul_flops
+from foundry.models.initialisation import draw_weights
+from foundry.models.keyed_draws import Constant, Draw, Uniform
+from foundry.tasks.robots.schemas import model as schemas
+
+_KEYPOINTS = 32
+"""Places that a picture is described by, two coordinates each."""
+_CHANNELS = (32, 64, 64)
+"""Of the strided convolutions before them."""
+_SHARPNESS = 4.0
+"""Of the softmax over places: with 1 a fresh network, whose features are small, sees little but the middle."""
+
+
+class PictureEncoder(nn.Module):
+    """Strided convolutions and a spatial softmax (Levine et al., 2016, section 4.1): where something is, not what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third = _CHANNELS
+        self.conv1 = nn.Conv2d(3, first, 5, stride=2, padding=2)
+        self.conv2 = nn.Conv2d(first, second, 3, stride=2, padding=1)
+        self.conv3 = nn.Conv2d(second, third, 3, stride=2, padding=1)
+        self.keypoints = nn.Conv2d(third, _KEYPOINTS, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Coordinates (batch, 2 * keypoints) float32, from -2 to 2, of images: (batch, 3, height, width) uint8."""
+        # From 0..255 to [-1, 1].
+        x = (images.float() / 127.5 - 1.0).to(self.conv1.weight.dtype)
+        for conv in (self.conv1, self.conv2, self.conv3):
+            x = F.gelu(conv(x))
+        # In fp32: coordinates are means over places.
+        features = self.keypoints(x).float()
+        chances = (_SHARPNESS * features.flatten(2)).softmax(-1).view_as(features)
+        rows = torch.linspace(-2, 2, features.shape[2], device=features.device)
+        columns = torch.linspace(-2, 2, features.shape[3], device=features.device)
+        return torch.cat(((chances.sum(3) * rows).sum(2), (chances.sum(2) * columns).sum(2)), dim=-1)
+
+    def flops(self, image_size: int) -> float:
+        """FLOPs of a forward and backward pass over one picture of this height and width."""
+        size, total = image_size, 0
+        for conv in (self.conv1, self.conv2, self.conv3, self.keypoints):
+            size = -(-size // conv.stride[0])
+            total += size**2 * matmul_flops([conv.weight])
+        return float(total)
+
+
+class PolicyDiT(nn.Module):
+    """`DiT`'s blocks over tokens of a few actions each, given what was observed.
+
+    Args:
+        state_dim: numbers of the state.
+        action_dim: numbers of an action.
+        num_observations: observations that the model is shown, the last of which is the present.
+        horizon: actions of a chunk.
+        image_size: height and width in pixels of the picture of each observation; None: none is looked at.
+        patch_size: actions of a token; divides horizon.
+        hidden_size: width of the residual stream, an even number.
+        num_layers: blocks.
+        num_heads: attention heads; divides hidden_size.
+        mlp_ratio: feed-forward width over hidden_size.
+
+    Raises:
+        ConfigError: the sizes do not divide as they must.
+    """
+
+    def __init__(
+        self,
+        *,
+        state_dim: int,
+        action_dim: int,
+        num_observations: int,
+        horizon: int,
+        image_size: int | None,
+        patch_size: int = 8,
+        hidden_size: int = 128,
+        num_layers: int = 3,
+        num_heads: int = 4,
+        mlp_ratio: float = 4.0,
+    ) -> None:
+        super().__init__()
+        sizes = schemas.PolicyDiT(horizon=horizon, patch_size=patch_size, hidden_size=hidden_size, num_heads=num_heads)
+        if violations := list(sizes.check()):
+            raise ConfigError(violations)
+        self.num_tokens, self.hidden_size = horizon // patch_size, hidden_size
+        self.num_observations, self.image_size = num_observations, image_size
+        seen = state_dim if image_size is None else state_dim + 2 * _KEYPOINTS
+        self.picture_encoder = None if image_size is None else PictureEncoder()
+        self.observation_embedder = nn.Sequential(
+            nn.Linear(num_observations * seen, 2 * hidden_size), nn.SiLU(), nn.Linear(2 * hidden_size, hidden_size)
+        )
+        self.timestep_embedder = TimestepEmbedder(hidden_size)
+        self.action_embedder = nn.Linear(patch_size * action_dim, hidden_size)
+        self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(num_layers))
+        self.final_layer = FinalLayer(hidden_size, patch_size * action_dim)
+        self.init_weights()
+
+    def forward(
+        self,
+        actions: Tensor,
+        timesteps: Tensor,
+        state: Tensor,
+        images: Tensor | None = None,
+        *,
+        observed: Tensor | None = None,
+    ) -> Tensor:
+        """What the objective asks of noisy actions: themselves without noise, their noise or their velocity.
+
+        Args:
+            actions: (batch, horizon, action_dim) float32.
+            timesteps: (batch,) float32.
+            state: (batch, num_observations, state_dim) float32.
+            images: (batch, num_observations, 3, image_size, image_size) uint8, where the model looks at any.
+            observed: what `observe` has made of these; None: nothing yet.
+
+        Returns:
+            (batch, horizon, action_dim) float32.
+        """
+        condition = self.timestep_embedder(timesteps) + (self._embed(state, images) if observed is None else observed)
+        # The residual stream has the tokens' dtype: bf16 under autocast over fp32 weights, as with FSDP2's bf16 ones.
+        tokens = actions.reshape(len(actions), self.num_tokens, -1)
+        x = self.action_embedder(tokens.to(self.action_embedder.weight.dtype))
+        x = x + sinusoids(torch.arange(self.num_tokens, device=x.device), self.hidden_size).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, condition)
+        return cast(Tensor, self.final_layer(x, condition).reshape(actions.shape).float())
+
+    def observe(self, state: Tensor, images: Tensor | None = None) -> Tensor:
+        """What `forward` makes of state and images whatever the actions, (batch, hidden_size); arguments as there."""
+        return self._embed(state, images)
+
+    def _embed(self, state: Tensor, images: Tensor | None) -> Tensor:
+        seen = state
+        if self.picture_encoder is not None:
+            assert images is not None, "the objective hands over what the data has"
+            seen = torch.cat((state, self.picture_encoder(images.flatten(0, 1)).unflatten(0, state.shape[:2])), dim=-1)
+        dtype = cast(nn.Linear, self.observation_embedder[0]).weight.dtype
+        return cast(Tensor, self.observation_embedder(seen.flatten(1).to(dtype)))
+
+    def initial_weights(self) -> dict[str, Draw]:
+        """How weights are drawn: Xavier-uniform, also of convolutions; gates and output start at zero, as in DiT."""
+        draws = linear_draws(self)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Conv2d):
+                area = module.kernel_size[0] * module.kernel_size[1]
+                draws[f"{name}.weight"] = Uniform.xavier(area * module.in_channels, area * module.out_channels)
+                draws[f"{name}.bias"] = Constant(0.0)
+        return draws
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw all weights from scratch, as `initial_weights` says; `seed` as for `draw_weights`."""
+        draw_weights(self, self.initial_weights(), seed)
+
+    def flops_per_sample(self) -> float:
+        """FLOPs of a forward and backward pass over one sample: 6 (T N + C + 2 L T² H), and those of its pictures.
+
+        T tokens; N the parameters of matrix products applied to each token, C those applied once to the sample's
+        condition; L layers, H hidden_size.
+        """
+        products = linear_flops(self, self.num_tokens, ("timestep_embedder", "observation_embedder"))
+        attention = 2 * len(self.blocks) * self.num_tokens**2 * self.hidden_size
+        pictures = 0.0
+        if self.picture_encoder is not None and self.image_size is not None:
+            pictures = self.num_observations * self.picture_encoder.flops(self.image_size)
+        return products + float(6 * attention) + pictures
+
+    def output_head(self) -> nn.Module:
+        """The layer that makes actions of hidden states."""
+        return self.final_layer

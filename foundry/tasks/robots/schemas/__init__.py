@@ -1,0 +1,1 @@
+"""Schemas of robots, by group; torch-free."""

@@ -1,0 +1,83 @@
+"""`model=`: policies."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from foundry.config.schemas.model import Model, PrefixVLM
+from foundry.config.setting import setting
+from foundry.core.errors import Violation
+
+_SIZES = ("state_dim", "num_observations", "horizon", "action_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyDiT(Model):
+    """Diffusion transformer blocks over chunks of actions, conditioned on what a robot observes."""
+
+    is_divided: ClassVar[bool] = False
+    same_as_data: ClassVar[tuple[str, ...]] = (*Model.same_as_data, *_SIZES)
+    wants: ClassVar[frozenset[str]] = frozenset({"actions"})
+
+    _target_: str = "foundry.PolicyDiT"
+    state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
+    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
+    num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
+    horizon: int = setting("${data.horizon}", "actions of a chunk", ge=1, le=10**5)
+    image_size: int | None = setting(
+        "${data.image_size}",
+        "height and width in pixels of the picture of each observation; null: none is looked at",
+        ge=1,
+        le=10**5,
+    )
+    patch_size: int = setting(8, "actions of a token; must divide horizon", ge=1, le=10**5)
+    hidden_size: int = setting(128, "width of the residual stream; an even number", ge=2, le=10**6)
+    num_layers: int = setting(3, "blocks", ge=1, le=1000)
+    num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
+    mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
+
+    def check(self) -> Iterator[Violation]:
+        """Say which sizes do not divide as they must."""
+        if self.horizon % self.patch_size:
+            message = f"is {self.patch_size} but must divide the actions of a chunk, data.horizon={self.horizon}"
+            yield Violation("model.patch_size", f"{message}; set it to {math.gcd(self.patch_size, self.horizon)}")
+        if self.hidden_size % self.num_heads:
+            yield Violation(
+                "model.num_heads", f"is {self.num_heads} but must divide model.hidden_size={self.hidden_size}"
+            )
+        if self.hidden_size % 2:
+            yield Violation("model.hidden_size", f"is {self.hidden_size} but must be even: sines and cosines")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLA(Model):
+    """An action expert on a vision-language model: a policy that is told in words what to do."""
+
+    language_part: ClassVar[str | None] = "backbone"
+    same_as_data: ClassVar[tuple[str, ...]] = (*Model.same_as_data, *_SIZES)
+    brings_hparams: ClassVar[str] = "vla"
+    wants: ClassVar[frozenset[str]] = frozenset({"actions"})
+
+    _target_: str = "foundry.VLA"
+    backbone: PrefixVLM = setting(PrefixVLM, "the vision-language model, whose keys and values the expert attends to")
+    state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
+    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
+    num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
+    horizon: int = setting("${data.horizon}", "actions of a chunk, a token each", ge=1, le=10**5)
+    intermediate_size: int = setting(384, "width of the expert's SwiGLU feed-forward", ge=1, le=10**7)
+    state_scale: float = setting(
+        0.3,
+        "the state is multiplied by it: below 1, a policy learns from pictures and words before it learns to go on as "
+        "it moves",
+        ge=0,
+        le=1000,
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Say which sizes do not divide, and whether there are as many pictures as observations."""
+        for violation in self.backbone.check():
+            yield replace(violation, key=violation.key.replace("model.", "model.backbone.", 1))
+        if self.backbone.num_images != self.num_observations:
+            message = f"is {self.backbone.num_images} but must be data.num_observations={self.num_observations}"
+            yield Violation("model.backbone.num_images", f"{message}; leave it out to follow the data")

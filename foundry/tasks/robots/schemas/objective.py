@@ -1,0 +1,93 @@
+"""`objective=`: those whose model is a policy."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from foundry.config.schemas.objective import BetaSchedule, Prediction, check_sampling_steps
+from foundry.config.setting import setting
+from foundry.core.errors import Violation, shown
+
+
+def parse_regression_loss(text: str) -> None:
+    """Check what a user wrote.
+
+    Raises:
+        ValueError: it is neither l1 nor mse.
+    """
+    if text not in ("l1", "mse"):
+        raise ValueError(f"is {shown(text)} but must be l1 or mse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionChunks:
+    """What all objectives of policies have, which answer what was observed with the next actions."""
+
+    brings_hparams: ClassVar[str] = "policy"
+    wants: ClassVar[frozenset[str]] = frozenset({"actions"})
+    metrics: ClassVar[tuple[str, ...]] = ()
+    same_as_data: ClassVar[tuple[str, ...]] = ("horizon", "action_dim")
+
+    horizon: int = setting("${data.horizon}", "actions of a chunk", ge=1, le=10**5)
+    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
+    action_steps: int = setting(
+        8,
+        "actions of a chunk that are carried out before the model is asked again",
+        ge=1,
+        le=10**5,
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """No more actions are carried out than there are."""
+        if self.action_steps > self.horizon:
+            message = f"is {self.action_steps} but must be at most data.horizon={self.horizon}, the actions of a chunk"
+            yield Violation("objective.action_steps", message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionPolicy(ActionChunks):
+    """Denoising of the next actions (Chi et al., 2023): right where there are several ways to do a task."""
+
+    loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
+
+    _target_: str = "foundry.DiffusionPolicy"
+    seed: int = setting("${hparams.seed}", "seed of noise and timesteps", ge=0)
+    prediction: Prediction = setting(
+        Prediction.sample, "sample: the actions, which learns fastest; epsilon: the noise; v_prediction: the velocity"
+    )
+    num_train_timesteps: int = setting(100, "timesteps of the noise schedule", ge=1, le=10**6)
+    beta_schedule: BetaSchedule = setting(
+        BetaSchedule.squaredcos_cap_v2, "noise schedule: squaredcos_cap_v2 (the cosine), linear or scaled_linear"
+    )
+    sampling_steps: int = setting(10, "denoising steps of an answer", ge=1, le=10**6)
+
+    def check(self) -> Iterator[Violation]:
+        """Say where a chunk or the noise schedule is shorter than what is asked of it."""
+        yield from super().check()
+        yield from check_sampling_steps(self.sampling_steps, self.num_train_timesteps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowPolicy(ActionChunks):
+    """Flow matching of the next actions along straight paths from noise (Lipman et al., 2023; Black et al., 2024)."""
+
+    loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
+
+    _target_: str = "foundry.FlowPolicy"
+    seed: int = setting("${hparams.seed}", "seed of noise and times", ge=0)
+    sampling_steps: int = setting(10, "Euler steps of an answer", ge=1, le=10**6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionRegression(ActionChunks):
+    """Regression of the next actions: right where there is one way to do a task, and the baseline elsewhere."""
+
+    _target_: str = "foundry.ActionRegression"
+    loss_function: str = setting(
+        "l1", "l1: absolute error, as ACT has; mse: squared; hparams=policy follows it", parse=parse_regression_loss
+    )
+
+    @property
+    def loss_functions(self) -> tuple[str, ...]:
+        """What is minimised."""
+        return (self.loss_function,)

@@ -1,0 +1,167 @@
+"""`simulator=`: foundry's own scene, environments of Gymnasium, and Meta-World."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from foundry.config.packages import missing_message, pip_command
+from foundry.config.schemas.simulator import Simulator
+from foundry.config.setting import setting
+from foundry.core.errors import Violation, nearest, shown
+from foundry.core.safe_path import local_remedy
+
+TABLETOP_STATE_DIMS = {"around": 17, "push": 19, "touch": 17}
+"""Numbers in the state of each task of the tabletop, where a policy is told the places of the blocks."""
+
+
+TABLETOP_STATE_DIM_WITH_IMAGE = 4
+"""Place and velocity of the pusher, where it sees the blocks in a picture."""
+
+
+def missing_package(package: str, extra: str, key: str = "simulator") -> Iterator[Violation]:
+    """Refuse a simulator whose package is not installed."""
+    if find_spec(package) is None:
+        yield Violation(key, missing_message(package, extra))
+
+
+def _parse_task(text: str) -> str:
+    """A task of the tabletop.
+
+    Raises:
+        ValueError: there is no such task.
+    """
+    if text not in TABLETOP_STATE_DIMS:
+        among = ", ".join(TABLETOP_STATE_DIMS)
+        raise ValueError(f"is {shown(text)} but must be one of {among}{nearest(text, TABLETOP_STATE_DIMS)}")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tabletop(Simulator):
+    """A pusher, and three blocks on a table: foundry's own scene in MuJoCo."""
+
+    _target_: str = "foundry.Tabletop"
+    task: str = setting(
+        "around",
+        "around: touch the red block by either side of the green one; push: the block named to the side named; "
+        "touch: the block named and no other",
+        parse=_parse_task,
+    )
+    state_dim: int = setting(
+        "${tabletop_state_dim:}",
+        "numbers in the state that a policy sees: pusher, blocks and goal; with a picture the pusher alone",
+        ge=1,
+        le=10**6,
+        runtime=True,
+    )
+    action_dim: int = setting(2, "numbers in an action: the pusher's velocity", ge=1, le=10**6, runtime=True)
+
+    def check(self) -> Iterator[Violation]:
+        """The sizes are those of the task, and MuJoCo is there."""
+        yield from missing_package("mujoco", "robot")
+        if self.task not in TABLETOP_STATE_DIMS:
+            return
+        has_image = self.image_size is not None
+        sizes = {"state_dim": tabletop_state_dim(self.task, has_image=has_image), "action_dim": 2}
+        for name, size in sizes.items():
+            if getattr(self, name) != size:
+                where = f"task {self.task}{' with a picture' if has_image else ''}"
+                message = f"is {getattr(self, name)} but {where} has {size}; leave it out"
+                yield Violation(f"simulator.{name}", message)
+
+
+def tabletop_state_dim(task: str, *, has_image: bool) -> int:
+    """Numbers in the state of a task of the tabletop."""
+    return TABLETOP_STATE_DIM_WITH_IMAGE if has_image else TABLETOP_STATE_DIMS[task]
+
+
+FETCH = "gymnasium_robotics"
+"""The module that registers the environments of gymnasium-robotics."""
+
+
+OWN_EXPERTS = tuple(f"foundry.simulators.experts.fetch_{task}" for task in ("reach", "push", "pick_and_place"))
+
+
+_FIRST_MUJOCO_WITHOUT_FETCH, _LAST_FETCH_WITH_THE_FAULT = (3, 12), (1, 4, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gymnasium(Simulator):
+    """Any environment of Gymnasium with numbers as observation and action."""
+
+    _target_: str = "foundry.Gymnasium"
+    id: str = setting("???", "of the environment, as for gymnasium.make, such as FetchPush-v4")
+    kwargs: dict[str, Any] = setting(dict, "what the environment is made with besides, as a mapping")
+    import_module: str | None = setting(None, "module to import first, which registers the environment; null: none")
+    success_reward: float | None = setting(
+        None, "reward of a step at which the task is done; null: info says so by `is_success` or `success`"
+    )
+    expert: str | None = setting(
+        None, "dotted path of a function that returns an action for a state; null: nobody shows what to do"
+    )
+    instruction: str | None = setting(None, "what is to be done, in words; null: none")
+
+    def check(self) -> Iterator[Violation]:
+        """The packages are there, in versions that work together."""
+        yield from missing_package("gymnasium", "robot")
+        yield from check_fetch(self.import_module)
+        module = (self.import_module or "").partition(".")[0]
+        if module not in ("", FETCH) and find_spec(module) is None:
+            remedy = local_remedy(module) or "; install its package or add it to PYTHONPATH"
+            message = f"is {self.import_module}, but there is no such module{remedy}"
+            yield Violation("simulator.import_module", message)
+
+    @staticmethod
+    def foreign_settings(node: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the recorded settings by which it may run code that is neither foundry's nor Gymnasium's.
+
+        Gymnasium imports the module before the colon of an id, and nobody knows how an environment uses its settings,
+        such as one that is another's id.
+        """
+        own: Mapping[str, tuple[Any, ...]] = {"import_module": (None, FETCH), "expert": (None, *OWN_EXPERTS)}
+        yield from (name for name, allowed in own.items() if node.get(name) not in allowed)
+        if ":" in str(node.get("id")):
+            yield "id"
+        if node.get("kwargs"):
+            yield "kwargs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaWorld(Simulator):
+    """One of the fifty manipulation tasks of Meta-World."""
+
+    _target_: str = "foundry.MetaWorld"
+    task: str = setting("pick-place-v3", "name of the task, such as reach-v3, push-v3 or drawer-open-v3")
+    state_dim: int = setting(39, "numbers in the state that a policy sees", ge=1, le=10**6, runtime=True)
+    action_dim: int = setting(4, "numbers in an action", ge=1, le=10**6, runtime=True)
+    max_steps: int = setting(200, "actions after which an episode is over", ge=1, le=10**9)
+
+    def check(self) -> Iterator[Violation]:
+        """The packages are there."""
+        for package in ("metaworld", "packaging"):
+            yield from missing_package(package, "metaworld")
+
+
+def check_fetch(import_module: str | None) -> Iterator[Violation]:
+    """Say what is wrong with gymnasium-robotics, where it is to be imported."""
+    if import_module != FETCH:
+        return
+    if missing := list(missing_package(FETCH, "fetch")):
+        yield from missing
+        return
+    mujoco, fetch = _version("mujoco"), _version("gymnasium-robotics")
+    if mujoco[:2] >= _FIRST_MUJOCO_WITHOUT_FETCH and fetch <= _LAST_FETCH_WITH_THE_FAULT:
+        names = [".".join(map(str, parts)) for parts in (fetch, mujoco)]
+        message = f"needs mujoco<3.12 for gymnasium-robotics {names[0]}, but {names[1]} is installed"
+        yield Violation("simulator", f"{message}; {pip_command('mujoco<3.12', 'fetch')}")
+
+
+def _version(package: str) -> tuple[int, ...]:
+    """A package's version as numbers; of one without, none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return tuple(int(part) for part in version(package).split(".") if part.isdecimal())
+    except PackageNotFoundError:
+        return ()

@@ -1,0 +1,73 @@
+"""Pictures of a scene in MuJoCo."""
+
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foundry.tasks.robots.simulators.packages import import_mujoco
+
+
+class Camera:
+    """Draws scenes as one camera sees them, without what is slow on a CPU: shadows, reflections, smooth edges.
+
+    What it draws with is made for a model and a size when first needed, in some 60 ms; so simulators of one model share
+    a camera.
+
+    Args:
+        model: MuJoCo's MjModel, of every scene.
+        name: of the camera.
+    """
+
+    _obstacle: ClassVar[str | None] = None
+    """Why nothing can be drawn here: MuJoCo ends a process that tries again after its first renderer has failed."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._model, self._name = model, name
+        self._renderers: dict[int, Any] = {}
+
+    def render(self, data: Any, size: int) -> NDArray[np.uint8]:
+        """The scene as it is now in `data`, MuJoCo's MjData, (size, size, 3).
+
+        Raises:
+            RuntimeError: nothing can be drawn here.
+        """
+        if Camera._obstacle is not None:
+            raise RuntimeError(Camera._obstacle)
+        try:
+            renderer = self._renderers.get(size) or self._make_renderer(size)
+            renderer.update_scene(data, camera=self._name)
+            picture: NDArray[np.uint8] = renderer.render()
+        except Exception as error:  # whatever MuJoCo, PyOpenGL and the driver raise
+            message = f"MuJoCo cannot draw here ({type(error).__name__}: {error}); it needs EGL, or another MUJOCO_GL"
+            Camera._obstacle = message
+            raise RuntimeError(message) from error
+        return picture
+
+    def close(self) -> None:
+        """Free what it draws with; the next picture makes it anew."""
+        _close(self._renderers)
+
+    def _make_renderer(self, size: int) -> Any:
+        mujoco, visual = import_mujoco(), self._model.vis
+        visual.global_.offwidth = max(visual.global_.offwidth, size)
+        visual.global_.offheight = max(visual.global_.offheight, size)
+        visual.quality.offsamples = visual.quality.shadowsize = 0
+        context = getattr(mujoco, "GLContext", None)
+        if context is not None and not hasattr(context, "_context"):
+            context._context = None  # its __del__ reads the attribute, also after __init__ has failed
+        renderer = mujoco.Renderer(self._model, size, size)
+        flags = mujoco.mjtRndFlag
+        for flag in (flags.mjRND_SHADOW, flags.mjRND_REFLECTION, flags.mjRND_SKYBOX, flags.mjRND_HAZE):
+            renderer.scene.flags[flag] = 0
+        if not self._renderers:  # who forgets to close it: MuJoCo cannot once the interpreter has ended EGL
+            weakref.finalize(self, _close, self._renderers)
+        self._renderers[size] = renderer
+        return renderer
+
+
+def _close(renderers: dict[int, Any]) -> None:
+    for renderer in renderers.values():
+        renderer.close()
+    renderers.clear()

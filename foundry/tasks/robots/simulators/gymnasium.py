@@ -1,0 +1,163 @@
+"""Any environment of Gymnasium as a simulator."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stderr
+from importlib import import_module as import_by_name
+from io import StringIO
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foundry.core.errors import ConfigError, Violation, format_reason
+from foundry.core.simulator import Observation, Step
+from foundry.tasks.robots.schemas.simulator import FETCH, check_fetch
+from foundry.tasks.robots.simulators.packages import choose_egl, need
+from foundry.tasks.robots.simulators.pictures import resized
+
+_SUCCESS = ("is_success", "success")
+
+
+class Gymnasium:
+    """An environment with numbers as observation and action.
+
+    An observation that is a mapping must be that of a goal environment, as of Fetch: its `observation` and then its
+    `desired_goal` are the state. A step is a success where `info` says so by `is_success` or `success`, or where the
+    reward reaches `success_reward`. A picture is what the environment renders, resized.
+
+    Args:
+        id: of the environment, as for `gymnasium.make`.
+        kwargs: what the environment is made with besides.
+        import_module: a module to import first, which registers the environment.
+        success_reward: the reward of a step at which the task is done; None: `info` says when.
+        expert: the dotted path of a function that is given the state, (state_dim,) float64, and returns an action;
+            None: there is no expert.
+        instruction: what is to be done, in words.
+        image_size: height and width of the picture in pixels; None: none.
+        max_steps: actions after which an episode is over.
+
+    Raises:
+        ConfigError: a package is missing or too new, the environment cannot be made, its observations or actions are
+            no vectors, nothing says when it succeeds, or there is no such expert.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        kwargs: Mapping[str, Any] | None = None,
+        import_module: str | None = None,
+        success_reward: float | None = None,
+        expert: str | None = None,
+        instruction: str | None = None,
+        image_size: int | None = None,
+        max_steps: int = 100,
+    ) -> None:
+        need("gymnasium", "robot")
+        if wrong := list(check_fetch(import_module)):
+            raise ConfigError(wrong)
+        self.id, self.instruction = id, instruction or ""
+        self.image_size, self.max_steps = image_size, max_steps
+        self._success_reward = success_reward
+        self._env = _make(id, import_module, {"max_episode_steps": max_steps, **(kwargs or {})})
+        self._low, self._high = _bounds(self._env.action_space, id)
+        self.action_dim = len(self._low)
+        self.fps = float(self._env.metadata.get("render_fps") or 30)
+        self._full_state: NDArray[np.float64] = np.zeros(0)
+        self._try_a_step()
+        self.state_dim = len(self._full_state)
+        if expert is not None:  # only then it has the method, and is Demonstrating
+            function = _find_expert(expert)
+            self.expert_action = lambda: np.asarray(function(self._full_state.copy()), dtype=np.float64)
+
+    def reset(self, seed: int) -> Observation:
+        """Begin an episode, with the seed handed to the environment."""
+        observation, _ = self._env.reset(seed=seed)
+        self._steps = 0
+        return self._observe(observation)
+
+    def step(self, action: NDArray[np.floating[Any]]) -> Step:
+        """An action, clipped to the environment's bounds."""
+        clipped = np.clip(action, self._low, self._high).astype(self._env.action_space.dtype)
+        observation, reward, terminated, truncated, info = self._env.step(clipped)
+        self._steps += 1
+        if self._success_reward is None:
+            success = any(bool(info.get(name, False)) for name in _SUCCESS)
+        else:
+            success = bool(reward >= self._success_reward)
+        return Step(self._observe(observation), success, terminated or truncated or self._steps >= self.max_steps)
+
+    def render(self, size: int) -> NDArray[np.uint8]:
+        """What the environment renders as `rgb_array`, resized to (size, size, 3).
+
+        Raises:
+            RuntimeError: it renders nothing here.
+        """
+        try:
+            picture = self._env.render()
+        except Exception as error:  # whatever the environment raises, and the library that it draws with
+            raise RuntimeError(f"{self.id} cannot draw here ({format_reason(error)})") from error
+        if not isinstance(picture, np.ndarray):
+            raise RuntimeError(f"{self.id} draws no picture by render_mode=rgb_array")
+        return resized(picture, size)
+
+    def close(self) -> None:
+        """Close the environment, and with it what it renders with."""
+        self._env.close()
+
+    def _observe(self, observation: Any) -> Observation:
+        parts = (
+            (observation["observation"], observation["desired_goal"])
+            if isinstance(observation, Mapping)
+            else (observation,)
+        )
+        self._full_state = np.concatenate([np.ravel(part) for part in parts]).astype(np.float64)
+        seen: Observation = {"state": self._full_state.astype(np.float32)}
+        return seen if self.image_size is None else {**seen, "image": self.render(self.image_size)}
+
+    def _try_a_step(self) -> None:
+        """Find out before anything is spent whether the observation is a vector, and success is told."""
+        observation, _ = self._env.reset(seed=0)
+        if isinstance(observation, Mapping) and not {"observation", "desired_goal"} <= observation.keys():
+            message = f"is {self.id}, whose observation has {', '.join(observation)}; wrap it in FlattenObservation"
+            raise ConfigError(Violation("simulator.id", message))
+        idle = np.clip(0, self._low, self._high).astype(self._env.action_space.dtype)
+        *_, info = self._env.step(idle)
+        if self._success_reward is None and not any(name in info for name in _SUCCESS):
+            message = f"is null but info of {self.id} has neither {' nor '.join(_SUCCESS)}; give the reward of success"
+            raise ConfigError(Violation("simulator.success_reward", message))
+        self.reset(0)
+
+
+def _make(name: str, import_module: str | None, settings: Mapping[str, Any]) -> Any:
+    choose_egl()
+    import gymnasium
+
+    try:
+        if import_module is not None:
+            with redirect_stderr(StringIO()) if import_module == FETCH else nullcontext():  # news of other environments
+                gymnasium.register_envs(import_by_name(import_module))
+        return gymnasium.make(name, disable_env_checker=True, **{"render_mode": "rgb_array", **settings})
+    except ImportError as error:
+        raise ConfigError(
+            Violation("simulator.import_module", f"is {import_module}: {format_reason(error)}")
+        ) from error
+    except Exception as error:  # whatever the environment makes of its settings
+        raise ConfigError(Violation("simulator.id", f"is {name}, which cannot be made: {error}")) from error
+
+
+def _bounds(space: Any, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    import gymnasium
+
+    if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:
+        message = f"is {name}, whose actions are {space}; a policy needs a vector of numbers (a Box of one dimension)"
+        raise ConfigError(Violation("simulator.id", message))
+    return space.low, space.high
+
+
+def _find_expert(path: str) -> Any:
+    try:
+        return resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(Violation("simulator.expert", f"is {path}: {format_reason(error)}")) from error

@@ -1,0 +1,88 @@
+"""The fifty manipulation tasks of Meta-World, with the experts that it brings."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foundry.core.errors import ConfigError, Violation, nearest
+from foundry.core.simulator import Observation, Step
+from foundry.tasks.robots.simulators.drawing import Camera
+from foundry.tasks.robots.simulators.packages import choose_egl, need
+
+Vector = NDArray[np.float64]
+
+
+class MetaWorld:
+    """A Sawyer arm and one of Meta-World's tasks, with start and goal drawn for each episode.
+
+    The state is Meta-World's observation with its goal (39): hand, fingers and objects now and one step before, and the
+    place that is asked for. An action is the hand's motion (3) and the fingers' (1), each in [-1, 1].
+
+    Args:
+        task: its name, such as pick-place-v3.
+        image_size: height and width of the picture in pixels; None: none.
+        max_steps: actions after which an episode is over.
+
+    Raises:
+        ConfigError: a package is not installed, or there is no such task.
+    """
+
+    state_dim, action_dim = 39, 4
+
+    def __init__(self, *, task: str, image_size: int | None = None, max_steps: int = 200) -> None:
+        for package in ("metaworld", "packaging"):  # the second is imported by the first, which does not say so
+            need(package, "metaworld")
+        choose_egl()
+        from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE as ENVIRONMENTS
+        from metaworld.policies import ENV_POLICY_MAP as EXPERTS
+
+        if task not in EXPERTS:
+            message = f"is {task}, but Meta-World has no such task{nearest(task, EXPERTS)}"
+            raise ConfigError(Violation("simulator.task", message))
+        self.task, self.image_size, self.max_steps = task, image_size, max_steps
+        self.instruction = task.rpartition("-")[0].replace("-", " ")
+        self._make_expert = EXPERTS[task]
+        self._env = ENVIRONMENTS[f"{task}-goal-observable"](seed=0)
+        self._env._freeze_rand_vec, self._env.seeded_rand_vec = False, True  # start and goal by the generator of reset
+        self.fps = 1 / float(self._env.dt)
+        self._camera = Camera(self._env.model, "corner2")
+        self._state: Vector = np.zeros(self.state_dim)
+
+    def reset(self, seed: int) -> Observation:
+        """Begin an episode: `seed` decides where objects and goal are."""
+        import gymnasium
+        import mujoco
+
+        mujoco.mj_resetData(self._env.model, self._env.data)
+        self._env.np_random, _ = gymnasium.utils.seeding.np_random(seed)
+        self._state, _ = self._env.reset()
+        self._expert, self._steps = self._make_expert(), 0
+        return self._observe()
+
+    def step(self, action: NDArray[np.floating[Any]]) -> Step:
+        """An action, clipped to [-1, 1]."""
+        self._state, *_, info = self._env.step(np.clip(action, -1, 1).astype(np.float32))
+        self._steps += 1
+        return Step(self._observe(), bool(info["success"]), self._steps >= self.max_steps)
+
+    def expert_action(self) -> Vector:
+        """What Meta-World's own policy for the task does, clipped to [-1, 1]."""
+        return np.clip(np.asarray(self._expert.get_action(self._state), dtype=np.float64), -1, 1)
+
+    def render(self, size: int) -> NDArray[np.uint8]:
+        """The table from a corner, (size, size, 3).
+
+        Raises:
+            RuntimeError: nothing can be drawn here.
+        """
+        return self._camera.render(self._env.data, size)[::-1, ::-1].copy()  # that camera hangs upside down
+
+    def close(self) -> None:
+        """Free what it draws with."""
+        self._camera.close()
+        self._env.close()
+
+    def _observe(self) -> Observation:
+        seen: Observation = {"state": self._state.astype(np.float32)}
+        return seen if self.image_size is None else {**seen, "image": self.render(self.image_size)}

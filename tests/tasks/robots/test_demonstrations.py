@@ -1,0 +1,198 @@
+"""Demonstrations: the expert's own actions, from episodes that end well; made once, for every seed."""
+
+import itertools
+import json
+import logging
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from support.reach import Reach
+
+from foundry.core.errors import ConfigError
+from foundry.tasks.robots.data.demonstrations import FIRST_SEED, demonstrations
+
+SETTINGS = {
+    "episodes": 12,
+    "noise": 0.05,
+    "noisy_share": 0.7,
+    "state_dim": 4,
+    "action_dim": 2,
+    "image_size": None,
+    "num_observations": 2,
+    "horizon": 4,
+    "held_out": 0.2,
+}
+
+
+class Watched(Reach):
+    """Remembers what it was asked."""
+
+    seeds, executed, clean, closed = [], [], [], []
+
+    def reset(self, seed):
+        self.seeds.append(seed)
+        return super().reset(seed)
+
+    def step(self, action):
+        self.executed.append(action)
+        return super().step(action)
+
+    def expert_action(self):
+        self.clean.append(super().expert_action())
+        return self.clean[-1]
+
+    def close(self):
+        self.closed.append(True)
+
+
+@pytest.fixture
+def watched():
+    for kept in (Watched.seeds, Watched.executed, Watched.clean, Watched.closed):
+        kept.clear()
+    return Watched
+
+
+class Inept(Reach):
+    def expert_action(self):
+        return np.zeros(2)
+
+
+class Untaught(Reach):
+    expert_action = None
+
+
+def make(cache, simulator=Reach, *, seed=0, **changed):
+    kind = getattr(simulator, "func", simulator)
+    settings = {"_target_": f"{kind.__module__}.{kind.__name__}"}
+    common = {"cache_dir": str(cache), "simulator": simulator, "simulator_settings": settings}
+    return demonstrations(seed=seed, **common, **SETTINGS | changed)
+
+
+def raw(data):
+    """The folder's rows in their order."""
+    files = sorted(Path(data.notes["demonstrations"]).glob("data/*/*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def test_the_actions_are_the_experts_while_others_are_executed(tmp_path, watched):
+    rows = raw(make(tmp_path, watched, noisy_share=1.0))
+    executed, clean = np.array(watched.executed), np.array(watched.clean)
+    assert watched.closed
+    kept = {tuple(row["action"]) for row in rows}
+    assert kept <= {tuple(action) for action in clean.astype(np.float32).tolist()}
+    noise = executed - clean
+    assert noise.std() == pytest.approx(0.05, rel=0.2)
+    assert abs(noise.mean()) < 0.02
+
+
+@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.0, 0.0), (0.7, 0.5, 0.9), (1.0, 1.0, 1.0)])
+def test_so_large_a_share_of_the_episodes_has_noise(share, low, high, tmp_path, watched):
+    make(tmp_path, watched, noisy_share=share, episodes=60, noise=0.01)
+    noise = np.abs(np.array(watched.executed) - np.array(watched.clean)).max(axis=1)
+    starts = np.cumsum([0, *(len(one) for one in _episodes(watched))])
+    noisy = [bool(noise[a:b].max() > 0) for a, b in itertools.pairwise(starts)]
+    assert low <= np.mean(noisy) <= high
+
+
+def _episodes(watched):
+    """The steps of each episode, by replaying them: each begins where the simulator was reset."""
+    simulator, executed, found = Reach(), list(watched.executed), []
+    for seed in watched.seeds:
+        simulator.reset(seed)
+        at_goal, ended, steps = 0, False, []
+        while at_goal < 8 and not ended:
+            steps.append(executed.pop(0))
+            _, success, ended = simulator.step(steps[-1])
+            at_goal = at_goal + 1 if success else 0
+        found.append(steps)
+    assert not executed
+    return found
+
+
+def test_episodes_end_at_the_goal_and_seeds_are_those_kept_for_demonstrations(tmp_path, watched):
+    data = make(tmp_path, watched)
+    assert watched.seeds == list(range(FIRST_SEED, FIRST_SEED + len(watched.seeds)))
+    lengths = np.bincount([row["episode_index"] for row in raw(data)])
+    assert len(lengths) == 12
+    rows, last = raw(data), np.cumsum(lengths) - 1
+    for end in last:
+        point, goal = np.array(rows[end]["observation.state"]).reshape(2, 2)
+        assert np.abs(point - goal).max() < 0.2
+
+
+def test_they_are_the_same_for_every_seed_and_made_once(tmp_path, watched, caplog):
+    caplog.set_level(logging.INFO)
+    first = make(tmp_path, watched)
+    (made,) = [record.getMessage() for record in caplog.records if "demonstrations" in record.getMessage()]
+    frames = first.notes["train_frames"] + first.notes["validation_frames"]
+    assert made.startswith(f"made 12 demonstrations of Watched, {frames} frames, in ")
+    asked = len(watched.seeds)
+    again = make(tmp_path, watched, seed=7)
+    assert len(watched.seeds) == asked
+    assert again.fingerprint == first.fingerprint
+    elsewhere = make(tmp_path / "other", watched, seed=3)
+    assert len(watched.seeds) == 2 * asked
+    assert elsewhere.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("changed", [{"noise": 0.04}, {"episodes": 13}, {"noisy_share": 0.1}])
+def test_other_settings_are_other_demonstrations(changed, tmp_path):
+    first, other = make(tmp_path), make(tmp_path, **changed)
+    assert first.notes["demonstrations"] != other.notes["demonstrations"]
+    assert first.fingerprint != other.fingerprint
+
+
+def test_another_version_of_a_package_or_of_the_simulator_is_another_folder(tmp_path, monkeypatch):
+    first = make(tmp_path).notes["demonstrations"]
+    with monkeypatch.context() as patch:
+        patch.setattr("foundry.tasks.robots.data.simulated._version", lambda name: "0")
+        assert make(tmp_path).notes["demonstrations"] != first
+    derived = "from support.reach import Reach as Own\n\n\nclass Mine(Own):\n    "
+    (tmp_path / "own_reach.py").write_text(f"{derived}pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from foundry.tasks.robots.data.simulated import _sources
+
+    before = _sources("own_reach.Mine")
+    (tmp_path / "own_reach.py").write_text(f"{derived}fps = 5\n")
+    assert before != ""
+    assert _sources("own_reach.Mine") != before
+
+
+def test_pictures_are_those_that_the_simulator_showed(tmp_path):
+    data = make(tmp_path, partial(Reach, image_size=16), image_size=16, noise=0.0, episodes=5)
+    simulator = Reach(image_size=16)
+    shown = simulator.reset(FIRST_SEED)
+    first_of_train = data.train.batch(range(len(data.train)))
+    assert first_of_train["images"].shape[1:] == (2, 3, 16, 16)
+    shown = shown["image"].transpose(2, 0, 1)
+    held_and_train = [data.train[0]["images"][0].numpy(), data.validation[0]["images"][0].numpy()]
+    assert any(np.array_equal(shown, picture) for picture in held_and_train)
+
+
+def test_the_folder_says_what_acted_and_how_fast(tmp_path):
+    folder = make(tmp_path).notes["demonstrations"]
+    info = json.loads((Path(folder) / "meta/info.json").read_text())
+    assert (info["robot_type"], info["fps"], info["total_episodes"]) == ("Reach", 10, 12)
+    tasks = pq.read_table(f"{folder}/meta/tasks.parquet").to_pylist()
+    assert tasks == [{"task_index": 0, "task": "reach the goal"}]
+
+
+@pytest.mark.parametrize(
+    ("simulator", "changed", "message"),
+    [
+        (None, {}, "simulator: is none but data=demonstrations is made by the simulator's expert"),
+        (Untaught, {}, r"data: is demonstrations but Untaught has no expert_action\(\); .*data=lerobot"),
+        (Inept, {}, r"data\.noise: is 0\.05, with which the expert of Inept has failed in 2\d of 2\d episodes"),
+        (Reach, {"state_dim": 5}, r"data\.state_dim: is 5 but Reach has 4"),
+        (Reach, {"action_dim": 3}, r"data\.action_dim: is 3 but Reach has 2"),
+        (Reach, {"image_size": 16}, r"data\.image_size: is 16 but Reach shows no such picture"),
+    ],
+)
+def test_what_cannot_be_made_is_a_line_and_leaves_nothing(simulator, changed, message, tmp_path):
+    settings = SETTINGS | changed
+    with pytest.raises(ConfigError, match=message):
+        demonstrations(seed=0, cache_dir=str(tmp_path), simulator=simulator, simulator_settings={}, **settings)
+    assert not [entry for entry in tmp_path.iterdir() if entry.is_dir()]

@@ -1,0 +1,150 @@
+"""Scenes: what a simulator shows and says at the start of episodes, kept, split, and apart from all other seeds."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from support.reach import Reach
+
+from foundry.core.errors import ConfigError
+from foundry.tasks.robots.data import demonstrations
+from foundry.tasks.robots.data.scenes import FIRST_SEED, scenes
+
+SETTINGS = {"num_scenes": 12, "image_size": 16, "seq_len": 96, "vocab_size": 257, "tokenizer": None, "held_out": 0.25}
+
+
+class Told(Reach):
+    """Says where the goal is."""
+
+    seeds, closed = [], []
+
+    def reset(self, seed):
+        self.seeds.append(seed)
+        return super().reset(seed)
+
+    def describe(self, draw):
+        side = "left" if self._now.goal[0] < 0 else "right"
+        return [(f"which side {draw.integers(10)} ?", side), ("is there a goal ?", "yes")]
+
+    def close(self):
+        self.closed.append(True)
+
+
+@pytest.fixture
+def made(tmp_path):
+    Told.seeds.clear()
+    Told.closed.clear()
+    make = partial(Told, image_size=16)
+    return partial(scenes, seed=0, cache_dir=str(tmp_path), simulator=make, simulator_settings={"task": 1}, **SETTINGS)
+
+
+def texts(data, split):
+    return [data.tokenizer.decode(split[index]["tokens"].tolist()) for index in range(len(split))]
+
+
+def test_a_sample_is_a_picture_with_its_conversation(made):
+    data = made()
+    assert (len(data.train), len(data.validation), data.notes["train_rows"]) == (9, 3, 9)
+    assert Told.seeds == [FIRST_SEED + number for number in range(12)]
+    assert Told.closed == [True]
+    simulator, found = Told(image_size=16), 0
+    for split in (data.train, data.validation):
+        for index, text in enumerate(texts(data, split)):
+            sample = split[index]
+            assert sample["images"].shape == (1, 3, 16, 16)
+            assert sample["images"].dtype == torch.uint8
+            picture = sample["images"][0].permute(1, 2, 0).numpy()
+            matching = [seed for seed in Told.seeds[:12] if np.array_equal(simulator.reset(seed)["image"], picture)]
+            simulator.reset(matching[0])
+            side = simulator.describe(np.random.default_rng(0))[0][1]
+            assert f"assistant: {side}" in text
+            found += len(matching)
+    assert found == 12
+
+
+def test_only_answers_are_learnt(made):
+    data = made()
+    sample = data.train[0]
+    learnt = data.tokenizer.decode(sample["targets"][sample["targets"] >= 0].tolist(), skip_special_tokens=True)
+    assert learnt in ("leftyes", "rightyes")
+    prompt = data.prompts[0]
+    assert prompt.answer == "yes"
+    assert torch.equal(prompt.images, data.validation[0]["images"])
+    assert data.tokenizer.decode(prompt.tokens[prompt.turn :]) == "user: is there a goal ?\nassistant: "
+    assert [prompt.images.shape for prompt in data.prompts[:2]] == [(1, 3, 16, 16)] * 2
+
+
+def test_a_batch_has_the_samples_and_a_worker_gets_the_files_alone(made):
+    import pickle
+
+    data = made()
+    batch = data.train.batch([3, 0])
+    assert batch["images"].shape == (2, 1, 3, 16, 16)
+    for row, index in enumerate((3, 0)):
+        sample = data.train[index]
+        length = len(sample["tokens"])
+        assert torch.equal(batch["images"][row], sample["images"])
+        assert torch.equal(batch["tokens"][row, :length], sample["tokens"])
+        assert data.train.num_tokens([index]) == length
+    sent = pickle.dumps(data.train)
+    assert len(sent) < 5000
+    assert torch.equal(pickle.loads(sent)[2]["images"], data.train[2]["images"])
+
+
+def test_scenes_are_made_once_whatever_the_seed_and_the_tokenizer(made):
+    first = made()
+    again = made(seed=5)
+    other = made(vocab_size=300)
+    assert len(Told.seeds) == 12
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert first.notes["scenes"] == other.notes["scenes"]
+    assert made(simulator_settings={"task": 2}).fingerprint != first.fingerprint
+    assert made(num_scenes=13).fingerprint != first.fingerprint
+
+
+def test_their_seeds_are_no_demonstrations_and_no_evaluations():
+    assert FIRST_SEED >= demonstrations.FIRST_SEED + 2**31
+    assert demonstrations.FIRST_SEED >= 2**32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"simulator": None}, "simulator: is none but data=scenes"),
+        ({"image_size": None}, "simulator.image_size: is null but data=scenes"),
+        ({"simulator": partial(Reach, image_size=16)}, "data: is scenes but Reach has no describe"),
+        ({"image_size": 24}, "data.image_size: is 24 but Told shows no such picture"),
+        ({"simulator": Told}, "data.image_size: is 16 but Told shows no such picture"),
+        ({"seq_len": 20}, "more than data.seq_len=20"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(made, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        made(**changes)
+
+
+def test_the_tabletop_says_where_its_blocks_are():
+    pytest.importorskip("mujoco")
+    from foundry.core.simulator import Describing
+    from foundry.tasks.robots.simulators.tabletop import Tabletop
+
+    simulator, said = Tabletop(task="touch"), set()
+    assert isinstance(simulator, Describing)
+    for seed in range(60):
+        state = simulator.reset(seed)["state"]
+        described = simulator.describe(np.random.default_rng(seed))
+        assert described == simulator.describe(np.random.default_rng(seed))
+        asked = [f"where is {colour} ?" for colour in ("blue", "green", "red")]
+        assert sorted(question for question, _ in described) == sorted([simulator.instruction, *asked])
+        meant = simulator.instruction.split()[2]
+        assert dict(described)[simulator.instruction] == dict(described)[f"where is {meant} ?"]
+        for index, colour in enumerate(("red", "green", "blue")):
+            x, y = state[2 + 4 * index : 4 + 4 * index]
+            column = "left" if x < -0.08 else "right" if x >= 0.08 else "middle"
+            row = "near" if y < -0.08 else "far" if y >= 0.08 else "centre"
+            assert dict(described)[f"where is {colour} ?"] == f"{column} {row}"
+        said.add(json.dumps([question for question, _ in described if question in asked]))
+    assert len(said) == 6  # in every order
+    simulator.close()

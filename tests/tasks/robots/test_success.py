@@ -1,0 +1,275 @@
+"""Success of a policy in episodes, and what a person is shown of them."""
+
+import contextlib
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageSequence
+from support.policy_parts import DATA, Blind, GoThere, Wandering
+from support.reach import Reach
+
+from foundry.core.errors import ConfigError
+from foundry.core.protocols import EvaluationContext
+from foundry.data.corpora.tokenizer import train_tokenizer
+from foundry.data.splits import DataSplits
+from foundry.parallel.process_group import World
+from foundry.tasks.robots.evaluators.episodes import Film
+from foundry.tasks.robots.evaluators.films import save_gif
+from foundry.tasks.robots.evaluators.rates import wilson_interval
+from foundry.tasks.robots.evaluators.success import Success
+
+ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+
+
+def measure(folder, *, step=0, objective=None, simulator=Reach, beat=lambda what: None, **settings):
+    evaluator = Success(objective=objective or Wandering(), data=DATA, simulator=simulator, **settings)
+    context = EvaluationContext(step=step, world=ALONE, autocast=contextlib.nullcontext, folder=folder, beat=beat)
+    with torch.no_grad(), contextlib.closing(evaluator):
+        return evaluator.evaluate(GoThere().eval(), context)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_a_rate_with_its_interval_and_a_line_for_each_episode(tmp_path):
+    found = measure(tmp_path, step=7, episodes=10, at_a_time=4)
+    episodes = lines(tmp_path)
+    solved = sum(episode["success"] for episode in episodes)
+    assert 0 < solved < 10
+    assert (found["success_low"], found["success_high"]) == wilson_interval(solved, 10)
+    assert found["success"] == solved / 10
+    assert found["episode_length"] == np.mean([episode["length"] for episode in episodes])
+    assert [(one["step"], one["episode"], one["seed"]) for one in episodes] == [(7, k, k) for k in range(10)]
+    assert {one["instruction"] for one in episodes} == {"reach the goal"}
+    assert all(one["length"] == 30 for one in episodes if not one["success"])
+
+
+def test_batches_have_one_shape_and_draws_are_keyed_by_episode_and_replan(tmp_path):
+    objective = Wandering()
+    measure(tmp_path, objective=objective, episodes=5, at_a_time=4, first_episode=3)
+    assert {shape for shape, _ in objective.asked} == {((4, 2, 4))}
+    starts = [index for index, (_, keys) in enumerate(objective.asked) if keys[0] % 2**31 == 0]
+    assert len(starts) == 2
+    first, second = objective.asked[: starts[1]], objective.asked[starts[1] :]
+    assert [keys for _, keys in first] == [[k * 2**31 + n for k in (3, 4, 5, 6)] for n in range(len(first))]
+    assert [keys for _, keys in second] == [[7 * 2**31 + n, -1, -1, -1] for n in range(len(second))]
+    assert len(first) <= 15  # of 30 steps, two at a time
+
+
+def test_an_episode_does_not_depend_on_how_many_there_are(tmp_path):
+    measure(tmp_path / "few", episodes=6, at_a_time=4)
+    measure(tmp_path / "more", episodes=11, at_a_time=4)
+    assert lines(tmp_path / "more")[:6] == lines(tmp_path / "few")
+    measure(tmp_path / "later", episodes=3, at_a_time=4, first_episode=8)
+    assert lines(tmp_path / "more")[8:] == lines(tmp_path / "later")
+
+
+def test_a_good_policy_succeeds_and_noise_of_another_seed_is_another(tmp_path):
+    assert measure(tmp_path, objective=Wandering(noise=0.0), episodes=8)["success"] == 1.0
+    one, other = (measure(tmp_path, objective=Wandering(seed), episodes=20)["episode_length"] for seed in (1, 2))
+    assert one != other
+
+
+def test_an_action_that_is_no_number_ends_the_episode(tmp_path, caplog):
+    found = measure(tmp_path, objective=Wandering(noise=float("nan")), episodes=2)
+    assert (found["success"], found["episode_length"]) == (0.0, 0.0)
+    assert caplog.messages[0] == "episode 0 ends: an action is not finite"
+
+
+def test_the_policy_is_shown_the_last_observations_and_pictures(tmp_path):
+    class Looking(Wandering):
+        def act(self, model, observation, keys):
+            assert {name: tuple(value.shape) for name, value in observation.items()} == {
+                "state": (2, 2, 4),
+                "images": (2, 2, 3, 16, 16),
+            }
+            assert observation["images"].dtype == torch.uint8
+            states.append(observation["state"][0].clone())
+            return super().act(model, observation, keys)
+
+    states = []
+    measure(tmp_path, objective=Looking(noise=0.0), simulator=lambda: Reach(image_size=16), episodes=1, at_a_time=2)
+    assert torch.equal(states[0][0], states[0][1])  # the first is repeated
+    moved = states[1][1, :2] - states[1][0, :2]
+    assert 0 < moved.abs().max() <= 0.1 + 1e-6
+
+
+def test_lines_of_a_step_that_is_done_again_are_replaced(tmp_path):
+    for step in (4, 8, 12, 8):
+        measure(tmp_path, step=step, episodes=2, at_a_time=2)
+    assert [one["step"] for one in lines(tmp_path)] == [4, 4, 8, 8]
+
+
+@pytest.mark.parametrize("strange", [b"\xff\n", b'{"step": Infinity}\n[]\nnull\n{"step": null}\n{"other": 1}\n{"st'])
+def test_lines_that_are_no_records_are_not_kept(tmp_path, strange):
+    (tmp_path / "rollouts.jsonl").write_bytes(strange)
+    measure(tmp_path, step=4, episodes=2, at_a_time=2)
+    assert [one["step"] for one in lines(tmp_path)] == [4, 4]
+
+
+def test_eight_episodes_are_a_moving_picture(tmp_path):
+    measure(tmp_path, step=3, episodes=10, at_a_time=9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "rollouts.gif",
+        "rollouts.jsonl",
+        "rollouts_00000003.gif",
+    ]
+    file = tmp_path / "rollouts.gif"
+    assert file.stat().st_size < 100_000
+    with Image.open(file) as picture:
+        assert picture.size == (4 * 102, 2 * 102)
+        frames = [frame.convert("RGB").copy() for frame in ImageSequence.Iterator(picture)]
+    assert 10 <= len(frames) <= 25
+    borders = [frames[-1].getpixel((102 * (k % 4), 102 * (k // 4))) for k in range(8)]
+    green, red = (5, 150, 105), (220, 38, 38)
+    assert borders == [green if one["success"] else red for one in lines(tmp_path)[:8]]
+    assert {frames[0].getpixel((102 * (k % 4), 102 * (k // 4))) for k in range(8)} == {(200, 200, 200)}
+
+
+def test_a_long_episode_has_no_more_frames_than_fit():
+    film = Film(10.0)
+    for length in range(1001):
+        if length % film.every == 0:
+            film.add(length, np.full((1, 1, 3), length % 256, dtype=np.uint8))
+    assert (film.every, list(film.frames)) == (64, [*range(0, 1000, 64)])
+    film.add(1001, film.frames[0])
+    assert list(film.frames)[-1] == 1001
+    short = Film(10.0)
+    for length in range(20):
+        short.add(length, film.frames[0])
+    assert (short.every, len(short.frames)) == (1, 20)
+
+
+def test_films_of_different_lengths_keep_step(tmp_path):
+    def film(lengths, every, success):
+        frames = {n: np.full((10, 10, 3), 20 * n, dtype=np.uint8) for n in lengths}
+        return Film(20.0, success=success, every=every, frames=frames)
+
+    save_gif([film([0, 1, 2, 3], 1, True), film([0, 4, 8, 10], 4, False)], tmp_path / "films.gif")
+    with Image.open(tmp_path / "films.gif") as picture:
+        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(picture)]
+        durations = [frame.info["duration"] for frame in ImageSequence.Iterator(picture)]
+    assert durations == [120, 120, 120, 1500]  # 4 actions of 0.05 s are a frame, but it would be slow
+    assert [(one.getpixel((0, 0)), one.getpixel((16, 0))) for one in frames] == [
+        ((200, 200, 200), (200, 200, 200)),
+        ((5, 150, 105), (200, 200, 200)),
+        ((5, 150, 105), (200, 200, 200)),
+        ((5, 150, 105), (220, 38, 38)),
+    ]
+    assert [one.getpixel((24, 8))[0] for one in frames] == pytest.approx([0, 80, 160, 200], abs=20)
+    assert [one.getpixel((8, 8))[0] for one in frames] == pytest.approx([0, 60, 60, 60], abs=20)
+
+
+@pytest.mark.parametrize("options", [{"draw": False}, {"simulator": Blind}])
+def test_success_is_measured_where_nothing_is_drawn(tmp_path, caplog, options):
+    evaluator = Success(**({"objective": Wandering(), "data": DATA, "simulator": Reach, "episodes": 3} | options))
+    context = EvaluationContext(
+        step=1, world=ALONE, autocast=contextlib.nullcontext, folder=tmp_path, beat=lambda what: None
+    )
+    with torch.no_grad():
+        assert evaluator.evaluate(GoThere(), context) == evaluator.evaluate(GoThere(), context)
+    assert [path.name for path in tmp_path.iterdir()] == ["rollouts.jsonl"]
+    expected = (
+        ["episodes are not drawn: no EGL here (success is measured all the same)"] if "simulator" in options else []
+    )
+    assert caplog.messages == expected
+    assert context.files == []
+
+
+def test_simulators_are_as_many_as_the_chunk_and_are_closed(tmp_path):
+    made = []
+
+    class Counted(Reach):
+        is_open = True
+
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+        def close(self):
+            self.is_open = False
+
+    beats = []
+    measure(tmp_path, simulator=Counted, beat=beats.append, episodes=7, at_a_time=3)
+    assert len(made) == 3
+    assert not any(simulator.is_open for simulator in made)
+    assert set(beats) == {"building simulators", "acting in episodes"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"simulator": None}, "needs a simulator to act in; choose one, such as simulator=around"),
+        (
+            {"objective": object()},
+            "measures a policy, but objective object has none; choose objective=diffusion_policy",
+        ),
+        ({"data": DataSplits(train=[], validation=[], fingerprint="")}, "needs statistics of states and actions"),
+    ],
+)
+def test_what_it_needs_is_a_line(wrong, message):
+    with pytest.raises(ConfigError) as refused:
+        Success(**({"objective": Wandering(), "data": DATA, "simulator": Reach} | wrong))
+    assert str(refused.value).startswith(f"evaluation.evaluators.success: {message}")
+
+
+class Commanded(Reach):
+    """The point or its mirror image is to be reached, as the words say."""
+
+    instructions = ("reach the goal", "reach its mirror image", "stay")
+
+    def reset(self, seed):
+        self.instruction = self.instructions[seed % 2]
+        return super().reset(seed)
+
+
+class Obeying(Wandering):
+    """Notes which words it was told."""
+
+    def __init__(self, tokenizer):
+        super().__init__(noise=0.0)
+        self.tokenizer, self.told = tokenizer, []
+
+    def act(self, model, observation, keys):
+        rows = observation["instruction"]
+        assert rows.shape == (len(keys), 24)
+        self.told.append([self.tokenizer.decode([i for i in row if i >= 0]) for row in rows[keys >= 0].tolist()])
+        return super().act(model, observation, keys)
+
+
+def told(folder, instruction):
+    tokenizer = train_tokenizer(Commanded.instructions, 300)
+    objective, data = Obeying(tokenizer), replace(DATA, tokenizer=tokenizer)
+    words = {"instruction": instruction, "instruction_tokens": 24}
+    evaluator = Success(objective=objective, data=data, simulator=Commanded, episodes=6, at_a_time=4, **words)
+    context = EvaluationContext(
+        step=0, world=ALONE, autocast=contextlib.nullcontext, folder=folder, beat=lambda what: None
+    )
+    with torch.no_grad(), contextlib.closing(evaluator):
+        evaluator.evaluate(GoThere().eval(), context)
+    starts = [texts for index, texts in enumerate(objective.told) if index == 0 or texts != objective.told[index - 1]]
+    return [text for texts in starts for text in texts], lines(folder)
+
+
+def test_a_policy_is_told_what_is_to_be_done_in_the_tokens_of_its_data(tmp_path):
+    heard, episodes = told(tmp_path, "own")
+    assert heard == [Commanded.instructions[k % 2] for k in range(6)] == [one["instruction"] for one in episodes]
+    assert not any("told" in one for one in episodes)
+
+
+def test_a_policy_may_be_told_another_instruction_while_success_stays_that_of_the_episode(tmp_path):
+    heard, episodes = told(tmp_path / "other", "other")
+    _, own = told(tmp_path / "own", "own")
+    assert heard == [one["told"] for one in episodes]
+    assert all(one["told"] != one["instruction"] for one in episodes)
+    assert len({one["told"] for one in episodes}) > 1
+    assert [{**one, "told": None} for one in episodes] == [{**one, "told": None} for one in own]
+
+
+def test_a_simulator_that_knows_one_instruction_has_no_other(tmp_path):
+    with pytest.raises(ConfigError, match="instruction: is other but Reach has no instructions besides reach the goal"):
+        measure(tmp_path, episodes=2, instruction="other")

@@ -1,0 +1,209 @@
+"""A policy that is told in words: what it sees of pictures and words, what of it is trained, in which arithmetic."""
+
+import pytest
+import torch
+from torch import nn
+
+from foundry.config.schemas.precision import PrecisionMode
+from foundry.models.fsdp_block import find_blocks
+from foundry.models.vlm import PrefixVLM
+from foundry.parallel.precision import PrecisionPolicy
+from foundry.parallel.process_group import World
+from foundry.parallel.wrap import parallelize
+from foundry.tasks.robots.action_chunks import ActionRegression, DiffusionPolicy, FlowPolicy
+from foundry.tasks.robots.models.vla import VLA
+
+BATCH, HORIZON, ACTION_DIM, STATE_DIM, WORDS = 5, 6, 3, 4, 7
+BACKBONE = {
+    "image_size": 16,
+    "num_images": 2,
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_seq_len": 12,
+}
+CHUNK = {"horizon": HORIZON, "action_dim": ACTION_DIM, "action_steps": 2}
+OBJECTIVES = [FlowPolicy(seed=5, **CHUNK), DiffusionPolicy(seed=5, **CHUNK), ActionRegression(**CHUNK)]
+ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+
+
+def fresh(*, state_scale: float = 0.3, **changes) -> VLA:
+    sizes = {"state_dim": STATE_DIM, "action_dim": ACTION_DIM, "num_observations": 2, "horizon": HORIZON}
+    return VLA(backbone=PrefixVLM(**{**BACKBONE, **changes}), **sizes, intermediate_size=40, state_scale=state_scale)
+
+
+def policy(**changes) -> VLA:
+    """Weights without zeros, as after some training."""
+    torch.manual_seed(0)
+    model = fresh(**changes)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def microbatch(count: int = BATCH):
+    """Row i is told i + 1 words."""
+    draw = torch.Generator().manual_seed(1)
+    words = torch.randint(50, (BATCH, WORDS), generator=draw)
+    batch = {
+        "actions": torch.rand(BATCH, HORIZON, ACTION_DIM, generator=draw) * 2 - 1,
+        "state": torch.randn(BATCH, 2, STATE_DIM, generator=draw),
+        "images": torch.randint(256, (BATCH, 2, 3, 16, 16), dtype=torch.uint8, generator=draw),
+        "instruction": words.masked_fill(torch.arange(WORDS) > torch.arange(BATCH)[:, None], -1),
+        "is_padded": torch.arange(HORIZON) >= HORIZON - torch.arange(BATCH)[:, None],
+        "position": torch.arange(BATCH) + 100,
+    }
+    return {name: value[:count].clone() for name, value in batch.items()}
+
+
+def ask(model, batch, **changed):
+    seen = {name: batch[name] for name in ("actions", "state", "images", "instruction")} | changed
+    return model(seen.pop("actions"), torch.arange(len(batch["state"])) * 10.5, **seen)
+
+
+@torch.no_grad()
+def test_every_row_is_answered_by_itself():
+    model, batch = policy().eval(), microbatch()
+    answers = ask(model, batch)
+    assert (answers.shape, answers.dtype) == ((BATCH, HORIZON, ACTION_DIM), torch.float32)
+    for row in range(BATCH):
+        alone = {name: value[row : row + 1] for name, value in batch.items()}
+        told = alone["instruction"][:, : row + 1]  # as many words as there are
+        given = {"state": alone["state"], "images": alone["images"], "instruction": told}
+        found = model(alone["actions"], torch.tensor([row * 10.5]), **given)
+        torch.testing.assert_close(found[0], answers[row], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_lies_after_the_words_is_not_seen():
+    model, batch = policy().eval(), microbatch()
+    longer = torch.cat((batch["instruction"], torch.full((BATCH, 5), -1)), dim=1)
+    torch.testing.assert_close(ask(model, batch, instruction=longer), ask(model, batch), rtol=1e-4, atol=1e-5)
+    other = batch["instruction"].masked_fill(batch["instruction"] < 0, -7)
+    assert torch.equal(ask(model, batch, instruction=other), ask(model, batch))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["actions", "state", "images", "instruction"])
+def test_all_that_it_is_given_matters(name):
+    model, batch = policy().eval(), microbatch()
+    changed = batch[name].clone()
+    changed[:, -1:] = changed[:, -1:] // 2 if name == "images" else changed[:, -1:] + 0.5
+    if name == "instruction":
+        changed = torch.where(batch[name] >= 0, (batch[name] + 1) % 50, -1)
+    differences = (ask(model, batch, **{name: changed}) - ask(model, batch)).abs().amax(dim=(1, 2))
+    assert (differences > 1e-4).all()
+
+
+@torch.no_grad()
+def test_the_state_is_multiplied_by_its_scale():
+    batch = microbatch()
+    expected = ask(policy(state_scale=0.3).eval(), batch, state=2 * batch["state"])
+    torch.testing.assert_close(ask(policy(state_scale=0.6).eval(), batch), expected)
+
+
+def test_what_no_action_depends_on_is_frozen_and_all_else_is_trained():
+    model, batch = policy(), microbatch()
+    ask(model, batch).square().sum().backward()
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    last = "backbone.model.layers.2"
+    unread = ["self_attn.q_proj", "self_attn.o_proj", "post_attention_layernorm", *(f"mlp.{n}_proj" for n in GATES)]
+    assert frozen == {"backbone.model.norm.weight", *(f"{last}.{name}.weight" for name in unread)}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert [name for name, grad in grads.items() if grad is None or not grad.abs().sum() > 0] == []
+    untied = policy(tie_embeddings=False)
+    assert not untied.backbone.lm_head.weight.requires_grad
+
+
+GATES = ("gate", "up", "down")
+
+
+def test_a_fresh_one_answers_zero():
+    assert not ask(fresh(), microbatch()).any()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: type(one).__name__)
+def test_all_objectives_train_it_and_have_it_act(objective):
+    model, batch = policy(), microbatch()
+    whole = objective.loss(model, batch).loss
+    whole.backward()
+    parts, cut = [], policy()
+    for row in range(BATCH):
+        part = objective.loss(cut, {name: value[row : row + 1] for name, value in batch.items()}).loss
+        part.backward()
+        parts.append(part.detach())
+    torch.testing.assert_close(sum(parts), whole.detach(), rtol=1e-4, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(cut.get_parameter(name).grad, parameter.grad, rtol=1e-3, atol=1e-4)
+    model.eval()
+    looked, observation = [], {name: batch[name] for name in ("state", "images", "instruction")}
+    model.backbone.stem.register_forward_hook(lambda *_: looked.append(1))
+    answers = objective.act(model, observation, torch.arange(BATCH))
+    assert (answers.shape, len(looked)) == ((BATCH, HORIZON, ACTION_DIM), 1)
+    assert torch.equal(objective.act(Unobserving(model), observation, torch.arange(BATCH)), answers)
+
+
+class Unobserving(nn.Module):
+    """Looks in every forward pass."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *given, instruction):
+        return self.model(*given, instruction=instruction)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_checkpointed_blocks_have_the_same_gradients(selective):
+    plain, batch = policy(), microbatch()
+    objective, fp32 = OBJECTIVES[0], PrecisionPolicy(PrecisionMode.fp32)
+    parallel = parallelize(
+        policy(), fp32, ALONE, grad_checkpointing=True, torchcompile=False, selective_checkpointing=selective
+    )
+    for model in (plain, parallel.model):
+        objective.loss(model, batch).loss.backward()
+    for name, parameter in plain.named_parameters():
+        grad = parallel.model.get_parameter(name).grad
+        assert (grad is None) if parameter.grad is None else torch.equal(grad, parameter.grad), name
+
+
+def test_its_blocks_are_those_of_backbone_and_expert():
+    model = policy()
+    assert list(find_blocks(model)) == [*model.backbone.model.layers, *model.blocks]
+    assert model.output_head() is model.action_head
+
+
+def test_it_may_begin_on_the_meta_device():
+    with torch.device("meta"):
+        model = fresh()
+    model.to_empty(device="cpu")
+    model.init_weights(seed=3)
+    other = fresh()
+    other.init_weights(seed=3)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("mode", [PrecisionMode.amp_bfloat16, PrecisionMode.pure_bf16])
+def test_it_computes_in_bf16(mode):
+    precision = PrecisionPolicy(mode)
+    model, batch = precision.prepare(policy()), microbatch()
+    with precision.autocast(torch.device("cpu")):
+        found = ask(model, batch)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, ask(policy(), batch), rtol=0.3, atol=0.3)
+
+
+def test_flops_are_about_those_that_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, batch = policy(), microbatch()
+    with FlopCounterMode(display=False) as counter:
+        ask(model, batch, instruction=torch.zeros((BATCH, 12), dtype=torch.int64)).sum().backward()
+    # Pixels have no gradient, and the counter sees little of attention on a CPU.
+    assert counter.get_total_flops() / BATCH == pytest.approx(model.flops_per_sample(), rel=0.15)
