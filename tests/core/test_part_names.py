@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from foundry.data.robots.simulated import simulator_identity
 from hydra.utils import get_class, get_object
 from support.composition import compose, configure
 
@@ -26,6 +25,7 @@ from foundry.config.schemas import own_evaluators, own_trackers
 from foundry.core import moved_modules, part_names
 from foundry.core.part_names import NAMESPACES, PARTS, find_part, first_path, names_in, place_of, public_name
 from foundry.sweeps.job import Job
+from foundry.tasks.robots.data.simulated import simulator_identity
 
 PACKAGE = Path(foundry.__file__).parent
 FOLDERS = {
