@@ -1,13 +1,15 @@
 """foundry: a Hydra-composed runner for training experiments.
 
-`from foundry import compose, run` is a run from a script or a notebook. Names are imported when they are
-first used.
+`from foundry import compose, run` is a run from a script or a notebook. Parts have the names in
+`foundry/core/part_names.py`, such as `foundry.GRPO`. All are imported when they are first used.
 """
 
 from importlib import import_module
 
-# Imported by its name, as the places below: rooms under `config` import this package for its version.
-import_module("foundry.config.moved_modules").install()
+# Imported by their names, as the places below: rooms under `config` import this package for its version.
+import_module("foundry.core.moved_modules").install()
+_part_names = import_module("foundry.core.part_names")
+_part_names.install()
 
 __version__ = "0.1.0"
 
@@ -23,10 +25,10 @@ __all__ = ["Config", "ConfigError", "RunResult", "Stopped", "compose", "run"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
+    return _part_names.find_part(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_part_names.names_in(__name__)})

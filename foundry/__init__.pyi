@@ -1,8 +1,34 @@
+from foundry import datasets as datasets
+from foundry import evals as evals
+from foundry import optimizers as optimizers
+from foundry import rewards as rewards
+from foundry import schedules as schedules
 from foundry.commands.library import compose as compose
 from foundry.commands.library import run as run
 from foundry.config.schemas.root import Config as Config
 from foundry.core.errors import ConfigError as ConfigError
 from foundry.core.stopped import Stopped as Stopped
 from foundry.engine.train import RunResult as RunResult
+from foundry.models.dit import DiT as DiT
+from foundry.models.pretrained.huggingface import HuggingFaceCausalLM as HuggingFaceCausalLM
+from foundry.models.transformer import Transformer as Transformer
+from foundry.models.vlm import PrefixVLM as PrefixVLM
+from foundry.objectives.diffusion import Diffusion as Diffusion
+from foundry.objectives.distillation import Distillation as Distillation
+from foundry.objectives.dpo import DPO as DPO
+from foundry.objectives.grpo import GRPO as GRPO
+from foundry.objectives.next_token import NextToken as NextToken
+from foundry.objectives.sft import SFT as SFT
+from foundry.tasks.robots.action_chunks import ActionRegression as ActionRegression
+from foundry.tasks.robots.action_chunks import DiffusionPolicy as DiffusionPolicy
+from foundry.tasks.robots.action_chunks import FlowPolicy as FlowPolicy
+from foundry.tasks.robots.models.policy_dit import PolicyDiT as PolicyDiT
+from foundry.tasks.robots.models.vla import VLA as VLA
+from foundry.tasks.robots.simulators.gymnasium import Gymnasium as Gymnasium
+from foundry.tasks.robots.simulators.metaworld import MetaWorld as MetaWorld
+from foundry.tasks.robots.simulators.tabletop import Tabletop as Tabletop
+from foundry.tracking.mlflow.tracker import MLflowTracker as MLflowTracker
+from foundry.tracking.tensorboard import TensorBoard as TensorBoard
+from foundry.tracking.wandb import WandB as WandB
 
 __version__: str

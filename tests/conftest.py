@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.composition import CHOICES
 from support.drawing import reason_not_to_draw
 from support.examples import selection
 from support.run_once import RunOnce
@@ -46,6 +47,13 @@ def pytest_runtest_setup(item):
             pytest.skip("needs a CUDA device")
     if item.get_closest_marker("egl") is not None and (reason := reason_not_to_draw()):
         pytest.skip(f"needs EGL: {reason}")
+
+
+@pytest.fixture(autouse=True)
+def kept_choices():
+    """Have the compositions of all tests read foundry's own options once."""
+    with CHOICES.used():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -94,8 +94,8 @@ def test_an_unpacked_wheel_composes_elsewhere(wheel, tmp_path):
         [sys.executable, *overrides], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "_target_: foundry.models.dit.DiT" in done.stdout
-    assert "_target_: foundry.optim.schedules.WSD" in done.stdout
+    assert "_target_: foundry.DiT" in done.stdout
+    assert "_target_: foundry.schedules.WSD" in done.stdout
     where = subprocess.run(
         [sys.executable, "-c", "import foundry.config.composition.compose as c; print(c.__file__, c.config_dir())"],
         cwd=elsewhere,

@@ -21,7 +21,7 @@ from foundry.config.command import output_may_close, versions
 from foundry.config.composition.choices import compose_with, keep_choices
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.composition.hydra_internals import compose_once, take_over, write_help
-from foundry.config.diagnostics.flags import anchor_config_path, check_flags
+from foundry.config.diagnostics.flags import arrange_flags, check_flags
 from foundry.config.diagnostics.help import list_groups, write_page, write_sweep_page
 from foundry.config.environment import detect
 from foundry.config.schemas.root import to_config
@@ -106,11 +106,9 @@ def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
         task: composes what is in `sys.argv`, and does it.
         options: keys of the command's own, which are no settings of a run.
     """
-    if flags := {"-m", "--multirun"} & set(sys.argv[2:]):  # argparse takes no flag between overrides
-        sys.argv[1:] = [*flags, *(argument for argument in sys.argv[1:] if argument not in flags)]
     try:
-        anchor_config_path(sys.argv)
         check_flags(sys.argv[1:], options)
+        sys.argv[1:] = arrange_flags(sys.argv[1:])
         install(alone=True)
         register()
         take_over(run_job, list_groups)

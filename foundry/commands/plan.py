@@ -199,23 +199,23 @@ def _find_target(config: Config, options: PlanOptions, ranks: int) -> _Target:
     Raises:
         ConfigError: the GPU is unknown, or the rehearsal is not possible.
     """
-    short_name = options.device or (_DEVICE if options.rehearse else None)
+    public_name = options.device or (_DEVICE if options.rehearse else None)
     free_bytes = None if options.device_gib is None else int(options.device_gib * 2**30)
-    if short_name is None:
+    if public_name is None:
         from foundry.parallel.device import choose_device, device_name, free_memory
 
         device = choose_device(config.device.kind)
         if free_bytes is None and device.type == "cuda":
             free_bytes = free_memory(device)
         return _Target(name=device_name(device), device_type=device.type, free_bytes=free_bytes, gpu=None)
-    gpu = find_gpu(short_name, "plan.device")
+    gpu = find_gpu(public_name, "plan.device")
     if config.device.kind is DeviceKind.cpu:
         raise ConfigError(Violation("device", f"is cpu but the plan is for {gpu.name}; leave it out"))
     if options.rehearse:
         from foundry.rehearsal.rehearsal import check_rehearsal
 
         per_node = options.ranks_per_node or _RANKS_PER_NODE
-        check_rehearsal(config, world_size=ranks, ranks_per_node=per_node, device=short_name, prefix="plan.")
+        check_rehearsal(config, world_size=ranks, ranks_per_node=per_node, device=public_name, prefix="plan.")
     free_bytes = gpu.memory_bytes if free_bytes is None else free_bytes
     return _Target(name=gpu.name, device_type="cuda", free_bytes=free_bytes, gpu=gpu)
 

@@ -62,8 +62,11 @@ def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Vio
 
 
 def measured_by(config: Config) -> tuple[str, ...] | None:
-    """What evaluations of a run measure, as far as schemas and settings say; None where one does not."""
-    measured = list[str]()
+    """What evaluations of a run measure, as far as schemas and settings say; None where one does not.
+
+    None, too, if the environment is missing that the objective needs, since its rewards are unknown.
+    """
+    measured, needs_rewards = list[str](), getattr(config.objective, "needs_rewards", False)
     for node in filter(None, config.evaluation.evaluators.values()):
         names = node.get("metrics") if isinstance(node, dict) else None
         if isinstance(node, dict) and node.get("torchmetrics"):  # what one of them measures it knows itself
@@ -72,7 +75,9 @@ def measured_by(config: Config) -> tuple[str, ...] | None:
             known = declared(config.objective)
         elif isinstance(node, dict) and node.get("_target_") == EXACT_MATCH:
             rewards = reward_metrics(config.environment)
-            known = None if rewards is None else val_metric_names((*EXACT_MATCH_METRICS, *rewards))
+            if rewards is None or (needs_rewards and not rewards):
+                return None
+            known = val_metric_names((*EXACT_MATCH_METRICS, *rewards))
         elif isinstance(node, dict) and (own := _metrics_of_tasks().get(str(node.get("_target_")))) is not None:
             known = val_metric_names(own)
         else:

@@ -52,6 +52,7 @@ def setting(
     finite: bool = True,
     on_resume: OnResume | None = None,
     runtime: bool = False,
+    since: str | None = None,
 ) -> Any:
     """Declare a schema field. Whatever its bounds, a number is one that int64 or float32 holds, and a text one line.
 
@@ -67,7 +68,14 @@ def setting(
         finite: a number may not be infinite.
         on_resume: whether a resumed run may have another value; None: as its group.
         runtime: the run itself reads it, or a preset sets it for every part; a part of the user's own need not take it.
+        since: version that added the setting. The hash of the configuration leaves it out at its default, so runs of
+            earlier versions keep their hash. Required for new settings; None includes the setting in every hash.
+
+    Raises:
+        ValueError: `since` is combined with a default that is an interpolation.
     """
+    if since is not None and isinstance(default, str) and "${" in default:
+        raise ValueError(f"since={since} needs a default without interpolation, not {default}")
     bounds = {name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le)) if bound is not None}
     metadata = {
         "doc": doc,
@@ -77,6 +85,7 @@ def setting(
         "finite": finite,
         "on_resume": on_resume,
         "runtime": runtime,
+        "since": since,
     }
     if callable(default):
         return field(default_factory=default, metadata=metadata)
@@ -89,6 +98,7 @@ def group(
     *,
     given: tuple[str, ...] | None = None,
     offered: tuple[str, ...] = (),
+    since: str | None = None,
 ) -> Any:
     """Declare a group of settings.
 
@@ -97,8 +107,9 @@ def group(
         on_resume: what holds for its settings that say nothing else.
         given: for a part, what it is called with besides its own settings.
         offered: what it is called with if it takes it.
+        since: version that added the group, as in `setting`.
     """
-    metadata = {"on_resume": on_resume, "given": given, "offered": offered}
+    metadata = {"on_resume": on_resume, "given": given, "offered": offered, "since": since}
     if not isinstance(default, type):
         return field(default=default, metadata=metadata)
     return field(default_factory=default, metadata=metadata)

@@ -4,6 +4,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from foundry.config.composition.job_overrides import respell_targets
+from foundry.core.part_names import first_path
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -25,8 +28,9 @@ class Job:
 
     @property
     def id(self) -> str:
-        """The same for the same point, whatever else the sweep has and in whatever order it was typed."""
-        return hashlib.sha256(json.dumps(sorted(self.swept)).encode()).hexdigest()[:16]
+        """The same for the same point, whatever else the sweep has, in whatever order and spelling it was typed."""
+        points = sorted(respell_targets(override, first_path) for override in self.swept)
+        return hashlib.sha256(json.dumps(points).encode()).hexdigest()[:16]
 
     @property
     def settings(self) -> str:

@@ -162,7 +162,9 @@ def header(event: RunStarted) -> dict[str, str]:
             rows["batch"] += f", {count(samples * tokens)} tokens"
     if (steps := plan.get("total_steps")) is not None:
         total = plan.get("total_samples")
-        rows["length"] = f"{steps} steps" + ("" if total is None else f", {count(total)} samples")
+        rows["length"] = f"{steps} step{'' if steps == 1 else 's'}" + (
+            "" if total is None else f", {count(total)} samples"
+        )
     if event.step > 0:
         rows["continues"] = f"after step {event.step}"
     return rows | {"run directory": str(event.run_dir)}

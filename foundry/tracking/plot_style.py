@@ -28,6 +28,7 @@ _HEADER_INCHES, _LEFT_INCHES = 1.0, 0.85
 _FEW_POINTS = 20  # drawn as they are
 _MOST_POINTS = 4000  # more cannot be told apart and take seconds to draw
 _SPIKE = 4.0  # times the frame without it
+_FEW = 50  # points, of which one is more than 2 %
 
 
 def frame(title: str, x: str | None, y: str, *, below: str = "") -> "tuple[Figure, Axes]":
@@ -213,6 +214,8 @@ def _reach(count: int, index: int) -> int:
 def fit(axes: "Axes", values: Sequence[float], others: Sequence[float] = ()) -> None:
     """Choose a frame that a few spikes cannot flatten, and say how many points lie outside of it.
 
+    Of few points none is rare, and a spike is one that is several times as high as the others.
+
     Args:
         axes: of a panel.
         values: of a curve in order, the first of which is shown in any case.
@@ -225,7 +228,8 @@ def fit(axes: "Axes", values: Sequence[float], others: Sequence[float] = ()) -> 
     shown = [first, *(value for value in others if math.isfinite(value))]
     typical = finite[int(0.98 * (len(finite) - 1))]
     low, high = min([finite[0], *shown]), max([typical, *shown])
-    if finite[-1] - low > _SPIKE * (high - low) > 0:
+    is_rare = len(finite) > _FEW or finite[-1] > _SPIKE * abs(high)
+    if is_rare and finite[-1] - low > _SPIKE * (high - low) > 0:
         high += 0.5 * (high - low)
         above = sum(value > high for value in finite)
         axes.text(0.01, 0.97, f"{above} above, up to {finite[-1]:.3g}", transform=axes.transAxes, va="top", color=RED)

@@ -1,7 +1,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiny import TINY_DIT
 
+from foundry import compose, run
 from foundry.checkpoint.retention import remove_leftovers, to_remove
 
 STEPS = st.sets(st.integers(0, 500), max_size=30)
@@ -31,6 +33,17 @@ def test_removing_twice_is_removing_once(steps, keep_last, keep_every, best):
     options = {"keep_last": keep_last, "keep_every_steps": keep_every, "best": best}
     removed = to_remove(steps, **options)
     assert to_remove(steps - set(removed), **options) == []
+
+
+def test_a_run_keeps_its_newest_checkpoint_and_the_multiples(tmp_path):
+    words = ["hparams.max_steps=7", "checkpoint.interval=1", "checkpoint.keep_last=1", "checkpoint.keep_every=3"]
+    quiet = ["tracking=none", "evaluation.interval=null", "evaluation.write_samples=false"]
+    run(compose([*TINY_DIT, *words, "checkpoint.keep_best.metric=null", *quiet]), tmp_path / "run")
+    assert [name for name in names(tmp_path / "run") if name.startswith("step_")] == [
+        "step_00000003",
+        "step_00000006",
+        "step_00000007",
+    ]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A project from `python -m foundry.new` trains, and its test passes, as it was written."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -41,14 +42,31 @@ def run_in(folder, *arguments):
     return done.stdout
 
 
-def test_its_test_passes_as_written(project):
+def test_its_files_have_its_name_and_pass_the_linter(project):
     files = {str(path.relative_to(project)) for path in project.rglob("*") if path.is_file()}
     assert files == FILES
     assert not [name for name in FILES if "my_project" in (project / name).read_text()]
-    assert "2 passed" in run_in(project, "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")
     assert (
         run_in(Path.cwd(), "ruff", "check", "--no-cache", "--ignore=D,ANN,I001", str(project)) == "All checks passed!\n"
     )
+
+
+def test_its_test_passes_in_this_process(project, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(project)
+    before = set(sys.modules)
+    try:
+        tests = runpy.run_path(str(project / "tests" / "test_training.py"))
+        tests["test_two_steps_of_training"](tmp_path)
+        assert tests["EXPERIMENTS"] == ["wide"]
+        tests["test_every_experiment_composes"]("wide")
+    finally:
+        for name in [name for name in sys.modules if name not in before and name.partition(".")[0] == "small_runs"]:
+            del sys.modules[name]
+
+
+@pytest.mark.long
+def test_its_test_passes_as_written(project):
+    assert "2 passed" in run_in(project, "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")
 
 
 def test_its_options_compose_as_they_are(project, cache):

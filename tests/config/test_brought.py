@@ -135,7 +135,7 @@ def test_diffusion_brings_model_and_data():
     [
         ("defaults: [/schema/objective/SFT@_here_]\n", 2e-5),
         ("defaults: [sft, _self_]\nsample_tokens: 8\n", 2e-5),
-        ("_target_: foundry.objectives.sft.SFT\n", 4e-3),
+        ("_target_: foundry.SFT\n", 4e-3),
     ],
     ids=["by its schema", "by the option it extends", "of one's own"],
 )

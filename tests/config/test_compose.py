@@ -49,7 +49,13 @@ def test_every_option_of_free_groups_composes(compose, place):
 
 @pytest.mark.parametrize(
     ("group", "option"),
-    [(group, option) for group, options in OPTIONS.items() if group not in FREE for option in options],
+    [
+        # test_hparams_presets.py composes each preset with the settings that it needs.
+        long_case(group, option) if group == "hparams" and not option.startswith("nemo_") else (group, option)
+        for group, options in OPTIONS.items()
+        if group not in FREE
+        for option in options
+    ],
 )
 def test_every_option_composes(compose, group, option):
     if has_no_value(group, option):
@@ -77,6 +83,25 @@ def test_diffusion_selects_its_task_and_leaves_the_rest_open(compose):
     assert (config.hparams.lr, config.hparams.grad_clip_norm, config.hparams.loss_function) == (5e-4, 1.0, "mse")
     assert (config.hparams.global_batch_size, config.hparams.per_gpu_batch_size) == (128, 16)
     assert config.scheduler.min_lr == 1e-5
+
+
+SEED = "hparams.seed=7"
+Z_LOSS = "hparams.z_loss_coefficient=0.25"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["objective=next_token", Z_LOSS], {"z_loss_coefficient": 0.25}),
+        (["objective=sft", "data=arithmetic", SEED, Z_LOSS], {"seed": 7, "z_loss_coefficient": 0.25}),
+        (["hparams=diffusion", SEED], {"seed": 7}),
+        (["hparams=policy", "objective=diffusion_policy", SEED], {"seed": 7}),
+        (["hparams=policy", "objective=flow_policy", SEED], {"seed": 7}),
+    ],
+)
+def test_objectives_follow_seed_and_z_loss_of_the_run(compose, words, expected):
+    objective = to_config(compose(*words)).objective
+    assert {name: getattr(objective, name) for name in expected} == expected
 
 
 def test_aliases_mean_what_they_stand_for(compose):

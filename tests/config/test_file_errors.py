@@ -82,6 +82,46 @@ def test_a_choice_that_the_command_line_replaces_is_not_blamed_and_rules_still_a
     ]
 
 
+def test_lists_of_defaults_name_the_file_and_the_option_that_does_not_exist(refusal):
+    experiment = """# @package _global_
+defaults: [/objetive: next_token, override /optimiser: adamw, override /scheduler: wsdd]
+hparams: {seed: x}
+"""
+    data = "defaults: [txt, _self_]\npath: x\n"
+    hparams = "defaults: [/schema/hparams/Hparam@_here_, /nothing@_here_]\nlr: y\n"
+    words = ["--config-dir", "own", "experiment=mine", "data=mine", "hparams=mine", "data.path=y"]
+    words.append("tracking.log_every_n_steps=z")
+    lines = refusal(*words, experiment_in_mine=experiment, data_in_mine=data, hparams_in_mine=hparams)
+    for line in (
+        "own/experiment/mine.yaml: objetive: is neither a group nor a key; did you mean objective?",
+        "own/experiment/mine.yaml: optimiser: is neither a group nor a key; did you mean optimizer?",
+        "own/experiment/mine.yaml: scheduler: has no option 'wsdd'; did you mean wsd?",
+        "own/experiment/mine.yaml: hparams.seed: is x but must be a whole number",
+        "own/data/mine.yaml: data: has no option 'txt'; did you mean text?",
+        "own/hparams/mine.yaml: schema/hparams: has no option 'Hparam'; did you mean HParams?",
+        "own/hparams/mine.yaml: defaults: has no option 'nothing'",
+        "own/hparams/mine.yaml: hparams.lr: is y but must be a number",
+        "tracking.log_every_n_steps: is z but must be a whole number",
+    ):
+        assert sum(found.startswith(line) for found in lines) == 1, "\n".join(lines)
+    assert len(lines) == 9, "\n".join(lines)
+
+
+def test_all_files_that_are_no_yaml_are_named_at_once(refusal):
+    words = ["--config-dir", "own", "experiment=mine", "data=mine", "optimizer=adamx", "hparams=mine"]
+    hparams = "defaults: [/schema/hparams/Hparam@_here_]\n"
+    files = {"experiment_in_mine": "hparams: [1\n", "data_in_mine": "{path: x\n", "hparams_in_mine": hparams}
+    lines = refusal(*words, **files)
+    for line in (
+        "optimizer: has no option 'adamx'; did you mean adam?",
+        "own/experiment/mine.yaml: is no YAML: line 2: expected ',' or ']'",
+        "own/data/mine.yaml: is no YAML: line 2: expected ',' or '}'",
+        "own/hparams/mine.yaml: schema/hparams: has no option 'Hparam'; did you mean HParams?",
+    ):
+        assert sum(found.startswith(line) for found in lines) == 1, "\n".join(lines)
+    assert len(lines) == 4, "\n".join(lines)
+
+
 def test_a_file_that_is_no_yaml_is_named_with_its_line(refusal):
     (line,) = refusal("--config-dir", "own", "--config-name", "broken", broken="defaults: [config]\nhparams: [1\n")
     assert line.startswith("own/broken.yaml: is no YAML: line 3: expected ',' or ']'")
@@ -93,6 +133,13 @@ def test_a_relative_folder_of_the_primary_file_begins_at_the_current_one(run_com
     for words in (["--config-path", "own"], ["--config-path=./own"], ["-cp", "own"]):
         stdout, _ = run_command(*words, "--config-name", "mine", "--cfg", "job", "--package", "hparams")
         assert "seed: 17" in stdout
+
+
+@pytest.mark.parametrize("flag", ["--config-path", "--config-dir"])
+def test_a_folder_of_options_that_does_not_exist_is_named(flag, refusal):
+    assert refusal("hparams.seed=1", f"{flag}=missing") == [
+        f"{flag}: is missing, which is no folder here; give the folder of your options"
+    ]
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from support.composition import compose
 
-from foundry.config.diagnostics.flags import HYDRA_FLAGS, check_flags, split_flags
+from foundry.config.diagnostics.flags import HYDRA_FLAGS, arrange_flags, check_flags, split_flags
 from foundry.core.errors import ConfigError
 
 # (arguments, the lines about them)
@@ -63,11 +63,36 @@ def test_hydra_s_flags_stay(arguments):
     assert split_flags(arguments, HYDRA_FLAGS) == ([], arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "arranged"),
+    [
+        (["a=1", "--cfg", "job", "b=2", "-m", "c=3"], ["--cfg", "job", "-m", "a=1", "b=2", "c=3"]),
+        (["a=1", "--cfg=job", "--resolve", "b=2"], ["--cfg", "job", "--resolve", "a=1", "b=2"]),
+        (["a=1", "--info", "b=2", "-i", "defaults", "-"], ["--info=all", "-i=defaults", "a=1", "b=2", "-"]),
+        (["a=1", "-cjob", "a=-1"], ["-cjob", "a=1", "a=-1"]),
+        (["a=1", "--package"], ["--package", "a=1"]),
+    ],
+)
+def test_flags_may_stand_anywhere(arguments, arranged):
+    assert arrange_flags(arguments) == arranged
+
+
+def test_overrides_around_a_flag_are_composed(run_command):
+    (run_command.cwd / "own").mkdir()
+    (run_command.cwd / "own" / "mine.yaml").write_text("defaults: [config, _self_]\nhparams: {seed: 17}\n")
+    words = ["hparams.max_steps=3", "--config-dir", "own", "hparams.lr=0.5", "--config-name", "mine", "--cfg", "job"]
+    stdout, _ = run_command(*words, "optimizer=sgd", "--package", "hparams", "debug=fast")
+    assert all(line in stdout for line in ("max_steps: 3", "lr: 0.5", "seed: 17"))
+
+
 def test_the_flags_are_those_of_hydra():
     actions = [action for action in get_args_parser()._actions if action.option_strings]
     assert {name for action in actions for name in action.option_strings} == set(HYDRA_FLAGS)
     takes = {name for action in actions if action.nargs is None for name in action.option_strings}
     assert takes == {name for name, number in HYDRA_FLAGS.items() if number}
+    (info,) = (action for action in actions if action.nargs == "?")
+    assert (info.option_strings, info.const) == (["--info", "-i"], "all")
+    assert all(arrange_flags(["--info", value]) == [f"--info={value}"] for value in info.choices)
 
 
 @pytest.mark.parametrize(

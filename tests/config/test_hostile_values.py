@@ -110,7 +110,7 @@ REWARDED += [
     "hparams.global_batch_size=8",
     "hparams.per_gpu_batch_size=8",
 ]
-ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evaluators.exact_match.ExactMatch"
+ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evals.ExactMatch"
 SUMS = [*REWARDED, "data=arithmetic", "data.form=prompts"]
 NEEDED = {
     "data=text": ["data.path=setup.cfg"],

@@ -43,7 +43,13 @@ def test_numbers_with_many_digits_are_shown_with_few(value, text):
 def test_the_command_of_a_job():
     assert format_command(["a=1", "b='x y'"], ["-m", "a=1,2"]) == """python -m foundry a=1 'b='"'"'x y'"'"''"""
     assert format_command(["a=1"], []) == "python -m foundry a=1"
-    for flag in (["--config-dir", "own"], ["--config-dir=own"], ["-cd", "own"]):
+    for flag in (
+        ["--config-dir", "own"],
+        ["--config-dir=own"],
+        ["-cd", "own"],
+        ["--config-dir", "own", "--config-name", "mine"],
+        ["-cp", "/own", "--config-name=mine"],
+    ):
         assert format_command(["a=1"], ["-m", *flag, "a=1,2"]) == f"python -m foundry {' '.join(flag)} a=1"
     both = format_command(["a=1", "hparams_search=lr_range"], ["-m", "a=1,2", "hparams_search=lr_range"])
     assert both == "python -m foundry a=1 hparams_search=lr_range hydra.mode=RUN"

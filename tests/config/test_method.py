@@ -1,6 +1,7 @@
 """The first lines of a run: the hyperparameters of its method, and a warning about a high learning rate."""
 
 import json
+import re
 
 import pytest
 from hydra import initialize_config_dir
@@ -28,6 +29,12 @@ def test_a_run_says_what_the_method_has_brought_first(shell, tmp_path):
     assert line.endswith(brought)
     assert brought in (tmp_path / "run" / "foundry.log").read_text().splitlines()[0]
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["global_batch_size"] == 16
+
+
+def test_one_step_is_not_called_steps(shell):
+    output, said = shell(*TINY, "hparams.max_steps=1", "hydra.run.dir=run", "evaluation.interval=null")
+    assert "16 samples a step, 1 step\n" in said
+    assert re.search(r"length +1 step, 16 samples\n", output + said)
 
 
 @pytest.mark.parametrize("words", [["objective=next_token", "data.form=text"], ["hparams=sft"]], ids=" ".join)

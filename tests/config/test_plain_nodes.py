@@ -42,7 +42,7 @@ CHOSEN = {
         (ANSWERS, "+torchmetrics=5", "torchmetrics: is 5 but must be a mapping"),
         (ANSWERS, "+metrics=5", "metrics: is 5 but must be a list of names"),
         (ANSWERS, "+data=5", "data: is 5 but the run gives it; leave it out"),
-        (ANSWERS, "+max_tokens=5", "max_tokens: is no argument of foundry.evaluators.exact_match.ExactMatch"),
+        (ANSWERS, "+max_tokens=5", "max_tokens: is no argument of foundry.evals.ExactMatch"),
         (SUCCESS, "draw=abc", "draw: is abc but must be true or false"),
         (SUCCESS, "draw=-1", "draw: is -1 but must be true or false"),
         (SUCCESS, "draw=null", "draw: is null but must be a value"),
@@ -71,7 +71,7 @@ def test_a_value_is_refused_when_composed(key, override, message):
 
 
 def test_a_part_inside_of_a_users_own_part_is_checked():
-    inner = "{_target_: foundry.models.transformer.Transformer, num_layers: -1, num_heads: [2]}"
+    inner = "{_target_: foundry.Transformer, num_layers: -1, num_heads: [2]}"
     with pytest.raises(ConfigError) as refused:
         configure(f"+evaluation.stop_rules.mine={{_target_: collections.Counter, model: {inner}}}")
     lines = str(refused.value).splitlines()

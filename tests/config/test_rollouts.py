@@ -64,6 +64,15 @@ def test_what_is_refused(overrides, message):
     assert message in str(caught.value)
 
 
+def test_without_an_environment_the_options_are_listed_and_its_metric_is_not_blamed():
+    with pytest.raises(ConfigError) as caught:
+        configure(*SOUND, "environment=none")
+    assert str(caught.value) == (
+        "environment: is none but objective GRPO needs one that scores answers; choose an option "
+        "(arithmetic, exact_match, format, multiple_choice, python), or give _target_"
+    )
+
+
 def test_what_is_accepted():
     config = configure(*SOUND)
     assert config.data.max_new_tokens == 48

@@ -211,6 +211,9 @@ WRONG = [
     ("optimizer", {"_target_": "torch.optim.AdamWW"}, "but torch.optim has no AdamWW; did you mean AdamW?"),
     ("scheduler", {"_target_": "own_parts.schedule", "flor": 1}, "did you mean floor?"),
     ("objective", {"_target_": "foundry.objectives.next_token.NextTokens"}, "did you mean NextToken?"),
+    ("objective", {"_target_": "foundry.NextTokens"}, "but foundry has no NextTokens; did you mean NextToken?"),
+    ("scheduler", {"_target_": "foundry.schedules.WSD"}, "write foundry.schedules.WSD.from_durations"),
+    ("scheduler", {"_target_": "foundry.schedules"}, "that is a namespace; name a class or function in it"),
 ]
 
 

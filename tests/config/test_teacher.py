@@ -160,7 +160,7 @@ def test_settings_of_rollouts_mean_nothing_offline(run_dir, override):
 
 def test_a_model_that_foundry_does_not_know_is_not_built(run_dir):
     file = run_dir / "config.yaml"
-    file.write_text(file.read_text().replace("foundry.models.transformer.Transformer", "os.system"))
+    file.write_text(file.read_text().replace("foundry.Transformer", "os.system"))
     message = refused(f"objective.teacher={run_dir}")
     assert message.startswith("objective.teacher: ")
     assert "add objective.teacher_trust=true" in message

@@ -3,8 +3,9 @@
 import builtins
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.foreign import ForeignData
@@ -26,6 +27,7 @@ KINDS = [
 ]
 
 
+@settings(max_examples=examples(100))
 @given(kind=st.sampled_from([*KINDS, PanicException]), message=st.text())
 def test_any_exception_is_the_readers_error_with_one_line(kind, message):
     with pytest.raises(ReaderError) as refused, ForeignData(lambda reason: ReaderError(f"cannot be read: {reason}")):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from foundry.config.sources import proportions
 from foundry.core.errors import ConfigError
@@ -29,7 +30,7 @@ SIZES = (5, 40, 11)
 SHARES = (0.5, 0.3, 0.2)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(weights=WEIGHTS, start=st.one_of(st.integers(0, 300), st.integers(10**9, 10**12)), length=st.integers(0, 60))
 def test_turns_are_counted_without_going_through_them(weights, start, length):
     interleave = Interleave(weights)
@@ -41,7 +42,7 @@ def test_turns_are_counted_without_going_through_them(weights, start, length):
     assert sum(after) == start + length
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(weights=WEIGHTS, position=st.one_of(st.integers(0, 1000), st.integers(0, 10**12)))
 def test_every_source_has_its_share_at_any_position(weights, position):
     shares = [Fraction(str(weight)) for weight in weights]
@@ -59,7 +60,7 @@ def mixed(seed=1, fingerprint="f", weights=SHARES, sizes=SIZES):
     return MixtureOrder(Mixture(sizes, weights), fingerprint=fingerprint, seed=seed)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_the_order_does_not_depend_on_how_it_is_cut(cuts):
     whole, one, start = mixed().indices(range(sum(cuts))).tolist(), mixed(), 0
@@ -110,7 +111,7 @@ def loader(**changes):
     return Loader(**options | changes)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(ranks=st.sampled_from([1, 2, 4]), per_gpu=st.sampled_from([1, 2]), before=st.integers(0, 9))
 def test_a_run_goes_on_with_the_number_of_samples_alone_on_any_number_of_ranks(ranks, per_gpu, before):
     alone = loader()
@@ -126,7 +127,7 @@ def test_workers_read_the_same():
     assert windows([loader(num_workers=2, per_gpu_batch_size=4)], 6) == windows([loader(per_gpu_batch_size=4)], 6)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=5))
 def test_interleaved_items_come_once_each_at_even_distances(counts):
     parts = [[(source, number) for number in range(count)] for source, count in enumerate(counts)]
@@ -242,7 +243,7 @@ def test_weights_in_the_same_proportions_are_the_same_data_in_the_same_order(fil
     assert one.order(7).indices(range(200)).tolist() == other.order(7).indices(range(200)).tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(weights=WEIGHTS, scale=st.sampled_from([2, 10, 1000, Fraction(1, 10), Fraction(1, 8)]))
 def test_order_of_a_mixture_depends_on_the_proportions_of_its_weights(weights, scale):
     scaled = [Decimal(str(weight)) * scale.numerator / scale.denominator for weight in weights]
@@ -250,7 +251,7 @@ def test_order_of_a_mixture_depends_on_the_proportions_of_its_weights(weights, s
     assert list(Interleave(weights).sources(range(100))) == list(Interleave(scaled).sources(range(100)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(one=WEIGHTS, other=WEIGHTS)
 def test_fingerprints_of_weights_are_equal_if_and_only_if_their_proportions_are(one, other):
     assert (describe_weights(one) == describe_weights(other)) == (proportions(one) == proportions(other))

@@ -113,7 +113,13 @@ def build(overrides, *, frozen=False, options=None):
             marks=pytest.mark.long,
         ),
         pytest.param(["distributed=ddp", "distributed.shard_optimizer=true"], False, None, id="sharded optimizer"),
-        pytest.param(["distributed=fsdp"], False, {"grad_checkpointing": True, "torchcompile": True}, id="compiled"),
+        pytest.param(
+            ["distributed=fsdp"],
+            False,
+            {"grad_checkpointing": True, "torchcompile": True},
+            id="compiled",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_two_units_at_most_are_whole_at_a_time(overrides, frozen, options):

@@ -235,7 +235,7 @@ def test_a_misspelt_metric_is_refused_when_the_run_is_composed():
     ],
 )
 def test_a_recorded_metric_of_torchmetrics_needs_no_trust(target, is_own):
-    node = {"_target_": "foundry.evaluators.held_out.HeldOut", "torchmetrics": {"own": {"_target_": target}}}
+    node = {"_target_": "foundry.evals.HeldOut", "torchmetrics": {"own": {"_target_": target}}}
     found = list(foreign_parts({"evaluation": {"evaluators": {"held_out": node}}}))
     assert found == ([] if is_own else [f"{HELD_OUT}.torchmetrics.own._target_={target}"])
     nested = {"evaluation": {"evaluators": {"x": {"_target_": node["_target_"], "other": {"_target_": target}}}}}

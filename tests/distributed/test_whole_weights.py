@@ -1,5 +1,7 @@
 """Ranks that generate each for itself, under every wrapper: no rank waits for another, and training is undisturbed."""
 
+from functools import cache
+
 import pytest
 from support.harness import run_ranks
 
@@ -88,22 +90,27 @@ def of_ranks():
     return run_ranks(run_all, 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_ranks_generate_for_themselves(of_ranks, name, mode):
+@cache
+def continued_alone(mode):
+    """The continuations of one process before the first step."""
     import torch
 
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import World
 
+    return continued(built(), PROMPTS, World(0, 0, 1, 1, torch.device("cpu")), PrecisionPolicy(mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranks_generate_for_themselves(of_ranks, name, mode):
     (found, losses, size), (less, other_losses, _) = (rank[name, mode, True] for rank in of_ranks)
     assert losses == other_losses == of_ranks[0][name, mode, False][1]
     whole = sum(parameter.numel() for parameter in built().parameters())
     assert size == whole if name == "ddp" else size < 0.6 * whole
     assert [tokens[:1] for tokens in found] == less
     assert found[0] != found[2], "the weights have changed"
-    alone = World(0, 0, 1, 1, torch.device("cpu"))
-    assert continued(built(), PROMPTS, alone, PrecisionPolicy(mode)) == found[0]
+    assert continued_alone(mode) == found[0]
 
 
 def called_once(world, free_bytes):

@@ -188,6 +188,14 @@ def gathers_before_blocks(parallel):
     return forward, backward
 
 
+def check_weights_kept_after_forward(world):
+    """The backward pass gathers each block again, or finds it as the forward pass has left it."""
+    for frees in (True, False):
+        parallel = wrap(FSDP(reshard_after_forward=frees), world)
+        sent = count_collectives(lambda parallel=parallel: backward_window(parallel, FP32, world, 0, 1))
+        assert sent["allgather_base"] == NUM_BLOCKS + 1 + NUM_BLOCKS * frees
+
+
 def check_types_of_traffic(world):
     """Under amp the blocks' matrices are gathered in bf16, what the root holds and all gradients are sent in fp32."""
     import torch
@@ -223,6 +231,7 @@ CHECKS = {check.__name__.removeprefix("check_"): check for check in (
     check_grad_norm_of_a_mixture,
     check_overlap_of_reductions,
     check_gathers_ahead,
+    check_weights_kept_after_forward,
     check_types_of_traffic,
     check_world,
 )}  # fmt: skip

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from support.composition import configure
 from support.samples import read_samples
-from support.tiny import SMALL_LM
+from support.tiny import SMALL_LM, TINY_DIT
 
 from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
@@ -54,6 +54,13 @@ def test_it_measures_what_the_run_measured(runs, name, capsys):
     printed = capsys.readouterr().out
     assert f"loss           {measured['loss']:.6g}\n" in printed
     assert printed.endswith(f"{runs / name / 'eval.json'}\n")
+
+
+def test_a_mean_squared_error_has_no_perplexity(tmp_path):
+    train(configure(*TINY_DIT, *QUIET, "hparams.max_steps=1"), tmp_path / "run")
+    measured = evaluate(EvalOptions(run=str(tmp_path / "run")))
+    assert measured["loss"] > 0
+    assert "perplexity" not in measured
 
 
 def test_a_run_is_measured_without_its_base_and_where_the_data_lies_now(runs, tmp_path):

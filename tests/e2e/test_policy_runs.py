@@ -159,7 +159,9 @@ def test_a_policy_of_recordings_acts_in_a_simulator_that_is_named(taught, tmp_pa
     assert (measured["num_episodes"], measured["checkpoint"]) == (10, "step_00000060")
     short = evaluate(EvalOptions(run=blind, **options), ["simulator=reach", "simulator.max_steps=2"])
     assert (short["success"], short["episode_length"]) == (0.0, 2.0)
-    with pytest.raises(ConfigError, match="where nothing is simulated: its simulator is none; choose one"):
+    with pytest.raises(
+        ConfigError, match=r"where nothing is simulated: its simulator is none; choose one, .* data=lerobot"
+    ):
         evaluate(EvalOptions(run=blind))
 
 

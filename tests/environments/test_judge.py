@@ -19,7 +19,7 @@ from foundry.environments.protocol import Answer
 from foundry.environments.worker import Worker
 from foundry.objectives.advantages import group_advantages, mean_and_std
 
-ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evaluators.exact_match.ExactMatch"
+ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evals.ExactMatch"
 OWN = """
 import os
 import resource

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from support.examples import examples
 
 from foundry.core.errors import ConfigError
 from foundry.launch.claim import check_free, claim, describe_disk_error, run_job
@@ -71,7 +72,7 @@ trees = st.dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(files=trees)
 def test_a_folder_of_the_users_own_is_refused_and_left_as_it_was(files):
     with TemporaryDirectory() as parent:
@@ -88,7 +89,7 @@ def test_a_folder_of_the_users_own_is_refused_and_left_as_it_was(files):
         assert snapshot(Path(parent)) == before
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(files=trees, path=st.sampled_from(["run", "a/b/run"]))
 def test_a_refused_command_leaves_what_was_beside_its_folder_and_nothing_new(files, path):
     with TemporaryDirectory() as parent:
@@ -100,7 +101,7 @@ def test_a_refused_command_leaves_what_was_beside_its_folder_and_nothing_new(fil
         assert snapshot(Path(parent)) == before
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(files=trees)
 def test_a_refused_command_leaves_a_run_with_what_its_user_put_there(files):
     files = {name: value for name, value in files.items() if name not in (MARK, "status.json", "foundry.log")}

@@ -16,6 +16,7 @@ from local_workers import (
     stop_after_signal,
     stop_and_be_asked_again,
 )
+from support.examples import long_case, some_of
 
 from foundry.core.errors import ConfigError
 from foundry.core.stopped import Stopped
@@ -100,7 +101,7 @@ def start(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("sent", "code"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.long), (signal.SIGINT, 130)],
+    [long_case(signal.SIGTERM, 143), long_case(signal.SIGHUP, 129), (signal.SIGINT, 130)],
 )
 def test_a_signal_ends_workers_that_have_nothing_to_save(start, sent, code):
     process = start("sleep")
@@ -170,7 +171,9 @@ def test_stopped_comes_back_from_the_workers(tmp_path):
     )
 
 
-@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "signum", some_of([signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], signal.SIGTERM)
+)
 def test_a_signal_that_is_passed_on_late_kills_nobody(signum):
     with pytest.raises(Stopped) as caught:
         run_local(1, stop_and_be_asked_again, signum)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.utils import JobStatus
 from support.local_sweeps import Sweeps
 
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.core.errors import ConfigError
+from foundry.launch.launchers import ComposedJob
 from foundry.launch.submitit_local_launcher import SubmititLocalLauncher
 from foundry.tracking.metrics_file import read_metrics
 
@@ -49,6 +51,30 @@ def shards(run_dir):
     return {path.name: path.read_bytes() for path in (run_dir / "checkpoints" / "latest").glob("*.safetensors")}
 
 
+def test_tasks_of_a_job_are_ranks(tmp_path, monkeypatch):
+    def work(run_dir):
+        from foundry.config.environment import detect
+        from foundry.run_dir.result import write_result
+        from foundry.run_dir.status import write_status
+
+        found = detect()
+        (run_dir / f"rank {found.rank}").write_text(f"{found.launcher} {found.local_rank} {found.master_port}")
+        if found.rank == 0:
+            write_result(run_dir, {"metric": found.world_size})
+            write_status(run_dir, state="finished")
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    config = composed("hydra.launcher.tasks_per_node=2", "hydra.job.num=0")
+    job = ComposedJob(index=0, overrides=(), label="", run_dir=tmp_path / "0", config=config)
+    (result,) = SubmititLocalLauncher(work).start([job])
+    assert (result.status, result.return_value) == (JobStatus.COMPLETED, 2)
+    ranks = [(tmp_path / "0" / f"rank {rank}").read_text().split() for rank in (0, 1)]
+    assert [rank[:2] for rank in ranks] == [["submitit", "0"], ["submitit", "1"]]
+    assert ranks[0][2] == ranks[1][2], "they meet at one port"
+
+
+@pytest.mark.long
 def test_tasks_of_a_job_train_together(sweeps):
     sweeps.finish(sweeps.start(*RANKS, "hparams.max_steps=3"))
     run_dir = sweeps.cwd / "s" / "0"

@@ -36,6 +36,10 @@ def test_the_output_has_the_images_shape_and_is_float32(patch_size):
     assert output.dtype == torch.float32
 
 
+def test_mlp_ratio_is_the_width_of_the_feed_forward_over_the_hidden_size():
+    assert [tuple(block.mlp.fc1.weight.shape) for block in small_dit(mlp_ratio=1.5).blocks] == [(48, 32)] * 2
+
+
 def test_it_starts_as_zero():
     assert torch.equal(small_dit()(*inputs()), torch.zeros(5, 3, 8, 8))
 

@@ -17,7 +17,13 @@ SIZES = {
     "num_kv_heads": 4,
     "max_seq_len": 16,
 }
-VARIANTS = [{}, {"num_kv_heads": 2}, {"num_kv_heads": 1, "tie_embeddings": True}, {"rope_theta": 500.0}]
+VARIANTS = [
+    {},
+    {"num_kv_heads": 2},
+    {"num_kv_heads": 1, "tie_embeddings": True},
+    {"rope_theta": 500.0},
+    {"norm_eps": 0.1},
+]
 
 
 def make(**changes):
@@ -40,10 +46,18 @@ def batch(seq=16, vocab=61):
     return tokens[:, :-1], targets
 
 
+@torch.no_grad()
+def test_norm_eps_is_added_to_the_mean_square():
+    model, (tokens, _) = make(norm_eps=1e8), batch()  # every norm divides by 10,000, so that blocks add next to nothing
+    expected = model.lm_head(model.model.embed_tokens(tokens)) / 1e4
+    torch.testing.assert_close(model(tokens, return_logits=True).logits, expected, rtol=0, atol=1e-3 * expected.std())
+
+
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_logits_loss_and_gradients_are_those_of_llama(changes):
     model, (tokens, targets) = make(**changes), batch()
     llama = as_llama(model)
+    assert llama.config.rope_parameters["rope_theta"] == changes.get("rope_theta", 1e4)
     output = model(tokens, targets, return_logits=True)
     theirs = llama(tokens).logits
     torch.testing.assert_close(output.logits, theirs, rtol=1e-5, atol=1e-5)

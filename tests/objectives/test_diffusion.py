@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers import DDPMScheduler
 from torch import nn
 
 from foundry.config.schemas import objective as schemas
@@ -163,10 +164,12 @@ class Perfect(nn.Module):
 
 @pytest.mark.parametrize("prediction", list(Prediction))
 @pytest.mark.parametrize(("scale", "expected", "forward_size"), [(1.0, 0.4, 3), (2.0, 0.8, 6), (4.0, 1.0, 6)])
-def test_a_perfect_model_draws_the_class_as_far_as_guidance_takes_it(prediction, scale, expected, forward_size):
-    diffusion = objective(prediction=prediction, sampling_steps=20)
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_perfect_model_draws_the_class_as_far_as_guidance_takes_it(prediction, scale, expected, forward_size, is_own):
+    own, asked = ({"guidance_scale": scale}, {}) if is_own else ({}, {"guidance_scale": scale})
+    diffusion = objective(prediction=prediction, sampling_steps=20, **own)
     perfect = Perfect(diffusion)
-    drawn = diffusion.generate(perfect, splits(), "cpu", labels=[4, 4, 4], guidance_scale=scale)
+    drawn = diffusion.generate(perfect, splits(), "cpu", labels=[4, 4, 4], **asked)
     assert set(perfect.batch_sizes) == {forward_size}
     assert len(perfect.batch_sizes) == 20
     torch.testing.assert_close(drawn.images, torch.full((3, 1, 8, 8), expected), rtol=0, atol=0.02)
@@ -196,3 +199,17 @@ def test_more_sampling_steps_than_timesteps_are_named():
 def test_every_noise_schedule_draws(beta_schedule):
     drawn = objective(beta_schedule=beta_schedule).generate(model(), splits(), "cpu", labels=[1])
     assert drawn.images.isfinite().all()
+
+
+@pytest.mark.parametrize("num_train_timesteps", [50, 1000])
+@pytest.mark.parametrize("beta_schedule", list(BetaSchedule))
+def test_noise_has_the_schedule_and_the_timesteps_of_the_settings(beta_schedule, num_train_timesteps):
+    settings = {"beta_schedule": beta_schedule, "num_train_timesteps": num_train_timesteps}
+    batch, recorder = microbatch(), Recorder()
+    objective(prediction=Prediction.epsilon, **settings).loss(recorder, batch)
+    timesteps = keyed_integers(5, batch["position"], num_train_timesteps, stream="timestep")
+    assert torch.equal(recorder.timesteps, timesteps)
+    alpha_bar = DDPMScheduler(num_train_timesteps, beta_schedule=beta_schedule.value).alphas_cumprod[timesteps]
+    signal, sigma = (root.sqrt().reshape(-1, 1, 1, 1) for root in (alpha_bar, 1 - alpha_bar))
+    noise = keyed_normal(5, batch["position"], (1, 8, 8), stream="noise")
+    torch.testing.assert_close(recorder.images, signal * batch["images"] + sigma * noise)

@@ -141,6 +141,31 @@ def test_the_loss_is_the_weighted_sum_of_preference_and_likelihood():
     torch.testing.assert_close(weighted, 0.25 * preference + 0.5 * (both - preference))
 
 
+@pytest.mark.parametrize("averages", [False, True])
+def test_log_probabilities_are_summed_or_averaged_over_the_tokens_of_a_response(averages):
+    part, num_tokens = microbatch(), (microbatch()["targets"] != -100).sum(-1)
+    log_prob, reference = (objective_of(None, make_model(seed)).precompute(part)["reference"] for seed in (0, 1))
+    lengths = num_tokens if averages else torch.ones_like(num_tokens)
+    ratios = (log_prob - reference) / lengths
+    options = {"preference_average_log_probs": averages, "sft_average_log_probs": averages, "sft_loss_weight": 0.5}
+    found = objective_of(None, make_model(1), **options).loss(make_model(0), part)
+    preference = -(0.05 * (ratios[:, 0] - ratios[:, 1])).sigmoid().log().sum()
+    likelihood = -(log_prob / lengths)[:, 0].sum()
+    assert found.metrics["preference_loss"].sum.item() == pytest.approx(preference.item(), rel=1e-6)
+    assert found.metrics["sft_loss"].sum.item() == pytest.approx(likelihood.item(), rel=1e-6)
+    assert found.loss.item() == pytest.approx((preference + 0.5 * likelihood).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_loss_of_a_microbatch_is_the_sum_of_its_pairs(options):
+    part = microbatch()
+    log_prob, reference = (objective_of(None, make_model(seed)).precompute(part)["reference"] for seed in (0, 1))
+    is_valid, num_tokens = torch.ones(5, dtype=torch.bool), (part["targets"] != -100).sum(-1)
+    found = objective_of(None, make_model(1), **options).loss(make_model(0), part).loss
+    expected = pair_losses(log_prob, reference, num_tokens, is_valid, **options).loss.sum()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_padding_and_empty_responses_count_for_nothing():
     model, part = make_model(), microbatch()
     objective = objective_of(model, make_model(1), sft_loss_weight=0.5)

@@ -9,6 +9,7 @@ from foundry.data.splits import DataSplits
 from foundry.generation.text_samples import TextSamples
 from foundry.models.transformer import Transformer
 from foundry.objectives.next_token import NextToken
+from foundry.objectives.sft import SFT
 
 
 def make_model(vocab_size=50, **changes):
@@ -142,6 +143,16 @@ def test_temperature_zero_takes_the_likeliest_token(data):
     assert end not in tokens
     drawn = NextToken().generate(model, data, "cpu", prompt="def add", max_new_tokens=6, temperature=0.0)
     assert drawn.text == data.tokenizer.decode(tokens)
+
+
+def test_length_and_temperature_of_a_sample_are_the_objectives_unless_it_is_asked_for_others(data):
+    model = make_model(vocab_size=300)
+    for kind in (NextToken, SFT):
+        objective = kind(sample_tokens=5, temperature=0.25)
+        own = objective.generate(model, data, "cpu", prompt="def add", seed=3)
+        assert own == kind().generate(model, data, "cpu", prompt="def add", seed=3, max_new_tokens=5, temperature=0.25)
+        assert own != objective.generate(model, data, "cpu", prompt="def add", seed=3, temperature=2.0)
+        assert own.drawn["temperature"] == 0.25
 
 
 def test_a_text_ends_with_its_document(data):

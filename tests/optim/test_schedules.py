@@ -37,6 +37,18 @@ def test_first_update_moves_and_last_one_reaches_the_floor(curve):
     assert start.lr(990, 1000) > 1e-5
 
 
+@pytest.mark.parametrize("curve", [Constant, Linear, Cosine, WSD, InverseSquareRoot])
+def test_warmup_starts_at_its_own_rate(curve):
+    one = build(curve, warmup_init=4e-4)
+    assert [one.lr_at(n) for n in (0, 50, 100)] == pytest.approx([4e-4, 7e-4, 1e-3])
+
+
+def test_a_warmup_longer_than_the_horizon_is_clamped_to_all_but_its_last_step():
+    assert build(Linear, warmup="200", clamp_warmup=True).lr_at(990) == pytest.approx(1e-3)
+    assert build(Linear, warmup="200", clamp_warmup=True).lr_at(495) == pytest.approx(5e-4)
+    assert build(Linear, warmup="50", clamp_warmup=True).lr_at(500) == pytest.approx(1e-3)
+
+
 def test_forced_floor_and_shorter_horizon():
     one = build(Cosine, force_min_lr=5e-4, horizon="0.5")
     assert one.lr_at(900) == 5e-4

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.examples import long_case
 from test_memory import SMALL, microbatch_of
 from test_memory import plan as memory
 
@@ -26,7 +27,8 @@ def test_rows_that_are_asked_for_are_written_or_refused():
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], ["hparams.grad_checkpointing=true"], ["hparams=diffusion", "model.num_heads=2"]]
+    "overrides",
+    [[], long_case(["hparams.grad_checkpointing=true"]), long_case(["hparams=diffusion", "model.num_heads=2"])],
 )
 def test_activations_of_many_samples_are_those_of_a_few_times_more(configure, overrides, monkeypatch):
     config = configure(

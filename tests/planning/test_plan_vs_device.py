@@ -97,7 +97,7 @@ CHECKPOINTING = "hparams.grad_checkpointing=true"
         pytest.param(
             [CHECKPOINTING, "hparams.per_gpu_batch_size=1"], 1, "backward", id="one sample", marks=pytest.mark.long
         ),
-        pytest.param(["peft=lora"], 1, "forward", id="adapters"),
+        pytest.param(["peft=lora"], 1, "forward", id="adapters", marks=pytest.mark.long),
     ],
 )
 def test_the_peak_of_a_step_is_within_five_percent_of_the_plan(overrides, microbatches, moment):

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 import pytest
 
 from foundry.core.events import Evaluated, PlannedUpdate, RunEnded, RunStarted, StepLogged
+from support.built_once import built_once
 
 
 class Events:
@@ -135,13 +136,15 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def empty_database(tmp_path_factory):
+def empty_database(tmp_path_factory, cache):
     """A database of MLflow without runs: making one takes seconds, copying it does not."""
-    from mlflow import MlflowClient
 
-    path = tmp_path_factory.mktemp("database") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
+    def build(folder):
+        from mlflow import MlflowClient
+
+        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+
+    return built_once("database", build, cache, tmp_path_factory) / "mlflow.db"
 
 
 @pytest.fixture
@@ -153,8 +156,9 @@ def with_database(tmp_path, empty_database, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def mlflow_server(tmp_path_factory):
+def mlflow_server(tmp_path_factory, empty_database):
     server = Server(tmp_path_factory.mktemp("mlflow"))
+    shutil.copy(empty_database, server.folder / "server.db")
     try:
         yield server.start()
     finally:
@@ -162,10 +166,11 @@ def mlflow_server(tmp_path_factory):
 
 
 @pytest.fixture
-def own_server(tmp_path):
+def own_server(tmp_path, empty_database):
     """A server a test may kill and start again."""
     (tmp_path / "server").mkdir()
     server = Server(tmp_path / "server")
+    shutil.copy(empty_database, server.folder / "server.db")
     try:
         yield server.start()
     finally:

@@ -107,6 +107,15 @@ def test_a_usual_curve_is_shown_whole():
     assert not axes.texts
 
 
+def test_of_few_points_none_is_cut_off_that_is_not_several_times_as_high():
+    points = [(1, 1350.0), (10, 1750.0), (20, 1630.0), (30, 1580.0), (40, 3100.0)]
+    (axes,) = loss_figure(points, [], None).axes
+    assert axes.get_ylim()[1] > 3100
+    assert not axes.texts
+    (axes,) = loss_figure([*points, (50, 1e6)], [], None).axes
+    assert [text.get_text() for text in axes.texts] == ["1 above, up to 1e+06"]
+
+
 @pytest.mark.parametrize("points", [[(1, 2.0)], [(1, math.nan)], [(1, 2.0), (2, 2.0)]])
 def test_few_points_are_no_error(points, tmp_path):
     loss_figure(points, [], None).savefig(tmp_path / "loss.png")

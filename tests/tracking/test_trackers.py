@@ -222,9 +222,9 @@ def test_a_missing_extra_is_refused_with_what_to_install(extra, monkeypatch):
     "trackers",
     [
         {"mine": {"_target_": "os.system"}},
-        {"tensorboard": {"_target_": "foundry.tracking.tensorboard.TensorBoard", "run_dir": {"_target_": "os.getcwd"}}},
+        {"tensorboard": {"_target_": "foundry.TensorBoard", "run_dir": {"_target_": "os.getcwd"}}},
         {"mine": {"_target_": {}}},
-        {"mine": {"nested": {"_target_": "foundry.tracking.wandb.WandB"}}},
+        {"mine": {"nested": {"_target_": "foundry.WandB"}}},
     ],
 )
 def test_a_recorded_tracker_of_someone_elses_is_not_trusted(tmp_path, trackers):

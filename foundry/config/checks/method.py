@@ -57,8 +57,9 @@ def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Map
     own, group = own_hparams(repo, options)
     if own is None or own != options["hparams"]:
         return None
-    units = {"epochs": "epochs", "max_steps": "steps", "train_samples": "samples"}
-    budget = " or ".join(f"{hparams[key]:g} {unit}" for key, unit in units.items() if hparams[key] is not None)
+    units = {"epochs": "epoch", "max_steps": "step", "train_samples": "sample"}
+    lengths = [(hparams[key], unit) for key, unit in units.items() if hparams[key] is not None]
+    budget = " or ".join(f"{length:g} {unit}{'' if length == 1 else 's'}" for length, unit in lengths)
     rate = f"optimizer={options['optimizer']}, hparams.lr={hparams.lr:g}, {hparams.global_batch_size} samples a step"
     return f"{group}={options[group]} goes with hparams={own}: {rate}, {budget}"
 

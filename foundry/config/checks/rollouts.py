@@ -8,6 +8,7 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.build import field_of
 from foundry.config.checks.targets import runtime_settings
 from foundry.config.composition.store import writable
+from foundry.config.diagnostics.elsewhere import own_options
 from foundry.config.diagnostics.wanted import wanted
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.environment import InWorker, NoEnvironment, check_weights
@@ -25,8 +26,9 @@ def check_rollouts(config: Config) -> Iterator[Violation]:
     name = getattr(objective, "described", type(objective).__name__)
     is_scored = getattr(config.environment, "_target_", "") is not None
     if objective.needs_rewards and not is_scored:
-        message = f"is none but objective {name} needs one that scores answers; choose an option, or give _target_"
-        yield Violation("environment", message)
+        options = ", ".join(option for option in own_options("environment") if option != "none")
+        remedy = f"choose an option ({options}), or give _target_"
+        yield Violation("environment", f"is none but objective {name} needs one that scores answers; {remedy}")
     rollout, updates = objective.samples_per_rollout, objective.updates_per_rollout
     if hparams.batch_schedule is not None or hparams.batch_ramp.start is not None:
         key = "batch_ramp" if hparams.batch_schedule is None else "batch_schedule"

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from foundry.config.moved_modules import current_name
+from foundry.core.part_names import NAMESPACES, names_in, place_of
 from foundry.core.safe_path import local_remedy
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -80,15 +80,32 @@ def resolve_parameters(path: str) -> Parameters | None:
         NotThere: there is no such module, or nothing of that name in it.
     """
     importlib.invalidate_caches()
-    module, names = _split(current_name(path))
+    _require_public(path)
+    module, names = _split(place_of(path))
     if isinstance(module, ModuleSpec) and not names:
         raise NotThere("that is a module; name a class or function in it")
+    if module.name == "foundry" and names[0] not in dir(sys.modules["foundry"]):
+        raise NotThere(f"foundry has no {names[0]}", [*names_in("foundry"), *NAMESPACES], names[0])
     source = _source(module)
     if source is None:
         return None
     if len(names) > 1:
         _require_no_misspelt_module(source, names[0])
     return _parameters_in(source, names, 0)
+
+
+def _require_public(path: str) -> None:
+    """Refuse unknown names in foundry's namespaces.
+
+    Raises:
+        NotThere: the namespace has no part of that name.
+    """
+    first, _, rest = path.partition(".")
+    namespace, _, name = rest.partition(".")
+    owner, name = f"{first}.{namespace}", name.partition(".")[0]
+    if owner in NAMESPACES and name not in names_in(owner):
+        message = f"{owner} has no {name}" if name else "that is a namespace; name a class or function in it"
+        raise NotThere(message, names_in(owner), name)
 
 
 def _require_no_misspelt_module(package: Source, name: str) -> None:
@@ -200,7 +217,7 @@ def _lookup(source: Source, name: str, depth: int) -> tuple[Source, Definition] 
         return None
     (node, alias) = imports[0]
     try:
-        spec, rest = _split(f"{_absolute(source, node)}.{alias.name}")
+        spec, rest = _split(place_of(f"{_absolute(source, node)}.{alias.name}"))
         inner = _source(spec) if len(rest) == 1 else None
         return None if inner is None else _lookup(inner, rest[0], depth + 1)
     except NotThere:  # Python will say so of the module's own import

@@ -5,9 +5,11 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from foundry.config.build import field_of
 from foundry.config.checks.static_source import NotThere, Parameters, resolve_parameters
 from foundry.config.diagnostics.names import settings
 from foundry.config.metrics import HELD_OUT
+from foundry.config.record.recorded import own_targets
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.tracking import Tracking
@@ -41,6 +43,10 @@ def check_targets(config: Config) -> Iterator[Violation]:
     """Check every part that is not foundry's own."""
     for group, given in GIVEN_BY_THE_RUN.items():
         node = getattr(config, group)
+        target = field_of(node, "_target_")
+        if (method := next((own for own in own_targets(group) if own.rpartition(".")[0] == target), None)) is not None:
+            yield Violation(f"{group}._target_", f"is {target}, whose arguments are not these settings; write {method}")
+            continue
         if is_dataclass(node) and not isinstance(node, type):
             if getattr(node, "_target_", None) != getattr(type(node), "_target_", None):
                 settings = {item.name: getattr(node, item.name) for item in fields(node)}

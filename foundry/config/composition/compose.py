@@ -30,6 +30,7 @@ from foundry.config.composition.start_dir import anchor_paths, check_folders, ch
 from foundry.config.composition.store import register_schemas
 from foundry.config.record.secrets import check_overrides, check_secrets
 from foundry.config.schemas.root import Config
+from foundry.config.target_names import use_public_names
 from foundry.core.errors import ConfigError, Violation, shown
 from foundry.core.tasks import installed_tasks
 
@@ -103,8 +104,15 @@ def _load(
     Raises:
         ConfigError: with every error.
     """
+
+    def compose_named(overrides: list[str]) -> DictConfig:
+        config = compose(overrides)
+        if OmegaConf.get_type(config) is Config:
+            use_public_names(config)
+        return config
+
     with current().used():
-        return _checked(loader, config_name, overrides, run_mode, compose)
+        return _checked(loader, config_name, overrides, run_mode, compose_named)
 
 
 def _checked(

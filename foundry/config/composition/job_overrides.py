@@ -2,22 +2,34 @@
 
 import itertools
 import math
+import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from foundry.config.record.strict_yaml import read_yaml
+from foundry.core.part_names import public_name
 from foundry.run_dir.names import HYDRA
 from foundry.run_dir.redact import one_line
 
+_CONFIG_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 _LONGEST_NUMBER = 8  # characters
 _MOST_BYTES = 2**16  # of a job's overrides: reading more takes seconds
 
 
+_PART = re.compile(r"(?<![\w.])foundry(\.\w+)+")
+"""A dotted path that may be of one of foundry's own parts."""
+
+
+def respell_targets(override: str, spell: Callable[[str], str]) -> str:
+    """Return an override with `spell` applied to dotted paths of foundry if it sets a `_target_`."""
+    return _PART.sub(lambda found: spell(found[0]), override) if "_target_" in override else override
+
+
 def key_and_value(override: str) -> tuple[str, str]:
-    """`+group.key=value` as `group.key` and `value`."""
-    key, _, value = override.partition("=")
+    """`+group.key=value` as `group.key` and `value`; foundry's parts by their public names."""
+    key, _, value = respell_targets(override, public_name).partition("=")
     return key.lstrip("+"), value
 
 
@@ -53,17 +65,18 @@ def format_command(overrides: Sequence[str], sweep_command: Sequence[str]) -> st
     # An option makes it a sweep, too.
     is_sweep_by_option = not is_sweep_by_flag or any(override.startswith("hparams_search=") for override in overrides)
     mode = ("hydra.mode=RUN",) if is_sweep_by_option else ()
-    return shlex.join(["python", "-m", "foundry", *_config_folder(sweep_command), *overrides, *mode])
+    return shlex.join(["python", "-m", "foundry", *_config_flags(sweep_command), *overrides, *mode])
 
 
-def _config_folder(command: Sequence[str]) -> list[str]:
-    """The flag that says where the user's own options are, if one does."""
-    for flag, folder in itertools.pairwise([*command, ""]):
-        if flag in ("--config-dir", "-cd"):
-            return [flag, folder]
-        if flag.startswith("--config-dir="):
-            return [flag]
-    return []
+def _config_flags(command: Sequence[str]) -> list[str]:
+    """The flags that say where the user's own options are, and which configuration is the primary one."""
+    flags = list[str]()
+    for flag, value in itertools.pairwise([*command, ""]):
+        if flag in _CONFIG_FLAGS:
+            flags += [flag, value]
+        elif flag.startswith("--") and flag.partition("=")[0] in _CONFIG_FLAGS:
+            flags.append(flag)
+    return flags
 
 
 def recorded_overrides(run_dir: Path) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
-from hydra.core.default_element import GroupDefault
+from hydra.core.default_element import ConfigDefault, GroupDefault
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -46,10 +46,12 @@ class WrongChoice:
     Attributes:
         file: as a message names it.
         override: chooses the option.
+        incomplete: the group of a file that is to contain the option, whose keys are unknown without it; else empty.
     """
 
     file: str
     override: Override
+    incomplete: str
 
 
 @dataclass
@@ -91,7 +93,8 @@ def compose_without_wrong_entries(
         for entry in loaded.defaults_list or []:
             wrong = [] if loaded.is_schema_source else list(_unknown_options(path, entry, repo, chosen))
             for override in wrong:  # Hydra loads a file several times
-                result.choices[f"{path} {override.input_line}"] = WrongChoice(_name(path, loaded), override)
+                group = path.rpartition("/")[0] if isinstance(entry, ConfigDefault) else ""
+                result.choices[f"{path} {override.input_line}"] = WrongChoice(_name(path, loaded), override, group)
             kept += [] if wrong else [entry]
         loaded.defaults_list = kept if loaded.defaults_list is not None else None
         return loaded
@@ -161,16 +164,20 @@ def _nested(keys: list[Any], value: Any) -> DictConfig:
 
 
 def _unknown_options(path: str, entry: Any, repo: IConfigRepository, chosen: Collection[str]) -> Iterator[Override]:
-    if not isinstance(entry, GroupDefault) or entry.optional or entry.group is None:
-        return
-    folder = "" if entry.override else str(PurePosixPath(path).parent)
-    group = entry.group.lstrip("/") if entry.group.startswith("/") else str(PurePosixPath(folder, entry.group))
-    group = group.removeprefix("./")
-    names = entry.value if isinstance(entry.value, list) else [entry.value]
-    if group in chosen or not repo.group_exists(group):
+    folder, names = PurePosixPath("/", path).parent, list[Any]()
+    if isinstance(entry, ConfigDefault) and entry.path is not None and not (entry.optional or entry.is_self()):
+        file = folder / entry.path
+        group, names = str(file.parent).lstrip("/"), [file.name]
+    elif isinstance(entry, GroupDefault) and entry.group is not None and not entry.optional:
+        group = str(("/" if entry.override else folder) / PurePosixPath(entry.group)).lstrip("/")
+        names = entry.value if isinstance(entry.value, list) else [entry.value]
+        if group in chosen:
+            return
+    else:
         return
     for name in names:
-        if isinstance(name, str) and "$" not in name and name != "???" and not repo.config_exists(f"{group}/{name}"):
+        file = PurePosixPath(group, str(name))
+        if isinstance(name, str) and "$" not in name and name != "???" and not repo.config_exists(str(file)):
             yield Override(OverrideType.CHANGE, group, None, name, input_line=f"{group}={name}")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foundry.config.composition.start_dir import check_start_dir
-from foundry.core.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation, shown
 
 HYDRA_FLAGS = {
     "--help": 0,
@@ -35,6 +35,11 @@ HYDRA_FLAGS = {
     "-i": 0,
 }
 """The flags of Hydra's command line, and whether a value follows; `--info` may do without."""
+
+_FOLDERS = ("--config-path", "-cp", "--config-dir", "-cd")
+_OPTIONAL_VALUE = ("--info", "-i")
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+"""Values of `--info`; the first is that of the flag without one."""
 
 _FILES = ("config", "config_file", "config_path", "config_name", "cfg_path", "yaml", "yaml_file")
 _ASSIGNMENT = re.compile(r"[~+]{0,2}[\w./@:-]+=")
@@ -120,25 +125,46 @@ def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
     return Violation(flag.text, f"is no argument{told or '; settings are given as key=value'}")
 
 
-def anchor_config_path(arguments: list[str]) -> None:
-    """Have a relative `--config-path` begin at the current folder, in place; Hydra's begins at a file of foundry.
+def arrange_flags(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in the form that Hydra takes.
+
+    Flags come first, since argparse takes none between overrides. A relative `--config-path` begins at the current
+    folder; Hydra's begins at a file of foundry.
+
+    Args:
+        arguments: after the name of the command; `check_flags` has accepted their flags.
 
     Raises:
-        ConfigError: the current folder cannot be read.
+        ConfigError: the current folder, or a folder of options, does not exist.
     """
-    for number, word in enumerate(arguments):
+    flags, overrides, ahead = list[str](), list[str](), list(arguments)
+    while ahead:
+        word = ahead.pop(0)
         name, assigned, value = word.partition("=")
-        if name not in ("--config-path", "-cp"):
-            continue
-        if assigned:
-            arguments[number] = f"{name}={_absolute(value)}"
-        elif number + 1 < len(arguments):
-            arguments[number + 1] = _absolute(arguments[number + 1])
+        flag = _of_hydra(name, HYDRA_FLAGS) if _is_flag(word) else None
+        if flag is None:
+            overrides.append(word)
+        elif flag in _OPTIONAL_VALUE and not assigned:
+            flags.append(f"{flag}={ahead.pop(0) if ahead and ahead[0] in _INFO else _INFO[0]}")
+        elif not HYDRA_FLAGS[flag]:
+            flags.append(word)
+        elif assigned or ahead:
+            value = value if assigned else ahead.pop(0)
+            flags += [flag, _existing_folder(flag, value) if flag in _FOLDERS else value]
+        else:
+            flags.append(word)  # argparse says that its value is missing
+    return flags + overrides
 
 
-def _absolute(path: str) -> str:
+def _existing_folder(flag: str, path: str) -> str:
+    if "://" in path:
+        return path
     check_start_dir()
-    return path if "://" in path else str(Path(path).absolute())
+    if not Path(path).is_dir():
+        raise ConfigError(
+            [Violation(flag, f"is {shown(path)}, which is no folder here; give the folder of your options")]
+        )
+    return str(Path(path).absolute()) if flag in ("--config-path", "-cp") else path
 
 
 def _flag(text: str, name: str, values: Sequence[str]) -> Flag:

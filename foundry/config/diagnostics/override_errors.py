@@ -27,7 +27,12 @@ from foundry.config.composition.hydra_internals import (
 )
 from foundry.config.composition.store import GROUPS, group_schemas
 from foundry.config.diagnostics.elsewhere import option_hint
-from foundry.config.diagnostics.file_errors import compose_without_wrong_entries, describe_yaml_error, in_file
+from foundry.config.diagnostics.file_errors import (
+    Composed,
+    compose_without_wrong_entries,
+    describe_yaml_error,
+    in_file,
+)
 from foundry.config.diagnostics.names import did_you_mean, leaves, meanings
 from foundry.config.diagnostics.wanted import accepted_options, wanted
 from foundry.config.schemas.model import Base
@@ -135,23 +140,29 @@ def find_errors(
         violations += found
         if not found:
             good.append(choice)
+    incomplete = set[str]()
     try:
         config = compose(_lines(good))
     except Exception as base_error:
         made, wrong = _without_wrong_files(loader, compose, repo, good)
-        violations += wrong
-        if made is None:
-            return violations or list(_wrong_alone(compose, good)) or [_unattributed(base_error)]
-        config = made
+        if made.config is None:
+            wrong += _wrong_alone(loader, compose, repo, good)
+        violations = list(dict.fromkeys([*violations, *wrong]))
+        if made.config is None:
+            return violations or [_unattributed(base_error)]
+        config = made.config
+        incomplete = {choice.incomplete for choice in made.choices.values()} - {""}
     for value in values:
+        if value.key_or_group.partition(".")[0] in incomplete:
+            continue
         found = list(_apply(repo, config, value, sweeping=not whole))
         violations += found
         if not found:
             good.append(value)
     if not violations:
-        return list(_wrong_alone(compose, good)) or [_unattributed(error)]
+        return list(_wrong_alone(loader, compose, repo, good)) or [_unattributed(error)]
     is_ours = OmegaConf.get_type(config) is Config
-    return violations + (known.check(config, _lines(good)) if whole and is_ours else [])
+    return violations + (known.check(config, _lines(good)) if whole and is_ours and not incomplete else [])
 
 
 def _without_wrong_files(
@@ -159,31 +170,50 @@ def _without_wrong_files(
     compose: Callable[[list[str]], DictConfig],
     repo: IConfigRepository,
     choices: list[Override],
-) -> tuple[DictConfig | None, list[Violation]]:
-    """Compose without the entries of files that are wrong; None if that fails too. And a violation for each entry."""
+) -> tuple[Composed, list[Violation]]:
+    """Compose without the entries of files that are wrong; return the result, and a violation for each entry."""
     chosen = {choice.key_or_group for choice in choices}
     made = compose_without_wrong_entries(loader, compose, _lines(choices), repo=repo, chosen=chosen)
+    known = OmegaConf.create() if made.config is None else made.config
     violations = [
         in_file(choice.file, violation)
         for choice in made.choices.values()
-        for violation in _check_choice(repo, choice.override, sweeping=False)
+        for violation in _explain_default(repo, known, choice.override)
     ]
-    known = OmegaConf.create() if made.config is None else made.config
     violations += [in_file(entry.file, _explain(repo, known, entry.override, entry.error)) for entry in made.entries]
-    if made.error is not None and violations:
-        violations.append(describe_yaml_error(made.error) or _unattributed(made.error))
-    return made.config, violations
+    if made.error is not None and (broken := describe_yaml_error(made.error)) is not None:
+        violations.append(broken)
+    elif made.error is not None and violations:
+        violations.append(_unattributed(made.error))
+    return made, violations
 
 
-def _wrong_alone(compose: Callable[[list[str]], DictConfig], overrides: list[Override]) -> Iterator[Violation]:
+def _explain_default(repo: IConfigRepository, config: DictConfig, choice: Override) -> Iterator[Violation]:
+    """What is wrong with an option in a list of defaults that does not exist."""
+    if choice.key_or_group and not repo.group_exists(choice.key_or_group):
+        yield Violation(choice.key_or_group, _unknown_key(repo, config, choice))
+        return
+    for violation in _check_choice(repo, choice, sweeping=False):
+        yield Violation(violation.key or "defaults", violation.message)
+
+
+def _wrong_alone(
+    loader: ConfigLoaderImpl,
+    compose: Callable[[list[str]], DictConfig],
+    repo: IConfigRepository,
+    overrides: list[Override],
+) -> Iterator[Violation]:
     """Overrides that do not compose by themselves, for a reason that only composing finds."""
     folders = [override for override in overrides if override.key_or_group == _SEARCHPATH]
     for override in overrides:
         try:
             compose(_lines([*folders, override]))
         except Exception as error:
+            _, in_files = _without_wrong_files(loader, compose, repo, [*folders, override])
             wrong = _unattributed(error)
-            yield Violation(override.get_key_element(), wrong.message) if wrong.key == "configuration" else wrong
+            if wrong.key == "configuration":
+                wrong = Violation(override.get_key_element(), wrong.message)
+            yield from in_files or [wrong]
 
 
 def _repository(

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,9 @@ from foundry.config.record.secrets import check_secrets
 from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.evaluation import recorded_interval
 from foundry.config.schemas.root import Config, to_config
+from foundry.config.target_names import respelled
 from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.part_names import first_path
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import CONFIG
 from foundry.run_dir.redact import recorded, remember
@@ -53,12 +56,29 @@ def strict(config: Config) -> dict[str, Any]:
 
 
 def hash_config(config: Config) -> str:
-    """SHA-256 of the configuration, in hexadecimal, without what is computed from the number of ranks."""
-    content = plain(config)
+    """SHA-256 of the configuration, in hexadecimal, without what is computed from the number of ranks.
+
+    Parts have their first paths, and settings with `since` are left out at their default, as in earlier versions.
+    """
+    content = respelled(_without_later(config), first_path)
     del content["hparams"]["accum_freq"]
-    if content["hparams"]["batch_ramp"]["every_samples"] is None:
-        del content["hparams"]["batch_ramp"]["every_samples"]  # so that the hash is that of versions without it
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _without_later(node: Any) -> Any:
+    """Return plain containers without settings that have `since` and their default."""
+    if not is_dataclass(node):
+        return plain(node)
+    return {
+        item.name: _without_later(value)
+        for item in fields(node)
+        if not _is_later(item, value := getattr(node, item.name))
+    }
+
+
+def _is_later(item: "Field[Any]", value: Any) -> bool:
+    default = item.default if item.default_factory is NO_DEFAULT else item.default_factory()
+    return item.metadata.get("since") is not None and bool(plain(value) == plain(default))
 
 
 def save_config(config: Config, run_dir: Path) -> Path:
@@ -73,12 +93,15 @@ def save_yaml(node: Any, path: Path) -> Path:
 
 
 def read_recorded(run_dir: Path) -> dict[str, Any] | None:
-    """The configuration in a run directory as plain containers, from which nothing is built; None if there is none."""
+    """The configuration in a run directory as plain containers, from which nothing is built; None if there is none.
+
+    Foundry's own parts have their public names.
+    """
     try:
         saved = read_yaml(run_dir / CONFIG)
     except (OSError, ValueError):
         return None
-    return {str(key): value for key, value in saved.items()} if isinstance(saved, dict) else None
+    return {str(key): respelled(value) for key, value in saved.items()} if isinstance(saved, dict) else None
 
 
 def load_config(run_dir: Path, *, trust: bool = False) -> Config:
@@ -125,7 +148,7 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
 
 
 def typed_group(path: Path, group: str, node: Any) -> Any:
-    """A recorded group with the schema that wrote it; a part of the user's own as it is.
+    """A recorded group with the schema that wrote it, and public names of parts; a part of the user's own as it is.
 
     Args:
         path: the file that it was recorded in.
@@ -137,6 +160,7 @@ def typed_group(path: Path, group: str, node: Any) -> Any:
     """
     if not isinstance(node, dict):
         raise _refused(path, f"has {group}={shown(node)}, which must be a mapping")
+    node = respelled(node)
     schemas = [schema for schema in group_schemas(group).values() if _matches_schema(group, schema, node)]
     if own_targets(group) and node.get("_target_") not in (None, *own_targets(group)):
         return node  # a part of the user's own, which has been trusted

@@ -11,11 +11,11 @@ from typing import Any, get_type_hints
 
 from foundry.config.build import HYDRA_KEYS
 from foundry.config.composition.store import evaluator_schemas, group_schemas
-from foundry.config.moved_modules import current_name
 from foundry.config.record.secrets import VARIABLE
 from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.tracking import EXTRAS
 from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.part_names import place_of, public_name
 from foundry.core.tasks import missing_task
 
 _MAX_BITS = 64
@@ -57,15 +57,17 @@ def read_settings(path: Path, key: str) -> dict[str, Any]:
 def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     """What in a run's settings would have a library run code that is not foundry's own, each as key=value.
 
-    A part is foundry's own if its `_target_` is the default of a schema of its group, or it is an evaluator or tracker
-    that foundry has, or a metric of torchmetrics that such an evaluator is given; whatever else Hydra obeys, and
-    whatever is nested, is not. Kernels of a hub, which transformers would fetch, are not either, nor the settings by
-    which a part would run them (`foreign_settings` of its schema), and a part is given no variable of the environment.
+    A part is foundry's own if its `_target_`, by its public name or an older path, is the default of a schema of its
+    group, or it is an evaluator or tracker that foundry has, or a metric of torchmetrics that such an evaluator is
+    given; whatever else Hydra obeys, and whatever is nested, is not. Kernels of a hub, which transformers would fetch,
+    are not either, nor the settings by which a part would run them (`foreign_settings` of its schema), and a part is
+    given no variable of the environment.
     """
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group), **_own_targets_inside(group)}
         for where, name, value in _keys(node, group):
-            is_own = value in own.get(where, own_named_parts() if _NAMED_PART.fullmatch(where) else ())
+            target = public_name(value) if isinstance(value, str) else value
+            is_own = target in own.get(where, own_named_parts() if _NAMED_PART.fullmatch(where) else ())
             is_own |= bool(_METRIC.fullmatch(where) and _OF_TORCHMETRICS.fullmatch(str(value)))
             is_none = where in own and value is None  # such as no environment
             is_hydra = name in HYDRA_KEYS and not is_own and not is_none
@@ -73,7 +75,7 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
             if is_hydra or is_kernel:
                 yield f"{where}={shown(value)}"
         for schema in group_schemas(group).values() if isinstance(node, dict) else ():
-            if hasattr(schema, "foreign_settings") and node.get("_target_") == schema._target_:
+            if hasattr(schema, "foreign_settings") and public_name(str(node.get("_target_"))) == schema._target_:
                 yield from (f"{group}.{name}={shown(node[name])}" for name in schema.foreign_settings(node))
         for where, value in _leaves(node, group) if own_targets(group) else ():
             if isinstance(value, str) and "${" in value:
@@ -84,7 +86,7 @@ def missing_tasks(content: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each task that is not installed and of which a run's settings name a part."""
     found = dict[str, str]()
     for where, name, value in _keys(content, ""):
-        if name == "_target_" and isinstance(value, str) and (task := missing_task(current_name(value))) is not None:
+        if name == "_target_" and isinstance(value, str) and (task := missing_task(place_of(value))) is not None:
             found.setdefault(task, f"is of the task {task}, which is not installed here: {where}={shown(value)}")
     yield from found.values()
 

@@ -11,6 +11,7 @@ from foundry.config.schemas.evaluation import recorded_interval
 from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
 from foundry.config.sources import have_same_proportions
+from foundry.config.target_names import respelled
 from foundry.core.errors import Violation, contrast, shown
 
 _INTERVAL = "evaluation.interval"
@@ -100,9 +101,7 @@ class Difference:
         return Violation(self.key, message)
 
 
-def differences(
-    was: Mapping[str, Any], now: Mapping[str, Any], typed: object = None, prefix: str = ""
-) -> Iterator[Difference]:
+def differences(was: Mapping[str, Any], now: Mapping[str, Any], typed: object = None) -> Iterator[Difference]:
     """Every leaf of two configurations, as plain containers, that is not the same in both, in the order of keys.
 
     Args:
@@ -110,15 +109,20 @@ def differences(
         now: of this run.
         typed: the dataclasses that `now` was made of. A setting that `was` does not know then has its default, and one
             that `now` does not know is gone; without them either is a difference like any other.
-        prefix: of the keys.
     """
+    return _differences(respelled(dict(was)), respelled(dict(now)), typed)
+
+
+def _differences(
+    was: Mapping[str, Any], now: Mapping[str, Any], typed: object = None, prefix: str = ""
+) -> Iterator[Difference]:
     same_part = is_dataclass(typed) and all(was.get(key, now.get(key)) == now.get(key) for key in _KIND)
     schema = {item.name: item for item in fields(typed)} if same_part else None  # type: ignore[arg-type]
     for key in [*now, *(key for key in was if key not in now)]:
         other, path = now.get(key), f"{prefix}{key}"
         one = was.get(key) if key in was or schema is None else _default(schema[key], other)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from differences(one, other, getattr(typed, key, None), f"{path}.")
+            yield from _differences(one, other, getattr(typed, key, None), f"{path}.")
         elif not _are_same(path, now.get("_target_"), one, other):
             yield Difference(path, one, other, is_gone=key not in now and schema is not None)
 

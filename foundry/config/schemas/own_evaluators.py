@@ -18,7 +18,7 @@ def _batch_size() -> Any:
 class HeldOut:
     """The loss and the objective's metrics on held-out samples."""
 
-    _target_: str = "foundry.evaluators.held_out.HeldOut"
+    _target_: str = "foundry.evals.HeldOut"
     per_gpu_batch_size: int = _batch_size()
     max_samples: int | None = _samples()
     torchmetrics: dict[str, Any] | None = setting(
@@ -30,7 +30,7 @@ class HeldOut:
 class ExactMatch:
     """Greedy answers to held-out prompts."""
 
-    _target_: str = "foundry.evaluators.exact_match.ExactMatch"
+    _target_: str = "foundry.evals.ExactMatch"
     max_new_tokens: int = setting(256, "longest answer in tokens", ge=1, le=10**7)
     per_gpu_batch_size: int = _batch_size()
     max_samples: int | None = _samples()
@@ -43,4 +43,4 @@ class ExactMatch:
 class DrawnSamples:
     """Images or text that the objective draws."""
 
-    _target_: str = "foundry.evaluators.drawn_samples.DrawnSamples"
+    _target_: str = "foundry.evals.DrawnSamples"

@@ -35,7 +35,7 @@ def _parse_mode(text: str) -> str:
 class TensorBoard:
     """Event files in the run directory."""
 
-    _target_: str = "foundry.tracking.tensorboard.TensorBoard"
+    _target_: str = "foundry.TensorBoard"
     folder: str = setting("tensorboard", "in the run directory", parse=_parse_folder)
     flush_seconds: float = setting(30.0, "longest time that written events stay in memory", gt=0, le=10**6)
 
@@ -44,7 +44,7 @@ class TensorBoard:
 class WandB:
     """A run in Weights & Biases."""
 
-    _target_: str = "foundry.tracking.wandb.WandB"
+    _target_: str = "foundry.WandB"
     experiment_name: str = setting("${tracking.experiment_name}", "the project")
     run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name")
     mode: str | None = setting(None, "online or offline; null: WANDB_MODE, else online", parse=_parse_mode)
@@ -56,7 +56,7 @@ class WandB:
 class MLflow:
     """A run in MLflow, with settings that `tracking.mlflow=true` has no names for."""
 
-    _target_: str = "foundry.tracking.mlflow.tracker.MLflowTracker"
+    _target_: str = "foundry.MLflowTracker"
     uri: str | None = setting("${tracking.uri}", "tracking URI")
     experiment_name: str = setting("${tracking.experiment_name}", "the experiment")
     run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name")

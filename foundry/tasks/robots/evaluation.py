@@ -137,7 +137,8 @@ def _in_simulator(restored: Restored, path: Path, key: str, simulator: Callable[
         restored = replace(restored, config=replace(restored.config, simulator=node))
     if field_of(restored.config.simulator, "_target_") is None:
         message = f"is {path}, where nothing is simulated: its simulator is none"
-        raise ConfigError(Violation(key, f"{message}; choose one, such as simulator=around"))
+        remedy = "choose one, such as simulator=around, or measure the loss on episodes with data=lerobot data.path=DIR"
+        raise ConfigError(Violation(key, f"{message}; {remedy}"))
     if simulator is not None:
         _check_sizes(restored, path)
     if wrong := list(check_success(restored.config)):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from diffusers import DDPMScheduler
 from torch import nn
 
-from foundry.config.schemas.objective import Prediction
+from foundry.config.schemas.objective import BetaSchedule, Prediction
 from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
 from foundry.tasks.robots.action_chunks import ActionRegression, DiffusionPolicy, FlowPolicy
 from foundry.tasks.robots.models.policy_dit import PolicyDiT
@@ -188,6 +189,7 @@ def observation(count: int):
 @each_objective
 def test_what_a_row_is_answered_depends_on_itself_and_its_key_alone(objective):
     assert isinstance(objective, ActingObjective)
+    assert objective.action_steps == CHUNK["action_steps"]
     policy, keys = model().eval(), torch.tensor([7, 3, 2**40, 3])
     seen = observation(4)
     seen["state"][3] = seen["state"][1]
@@ -264,6 +266,31 @@ def test_diffusion_answers_by_ddim(prediction):
     found = OBJECTIVES[prediction.value]().act(model().eval(), observation(4), keys)
     # Noise prediction divides by a signal of 5e-4 at first, unless what follows is clipped.
     torch.testing.assert_close(found.double(), x, rtol=0, atol=2e-3 if prediction is Prediction.epsilon else 1e-4)
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_an_answer_takes_the_steps_of_the_settings(steps):
+    asked, policy = [], model().eval()
+    policy.register_forward_pre_hook(lambda _, given: asked.append(given[1][0].item()))
+    FlowPolicy(seed=5, sampling_steps=steps, **CHUNK).act(policy, observation(4), torch.arange(4))
+    assert asked == [100 * step / steps for step in range(steps)]
+    asked.clear()
+    of_timesteps = {"num_train_timesteps": 40, "prediction": Prediction.sample}
+    DiffusionPolicy(seed=5, sampling_steps=steps, **of_timesteps, **CHUNK).act(policy, observation(4), torch.arange(4))
+    assert asked == [40 // steps * step for step in reversed(range(steps))]
+
+
+@pytest.mark.parametrize("beta_schedule", list(BetaSchedule))
+def test_noise_has_the_schedule_and_the_timesteps_of_the_settings(beta_schedule):
+    batch, recorder = microbatch(), Recorder()
+    objective = DiffusionPolicy(seed=5, num_train_timesteps=40, beta_schedule=beta_schedule, **CHUNK)
+    objective.loss(recorder, batch)
+    timesteps = keyed_integers(5, batch["position"], 40, stream="timestep")
+    assert torch.equal(recorder.times, timesteps.float())
+    alpha_bar = DDPMScheduler(40, beta_schedule=beta_schedule.value).alphas_cumprod[timesteps].reshape(-1, 1, 1)
+    noise = keyed_normal(5, batch["position"], (HORIZON, ACTION_DIM), stream="noise")
+    expected = alpha_bar.sqrt() * batch["actions"] + (1 - alpha_bar).sqrt() * noise
+    torch.testing.assert_close(recorder.actions, expected)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ def test_every_parameter_gets_a_gradient(image_size):
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
+def test_mlp_ratio_is_the_width_of_the_feed_forward_over_the_hidden_size():
+    assert [tuple(block.mlp.fc1.weight.shape) for block in policy(mlp_ratio=1.5).blocks] == [(48, 32)] * 2
+
+
 def test_every_parameter_is_used_even_before_the_first_update():
     model = policy(image_size=16)
     model(*inputs(image_size=16)).sum().backward()

@@ -44,7 +44,7 @@ def test_without_episodes_nobody_measures_success():
         ("instruction=another", "instruction: is another but must be one of own, other"),
         ("instruction=other", "instruction: is other but the policy is told nothing; set data.instruction_tokens, or"),
         ("instruction_tokens=4", "instruction_tokens: is 4 but must be data.instruction_tokens=null; set it to"),
-        ("epsiodes=3", "epsiodes: is no argument of foundry.evaluators.success.Success; did you mean episodes?"),
+        ("epsiodes=3", "epsiodes: is no argument of foundry.evals.Success; did you mean episodes?"),
     ],
 )
 def test_settings_are_checked_when_composed(override, message):

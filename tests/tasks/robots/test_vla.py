@@ -30,9 +30,9 @@ OBJECTIVES = [FlowPolicy(seed=5, **CHUNK), DiffusionPolicy(seed=5, **CHUNK), Act
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 
 
-def fresh(**changes) -> VLA:
+def fresh(*, state_scale: float = 0.3, **changes) -> VLA:
     sizes = {"state_dim": STATE_DIM, "action_dim": ACTION_DIM, "num_observations": 2, "horizon": HORIZON}
-    return VLA(backbone=PrefixVLM(**{**BACKBONE, **changes}), **sizes, intermediate_size=40)
+    return VLA(backbone=PrefixVLM(**{**BACKBONE, **changes}), **sizes, intermediate_size=40, state_scale=state_scale)
 
 
 def policy(**changes) -> VLA:
@@ -96,6 +96,13 @@ def test_all_that_it_is_given_matters(name):
         changed = torch.where(batch[name] >= 0, (batch[name] + 1) % 50, -1)
     differences = (ask(model, batch, **{name: changed}) - ask(model, batch)).abs().amax(dim=(1, 2))
     assert (differences > 1e-4).all()
+
+
+@torch.no_grad()
+def test_the_state_is_multiplied_by_its_scale():
+    batch = microbatch()
+    expected = ask(policy(state_scale=0.3).eval(), batch, state=2 * batch["state"])
+    torch.testing.assert_close(ask(policy(state_scale=0.6).eval(), batch), expected)
 
 
 def test_what_no_action_depends_on_is_frozen_and_all_else_is_trained():

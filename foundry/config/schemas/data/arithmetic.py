@@ -31,7 +31,7 @@ class ArithmeticForm(Enum):
 class Arithmetic(Conversations):
     """Sums of two- and three-digit numbers, worked out digit by digit; the same ones are held out in every form."""
 
-    _target_: str = "foundry.data.arithmetic.arithmetic"
+    _target_: str = "foundry.datasets.arithmetic"
     form: ArithmeticForm = setting(
         ArithmeticForm.chats,
         "text: sequences for objective=next_token; chats: conversations for objective=sft; preferences: right answers "

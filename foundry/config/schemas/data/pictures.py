@@ -38,7 +38,7 @@ class AboutPictures(Tokenised):
 class ImageChatFiles(AboutPictures):
     """Conversations of the user's in files of rows, each with `image`, the path of a picture."""
 
-    _target_: str = "foundry.data.conversations.image_chats.image_chat_files"
+    _target_: str = "foundry.datasets.image_chat_files"
 
     path: str = path_of_files("file, folder or glob of JSONL, Parquet, Arrow or CSV files")
     validation_path: str | None = path_of_held_out_files("files for validation; null: hold out a share of `path`")
@@ -58,7 +58,7 @@ class Digits(Data):
 
     offers: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
-    _target_: str = "foundry.data.images.digits.digits"
+    _target_: str = "foundry.datasets.digits"
     image_size: int = setting(8, "height and width in pixels: the images' own", ge=8, le=8)
     num_channels: int = setting(1, "colour channels: the images' own", ge=1, le=1)
     num_classes: int = setting(10, "classes: the images' own", ge=10, le=10)
@@ -78,7 +78,7 @@ class ImageFolder(Data):
 
     offers: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
-    _target_: str = "foundry.data.images.image_folder.image_folder"
+    _target_: str = "foundry.datasets.image_folder"
     path: str = setting("???", "folder with a folder for each class", on_resume=OnResume.data)
     image_size: int = setting(32, "height and width in pixels that pictures are brought to", ge=4, le=4096)
     num_channels: int = setting(3, "3: red, green and blue; 1: grey", ge=1, le=3)

@@ -138,7 +138,7 @@ class ChatFiles(RowFiles, Conversations):
 
     known_columns: ClassVar[tuple[str, ...]] = ("messages", "prompt", "completion")
 
-    _target_: str = "foundry.data.conversations.chats.chat_files"
+    _target_: str = "foundry.datasets.chat_files"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class PreferenceFiles(RowFiles):
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "pairs"})
     known_columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
 
-    _target_: str = "foundry.data.conversations.preferences.preference_files"
+    _target_: str = "foundry.datasets.preference_files"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class PromptFiles(RowFiles):
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "prompts"})
     known_columns: ClassVar[tuple[str, ...]] = ("prompt", "messages", "answer")
 
-    _target_: str = "foundry.data.conversations.prompts.prompt_files"
+    _target_: str = "foundry.datasets.prompt_files"
     max_new_tokens: int = setting(
         LONGEST_ANSWER, "tokens of seq_len that a prompt leaves for its answer: the objective's", ge=0
     )

@@ -29,7 +29,7 @@ class Text(Tokenised):
 class StdlibText(Text):
     """The sources of the running Python's standard library."""
 
-    _target_: str = "foundry.data.corpora.text.stdlib_text"
+    _target_: str = "foundry.datasets.stdlib_text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class TextFiles(Text):
 
     urls: ClassVar[tuple[str, ...]] = URLS
 
-    _target_: str = "foundry.data.corpora.text.text_files"
+    _target_: str = "foundry.datasets.text_files"
 
     path: Any = path_of_files("file, folder or glob of text, JSONL, Parquet, Arrow or CSV files, or a list of these")
     weights: list[float] | None = weights_of_files()
@@ -70,7 +70,7 @@ class TokenFiles(Text):
 
     urls: ClassVar[tuple[str, ...]] = URLS
 
-    _target_: str = "foundry.data.corpora.token_files.token_files"
+    _target_: str = "foundry.datasets.token_files"
 
     path: Any = path_of_files("file, folder or glob of .bin or .npy files, or a list of these")
     weights: list[float] | None = weights_of_files()

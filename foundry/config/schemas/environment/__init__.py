@@ -100,7 +100,7 @@ class ExactMatch(InWorker):
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
 
-    _target_: str = "foundry.environments.matching.ExactMatch"
+    _target_: str = "foundry.rewards.ExactMatch"
     pattern: str | None = setting(
         None,
         "regular expression whose last match, or its first group, is the answer within the text; that it matches is "
@@ -121,7 +121,7 @@ class MultipleChoice(InWorker):
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
 
-    _target_: str = "foundry.environments.matching.MultipleChoice"
+    _target_: str = "foundry.rewards.MultipleChoice"
     choices: str = setting("ABCD", "the letters of the choices")
     pattern: str | None = setting(
         None,
@@ -139,7 +139,7 @@ class MultipleChoice(InWorker):
 class Format(InWorker):
     """The answer matches a regular expression."""
 
-    _target_: str = "foundry.environments.matching.Format"
+    _target_: str = "foundry.rewards.Format"
     pattern: str = setting("???", "regular expression that the whole answer is to match", parse=_parse_pattern)
 
     @property
@@ -154,7 +154,7 @@ class Arithmetic(Environment):
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
 
-    _target_: str = "foundry.environments.matching.Arithmetic"
+    _target_: str = "foundry.rewards.Arithmetic"
     weights: dict[str, float] = setting(
         lambda: {"correct": 1.0, "format": 0.1},
         "of the scores in the reward, by name; 1 where it is left out",
@@ -171,7 +171,7 @@ class Arithmetic(Environment):
 class Python(InWorker):
     """The answer, or the code between ``` in it, is Python that can be parsed; it is never run."""
 
-    _target_: str = "foundry.environments.python.Python"
+    _target_: str = "foundry.rewards.Python"
 
     @property
     def scores(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class Direction(Enum):
 
 
 def _default_evaluators() -> dict[str, Any]:
-    return {"held_out": {"_target_": "foundry.evaluators.held_out.HeldOut"}}
+    return {"held_out": {"_target_": "foundry.evals.HeldOut"}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ class BatchRamp:
         "samples of each size before the last, instead of over_samples, which is this x (global_batch_size - start) / "
         "increment",
         parse=parse_count,
+        since="0.1.0",
     )
 
     def check(self) -> Iterator[Violation]:

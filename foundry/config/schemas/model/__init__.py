@@ -62,7 +62,7 @@ class Transformer(Model):
 
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
-    _target_: str = "foundry.models.transformer.Transformer"
+    _target_: str = "foundry.Transformer"
     vocab_size: int = setting("${data.vocab_size}", "entries of the token embedding", ge=1, le=10**8)
     hidden_size: int = setting(256, "width of the residual stream", ge=1, le=10**6)
     intermediate_size: int = setting(704, "width of the SwiGLU feed-forward", ge=1, le=10**7)
@@ -118,7 +118,7 @@ class PrefixVLM(Transformer):
     brings_hparams: ClassVar[str] = "vlm"
     wants: ClassVar[frozenset[str]] = frozenset({"tokens", "images"})
 
-    _target_: str = "foundry.models.vlm.PrefixVLM"
+    _target_: str = "foundry.PrefixVLM"
     image_size: int | None = setting(
         "${data.image_size}", "height and width of a picture in pixels; a multiple of 8", ge=8, le=4096
     )
@@ -153,7 +153,7 @@ class HuggingFace(Model):
     is_divided: ClassVar[bool] = False
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
-    _target_: str = "foundry.models.pretrained.huggingface.HuggingFaceCausalLM"
+    _target_: str = "foundry.HuggingFaceCausalLM"
     path: str | None = setting(
         None,
         "folder with config.json and weights; null: build `architecture` with fresh weights",
@@ -247,7 +247,7 @@ class DiT(Model):
     is_divided: ClassVar[bool] = False
     wants: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
-    _target_: str = "foundry.models.dit.DiT"
+    _target_: str = "foundry.DiT"
     image_size: int = setting("${data.image_size}", "height and width in pixels", ge=1, le=10**5)
     num_channels: int = setting("${data.num_channels}", "colour channels", ge=1, le=10**5)
     num_classes: int = setting("${data.num_classes}", "classes to condition on", ge=1, le=10**8)

@@ -53,7 +53,7 @@ class NextToken:
         """What is measured besides the loss."""
         return ("cross_entropy", "z_loss") if self.z_loss_coefficient else ()
 
-    _target_: str = "foundry.objectives.next_token.NextToken"
+    _target_: str = "foundry.NextToken"
     z_loss_coefficient: float = setting("${hparams.z_loss_coefficient}", "weight of the z-loss", ge=0)
     sample_tokens: int = setting(160, "length of a text sample in tokens", ge=1, le=10**8)
     temperature: float = setting(0.8, "of a text sample; 0 picks the likeliest token", ge=0)
@@ -75,7 +75,7 @@ class SFT:
         """What is measured besides the loss."""
         return ("accuracy", "cross_entropy", "z_loss") if self.z_loss_coefficient else ("accuracy",)
 
-    _target_: str = "foundry.objectives.sft.SFT"
+    _target_: str = "foundry.SFT"
     z_loss_coefficient: float = setting("${hparams.z_loss_coefficient}", "weight of the z-loss", ge=0)
     sft_average_log_probs: bool = setting(
         False, "average over each sample's answer tokens first, so that long and short ones weigh the same"
@@ -152,7 +152,7 @@ class DPO:
         "chosen_log_prob",
     )
 
-    _target_: str = "foundry.objectives.dpo.DPO"
+    _target_: str = "foundry.DPO"
     ref_policy_kl_penalty: float = setting(
         0.05,
         "β: how strongly the model is held to its reference, the model with which the run starts",
@@ -194,7 +194,7 @@ class Distillation(Rollouts, Teaching):
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
-    _target_: str = "foundry.objectives.distillation.Distillation"
+    _target_: str = "foundry.Distillation"
 
     @property
     def generates(self) -> bool:
@@ -232,7 +232,7 @@ class GRPO(PolicyGradient):
 
     brings_hparams: ClassVar[str] = "grpo"
 
-    _target_: str = "foundry.objectives.grpo.GRPO"
+    _target_: str = "foundry.GRPO"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class Diffusion:
     loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
     metrics: ClassVar[tuple[str, ...]] = ()
 
-    _target_: str = "foundry.objectives.diffusion.Diffusion"
+    _target_: str = "foundry.Diffusion"
     seed: int = setting("${hparams.seed}", "seed of noise, timesteps and dropped conditions", ge=0)
     num_classes: int = setting(
         "${data.num_classes}", "classes of the data; the next label stands for no class", ge=1, le=10**8

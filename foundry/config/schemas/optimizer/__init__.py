@@ -88,7 +88,7 @@ class Optimizer:
 class Adam(Optimizer):
     """Adam; its weight decay is an L2 term added to the gradient."""
 
-    _target_: str = "foundry.optim.optimizers.adam"
+    _target_: str = "foundry.optimizers.adam"
     beta1: float = setting(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = setting(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = setting(1e-8, "added to the root of the second moment", gt=0)
@@ -104,7 +104,7 @@ class MomentsDtype(Enum):
 class AdamW(Adam):
     """AdamW; its weight decay is decoupled from the gradient."""
 
-    _target_: str = "foundry.optim.optimizers.adamw"
+    _target_: str = "foundry.optimizers.adamw"
     moments_dtype: MomentsDtype | None = setting(
         None,
         "bf16: both moments are stored in it, in half of the memory, and updated in fp32; null: the parameters' type",
@@ -127,7 +127,7 @@ class AdamW(Adam):
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum."""
 
-    _target_: str = "foundry.optim.optimizers.sgd"
+    _target_: str = "foundry.optimizers.sgd"
     momentum: float = setting(0.9, "decay of the velocity", ge=0, lt=1)
     nesterov: bool = setting(False, "look ahead by one step of momentum")
 
@@ -148,7 +148,7 @@ class NsDtype(Enum):
 class Muon(Optimizer):
     """Muon for the matrices inside blocks; AdamW for embeddings, the head and vectors."""
 
-    _target_: str = "foundry.optim.optimizers.muon"
+    _target_: str = "foundry.optimizers.muon"
     momentum: float = setting(0.95, "decay of Muon's velocity", ge=0, lt=1)
     nesterov: bool = setting(True, "look ahead by one step of momentum")
     ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalisation", ge=1, le=1000)

@@ -125,7 +125,7 @@ class Scheduler:
 class Constant(Scheduler):
     """The peak rate from the end of the warm-up on."""
 
-    _target_: str = "foundry.optim.schedules.Constant.from_durations"
+    _target_: str = "foundry.schedules.Constant.from_durations"
 
     def check(self) -> Iterator[Violation]:
         """Say which settings a constant rate would ignore."""
@@ -142,28 +142,28 @@ class Constant(Scheduler):
 class Linear(Scheduler):
     """A straight line from the peak to min_lr."""
 
-    _target_: str = "foundry.optim.schedules.Linear.from_durations"
+    _target_: str = "foundry.schedules.Linear.from_durations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Scheduler):
     """Half a cosine from the peak to min_lr."""
 
-    _target_: str = "foundry.optim.schedules.Cosine.from_durations"
+    _target_: str = "foundry.schedules.Cosine.from_durations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSquareRoot(Scheduler):
     """The root of warm-up over samples, then an abrupt drop to min_lr past the horizon."""
 
-    _target_: str = "foundry.optim.schedules.InverseSquareRoot.from_durations"
+    _target_: str = "foundry.schedules.InverseSquareRoot.from_durations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WSD(Scheduler):
     """Warm-up, stable at the peak, then a decay at the end of the horizon."""
 
-    _target_: str = "foundry.optim.schedules.WSD.from_durations"
+    _target_: str = "foundry.schedules.WSD.from_durations"
     decay: str = setting(
         "0.3",
         "duration of the decay that ends at the horizon, of which a fraction is one",

@@ -9,7 +9,7 @@ from foundry.config.packages import missing_message
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import Violation, shown
 
-EXTRAS = {"foundry.tracking.tensorboard.TensorBoard": "tensorboard", "foundry.tracking.wandb.WandB": "wandb"}
+EXTRAS = {"foundry.TensorBoard": "tensorboard", "foundry.WandB": "wandb"}
 """Extra that each tracker with an optional package needs; the package has the same name."""
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from foundry.config.target_names import respelled
+from foundry.core.part_names import first_path
+
 _PACKAGES = ("numpy", "mujoco", "gymnasium", "gymnasium-robotics", "metaworld")
 """Whose version may change what a simulator does, or what is drawn."""
 
@@ -16,7 +19,7 @@ _PACKAGES = ("numpy", "mujoco", "gymnasium", "gymnasium-robotics", "metaworld")
 def simulator_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a simulator, with the versions and the source code on which it depends what it does."""
     return {
-        "simulator": dict(settings),
+        "simulator": respelled(dict(settings), first_path),
         "versions": {name: _version(name) for name in _PACKAGES},
         "sources": _sources(str(settings.get("_target_", ""))),
     }

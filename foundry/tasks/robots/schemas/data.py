@@ -77,7 +77,7 @@ class Episodes(Data):
 class Demonstrations(Episodes):
     """Successful episodes of the simulator's expert, the same for every seed of a run; made once, and kept."""
 
-    _target_: str = "foundry.data.robots.demonstrations.demonstrations"
+    _target_: str = "foundry.datasets.demonstrations"
 
     episodes: int = setting(300, "successful episodes", ge=2, le=10**7)
     noise: float = setting(
@@ -106,7 +106,7 @@ class Demonstrations(Episodes):
 class LeRobot(Episodes):
     """Episodes of your own, in a folder in LeRobot's format, version 3."""
 
-    _target_: str = "foundry.data.robots.lerobot.lerobot"
+    _target_: str = "foundry.datasets.lerobot"
 
     path: str = setting("???", "folder with meta/info.json", on_resume=OnResume.data)
     state_key: str = setting("observation.state", "column of the states")
@@ -140,7 +140,7 @@ class LeRobot(Episodes):
 class Scenes(AboutPictures):
     """Pictures of the starts of the simulator's episodes, with what it says about them; made once, and kept."""
 
-    _target_: str = "foundry.data.robots.scenes.scenes"
+    _target_: str = "foundry.datasets.scenes"
 
     num_scenes: int = setting(4200, "pictures, those held out among them", ge=2, le=2**30)
     seq_len: int = setting(64, "most tokens of a conversation", ge=1, le=10**8)

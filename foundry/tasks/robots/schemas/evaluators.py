@@ -29,7 +29,7 @@ class Success:
 
     metrics: ClassVar[tuple[str, ...]] = SUCCESS_METRICS
 
-    _target_: str = "foundry.evaluators.success.Success"
+    _target_: str = "foundry.evals.Success"
     num_observations: int = setting(2, "observations that the policy is shown", ge=1, le=1024)
     episodes: int = setting(50, "episodes to run", ge=1, le=MOST_EPISODES)
     at_a_time: int = setting(25, "episodes that share a forward pass, with a simulator each", ge=1, le=10**6)

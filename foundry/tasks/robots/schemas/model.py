@@ -20,7 +20,7 @@ class PolicyDiT(Model):
     same_as_data: ClassVar[tuple[str, ...]] = (*Model.same_as_data, *_SIZES)
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
 
-    _target_: str = "foundry.models.policy_dit.PolicyDiT"
+    _target_: str = "foundry.PolicyDiT"
     state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
     action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
     num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
@@ -59,7 +59,7 @@ class VLA(Model):
     brings_hparams: ClassVar[str] = "vla"
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
 
-    _target_: str = "foundry.models.vla.VLA"
+    _target_: str = "foundry.VLA"
     backbone: PrefixVLM = setting(PrefixVLM, "the vision-language model, whose keys and values the expert attends to")
     state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
     action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)

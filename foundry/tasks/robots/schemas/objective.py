@@ -50,7 +50,7 @@ class DiffusionPolicy(ActionChunks):
 
     loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
 
-    _target_: str = "foundry.objectives.action_chunks.DiffusionPolicy"
+    _target_: str = "foundry.DiffusionPolicy"
     seed: int = setting("${hparams.seed}", "seed of noise and timesteps", ge=0)
     prediction: Prediction = setting(
         Prediction.sample, "sample: the actions, which learns fastest; epsilon: the noise; v_prediction: the velocity"
@@ -73,7 +73,7 @@ class FlowPolicy(ActionChunks):
 
     loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
 
-    _target_: str = "foundry.objectives.action_chunks.FlowPolicy"
+    _target_: str = "foundry.FlowPolicy"
     seed: int = setting("${hparams.seed}", "seed of noise and times", ge=0)
     sampling_steps: int = setting(10, "Euler steps of an answer", ge=1, le=10**6)
 
@@ -82,7 +82,7 @@ class FlowPolicy(ActionChunks):
 class ActionRegression(ActionChunks):
     """Regression of the next actions: right where there is one way to do a task, and the baseline elsewhere."""
 
-    _target_: str = "foundry.objectives.action_chunks.ActionRegression"
+    _target_: str = "foundry.ActionRegression"
     loss_function: str = setting(
         "l1", "l1: absolute error, as ACT has; mse: squared; hparams=policy follows it", parse=parse_regression_loss
     )

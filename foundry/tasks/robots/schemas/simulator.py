@@ -41,7 +41,7 @@ def _parse_task(text: str) -> str:
 class Tabletop(Simulator):
     """A pusher, and three blocks on a table: foundry's own scene in MuJoCo."""
 
-    _target_: str = "foundry.simulators.tabletop.Tabletop"
+    _target_: str = "foundry.Tabletop"
     task: str = setting(
         "around",
         "around: touch the red block by either side of the green one; push: the block named to the side named; "
@@ -90,7 +90,7 @@ _FIRST_MUJOCO_WITHOUT_FETCH, _LAST_FETCH_WITH_THE_FAULT = (3, 12), (1, 4, 2)
 class Gymnasium(Simulator):
     """Any environment of Gymnasium with numbers as observation and action."""
 
-    _target_: str = "foundry.simulators.gymnasium.Gymnasium"
+    _target_: str = "foundry.Gymnasium"
     id: str = setting("???", "of the environment, as for gymnasium.make, such as FetchPush-v4")
     kwargs: dict[str, Any] = setting(dict, "what the environment is made with besides, as a mapping")
     import_module: str | None = setting(None, "module to import first, which registers the environment; null: none")
@@ -131,7 +131,7 @@ class Gymnasium(Simulator):
 class MetaWorld(Simulator):
     """One of the fifty manipulation tasks of Meta-World."""
 
-    _target_: str = "foundry.simulators.metaworld.MetaWorld"
+    _target_: str = "foundry.MetaWorld"
     task: str = setting("pick-place-v3", "name of the task, such as reach-v3, push-v3 or drawer-open-v3")
     state_dim: int = setting(39, "numbers in the state that a policy sees", ge=1, le=10**6, runtime=True)
     action_dim: int = setting(4, "numbers in an action", ge=1, le=10**6, runtime=True)

@@ -1,0 +1,157 @@
+"""Imports of modules by their old names after a move.
+
+`import foundry.old`, `from foundry.old import X`, `python -m foundry.old`, pickles and dotted paths find the module of
+the new name. Both names share one module object, so patches by either name have the same effect.
+"""
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # this is read by every import of foundry
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import CodeType, ModuleType
+
+MOVED = {
+    "foundry.cli": "foundry.commands.main",
+    "foundry.commands.policy_eval": "foundry.tasks.robots.evaluation",
+    "foundry.config.checks.episodes": "foundry.tasks.robots.checks.episodes",
+    "foundry.config.checks.policies": "foundry.tasks.robots.checks.policies",
+    "foundry.config.checks.success": "foundry.tasks.robots.checks.success",
+    "foundry.config.duration": "foundry.core.duration",
+    "foundry.config.errors": "foundry.core.errors",
+    "foundry.config.lerobot": "foundry.tasks.robots.lerobot_info",
+    "foundry.config.schemas.action_chunks": "foundry.tasks.robots.schemas.objective",
+    "foundry.config.schemas.data.episodes": "foundry.tasks.robots.schemas.data",
+    "foundry.data.chats": "foundry.data.conversations.chats",
+    "foundry.data.demonstrations": "foundry.data.robots.demonstrations",
+    "foundry.data.digits": "foundry.data.images.digits",
+    "foundry.data.image_chats": "foundry.data.conversations.image_chats",
+    "foundry.data.image_folder": "foundry.data.images.image_folder",
+    "foundry.data.lerobot": "foundry.data.robots.lerobot",
+    "foundry.data.lerobot_writing": "foundry.data.robots.lerobot_writing",
+    "foundry.data.preferences": "foundry.data.conversations.preferences",
+    "foundry.data.prompts": "foundry.data.conversations.prompts",
+    "foundry.data.robots": "foundry.tasks.robots.data",
+    "foundry.data.scenes": "foundry.data.robots.scenes",
+    "foundry.data.text": "foundry.data.corpora.text",
+    "foundry.data.token_files": "foundry.data.corpora.token_files",
+    "foundry.data.tokenizer": "foundry.data.corpora.tokenizer",
+    "foundry.evaluators.episodes": "foundry.tasks.robots.evaluators.episodes",
+    "foundry.evaluators.films": "foundry.tasks.robots.evaluators.films",
+    "foundry.evaluators.rates": "foundry.tasks.robots.evaluators.rates",
+    "foundry.evaluators.success": "foundry.tasks.robots.evaluators.success",
+    "foundry.library": "foundry.commands.library",
+    "foundry.models.huggingface": "foundry.models.pretrained.huggingface",
+    "foundry.models.policy_dit": "foundry.tasks.robots.models.policy_dit",
+    "foundry.models.vla": "foundry.tasks.robots.models.vla",
+    "foundry.objectives.action_chunks": "foundry.tasks.robots.action_chunks",
+    "foundry.simulators": "foundry.tasks.robots.simulators",
+    "foundry.simulators.protocol": "foundry.core.simulator",
+    "foundry.tracking.success_figure": "foundry.tasks.robots.success_figure",
+    "foundry.train": "foundry.engine.train",
+    "foundry.training.events": "foundry.core.events",
+    "foundry.training.model_hooks": "foundry.core.model_hooks",
+    "foundry.training.progress": "foundry.core.progress",
+    "foundry.training.protocols": "foundry.core.protocols",
+}
+"""New names by old names of modules, packages with their modules, classes and functions.
+
+The entry with the longest old name applies. A new name may be the old name of another entry. Entries are never removed.
+A package whose modules moved to several places needs no entry. A module that lost a class or function needs
+`__getattr__ = find_moved(__name__)`.
+"""
+
+
+def current_name(path: str) -> str:
+    """Return a dotted path with old names replaced by current names."""
+    while (moved := _moved(path)) is not None:
+        path = moved
+    return path
+
+
+def _moved(path: str) -> str | None:
+    """Apply the entry with the longest old name to a path; return None if no entry applies."""
+    old = path
+    while old not in MOVED:
+        old = old.rpartition(".")[0]
+        if not old:
+            return None
+    return MOVED[old] + path.removeprefix(old)
+
+
+def find_moved(module: str) -> "Callable[[str], object]":
+    """Return a `__getattr__` that finds classes and functions which moved to other modules.
+
+    Args:
+        module: `__name__` of the module.
+    """
+
+    def find(name: str) -> object:
+        path = f"{module}.{name}"
+        if (place := current_name(path)) == path:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        owner, _, attribute = place.rpartition(".")
+        return getattr(import_module(owner), attribute)
+
+    return find
+
+
+class MovedModules:
+    """Finder of modules by old names, for `sys.meta_path`."""
+
+    @staticmethod
+    def find_spec(
+        fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """Return the import specification of an old name; None for other names."""
+        if not fullname.startswith("foundry.") or not MOVED:
+            return None
+        from importlib.machinery import ModuleSpec, PathFinder
+        from importlib.util import find_spec
+
+        name = current_name(fullname)
+        if name != fullname:
+            if (there := find_spec(name)) is None:
+                return None
+            loader = _Alias(name)
+            spec = ModuleSpec(fullname, loader, origin=there.origin)  # type: ignore[arg-type] # a loader by its methods
+            spec.submodule_search_locations = there.submodule_search_locations
+            return spec
+        if any(old.startswith(f"{fullname}.") for old in MOVED) and PathFinder.find_spec(fullname, path) is None:
+            return ModuleSpec(fullname, None, is_package=True)  # a package whose modules all moved
+        return None
+
+
+class _Alias:
+    """Loader that imports a module by its current name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType":
+        from importlib import import_module
+
+        module = import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: "ModuleType") -> None:
+        module.__spec__ = self._spec  # Python set the specification of the old name
+
+    def get_code(self, fullname: str) -> "CodeType | None":
+        """Return the code of the module, for `python -m`."""
+        from importlib.util import find_spec
+
+        spec = find_spec(self._name)
+        get_code: Callable[[str], CodeType | None] | None = getattr(spec and spec.loader, "get_code", None)
+        return None if get_code is None else get_code(self._name)
+
+
+def install() -> None:
+    """Add the finder to `sys.meta_path` once, before the finder of files: old folders may be left with caches."""
+    if MovedModules not in sys.meta_path:
+        sys.meta_path.insert(0, MovedModules)
