@@ -11,8 +11,8 @@ from pkgutil import resolve_name
 import pytest
 
 import foundry
-from foundry.core import errors, moved_modules
 from foundry.config.checks.static_source import NotThere, resolve_parameters
+from foundry.core import errors, moved_modules
 from foundry.core.duration import Duration
 from foundry.core.moved_modules import MOVED, MovedModules, current_name, find_moved
 from foundry.run_dir import names
