@@ -14,7 +14,7 @@ ROLLOUT = [
     "environment=exact_match",
     "evaluation=reward",
 ]
-ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evaluators.exact_match.ExactMatch"
+ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evals.ExactMatch"
 POLICY = ("success", "demonstrations", "policy_dit")
 COMPANIONS = {
     "chats": ["objective=sft"],

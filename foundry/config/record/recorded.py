@@ -60,8 +60,8 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     A part is foundry's own if its `_target_`, by its public name or an older path, is the default of a schema of its
     group, or it is an evaluator or tracker that foundry has, or a metric of torchmetrics that such an evaluator is
     given; whatever else Hydra obeys, and whatever is nested, is not. Kernels of a hub, which transformers would fetch,
-    are not either, nor the settings by which a part would run foreign code (`foreign_settings` of its schema), and a
-    part is given no variable of the environment.
+    are not either, nor the settings by which a part would run them (`foreign_settings` of its schema), and a part is
+    given no variable of the environment.
     """
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group), **_own_targets_inside(group)}
