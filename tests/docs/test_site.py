@@ -24,9 +24,9 @@ def test_links_lead_to_pages_of_the_site(hooks):
     assert linked(hooks, start, page="index.md") == (
         '[a](plan.md) [b](contributing.md#tests) [c](notebooks/own_model.md) src="site.css"'
     )
-    page = "[a](../CHANGELOG.md) [b](../foundry/commands/library.py) [c](plan.md#x) [d](https://example.org/a.md) [e](gone.md)"
+    page = "[a](../CHANGELOG.md) [b](../foundry/eval.py) [c](plan.md#x) [d](https://example.org/a.md) [e](gone.md)"
     assert linked(hooks, page, page="faq.md") == (
-        "[a](changelog.md) [b](source/foundry/commands/library.py.md) [c](plan.md#x) [d](https://example.org/a.md) [e](gone.md)"
+        "[a](changelog.md) [b](source/foundry/eval.py.md) [c](plan.md#x) [d](https://example.org/a.md) [e](gone.md)"
     )
     assert linked(hooks, "[a](../library.md)", page="notebooks/own_model.md") == "[a](../library.md)"
 
