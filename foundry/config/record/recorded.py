@@ -115,9 +115,9 @@ def own_targets(group: str) -> tuple[str, ...]:
 
 
 @cache
-def own_named_parts() -> frozenset[str]:
+def own_named_parts() -> tuple[str, ...]:
     """The `_target_` of each evaluator and tracker that foundry and installed tasks have."""
-    return frozenset({*(schema._target_ for schema in evaluator_schemas()), *EXTRAS})
+    return (*(schema._target_ for schema in evaluator_schemas()), *EXTRAS)
 
 
 def _own_targets_inside(group: str) -> dict[str, tuple[str, ...]]:
