@@ -63,7 +63,7 @@ def blocks(text: str, *, at: str | None = None) -> list[str]:
 
 def documents() -> Iterator[Path]:
     """The README and the pages of docs, those with something to run."""
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         if blocks(path.read_text(encoding="utf-8")):
             yield path
 

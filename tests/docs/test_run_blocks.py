@@ -74,7 +74,7 @@ def test_what_a_block_leaves_running_is_ended(script, tmp_path):
 
 
 def test_every_page_says_of_its_blocks_where_they_run(script):
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = page.read_text()
         here = len(script.blocks(text))
         elsewhere = sum(len(script.blocks(text, at=place)) - here for place in script.PLACES)
