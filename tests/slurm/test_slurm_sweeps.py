@@ -166,4 +166,4 @@ def test_a_detached_sweep_continues_and_is_found_again(cluster):
     cluster.finish(driver)
     assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2
     assert cluster.slurm_id(0) == f"{array}_0"
-    assert (cluster.cwd / "s/code/foundry/train.py").is_file()
+    assert (cluster.cwd / "s/code/foundry/engine/train.py").is_file()
