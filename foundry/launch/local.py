@@ -1,5 +1,6 @@
 """Several processes on this machine."""
 
+import atexit
 import json
 import math
 import multiprocessing
@@ -11,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -154,6 +155,8 @@ def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, 
     """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), NOTES: str(folder), STORE: str(folder / "store")}
     os.environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    codes: list[int] = []
+    atexit.register(_end_without_destructors, codes)  # called after all that are registered later
     try:
         _join_session(folder)
         try:
@@ -163,12 +166,26 @@ def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, 
         if rank == 0:
             (folder / _ANSWER).write_bytes(pickle.dumps(answer))
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        codes.append(128 + signal.SIGINT)
+        sys.exit(codes[0])
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (0, None):
             raise
         _note(error)
-        sys.exit(1)  # multiprocessing would print the traceback; that is for the process that started this one
+        codes.append(1)
+        sys.exit(codes[0])  # multiprocessing would print the traceback; that is for the process that started this one
+
+
+def _end_without_destructors(codes: list[int]) -> None:
+    """In the process, if it has failed: end it before the destructors of its libraries run.
+
+    A failed rank is still in its process group, whose threads C++ would end with an error message of its own.
+    """
+    if codes:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # it is missing, its reader is gone, or it is closed
+                stream.flush()
+        os._exit(codes[0])
 
 
 def _join_session(folder: Path) -> None:

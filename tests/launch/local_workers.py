@@ -43,6 +43,17 @@ def fail_on_rank_one():
         world.all_reduce_sum(torch.ones(1))
 
 
+def fail_with_exit_handlers():
+    """Fail, and say which exit handlers run: of Python to stderr, of C++, among its destructors, to stdout."""
+    import atexit
+    import ctypes
+
+    c = ctypes.CDLL(None)
+    assert c.__cxa_atexit(ctypes.cast(c.puts, ctypes.c_void_p), ctypes.c_char_p(b"handler of C++"), None) == 0
+    atexit.register(sys.stderr.write, "handler of Python\n")
+    raise ValueError("no such token: 99")
+
+
 def fail_and_say_whether_the_group_is_left():
     import torch
     import torch.distributed as dist

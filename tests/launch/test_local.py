@@ -13,6 +13,7 @@ from local_workers import (
     die_silently,
     fail_and_say_whether_the_group_is_left,
     fail_on_rank_one,
+    fail_with_exit_handlers,
     stop_after_signal,
     stop_and_be_asked_again,
 )
@@ -52,6 +53,12 @@ def test_the_rank_that_failed_is_named_not_the_one_that_waited_for_it(capfd):
     assert str(caught.value) == "rank 1 failed: ValueError: no such token: 99"
     assert "in fail_on_rank_one" in caught.value.trace
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_fails_ends_before_the_destructors_of_its_libraries(capfd):
+    with pytest.raises(WorkerFailed, match="no such token: 99"):
+        run_local(1, fail_with_exit_handlers)
+    assert capfd.readouterr() == ("", "handler of Python\n")
 
 
 @pytest.mark.long
