@@ -47,15 +47,11 @@ def test_every_option_of_free_groups_composes(compose, place):
     assert all(plain(config)[group] is not None for group in FREE)
 
 
+# By default tests/evidence/test_compositions.py composes each option and each experiment.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("group", "option"),
-    [
-        # test_hparams_presets.py composes each preset with the settings that it needs.
-        long_case(group, option) if group == "hparams" and not option.startswith("nemo_") else (group, option)
-        for group, options in OPTIONS.items()
-        if group not in FREE
-        for option in options
-    ],
+    [(group, option) for group, options in OPTIONS.items() if group not in FREE for option in options],
 )
 def test_every_option_composes(compose, group, option):
     if has_no_value(group, option):
@@ -66,6 +62,7 @@ def test_every_option_composes(compose, group, option):
     assert plain(config)[group] is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [p.stem for p in (Path(config_dir()) / "experiment").glob("*.yaml")])
 def test_every_experiment_composes_to_something_of_its_own(compose, name):
     overrides = [f"experiment={name}"]
