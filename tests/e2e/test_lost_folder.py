@@ -1,5 +1,6 @@
 """A run directory that is deleted or moved while the run trains."""
 
+import ctypes
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from foundry.run_dir.checkpoints import find, list_checkpoints
 STEPS = 1200  # so that a test that waits for its turn still finds the run training
 WORDS = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", "hydra.run.dir=run", "evaluation.write_samples=true"]
 TWO = ["distributed=fsdp", "distributed.nproc_per_node=2"]
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 
 def deleted(run_dir):
@@ -24,9 +26,11 @@ def moved(run_dir):
 
 
 def replaced(run_dir):
-    moved(run_dir)
-    run_dir.mkdir()
-    (run_dir / "config.yaml").write_text("somebody else's")
+    """Put another folder in its place, in one call: between two the run would notice that there is none."""
+    other = run_dir.with_name("moved")
+    other.mkdir()
+    (other / "config.yaml").write_text("somebody else's")
+    assert ctypes.CDLL(None).renameat2(AT_FDCWD, bytes(other), AT_FDCWD, bytes(run_dir), RENAME_EXCHANGE) == 0
 
 
 CASES = {
