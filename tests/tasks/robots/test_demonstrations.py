@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ SETTINGS = {
     "horizon": 4,
     "held_out": 0.2,
 }
+
+CODE_OF_SIMULATORS = "1b43aabda4221b20223a6928e83c1f58d635eb8b2b69f28c6e4a055d246f1747"
 
 
 class Watched(Reach):
@@ -196,3 +199,18 @@ def test_what_cannot_be_made_is_a_line_and_leaves_nothing(simulator, changed, me
     with pytest.raises(ConfigError, match=message):
         demonstrations(seed=0, cache_dir=str(tmp_path), simulator=simulator, simulator_settings={}, **settings)
     assert not [entry for entry in tmp_path.iterdir() if entry.is_dir()]
+
+
+def test_the_code_of_own_simulators_is_that_of_their_version():
+    """A simulator that acts or draws differently gets another `_OWN_SOURCES`; after any change write the new digest here."""
+    from foundry.tasks.robots import simulators
+    from foundry.tasks.robots.data.simulated import _OWN_SOURCES, _sources
+
+    lines = [
+        line
+        for file in sorted(Path(simulators.__file__).parent.glob("*.py"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if not line.lstrip().startswith(("from ", "import "))
+    ]
+    assert sha256("\n".join(lines).encode()).hexdigest() == CODE_OF_SIMULATORS
+    assert _sources("foundry.Tabletop") == _sources("foundry.simulators.tabletop.Tabletop") == _OWN_SOURCES
