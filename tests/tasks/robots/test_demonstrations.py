@@ -202,7 +202,7 @@ def test_what_cannot_be_made_is_a_line_and_leaves_nothing(simulator, changed, me
 
 
 def test_the_code_of_own_simulators_is_that_of_their_version():
-    """A simulator that acts or draws differently gets another `_OWN_SOURCES`; after any change write the new digest here."""
+    """If a simulator acts or draws differently, change `_OWN_SOURCES`; after any change write the new digest here."""
     from foundry.tasks.robots import simulators
     from foundry.tasks.robots.data.simulated import _OWN_SOURCES, _sources
 

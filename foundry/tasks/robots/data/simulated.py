@@ -16,8 +16,8 @@ _PACKAGES = ("numpy", "mujoco", "gymnasium", "gymnasium-robotics", "metaworld")
 """Whose version may change what a simulator does, or what is drawn."""
 _OWN = "foundry.tasks.robots.simulators."
 _OWN_SOURCES = "36c3b6776905e2c5d4debd6eb9250d048eaf9ac4455f6e49bce923a134631ba8"
-"""Stands for the code of foundry's own simulators. Another value makes their data anew, and runs on it other runs: change
-it if one of them acts or draws differently, and only then."""
+"""Version of foundry's own simulators: the hash of their files at 0.1. For another version their data is made anew, and
+runs on it are other runs; so change it if a simulator acts or draws differently, and only then."""
 
 
 def simulator_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
