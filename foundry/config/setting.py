@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import Field, field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -52,6 +52,7 @@ def setting(
     finite: bool = True,
     on_resume: OnResume | None = None,
     runtime: bool = False,
+    alone: Any = MISSING,
     since: str | None = None,
 ) -> Any:
     """Declare a schema field. Whatever its bounds, a number is one that int64 or float32 holds, and a text one line.
@@ -68,6 +69,7 @@ def setting(
         finite: a number may not be infinite.
         on_resume: whether a resumed run may have another value; None: as its group.
         runtime: the run itself reads it, or a preset sets it for every part; a part of the user's own need not take it.
+        alone: default of a part that is built in Python, without a run, if `default` is an interpolation.
         since: version that added the setting. The hash of the configuration leaves it out at its default, so runs of
             earlier versions keep their hash. Required for new settings; None includes the setting in every hash.
 
@@ -85,6 +87,7 @@ def setting(
         "finite": finite,
         "on_resume": on_resume,
         "runtime": runtime,
+        "alone": alone,
         "since": since,
     }
     if callable(default):

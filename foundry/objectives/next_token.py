@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from foundry.config.configured import configured_by
+from foundry.config.schemas.objective import NextToken as NextTokenSettings
 from foundry.core.protocols import LossSum, Mean, Microbatch
 from foundry.generation.picture_answers import PictureAnswers
 from foundry.generation.text_samples import TextSamples, continue_text
@@ -17,26 +19,16 @@ class NextToken:
 
     A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 where ignored, and `position`. The
     model maps (tokens, targets) to `TokenLogProbs`.
-
-    Args:
-        z_loss_coefficient: weight of the squared log-sum-exp of the logits, averaged over the same valid tokens.
-        sample_tokens: length of a text sample in tokens.
-        temperature: of a text sample; 0 picks the likeliest token.
     """
 
     reads_log_probs = True
     asks_for_loss = True
     """Its logits exist tile by tile whatever `model.logprob_tile_tokens` is."""
 
-    def __init__(self, *, z_loss_coefficient: float = 0.0, sample_tokens: int = 160, temperature: float = 0.8) -> None:
-        self.z_loss_coefficient = z_loss_coefficient
-        self.sample_tokens = sample_tokens
-        self.temperature = temperature
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """What is measured besides the loss."""
-        return ("cross_entropy", "z_loss") if self.z_loss_coefficient else ()
+    @configured_by(NextTokenSettings)
+    def __init__(self, settings: NextTokenSettings) -> None:
+        self.settings = settings
+        self.metrics = settings.metrics
 
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of targets that are not ignored, in samples that are not padding."""
@@ -48,10 +40,10 @@ class NextToken:
         With a z-loss, its sum (weighted) and that of the cross-entropy are metrics too.
         """
         targets = valid_targets(microbatch)
-        token_loss = TokenLoss(z_loss_coefficient=self.z_loss_coefficient)
+        token_loss = TokenLoss(z_loss_coefficient=self.settings.z_loss_coefficient)
         output = ask_for_loss(model, microbatch["tokens"], targets, token_loss)
         assert output.loss is not None
-        if self.z_loss_coefficient == 0:
+        if self.settings.z_loss_coefficient == 0:
             return LossSum(output.loss)
         cross_entropy = -output.log_prob.sum()
         return LossSum(
@@ -64,7 +56,7 @@ class NextToken:
 
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
         """Continue prompts; options are those of `continue_text`, where the lengths and the temperature are open."""
-        own = {"max_new_tokens": self.sample_tokens, "temperature": self.temperature}
+        own = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
         return continue_text(model, data, device, **{**own, **options})
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry.config.configured import configured_by
+from foundry.config.schemas.objective import SFT as SFTSettings
 from foundry.core.keyed_random import keyed_integers
 from foundry.core.protocols import LossSum, Mean, Microbatch
 from foundry.generation.picture_answers import PictureAnswers
@@ -21,17 +23,7 @@ class SFT:
     A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 for prompts and padding, and `position`.
     Where rows hold several samples, also `documents`: (batch, seq) int64, the sample of each token, -1 for padding;
     `position` is then that of each sample. Of data with pictures also `images`: (batch, pictures, 3, size, size) uint8,
-    which the model is given.
-
-    Args:
-        z_loss_coefficient: weight of the squared log-sum-exp of the logits, averaged as the cross-entropy is.
-        sft_average_log_probs: average over the tokens of each sample first, so that all samples weigh the same; else
-            all tokens do.
-        hidden_dropout: what the model drops of hidden states, which it is built with; None: its own.
-        attention_dropout: likewise of attention weights.
-        seed: of dropout, whose draws are keyed by it and by the sample's position.
-        sample_tokens: longest answer of a text sample.
-        temperature: of a text sample; 0 picks the likeliest token.
+    which the model is given. Dropout is drawn by `seed` and the sample's position.
     """
 
     reads_log_probs = True
@@ -39,29 +31,18 @@ class SFT:
     metrics: tuple[str, ...]
     forward_keywords: tuple[str, ...] = ("read",)
 
-    def __init__(
-        self,
-        *,
-        z_loss_coefficient: float = 0.0,
-        sft_average_log_probs: bool = False,
-        hidden_dropout: float | None = None,
-        attention_dropout: float | None = None,
-        seed: int = 0,
-        sample_tokens: int = 160,
-        temperature: float = 0.0,
-    ) -> None:
-        self.z_loss_coefficient = z_loss_coefficient
-        self.seed, self.sample_tokens, self.temperature = seed, sample_tokens, temperature
-        self._has_dropout = bool(hidden_dropout or attention_dropout)
+    @configured_by(SFTSettings)
+    def __init__(self, settings: SFTSettings) -> None:
+        self.settings = settings
+        self.metrics = settings.metrics
+        self._has_dropout = bool(settings.hidden_dropout or settings.attention_dropout)
         if self._has_dropout:
             self.forward_keywords += ("dropout_keys",)
-        self.averages_samples = sft_average_log_probs
-        self.metrics = ("accuracy", "cross_entropy", "z_loss") if z_loss_coefficient else ("accuracy",)
 
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of targets that are not ignored; with `sft_average_log_probs` of samples that have any."""
         is_valid = valid_targets(microbatch) != IGNORED_TARGET
-        if not self.averages_samples:
+        if not self.settings.sft_average_log_probs:
             return int(is_valid.sum())
         if "documents" in microbatch:
             return len(set(microbatch["documents"][is_valid].tolist()))
@@ -78,14 +59,14 @@ class SFT:
         asked |= {name: microbatch[name] for name in ("images",) if name in microbatch}
         is_valid = targets != IGNORED_TARGET
         weights = is_valid.float()
-        if self.averages_samples:
+        if self.settings.sft_average_log_probs:
             weights = weights / _tokens_of_sample(is_valid, microbatch.get("documents")).clamp(min=1)
-        token_loss = TokenLoss(z_loss_coefficient=self.z_loss_coefficient, weights=weights, finds_correct=True)
+        token_loss = TokenLoss(z_loss_coefficient=self.settings.z_loss_coefficient, weights=weights, finds_correct=True)
         output = ask_for_loss(model, microbatch["tokens"], targets, token_loss, **asked)
         assert output.loss is not None
         assert output.correct is not None
         metrics = {"accuracy": Mean(output.correct.sum().float(), is_valid.sum())}
-        if self.z_loss_coefficient:
+        if self.settings.z_loss_coefficient:
             cross_entropy = -(output.log_prob * weights).sum()
             metrics |= {"cross_entropy": Mean(cross_entropy), "z_loss": Mean(output.loss.detach() - cross_entropy)}
         return LossSum(output.loss, metrics)
@@ -96,14 +77,16 @@ class SFT:
 
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
         """Answer prompts; options are those of `continue_text`, where the lengths and the temperature are open."""
-        own = {"max_new_tokens": self.sample_tokens, "temperature": self.temperature}
+        own = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
         return continue_text(model, data, device, **{**own, **options})
 
     def _dropout_keys(self, microbatch: Microbatch, targets: Tensor) -> dict[str, Tensor]:
         """What the model keys its dropout by, (batch,) int64, where there is any."""
         if not self._has_dropout:
             return {}
-        keys = keyed_integers(self.seed, microbatch["position"], 2**62, stream="dropout", device=targets.device)
+        keys = keyed_integers(
+            self.settings.seed, microbatch["position"], 2**62, stream="dropout", device=targets.device
+        )
         return {"dropout_keys": keys}
 
 

@@ -1,9 +1,12 @@
-"""Fields of schemas that the part which they configure declares again, as parameters of its constructor."""
+"""Fields of schemas that the part which they configure declares again, as parameters of its constructor.
+
+Parameters are those of the function as it is written, below its decorators.
+"""
 
 import inspect
 from dataclasses import MISSING, dataclass, fields
 
-from hydra.utils import get_class, get_object
+from hydra.utils import get_object
 
 from foundry.config.composition.store import GROUPS, group_schemas
 
@@ -39,10 +42,9 @@ def _parameters(schema):
     target = next((field.default for field in fields(schema) if field.name == "_target_"), MISSING)
     if not isinstance(target, str) or not target.startswith("foundry."):
         return None
-    try:
-        return inspect.signature(get_object(target)).parameters
-    except ValueError:  # a class
-        return inspect.signature(get_class(target)).parameters
+    part = get_object(target)
+    function = part.__init__ if isinstance(part, type) else getattr(part, "__func__", part)
+    return inspect.signature(inspect.unwrap(function)).parameters
 
 
 def _declared(parameters, name):

@@ -11,12 +11,13 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from foundry.config.configured import SETTINGS, needed_settings
 from foundry.core.part_names import NAMESPACES, names_in, place_of
 from foundry.core.safe_path import local_remedy
 
@@ -189,8 +190,8 @@ def _parameters_in(source: Source, names: Sequence[str], depth: int) -> Paramete
     if isinstance(definition, ast.ClassDef):
         if len(names) == 1:
             return _constructor(source, definition, depth)
-        return _method(definition, names[1:])
-    return _of_function(definition) if len(names) == 1 else None
+        return _method(source, definition, names[1:])
+    return _of_function(source, definition) if len(names) == 1 else None
 
 
 def _lookup(source: Source, name: str, depth: int) -> tuple[Source, Definition] | None:
@@ -255,7 +256,7 @@ def _constructor(source: Source, definition: ast.ClassDef, depth: int) -> Parame
         return _of_dataclass(definition)
     own = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
     if len(own) == 1 and _body_names(definition).count("__init__") == 1:
-        return _of_function(own[0], skip=1)
+        return _of_function(source, own[0], skip=1)
     if not definition.bases and "__init__" not in _body_names(definition):
         return Parameters((), frozenset(), 0)
     if "__init__" in _body_names(definition) or len(definition.bases) != 1:
@@ -318,7 +319,7 @@ def _of_dataclass(definition: ast.ClassDef) -> Parameters | None:
     return Parameters(tuple(names), frozenset(required), len(names))
 
 
-def _method(definition: ast.ClassDef, names: Sequence[str]) -> Parameters | None:
+def _method(source: Source, definition: ast.ClassDef, names: Sequence[str]) -> Parameters | None:
     """What a class method or static method takes."""
     own = [node for node in definition.body if isinstance(node, Definition) and node.name == names[0]]
     is_whole = not (definition.bases or definition.keywords or definition.decorator_list)
@@ -327,17 +328,45 @@ def _method(definition: ast.ClassDef, names: Sequence[str]) -> Parameters | None
         raise NotThere(f"{definition.name} has no {names[0]}", what, names[0])
     if len(names) != 1 or len(own) != 1 or not isinstance(own[0], ast.FunctionDef):
         return None
-    decorators = [ast.unparse(node) for node in own[0].decorator_list]
-    if decorators not in (["classmethod"], ["staticmethod"]):
+    kind, *others = own[0].decorator_list or [None]
+    if not isinstance(kind, ast.Name) or kind.id not in ("classmethod", "staticmethod"):
         return None
-    return _of_arguments(own[0].args, skip=1 if decorators == ["classmethod"] else 0)
+    return _of_decorated(source, own[0].args, 1 if kind.id == "classmethod" else 0, others)
 
 
-def _of_function(definition: Definition, skip: int = 0) -> Parameters | None:
+def _of_function(source: Source, definition: Definition, skip: int = 0) -> Parameters | None:
     """What a function takes; `skip` is 1 for a method."""
-    if definition.decorator_list or isinstance(definition, ast.ClassDef):
+    if isinstance(definition, ast.ClassDef):
         return None
-    return _of_arguments(definition.args, skip)
+    return _of_decorated(source, definition.args, skip, definition.decorator_list)
+
+
+def _of_decorated(
+    source: Source, arguments: ast.arguments, skip: int, decorators: Sequence[ast.expr]
+) -> Parameters | None:
+    if not decorators:
+        return _of_arguments(arguments, skip)
+    return _of_configured(source, arguments, skip, decorators[0]) if len(decorators) == 1 else None
+
+
+def _of_configured(source: Source, arguments: ast.arguments, skip: int, decorator: ast.expr) -> Parameters | None:
+    """What a function decorated by `configured_by` takes: its own parameters, and the fields of the schema."""
+    match decorator:
+        case ast.Call(func=ast.Name("configured_by"), args=[ast.Name(name)]):
+            imports = [node for node in source.tree.body if isinstance(node, ast.ImportFrom)]
+            found = [
+                (node, alias.name) for node in imports for alias in node.names if name == (alias.asname or alias.name)
+            ]
+        case _:
+            return None
+    own, module = _of_arguments(arguments, skip), _absolute(source, found[0][0]) if len(found) == 1 else ""
+    if own is None or not (module in sys.modules or module.startswith("foundry.")):
+        return None
+    needs = needed_settings(getattr(importlib.import_module(module), found[0][1]))
+    names = [name for name in own.names if name != SETTINGS]
+    added = {name: is_needed for name, is_needed in needs.items() if name not in names}
+    required = own.required - {SETTINGS} | {name for name, is_needed in added.items() if is_needed}
+    return replace(own, names=(*names, *added), required=required)
 
 
 def _of_arguments(arguments: ast.arguments, skip: int) -> Parameters | None:

@@ -54,7 +54,12 @@ class NextToken:
         return ("cross_entropy", "z_loss") if self.z_loss_coefficient else ()
 
     _target_: str = "foundry.NextToken"
-    z_loss_coefficient: float = setting("${hparams.z_loss_coefficient}", "weight of the z-loss", ge=0)
+    z_loss_coefficient: float = setting(
+        "${hparams.z_loss_coefficient}",
+        "weight of the squared log-sum-exp of the logits, averaged as the cross-entropy is",
+        ge=0,
+        alone=0.0,
+    )
     sample_tokens: int = setting(160, "length of a text sample in tokens", ge=1, le=10**8)
     temperature: float = setting(0.8, "of a text sample; 0 picks the likeliest token", ge=0)
 
@@ -76,7 +81,12 @@ class SFT:
         return ("accuracy", "cross_entropy", "z_loss") if self.z_loss_coefficient else ("accuracy",)
 
     _target_: str = "foundry.SFT"
-    z_loss_coefficient: float = setting("${hparams.z_loss_coefficient}", "weight of the z-loss", ge=0)
+    z_loss_coefficient: float = setting(
+        "${hparams.z_loss_coefficient}",
+        "weight of the squared log-sum-exp of the logits, averaged as the cross-entropy is",
+        ge=0,
+        alone=0.0,
+    )
     sft_average_log_probs: bool = setting(
         False, "average over each sample's answer tokens first, so that long and short ones weigh the same"
     )
@@ -89,7 +99,7 @@ class SFT:
     attention_dropout: float | None = setting(
         None, "share dropped of attention weights; null: the model's own; 0: none", ge=0, lt=1
     )
-    seed: int = setting("${hparams.seed}", "seed of dropout", ge=0)
+    seed: int = setting("${hparams.seed}", "seed of dropout", ge=0, alone=0)
     sample_tokens: int = setting(160, "longest answer of a text sample in tokens", ge=1, le=10**8)
     temperature: float = setting(0.0, "of a text sample; 0 picks the likeliest token", ge=0)
 
@@ -247,7 +257,7 @@ class Diffusion:
     metrics: ClassVar[tuple[str, ...]] = ()
 
     _target_: str = "foundry.Diffusion"
-    seed: int = setting("${hparams.seed}", "seed of noise, timesteps and dropped conditions", ge=0)
+    seed: int = setting("${hparams.seed}", "seed of noise, timesteps and dropped conditions", ge=0, alone=0)
     num_classes: int = setting(
         "${data.num_classes}", "classes of the data; the next label stands for no class", ge=1, le=10**8
     )

@@ -1,0 +1,94 @@
+"""Parts that take their settings as one object of their schema."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, fields
+from functools import wraps
+from inspect import Parameter
+from typing import Any, TypeVar, cast
+
+from omegaconf import MISSING as MUST_BE_SET
+
+R = TypeVar("R")
+SETTINGS = "settings"
+"""Name of the parameter that takes the object."""
+
+
+def configured_by(schema: type) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Decorate a constructor or function that takes an object of `schema` as its parameter `settings`.
+
+    Callers pass the object, `GRPO(settings)`, or its fields by keyword, `GRPO(kl_type=KLType.k1)`, as
+    `hydra.utils.instantiate` does. The schema is the only declaration of fields, defaults and descriptions. A keyword
+    that is a parameter of the function itself goes to that parameter, such as a model built inside another one.
+
+    The signature of the decorated function has the fields as keyword-only parameters.
+
+    Raises:
+        TypeError: (the decorated function) a keyword is unknown, a field without a default is missing, or the object is
+            not of `schema`.
+    """
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        parameters = inspect.signature(function).parameters
+        place = list(parameters).index(SETTINGS)
+        own = [item for item in fields(schema) if _is_setting(item) and item.name not in parameters]
+
+        @wraps(function)
+        def build(*args: Any, **keywords: Any) -> R:
+            if len(args) <= place and SETTINGS not in keywords:
+                keywords[SETTINGS] = _from_keywords(schema, own, keywords, function.__qualname__)
+            given = args[place] if len(args) > place else keywords[SETTINGS]
+            if not isinstance(given, schema):
+                message = f"takes an object of {schema.__name__}, or its fields by keyword"
+                raise TypeError(f"{function.__qualname__}() {message}, not {given!r:.100}")
+            return function(*args, **keywords)
+
+        cast(Any, build).__signature__ = inspect.Signature(list(_flat(parameters.values(), own)))
+        return build
+
+    return decorate
+
+
+def needed_settings(schema: type) -> dict[str, bool]:
+    """Return the fields of a schema, each with whether a part that is built without a run needs a value for it."""
+    return {item.name: _default(item) is MISSING for item in fields(schema) if _is_setting(item)}
+
+
+def _is_setting(item: "Field[Any]") -> bool:
+    return item.init and not item.name.startswith("_")
+
+
+def _from_keywords(schema: type, own: list["Field[Any]"], keywords: dict[str, Any], name: str) -> Any:
+    """Take the fields out of the keywords, and build the object.
+
+    Raises:
+        TypeError: a field without a default is missing.
+    """
+    if missing := [item.name for item in own if item.name not in keywords and _default(item) is MISSING]:
+        raise TypeError(f"{name}() missing required keyword argument: {', '.join(missing)}")
+    values = {item.name: keywords.pop(item.name) for item in own if item.name in keywords}
+    defaults = {item.name: _default(item) for item in own if item.default_factory is MISSING}
+    return schema(**{**defaults, **values})
+
+
+def _default(item: "Field[Any]") -> Any:
+    """Return the default outside a run; MISSING if there is none: a value to be set, or one taken from another key."""
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    alone = item.metadata.get("alone", MISSING)
+    if alone is not MISSING:
+        return alone
+    is_open = isinstance(item.default, str) and (item.default == MUST_BE_SET or "${" in item.default)
+    return MISSING if is_open else item.default
+
+
+def _flat(parameters: Any, own: list["Field[Any]"]) -> Iterator[Parameter]:
+    """Yield the parameters of the function, with the fields in place of `settings`."""
+    others = [parameter for parameter in parameters if parameter.name != SETTINGS]
+    rest = [parameter for parameter in others if parameter.kind is Parameter.VAR_KEYWORD]
+    yield from (parameter for parameter in others if parameter.kind is not Parameter.VAR_KEYWORD)
+    for item in own:
+        default = _default(item)
+        shown = Parameter.empty if default is MISSING else default
+        yield Parameter(item.name, Parameter.KEYWORD_ONLY, default=shown, annotation=item.type)
+    yield from rest

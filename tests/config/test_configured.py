@@ -1,0 +1,120 @@
+"""Parts that take their settings as one object of their schema."""
+
+import inspect
+from dataclasses import dataclass, fields
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import foundry
+from foundry.config.build import build
+from foundry.config.checks.static_source import resolve_parameters
+from foundry.config.composition.store import GROUPS, group_schemas
+from foundry.config.configured import configured_by
+from foundry.config.schemas.objective import SFT
+from foundry.config.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oven:
+    _target_: str = "kitchen.bake"
+    heat: float = setting(180.0, "in degrees Celsius", gt=0)
+    seed: int = setting("${hparams.seed}", "of the crumbs", alone=0)
+    dough: str = setting("${data.path}", "file of the dough")
+    tins: list[str] = setting(list, "one name each")
+
+
+@configured_by(Oven)
+def bake(settings: Oven, *, minutes: int = 30) -> tuple[Oven, int]:
+    return settings, minutes
+
+
+class Baker:
+    @configured_by(Oven)
+    def __init__(self, settings: Oven, *, dough: str = "given") -> None:
+        self.settings, self.dough = settings, dough
+
+    @classmethod
+    @configured_by(Oven)
+    def of(cls, settings: Oven) -> "Baker":
+        return cls(settings)
+
+
+class Apprentice(Baker):
+    def __init__(self, *, speed: int = 1, **rest: object) -> None:
+        super().__init__(**rest)
+        self.speed = speed
+
+
+def test_keywords_and_an_object_give_the_same():
+    settings = Oven(heat=200.0, seed=0, dough="a")
+    assert bake(heat=200.0, dough="a") == bake(settings) == bake(settings=settings) == (settings, 30)
+    assert bake(settings, minutes=5)[1] == bake(dough="a", minutes=5)[1] == 5
+    assert Baker.of(heat=200.0, dough="a").settings == Baker.of(settings).settings == settings
+
+
+def test_a_keyword_of_the_function_itself_is_no_setting():
+    assert Baker(heat=1.0, dough="mine").dough == "mine"
+    assert Baker(heat=1.0).dough == "given"
+
+
+def test_a_subclass_passes_keywords_on():
+    baker = Apprentice(speed=2, heat=1.0)
+    assert (baker.speed, baker.settings.heat) == (2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({}, "bake() missing required keyword argument: dough"),
+        ({"dough": "a", "heta": 1}, "unexpected keyword argument 'heta'"),
+        ({"settings": {"dough": "a"}}, "takes an object of Oven, or its fields by keyword, not {'dough': 'a'}"),
+        ({"settings": Oven(), "heat": 3.0}, "unexpected keyword argument 'heat'"),
+    ],
+)
+def test_wrong_calls_are_type_errors(keywords, message):
+    with pytest.raises(TypeError) as error:
+        bake(**keywords)
+    assert message in str(error.value)
+
+
+def test_the_signature_shows_the_fields():
+    parameters = inspect.signature(bake).parameters
+    assert list(parameters) == ["minutes", "heat", "seed", "dough", "tins"]
+    assert (parameters["seed"].default, parameters["dough"].default) == (0, inspect.Parameter.empty)
+    assert list(inspect.signature(Baker).parameters) == ["dough", "heat", "seed", "tins"]
+
+
+@hypothesis_settings(max_examples=20, deadline=None)
+@given(st.fixed_dictionaries({}, optional={"sample_tokens": st.integers(1, 9), "temperature": st.floats(0, 2)}))
+def test_instantiate_gives_a_part_its_fields(values):
+    settings = {"z_loss_coefficient": 0.0, "seed": 0, **values}
+    assert build(SFT(**settings)).settings == SFT(**settings)
+
+
+def configured_parts():
+    """Return each schema whose part is decorated, with its target."""
+    schemas = {schema for group in GROUPS for schema in group_schemas(group).values()}
+    targets = {schema: next((f.default for f in fields(schema) if f.name == "_target_"), None) for schema in schemas}
+    own = {schema: target for schema, target in targets.items() if str(target).startswith("foundry.")}
+    return sorted(own.items(), key=lambda pair: pair[1])
+
+
+@pytest.mark.parametrize(("schema", "target"), configured_parts(), ids=lambda value: getattr(value, "__name__", value))
+def test_a_source_that_is_read_says_what_the_import_says(schema, target):
+    """Of each part of foundry: the fields are there, whichever way they are declared."""
+    takes = resolve_parameters(target)
+    if takes is None or takes.takes_any:
+        return
+    from hydra.utils import get_object
+
+    parameters = inspect.signature(get_object(target)).parameters
+    assert set(takes.names) == set(parameters)
+    assert takes.required == {name for name, item in parameters.items() if item.default is inspect.Parameter.empty}
+
+
+def test_an_objective_takes_its_object_or_keywords():
+    settings = SFT(z_loss_coefficient=0.0, seed=0, sample_tokens=3)
+    assert foundry.SFT(sample_tokens=3).settings == foundry.SFT(settings).settings == settings
