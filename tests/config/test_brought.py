@@ -6,6 +6,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from support.composition import configure
+from support.examples import long_case
 
 from foundry.config.composition.brought import DEFAULT_HPARAMS
 from foundry.config.composition.compose import config_dir, install
@@ -37,10 +38,10 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("words", "batch", "rates", "epochs"),
     [
-        (CHATS, 16, (2e-5, 2e-4), 3),
-        (PAIRS, 32, (1e-6, 1e-5), 1),
+        long_case(CHATS, 16, (2e-5, 2e-4), 3),
+        long_case(PAIRS, 32, (1e-6, 1e-5), 1),
         (REWARDS, 128, (1e-6, 1e-5), 1),
-        (["objective=distillation", "objective.teacher=BASE", "data=arithmetic"], 16, (1e-5, 1e-4), 3),
+        long_case(["objective=distillation", "objective.teacher=BASE", "data=arithmetic"], 16, (1e-5, 1e-4), 3),
         (["model=base", "model.path=BASE"], 16, (2e-5, 2e-4), 1),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -120,6 +120,7 @@ def test_a_refused_composition_reads_its_options_twice(monkeypatch):
     assert len(reads) == 2
 
 
+@pytest.mark.long
 def test_an_option_edited_between_two_calls_of_the_library_is_seen(tmp_path):
     option = tmp_path / "scheduler" / "mine.yaml"
     option.parent.mkdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from support.examples import long_case
-from support.option_words import OPTIONS, has_no_value, words_for
+from support.option_words import FREE, OPTIONS, free_words, has_no_value, words_for
 
 from foundry.config.composition.compose import config_dir
 from foundry.config.composition.store import group_schemas
@@ -35,15 +35,10 @@ OF_A_RUN = [
 TASKS = {"llm": ("transformer", "stdlib"), "diffusion": ("dit", "digits")}
 
 
-FREE = ("checkpoint", "device", "distributed", "guard", "optimizer", "precision", "scheduler", "tracking")
-"""Groups of which each option composes with any of the others."""
-
-
 @pytest.mark.parametrize("place", range(max(len(OPTIONS[group]) for group in FREE)))
 def test_every_option_of_free_groups_composes(compose, place):
     """A composition takes a fifth of a second, so the options at one place of all groups share it."""
-    chosen = {group: OPTIONS[group][place % len(OPTIONS[group])] for group in FREE}
-    config = to_config(compose(*(word for choice in chosen.items() for word in words_for(*choice))))
+    config = to_config(compose(*free_words(place)))
     assert all(plain(config)[group] is not None for group in FREE)
 
 

@@ -269,7 +269,7 @@ def problems(repository, base, key, text):
         yield f"raises {type(error).__name__}: {str(error)[:300]}"
 
 
-@pytest.mark.parametrize("option", some_of(OPTIONS, *OPTIONS[::3]))
+@pytest.mark.parametrize("option", some_of(OPTIONS, *OPTIONS[::6]))
 def test_every_value_of_every_setting(option, repository, base_folder, episodes_folder, tmp_path, monkeypatch):
     needed = [
         word.replace("BASE", str(base_folder)).replace("EPISODES", str(episodes_folder))

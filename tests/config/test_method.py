@@ -37,7 +37,11 @@ def test_one_step_is_not_called_steps(shell):
     assert re.search(r"length +1 step, 16 samples\n", output + said)
 
 
-@pytest.mark.parametrize("words", [["objective=next_token", "data.form=text"], ["hparams=sft"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [["objective=next_token", "data.form=text"], pytest.param(["hparams=sft"], marks=pytest.mark.long)],
+    ids=" ".join,
+)
 def test_it_says_nothing_of_defaults_and_of_what_the_user_has_chosen(shell, words):
     _, said = shell(*TINY, *words, module=PLAN)
     assert "goes with" not in said

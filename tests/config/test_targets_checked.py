@@ -7,7 +7,7 @@ from textwrap import dedent
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from support.examples import some_of
+from support.examples import long_case, some_of
 
 from foundry.config.checks.static_source import NotThere, resolve_parameters
 from foundry.config.checks.targets import GIVEN_BY_THE_RUN, check_targets
@@ -269,7 +269,8 @@ def test_what_is_right_or_unknown_is_let_through(group, node):
         *("collections.OrderedDict", "functools.partial", "datetime.datetime.now", "pathlib.Path", "json.loads"),
         *("diffusers.UNet2DModel", "diffusers.DDPMScheduler.from_config", "optuna.create_study"),
         *("pyarrow.parquet.ParquetFile", "pyarrow.json.read_json"),
-        *("sklearn.linear_model.Ridge", "matplotlib.pyplot.plot", "hydra.utils.instantiate", "mlflow.start_run"),
+        *("sklearn.linear_model.Ridge", "matplotlib.pyplot.plot", "hydra.utils.instantiate"),
+        long_case("mlflow.start_run"),
         *(
             "transformers.AutoTokenizer.from_pretrained",
             "tokenizers.Tokenizer.from_file",

@@ -5,8 +5,9 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from foundry.core.errors import ConfigError
 from foundry.data.conversations.chats import chat_files
@@ -76,6 +77,7 @@ TREES = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
+@settings(max_examples=examples(100), deadline=None)
 @given(TREES)
 def test_every_name_leads_to_something(tree):
     for name in names_in(tree):

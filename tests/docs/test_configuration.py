@@ -27,6 +27,7 @@ def composed(*overrides):
     return compose(*overrides, "hparams.per_gpu_batch_size=1")
 
 
+@pytest.mark.long
 def test_the_tables_are_up_to_date():
     script = load_script("generate_configuration")
     for page, with_tables in ((PAGE, script.page_with_tables), (NAMES_PAGE, script.names_page_with_tables)):

@@ -97,6 +97,7 @@ def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, overrides,
     assert status(run_dir)["state"] == "finished"
 
 
+@pytest.mark.long
 def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, overrides):
     run_dir = shell.cwd / "small" / "run"
     process = shell.start(*overrides, "hparams.max_steps=4000")

@@ -142,7 +142,7 @@ def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
 
 
 @pytest.mark.parametrize("launcher", ["sequential", pytest.param("local", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", some_of(WRONG_SWEEPS, "grid", "search"))
+@pytest.mark.parametrize("name", some_of(WRONG_SWEEPS, "grid"))
 def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(run_command, launcher, name):
     write_options(run_command.cwd)
     before = set(run_command.cwd.rglob("*"))

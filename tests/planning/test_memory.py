@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.devices import FakeGpus
+from support.examples import some_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -212,7 +213,7 @@ def test_sharded_weights_need_no_rounded_copies(configure):
     assert alone - sharded == 2 * matrices
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", some_of([1, 2], 2))
 def test_adapters_are_all_that_has_gradients_state_and_averages(configure, world_size):
     config = configure(*SMALL, "peft=lora", "hparams.ema_decay=0.9")
     fake = build_fake(partial(build_adapted, config))

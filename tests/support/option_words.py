@@ -45,6 +45,16 @@ DATA_OF = {
 """Overrides that choose data with each of the things an objective's `wants` may name."""
 
 
+FREE = ("checkpoint", "device", "distributed", "guard", "optimizer", "precision", "scheduler", "tracking")
+"""Groups of which each option composes with any of the others."""
+
+
+def free_words(place):
+    """Return overrides that choose the option at this place in each free group, from the first again after the last."""
+    chosen = {group: OPTIONS[group][place % len(OPTIONS[group])] for group in FREE}
+    return [word for choice in chosen.items() for word in words_for(*choice)]
+
+
 def has_no_value(group, option):
     """Whether an option is refused for a setting that only a user can give: a run, a folder or an environment."""
     is_nemo = option.startswith("nemo_") and group == "hparams"

@@ -8,6 +8,8 @@ import importlib
 import os
 from pathlib import Path
 
+from support.unsynced import skip_fsync
+
 MODULES = (
     "diffusers",
     "foundry.checkpoint.saver",
@@ -65,5 +67,6 @@ def _import_all():
 # Only where it is preloaded: that finds this folder through the variable.
 if str(Path(__file__).parents[1]) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     _import_all()
+    skip_fsync()
     gc.freeze()  # so that those who fork do not collect, and copy, all of it again
     gc.set_threshold(10_000, 10, 10)

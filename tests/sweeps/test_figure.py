@@ -355,6 +355,7 @@ def test_before_the_first_evaluations_the_training_loss_is_shown(sweep_dir):
     assert drawn(sweep_dir)[-1].get_ylabel() == "training loss"
 
 
+@pytest.mark.long
 def test_many_parameters_and_many_jobs(sweep_dir):
     for number in range(40):
         sweep_dir.job(*(f"group.key_{key}={number * key}" for key in range(1, 12)), losses=(2.0, 1.0 + number))

@@ -30,17 +30,18 @@ for module in pkgutil.walk_packages(foundry.__path__, "foundry."):
         importlib.import_module(module.name)
 
 from support.composition import configure
-from support.option_words import OPTIONS, has_no_value, words_for
+from support.option_words import FREE, OPTIONS, free_words, has_no_value, words_for
 from support.tiny import TINY_LM
 
 assert config_dir() == str(Path.cwd() / "conf")
 assert OPTIONS["simulator"] == ["none"] and "scenes" not in OPTIONS["data"]
-for group, options in OPTIONS.items():
-    for option in options:
-        try:
-            configure(*words_for(group, option))
-        except ConfigError as error:
-            assert has_no_value(group, option) and "has no value" in str(error), (group, option, str(error))
+for place in range(max(len(OPTIONS[group]) for group in FREE)):
+    configure(*free_words(place))
+for group, option in [(group, option) for group in OPTIONS if group not in FREE for option in OPTIONS[group]]:
+    try:
+        configure(*words_for(group, option))
+    except ConfigError as error:
+        assert has_no_value(group, option) and "has no value" in str(error), (group, option, str(error))
 for path in Path(config_dir(), "experiment").glob("*.yaml"):
     if "model.path=" not in path.read_text():
         configure(f"experiment={path.stem}")

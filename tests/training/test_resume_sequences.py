@@ -153,7 +153,7 @@ def live(config, run_dir, life):
         TRAP.set("", 0)
 
 
-@pytest.mark.parametrize("variant", some_of(VARIANTS, "plain", "noisy", "rolls back"))
+@pytest.mark.parametrize("variant", some_of(VARIANTS, "noisy", "rolls back"))
 def test_it_ends_as_if_undisturbed(variant, references, tmp_path_factory):
     seen = []
 

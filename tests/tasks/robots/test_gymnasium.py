@@ -40,6 +40,7 @@ def fetch(request):
     simulator.close()
 
 
+@pytest.mark.long
 def test_the_experts_of_fetch_succeed(fetch):
     assert isinstance(fetch, Demonstrating)
     assert np.mean([episode(fetch, seed)[1] for seed in range(100)]) >= 0.99
