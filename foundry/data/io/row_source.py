@@ -78,7 +78,7 @@ def find_rows(
     utf8, called = Utf8(encoding_errors.value), dict(called or {})
     settings = f"rows {held_out}{f' {sorted(called.items())}' if called else ''}"
     settings += "" if utf8.is_strict else f" {utf8.errors}"
-    found = find_corpus_files(path, validation_path, settings=settings, cache_dir=cache_dir, kinds=ROWS)
+    found = find_corpus_files(path, validation_path, described=settings, cache_dir=cache_dir, kinds=ROWS)
     places = list[str]()
     rows, held = list[FileRows](), list[FileRows]()
     for key, sources, of_split in ((PATH, found.train, rows), (VALIDATION_PATH, found.validation, held)):
