@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from foundry.config.configured import configured_by
 from foundry.config.schemas.data import Arithmetic as ArithmeticSettings
-from foundry.config.schemas.data import ArithmeticForm, OnBadRow
+from foundry.config.schemas.data import ArithmeticForm
 from foundry.data.conversations.chats import RowForm, chat_splits
 from foundry.data.conversations.preferences import PREFERENCES
 from foundry.data.conversations.prompts import prompt_splits
@@ -85,26 +85,9 @@ def arithmetic(settings: ArithmeticSettings, *, seed: int = 0) -> DataSplits:
         remedy="give more",
     )
     if form is ArithmeticForm.prompts:
-        return prompt_splits(
-            source,
-            seq_len=settings.seq_len,
-            max_new_tokens=settings.max_new_tokens,
-            vocab_size=settings.vocab_size,
-            tokenizer=settings.tokenizer,
-            cache_dir=settings.cache_dir,
-            chat_template=settings.chat_template,
-            on_bad_row=OnBadRow.refuse,
-        )
-    return chat_splits(
-        source,
-        PREFERENCES if form is ArithmeticForm.preferences else RowForm.conversations(settings.train_on),
-        seq_len=settings.seq_len,
-        vocab_size=settings.vocab_size,
-        tokenizer=settings.tokenizer,
-        cache_dir=settings.cache_dir,
-        chat_template=settings.chat_template,
-        on_bad_row=OnBadRow.refuse,
-    )
+        return prompt_splits(source, settings)
+    is_pair = form is ArithmeticForm.preferences
+    return chat_splits(source, PREFERENCES if is_pair else RowForm.conversations(settings.train_on), settings)
 
 
 @dataclass(frozen=True)
