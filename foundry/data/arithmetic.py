@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from foundry.config.schemas.data import ArithmeticForm, OnBadRow, TrainOn
+from foundry.config.configured import configured_by
+from foundry.config.schemas.data import Arithmetic as ArithmeticSettings
+from foundry.config.schemas.data import ArithmeticForm
 from foundry.data.conversations.chats import RowForm, chat_splits
 from foundry.data.conversations.preferences import PREFERENCES
 from foundry.data.conversations.prompts import prompt_splits
@@ -53,50 +55,25 @@ class Sum(NamedTuple):
         return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") < share * 2**64
 
 
-def arithmetic(
-    *,
-    seed: int,
-    form: ArithmeticForm,
-    num_rows: int,
-    seq_len: int,
-    vocab_size: int,
-    tokenizer: str | None,
-    held_out: float,
-    cache_dir: str,
-    chat_template: str | None = None,
-    train_on: TrainOn = TrainOn.all,
-    max_new_tokens: int = 0,
-    num_workers: int = 0,
-    packing: bool = False,
-) -> DataSplits:
+@configured_by(ArithmeticSettings)
+def arithmetic(settings: ArithmeticSettings, *, seed: int = 0) -> DataSplits:
     """Worked sums as text or as conversations; the same sums are held out in every form, and with every seed.
 
     Args:
+        settings: the settings.
         seed: of the sums to learn from.
-        form: what a sample is.
-        num_rows: to learn from: lines of text, or conversations.
-        seq_len: tokens of a sequence of text, or most of a conversation.
-        vocab_size: entries of the tokenizer; 257 are the bytes and the end of a document, so that digits do not merge.
-        tokenizer: tokenizer.json or folder to use; None: train one.
-        held_out: share of all sums that are for validation.
-        cache_dir: folder for tokenizers and token arrays.
-        chat_template: of conversations, as `resolve_chat_template` takes it.
-        train_on: which answers of a conversation are learnt.
-        max_new_tokens: what a question leaves of `seq_len` for its answer.
-        num_workers: unused: the loader's.
-        packing: likewise.
 
     Raises:
         ConfigError: the tokenizer or template does not fit, or there are not enough rows or tokens for a sample.
     """
-    settings = f"arithmetic {_FORMAT} {form.value} {seed} {num_rows} {held_out}"
-    fingerprint = hashlib.sha256(settings.encode()).hexdigest()
-    are_pairs = form is ArithmeticForm.preferences
-    train = _Rows(seed, num_rows, held_out, is_held=False)
+    form, held_out = settings.form, settings.held_out
+    described = f"arithmetic {_FORMAT} {form.value} {seed} {settings.num_rows} {held_out}"
+    fingerprint = hashlib.sha256(described.encode()).hexdigest()
+    train = _Rows(seed, settings.num_rows, held_out, is_held=False)
     validation = _Rows(0, _VALIDATION_ROWS, held_out, is_held=True)
     if form is ArithmeticForm.text:
         corpus = Corpus(fingerprint, fingerprint, lambda: Splits(_Made(train, _text), _Made(validation, _text)))
-        return text_splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
+        return text_splits(corpus, settings)
     makers = {ArithmeticForm.preferences: _preference, ArithmeticForm.prompts: _question}
     make = makers.get(form, _conversation)
     source = RowSource(
@@ -108,26 +85,9 @@ def arithmetic(
         remedy="give more",
     )
     if form is ArithmeticForm.prompts:
-        return prompt_splits(
-            source,
-            seq_len=seq_len,
-            max_new_tokens=max_new_tokens,
-            vocab_size=vocab_size,
-            tokenizer=tokenizer,
-            cache_dir=cache_dir,
-            chat_template=chat_template,
-            on_bad_row=OnBadRow.refuse,
-        )
-    return chat_splits(
-        source,
-        PREFERENCES if are_pairs else RowForm.conversations(train_on),
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        cache_dir=cache_dir,
-        chat_template=chat_template,
-        on_bad_row=OnBadRow.refuse,
-    )
+        return prompt_splits(source, settings)
+    is_pair = form is ArithmeticForm.preferences
+    return chat_splits(source, PREFERENCES if is_pair else RowForm.conversations(settings.train_on), settings)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import sysconfig
 
 import pytest
 
+from foundry.config.schemas.data import TextFiles
 from foundry.data.corpora.corpus import files_corpus, stdlib_corpus
 from foundry.data.corpora.text import text_files
 from foundry.data.images.digits import digits
@@ -13,8 +14,7 @@ LINES = [f"{n} plus {n} is {2 * n}" for n in range(60)]
 
 
 def corpus(folder, path=".", **options):
-    settings = {"text_field": "text", "validation_path": None, "held_out": 0.1, "cache_dir": str(folder)} | options
-    return files_corpus(path=str(folder / path), **settings)
+    return files_corpus(TextFiles(**{"path": str(folder / path), "held_out": 0.1, "cache_dir": str(folder)} | options))
 
 
 def write(folder, texts, kind="txt"):

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foundry.config.schemas.data import OnBadRow, PictureFit, TrainOn
+from foundry.config.configured import configured_by
+from foundry.config.schemas.data import ChatFiles, PictureFit, TrainOn
+from foundry.config.schemas.data import ImageChatFiles as ImageChatFilesSettings
 from foundry.data.conversations.chat import ChatTemplate, Segment
 from foundry.data.conversations.chats import RowForm, chat_splits
 from foundry.data.conversations.examples import BadRowError
@@ -30,61 +32,31 @@ _COLUMNS = ("image", "messages", "prompt", "completion")
 _IMAGES, _WRONG = "images.npy", "wrong.json"
 
 
-def image_chat_files(
-    *,
-    seed: int,
-    path: str,
-    image_size: int,
-    seq_len: int,
-    vocab_size: int,
-    tokenizer: str | None,
-    held_out: float,
-    cache_dir: str,
-    validation_path: str | None = None,
-    chat_template: str | None = None,
-    train_on: TrainOn = TrainOn.all,
-    on_bad_row: OnBadRow = OnBadRow.refuse,
-    num_workers: int = 0,
-) -> DataSplits:
+@configured_by(ImageChatFilesSettings)
+def image_chat_files(settings: ImageChatFilesSettings, *, seed: int = 0) -> DataSplits:
     """Rows as of `chat_files` that also have `image`: a PNG, JPEG or WebP file, by its path from the row's own file.
 
-    Pictures are decoded once, and are a mapped array in the cache from then on.
-
-    Args:
-        seed: unused: the split depends on the rows' order only.
-        path: file, folder or glob.
-        image_size: height and width in pixels that pictures are brought to, whatever their own are.
-        seq_len: most tokens of a row.
-        vocab_size: entries of the tokenizer.
-        tokenizer: tokenizer.json or folder to use; None: train one on the training split.
-        held_out: share of rows for validation.
-        cache_dir: folder for tokenizers, token arrays and pictures.
-        validation_path: files for validation; None: hold out a share of `path`.
-        chat_template: as `resolve_chat_template` takes it.
-        train_on: which answers are learnt.
-        on_bad_row: what becomes of rows that cannot be used.
-        num_workers: unused: the loader's.
+    Pictures are decoded once, and are a mapped array in the cache from then on. The split depends on the rows' order
+    only.
 
     Raises:
         ConfigError: as `chat_files`; a picture that cannot be read makes its row one that cannot be used.
     """
-    source = find_rows(path, validation_path, held_out=held_out, cache_dir=cache_dir, columns=_COLUMNS)
-    pictures, wrong = _read_pictures(source, image_size, cache_dir)
+    rows = ChatFiles(
+        path=settings.path,
+        validation_path=settings.validation_path,
+        held_out=settings.held_out,
+        cache_dir=settings.cache_dir,
+        on_bad_row=settings.on_bad_row,
+    )
+    source = find_rows(rows, _COLUMNS)
+    pictures, wrong = _read_pictures(source, settings.image_size, settings.cache_dir)
+    train_on = settings.train_on
     form = RowForm(
         segments=partial(_segments, source.places, wrong, 1 if train_on is TrainOn.last else None),
         described=f"image {train_on.value}",
     )
-    return chat_splits(
-        about_pictures(source, pictures),
-        form,
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        cache_dir=cache_dir,
-        chat_template=chat_template,
-        on_bad_row=on_bad_row,
-        pictures=pictures,
-    )
+    return chat_splits(about_pictures(source, pictures), form, settings, pictures=pictures)
 
 
 def about_pictures(source: RowSource, pictures: RowPictures) -> RowSource:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from foundry.config.schemas.data import EncodingErrors, OnBadRow
+from foundry.config.configured import configured_by
+from foundry.config.schemas.data import PreferenceFiles as PreferenceFilesSettings
 from foundry.data.conversations.chat import ChatTemplate, Segment
 from foundry.data.conversations.chats import RowForm, chat_splits
 from foundry.data.conversations.examples import BadRowError
@@ -13,73 +14,22 @@ from foundry.data.io.row_source import find_rows
 from foundry.data.io.rows import Row
 from foundry.data.splits import DataSplits
 
-_COLUMNS = ("prompt", "chosen", "rejected")
 _KINDS = ("chosen", "rejected")
 
 Conversation = list[dict[str, Any]]
 
 
-def preference_files(
-    *,
-    seed: int,
-    path: str | Sequence[str],
-    seq_len: int,
-    vocab_size: int,
-    tokenizer: str | None,
-    held_out: float,
-    cache_dir: str,
-    validation_path: str | Sequence[str] | None = None,
-    weights: Sequence[float] | None = None,
-    chat_template: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    encoding_errors: EncodingErrors = EncodingErrors.strict,
-    on_bad_row: OnBadRow = OnBadRow.refuse,
-    num_workers: int = 0,
-    packing: bool = False,
-) -> DataSplits:
+@configured_by(PreferenceFilesSettings)
+def preference_files(settings: PreferenceFilesSettings, *, seed: int = 0) -> DataSplits:
     """The user's own preferences: rows of files with `prompt`, `chosen` and `rejected`.
 
-    Each is a text or a list of messages. Without a prompt, the messages with which both answers begin are it.
-
-    Args:
-        seed: unused: the split depends on the rows' order only.
-        path: file, folder or glob, or several.
-        seq_len: most tokens of the prompt with one of the answers.
-        vocab_size: entries of the tokenizer.
-        tokenizer: tokenizer.json or folder to use; None: train one on the training split.
-        held_out: share of rows for validation.
-        cache_dir: folder for tokenizers and token arrays.
-        validation_path: files for validation; None: hold out a share of `path`.
-        weights: shares in which several paths are read; None: each row once an epoch.
-        chat_template: as `resolve_chat_template` takes it.
-        columns: what some columns are called in the files, by their names here; dots lead into others.
-        encoding_errors: what becomes of bytes that are not UTF-8.
-        on_bad_row: what becomes of rows that cannot be used.
-        num_workers: unused: the loader's.
-        packing: likewise.
+    Each is a text or a list of messages. Without a prompt, the messages with which both answers begin are it. The split
+    depends on the rows' order only.
 
     Raises:
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
     """
-    return chat_splits(
-        find_rows(
-            path,
-            validation_path,
-            held_out=held_out,
-            cache_dir=cache_dir,
-            columns=_COLUMNS,
-            weights=weights,
-            called=columns,
-            encoding_errors=encoding_errors,
-        ),
-        PREFERENCES,
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        cache_dir=cache_dir,
-        chat_template=chat_template,
-        on_bad_row=on_bad_row,
-    )
+    return chat_splits(find_rows(settings, settings.known_columns), PREFERENCES, settings)
 
 
 def _pair_segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:

@@ -12,7 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from foundry.config.schemas.data import EncodingErrors, OnBadRow
+from foundry.config.configured import configured_by
+from foundry.config.schemas.data import Arithmetic
+from foundry.config.schemas.data import PromptFiles as PromptFilesSettings
 from foundry.data.conversations.chat import ChatTemplate, Segment, resolve_chat_template, resolve_stop_ids
 from foundry.data.conversations.chats import RowForm, resolve_tokenizer
 from foundry.data.conversations.examples import BadRowError, RowStatistics
@@ -29,68 +31,16 @@ _SHOWN = 5
 _COLUMNS = ("prompt", "messages")
 
 
-def prompt_files(
-    *,
-    seed: int,
-    path: str | Sequence[str],
-    seq_len: int,
-    max_new_tokens: int,
-    vocab_size: int,
-    tokenizer: str | None,
-    held_out: float,
-    cache_dir: str,
-    validation_path: str | Sequence[str] | None = None,
-    weights: Sequence[float] | None = None,
-    chat_template: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    encoding_errors: EncodingErrors = EncodingErrors.strict,
-    on_bad_row: OnBadRow = OnBadRow.refuse,
-    num_workers: int = 0,
-    packing: bool = False,
-) -> DataSplits:
+@configured_by(PromptFilesSettings)
+def prompt_files(settings: PromptFilesSettings, *, seed: int = 0) -> DataSplits:
     """The user's own prompts: rows of files with `prompt`, or with `messages`, and any other columns.
 
-    Args:
-        seed: unused: the split depends on the rows' order only.
-        path: file, folder or glob, or several.
-        seq_len: most tokens of a prompt and its answer.
-        max_new_tokens: of these, what is left for the answer.
-        vocab_size: entries of the tokenizer.
-        tokenizer: tokenizer.json or folder to use; None: train one on the prompts.
-        held_out: share of rows for validation.
-        cache_dir: folder for tokenizers.
-        validation_path: files for validation; None: hold out a share of `path`.
-        weights: shares in which several paths are read; None: each row once an epoch.
-        chat_template: as `resolve_chat_template` takes it.
-        columns: what some columns are called in the files, by their names here; dots lead into others.
-        encoding_errors: what becomes of bytes that are not UTF-8.
-        on_bad_row: what becomes of rows that cannot be used.
-        num_workers: unused: the loader's.
-        packing: likewise.
+    The split depends on the rows' order only.
 
     Raises:
         ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
     """
-    return prompt_splits(
-        find_rows(
-            path,
-            validation_path,
-            held_out=held_out,
-            cache_dir=cache_dir,
-            columns=_COLUMNS,
-            reads_all=True,
-            weights=weights,
-            called=columns,
-            encoding_errors=encoding_errors,
-        ),
-        seq_len=seq_len,
-        max_new_tokens=max_new_tokens,
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        cache_dir=cache_dir,
-        chat_template=chat_template,
-        on_bad_row=on_bad_row,
-    )
+    return prompt_splits(find_rows(settings, _COLUMNS, reads_all=True), settings)
 
 
 class RowNumbers:
@@ -112,50 +62,41 @@ class RowNumbers:
         return {"row": torch.tensor(index)}
 
 
-def prompt_splits(
-    source: RowSource,
-    *,
-    seq_len: int,
-    max_new_tokens: int,
-    vocab_size: int,
-    tokenizer: str | None,
-    cache_dir: str,
-    chat_template: str | None,
-    on_bad_row: OnBadRow,
-) -> DataSplits:
-    """Rows as prompts; arguments as those of `prompt_files`.
+def prompt_splits(source: RowSource, settings: PromptFilesSettings | Arithmetic) -> DataSplits:
+    """Rows as prompts.
 
     Raises:
         ConfigError: as `prompt_files`.
     """
-    found, end = resolve_tokenizer(source, _FORM, tokenizer, vocab_size, chat_template, cache_dir)
-    template = resolve_chat_template(chat_template, tokenizer, found, end)
-    reader = _Reader(template, found, seq_len, max_new_tokens, Counter(), [])
+    seq_len, max_new_tokens = settings.seq_len, settings.max_new_tokens
+    tokenizer, end = resolve_tokenizer(source, _FORM, settings)
+    template = resolve_chat_template(settings.chat_template, settings.tokenizer, tokenizer, end)
+    reader = _Reader(template, tokenizer, seq_len, max_new_tokens, Counter(), [])
     sizes, train = list[int](), list[Prompt]()
     for part in parts_of(source.splits.train):
         train += reader.read(part, first=len(train))
         sizes.append(len(train) - sum(sizes))
     validation = list(reader.read(source.splits.validation))
     statistics = RowStatistics(rows=len(train) + len(validation), skipped=dict(reader.skipped), first=reader.first)
-    check_rows(source, statistics, on_bad_row, train, validation)
+    check_rows(source, statistics, train, validation)
     lengths = np.array([len(prompt.tokens) for prompt in (*train, *validation)])
     described = f"prompts {_FORMAT} {seq_len} {max_new_tokens} {template.source} {dict(template.variables)}"
-    settings = f"{described} {source.fingerprint} {found.to_str()}{describe_weights(source.weights)}"
+    identity = f"{described} {source.fingerprint} {tokenizer.to_str()}{describe_weights(source.weights)}"
     notes = _describe(len(train), len(validation), statistics, lengths)
     return DataSplits(
         train=RowNumbers(len(train)),
         validation=RowNumbers(len(validation)),
-        fingerprint=hashlib.sha256(settings.encode(errors="surrogateescape")).hexdigest()[:32],
+        fingerprint=hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32],
         content=f"{source.content}-{described}",
         tokens_per_sample=round(float(lengths.mean())) + max_new_tokens,
         max_tokens=seq_len,
-        tokenizer=found,
+        tokenizer=tokenizer,
         mixture=mix_rows(source, sizes if len(sizes) > 1 else [], notes),
         notes=notes,
         prompts=validation,
         train_prompts=train,
-        stop_ids=resolve_stop_ids(template, found, end),
-        bos_id=found.token_to_id(template.variables["bos_token"]),
+        stop_ids=resolve_stop_ids(template, tokenizer, end),
+        bos_id=tokenizer.token_to_id(template.variables["bos_token"]),
         chat_template=template.source,
     )
 

@@ -10,7 +10,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from foundry.config.schemas.data import EncodingErrors
+from foundry.config.schemas.data import TextFiles
 from foundry.config.sources import is_url, listed_paths
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.corpora.documents import Documents, documents, source_files
@@ -129,33 +129,22 @@ def _prefix(digest: bytes) -> int:
     return digest[0] << 8 | digest[1]
 
 
-def files_corpus(
-    *,
-    path: str | Sequence[str],
-    text_field: str,
-    validation_path: str | Sequence[str] | None,
-    held_out: float,
-    cache_dir: str,
-    encoding_errors: EncodingErrors = EncodingErrors.strict,
-) -> Corpus:
+def files_corpus(settings: TextFiles) -> Corpus:
     """The user's own files. A text file is one document; a row of any other is one.
 
-    Args:
-        path: file, folder or glob, or several of them: the sources of `Splits.train`, as `Sources`.
-        text_field: column or key of the text.
-        validation_path: files to hold out; None: a share of `path`'s documents, or of a single document's end.
-        held_out: that share.
-        cache_dir: as of `file_digests`.
-        encoding_errors: what becomes of bytes that are not UTF-8.
+    Several paths are the sources of `Splits.train`, as `Sources`. Without files to hold out it is a share of the
+    documents, or of a single document's end.
 
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; `read` raises one for their contents.
     """
-    utf8 = Utf8(encoding_errors.value)
-    settings = f"files {text_field} {held_out}{'' if utf8.is_strict else f' {utf8.errors}'}"
-    found = find_corpus_files(path, validation_path, settings=settings, cache_dir=cache_dir)
-    opened = partial(documents, text_field=text_field, utf8=utf8)
-    read = partial(_read, found.train, found.validation, opened, held_out)
+    utf8 = Utf8(settings.encoding_errors.value)
+    described = f"files {settings.text_field} {settings.held_out}{'' if utf8.is_strict else f' {utf8.errors}'}"
+    found = find_corpus_files(
+        settings.path, settings.validation_path, described=described, cache_dir=settings.cache_dir
+    )
+    opened = partial(documents, text_field=settings.text_field, utf8=utf8)
+    read = partial(_read, found.train, found.validation, opened, settings.held_out)
     return Corpus(found.fingerprint, found.content, read)
 
 
@@ -172,7 +161,7 @@ def find_corpus_files(
     path: str | Sequence[str],
     validation_path: str | Sequence[str] | None,
     *,
-    settings: str,
+    described: str,
     cache_dir: str,
     kinds: Mapping[str, str] = TEXTS,
 ) -> CorpusFiles:
@@ -181,7 +170,7 @@ def find_corpus_files(
     Args:
         path: file, folder or glob, or several; the files of each are of one kind.
         validation_path: likewise; None: there are none.
-        settings: what the samples depend on besides.
+        described: settings on which the samples depend besides.
         cache_dir: as of `file_digests`.
         kinds: the suffixes that are read, and the kind that each is of.
 
@@ -191,17 +180,17 @@ def find_corpus_files(
     train = [_find_files(one, PATH, kinds, cache_dir) for one in listed_paths(path)]
     validation = [_find_files(one, VALIDATION_PATH, kinds, cache_dir) for one in listed_paths(validation_path)]
     files = [file for source in train for file in source]
-    described = [f"{settings} {bool(validation)}", *(file.name for file in files)]
+    names = [f"{described} {bool(validation)}", *(file.name for file in files)]
     of_kind = [kinds[suffix_of(source[0])] for source in train]
     if len(train) > 1 or len(validation) > 1:
-        described[0] += f" {[len(source) for source in train]} {[len(source) for source in validation]}"
+        names[0] += f" {[len(source) for source in train]} {[len(source) for source in validation]}"
     try:
         hashes = file_digests([*files, *(file for source in validation for file in source)], cache_dir)
     except OSError as error:
         message = f"{error.filename} cannot be read: {error.strerror}; make it readable or leave it out"
         raise ConfigError(Violation(PATH, message)) from error
-    fingerprint = _digest(described, hashes)
-    content = _digest([described[0], *of_kind, str(len(files))], hashes)
+    fingerprint = _digest(names, hashes)
+    content = _digest([names[0], *of_kind, str(len(files))], hashes)
     return CorpusFiles(train, validation, fingerprint, content)
 
 

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from foundry.config.schemas.data import EncodingErrors
+from foundry.config.configured import configured_by
+from foundry.config.schemas.data import StdlibText as StdlibTextSettings
+from foundry.config.schemas.data import TextFiles as TextFilesSettings
+from foundry.config.schemas.data import Tokenised
 from foundry.config.sources import listed_paths
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.corpora.corpus import Corpus, files_corpus, stdlib_corpus
@@ -14,103 +17,38 @@ from foundry.data.mixture import describe_sources, describe_weights, mixture_of
 from foundry.data.splits import DataSplits
 
 
-def stdlib_text(
-    *,
-    seed: int,
-    seq_len: int,
-    vocab_size: int,
-    tokenizer: str | None,
-    held_out: float,
-    cache_dir: str,
-    num_workers: int = 0,
-) -> DataSplits:
-    """The sources of the running Python's standard library.
-
-    Args:
-        seed: unused: the split depends on file names only.
-        seq_len: tokens per sample.
-        vocab_size: entries of the tokenizer.
-        tokenizer: tokenizer.json or folder to use; None: train one on the training split.
-        held_out: share of files for validation.
-        cache_dir: folder for tokenizers and token arrays.
-        num_workers: unused: the loader's.
+@configured_by(StdlibTextSettings)
+def stdlib_text(settings: StdlibTextSettings, *, seed: int = 0) -> DataSplits:
+    """The sources of the running Python's standard library; which of them are held out depends on their names only.
 
     Raises:
         ConfigError: the tokenizer does not fit, or a split is shorter than one sample.
     """
-    corpus = stdlib_corpus(held_out=held_out)
-    return text_splits(corpus, seq_len=seq_len, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
+    return text_splits(stdlib_corpus(held_out=settings.held_out), settings)
 
 
-def text_files(
-    *,
-    seed: int,
-    path: str | Sequence[str],
-    seq_len: int,
-    vocab_size: int,
-    tokenizer: str | None,
-    held_out: float,
-    cache_dir: str,
-    text_field: str = "text",
-    validation_path: str | Sequence[str] | None = None,
-    weights: Sequence[float] | None = None,
-    encoding_errors: EncodingErrors = EncodingErrors.strict,
-    num_workers: int = 0,
-) -> DataSplits:
-    """The user's own files of text and of rows.
+@configured_by(TextFilesSettings)
+def text_files(settings: TextFilesSettings, *, seed: int = 0) -> DataSplits:
+    """The user's own files of text and of rows: a text file is one document, a row of any other is one.
 
-    Args:
-        seed: unused: the split depends on the documents' order only.
-        path: file, folder or glob, or several; a text file is one document, a row of any other is one.
-        seq_len: tokens per sample.
-        vocab_size: entries of the tokenizer.
-        tokenizer: tokenizer.json or folder to use; None: train one on the training split.
-        held_out: share of documents for validation, or of its end where there is one document only.
-        cache_dir: folder for tokenizers and token arrays.
-        text_field: column or key of the text where files have rows; dots lead into others.
-        validation_path: files for validation; None: hold out a share of `path`.
-        weights: shares in which several paths are read; None: each sample once an epoch.
-        encoding_errors: what becomes of bytes that are not UTF-8.
-        num_workers: unused: the loader's.
+    The split depends on the order of documents only; of a single document its end is held out.
 
     Raises:
         ConfigError: no files, a missing column, a tokenizer that does not fit, or a split shorter than one sample.
     """
-    corpus = files_corpus(
-        path=path,
-        text_field=text_field,
-        validation_path=validation_path,
-        held_out=held_out,
-        cache_dir=cache_dir,
-        encoding_errors=encoding_errors,
-    )
-    return text_splits(
-        corpus,
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        cache_dir=cache_dir,
-        paths=listed_paths(path),
-        weights=weights,
-    )
+    paths = listed_paths(settings.path)
+    return text_splits(files_corpus(settings), settings, paths=paths, weights=settings.weights)
 
 
 def text_splits(
-    corpus: Corpus,
-    *,
-    seq_len: int,
-    vocab_size: int,
-    tokenizer: str | None,
-    cache_dir: str,
-    paths: Sequence[str] = (),
-    weights: Sequence[float] | None = None,
+    corpus: Corpus, settings: Tokenised, *, paths: Sequence[str] = (), weights: Sequence[float] | None = None
 ) -> DataSplits:
     """Documents as sequences of the same length, none of which goes from one source into the next.
 
     Raises:
         ConfigError: the tokenizer does not fit, or a split or a source is shorter than one sample.
     """
-    tokens = tokenised(corpus, vocab_size=vocab_size, tokenizer=tokenizer, cache_dir=cache_dir)
+    tokens, seq_len = tokenised(corpus, settings), settings.seq_len
     sources = [TokenSequences(own, seq_len) for own in tokens.train]
     validation = TokenSequences(tokens.validation, seq_len)
     named = [(f"training text of {path}", own) for path, own in zip(paths, sources, strict=False)]

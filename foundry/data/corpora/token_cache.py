@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from foundry.config.schemas.data import Tokenised
 from foundry.data.corpora.corpus import Corpus
 from foundry.data.corpora.token_sequences import TokenArray
 from foundry.data.corpora.tokenizer import (
@@ -69,27 +70,22 @@ class TokenisedCorpus:
     statistics: TokenStatistics
 
 
-def tokenised(corpus: Corpus, *, vocab_size: int, tokenizer: str | None, cache_dir: str) -> TokenisedCorpus:
+def tokenised(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
     """The corpus as tokens, from the cache or into it.
-
-    Args:
-        corpus: documents by split.
-        vocab_size: entries of the BPE trained on the training split, or most that `tokenizer` may have.
-        tokenizer: tokenizer.json or folder to use instead of training one.
-        cache_dir: the cache's parent folder.
 
     Raises:
         ConfigError: the tokenizer cannot be read or is larger than vocab_size, a document cannot be read, or the cache
             cannot be written.
     """
-    chosen = None if tokenizer is None else load_tokenizer(tokenizer, vocab_size)
+    vocab_size = settings.vocab_size
+    chosen = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
     described = "" if chosen is None else chosen[0].to_str()
     if chosen is not None and chosen[1] != usual_end(chosen[0]):
         described += f" {chosen[1]}"
     # The order of a run is drawn from it, so it stays what it was for runs that are resumed.
-    settings = f"{_FORMAT} {vocab_size} {described} {corpus.fingerprint}"
-    fingerprint = hashlib.sha256(settings.encode()).hexdigest()[:32]
-    folder = cached_folder(cache_dir, fingerprint, partial(_build, corpus, vocab_size, chosen))
+    described = f"{_FORMAT} {vocab_size} {described} {corpus.fingerprint}"
+    fingerprint = hashlib.sha256(described.encode()).hexdigest()[:32]
+    folder = cached_folder(settings.cache_dir, fingerprint, partial(_build, corpus, vocab_size, chosen))
     found = Tokenizer.from_file(str(folder / TOKENIZER))
     return TokenisedCorpus(
         fingerprint,

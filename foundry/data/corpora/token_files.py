@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foundry.config.configured import configured_by
 from foundry.config.schemas.data import TokenDtype
+from foundry.config.schemas.data import TokenFiles as TokenFilesSettings
 from foundry.config.sources import listed_paths
 from foundry.core.errors import ConfigError, Violation, shown
 from foundry.data.corpora.corpus import PATH, VALIDATION_PATH, find_corpus_files
@@ -63,41 +65,19 @@ class _TokenFile:
         return np.memmap(self.path, self.dtype, "r", self.offset + start * self.dtype.itemsize, (stop - start,))
 
 
-def token_files(
-    *,
-    seed: int,
-    path: str | Sequence[str],
-    seq_len: int,
-    vocab_size: int,
-    held_out: float,
-    cache_dir: str,
-    dtype: TokenDtype = TokenDtype.uint16,
-    validation_path: str | Sequence[str] | None = None,
-    weights: Sequence[float] | None = None,
-    tokenizer: str | None = None,
-    num_workers: int = 0,
-) -> DataSplits:
-    """Files of tokens, mapped into memory.
-
-    Args:
-        seed: unused: the split depends on the files only.
-        path: file, folder or glob of .bin and .npy files, or several.
-        seq_len: tokens per sample.
-        vocab_size: all tokens are below it.
-        held_out: share of the end of each file for validation.
-        cache_dir: folder for what is found out about the files.
-        dtype: of the numbers in .bin files, which do not say it; of llm.c's uint16.
-        validation_path: files for validation; None: hold out the end of each.
-        weights: shares in which several paths are read; None: each sample once an epoch.
-        tokenizer: tokenizer.json or folder that the tokens are of, for samples; None: there are none.
-        num_workers: unused here: how the run's loader reads.
+@configured_by(TokenFilesSettings)
+def token_files(settings: TokenFilesSettings, *, seed: int = 0) -> DataSplits:
+    """Files of tokens, mapped into memory; the split depends on the files only.
 
     Raises:
         ConfigError: there are no files, one is none of tokens, has a token beyond vocab_size, or is too short.
     """
-    chosen = None if tokenizer is None else load_tokenizer(tokenizer, vocab_size)
-    settings = f"tokens {_FORMAT} {dtype.name} {held_out}"
-    found = find_corpus_files(path, validation_path, settings=settings, cache_dir=cache_dir, kinds=_KINDS)
+    seq_len, vocab_size, dtype, held_out = settings.seq_len, settings.vocab_size, settings.dtype, settings.held_out
+    chosen = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
+    described = f"tokens {_FORMAT} {dtype.name} {held_out}"
+    found = find_corpus_files(
+        settings.path, settings.validation_path, described=described, cache_dir=settings.cache_dir, kinds=_KINDS
+    )
     train = [[_opened(file, dtype, PATH) for file in source] for source in found.train]
     validation = [[_opened(file, dtype, VALIDATION_PATH) for file in source] for source in found.validation]
     every = [file for source in (*train, *validation) for file in source]
@@ -105,16 +85,16 @@ def token_files(
     if any(indexed):
         found = found._replace(content=f"{found.content} {indexed}", fingerprint=f"{found.fingerprint} {indexed}")
     name = hashlib.sha256(f"{found.content} {_FORMAT}".encode()).hexdigest()[:32]
-    folder = cached_folder(cache_dir, name, partial(_look, every), what="facts about tokens")
+    folder = cached_folder(settings.cache_dir, name, partial(_look, every), what="facts about tokens")
     _check_bounds(every, json.loads((folder / _FACTS).read_text()), vocab_size)
     share = 0.0 if validation else held_out
     learnt = [[file.part(0, file.cut(share)) for file in source] for source in train]
     kept = [[file.part(0 if validation else file.cut(share), file.count) for file in s] for s in validation or train]
-    paths = listed_paths(path)
+    paths = listed_paths(settings.path)
     _check_lengths("training", learnt, seq_len, paths)
     _check_lengths("validation", [[part for source in kept for part in source]], seq_len, paths)
     learnt_of, kept_of = ([SequencesOfFiles.of(parts, seq_len) for parts in sources] for sources in (learnt, kept))
-    sizes, mixed = [len(source) for source in learnt_of], describe_weights(weights)
+    sizes, mixed = [len(source) for source in learnt_of], describe_weights(settings.weights)
     notes: dict[str, Any] = {
         "train_tokens": sum(len(part) for source in learnt for part in source),
         "validation_tokens": sum(len(part) for source in kept for part in source),
@@ -122,13 +102,13 @@ def token_files(
         "dropped_validation_tokens": sum(part.dropped_tokens for source in kept_of for part in source.parts),
     }
     if len(train) > 1:
-        notes["sources"] = describe_sources(paths, sizes, weights)
+        notes["sources"] = describe_sources(paths, sizes, settings.weights)
     return DataSplits(
         train=SequencesOfFiles([part for source in learnt_of for part in source.parts]),
         validation=_evenly(kept_of),
         fingerprint=f"{found.fingerprint}-{seq_len}{mixed}",
         content=f"{found.content}-{seq_len}{mixed}",
-        mixture=mixture_of(sizes, weights),
+        mixture=mixture_of(sizes, settings.weights),
         tokens_per_sample=seq_len,
         tokenizer=None if chosen is None else chosen[0],
         stop_ids=() if chosen is None else (chosen[1],),

@@ -8,6 +8,8 @@ import torch
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor
 
+from foundry.config.configured import configured_by
+from foundry.config.schemas.data import Digits as DigitsSettings
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.splits import DataSplits
 
@@ -33,39 +35,22 @@ class LabelledImages:
         return {"images": self.images[at], "labels": self.labels[at]}
 
 
-def digits(
-    *,
-    seed: int,
-    held_out: float,
-    image_size: int = 8,
-    num_channels: int = 1,
-    num_classes: int = 10,
-    num_workers: int = 0,
-    cache_dir: str = "",
-) -> DataSplits:
+@configured_by(DigitsSettings)
+def digits(settings: DigitsSettings, *, seed: int = 0) -> DataSplits:
     """scikit-learn's 1,797 handwritten digits (Alpaydin and Kaynak, 1998), split by a hash of each image's index.
 
-    Args:
-        seed: unused: runs with different seeds are measured on the same held-out images.
-        held_out: share of every class kept for validation.
-        image_size: height and width in pixels, 8.
-        num_channels: colour channels, 1.
-        num_classes: classes, 10.
-        num_workers: unused here: how the run's loader reads.
-        cache_dir: unused: the images come with scikit-learn.
+    Runs with different seeds are measured on the same held-out images.
 
     Raises:
         ConfigError: the sizes are not the images' own, or held_out leaves a split without a class.
     """
     pixels, classes = load_digits(return_X_y=True)
-    own = {"image_size": 8, "num_channels": 1, "num_classes": 10}
-    asked = {"image_size": image_size, "num_channels": num_channels, "num_classes": num_classes}
-    for key, value in asked.items():
-        if value != own[key]:
-            raise ConfigError(Violation(f"data.{key}", f"is {value} but the digits have {own[key]}; leave it out"))
+    for key, own in {"image_size": 8, "num_channels": 1, "num_classes": 10}.items():
+        if (value := getattr(settings, key)) != own:
+            raise ConfigError(Violation(f"data.{key}", f"is {value} but the digits have {own}; leave it out"))
     images = torch.from_numpy((pixels / 8.0 - 1.0).astype(np.float32)).reshape(-1, 1, 8, 8)
     labels = torch.from_numpy(classes.astype(np.int64))
-    is_held_out = torch.from_numpy(stratified_split(classes, held_out))
+    is_held_out = torch.from_numpy(stratified_split(classes, settings.held_out))
     return DataSplits(
         train=LabelledImages(images[~is_held_out], labels[~is_held_out]),
         validation=LabelledImages(images[is_held_out], labels[is_held_out]),

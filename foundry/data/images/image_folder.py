@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foundry.config.configured import configured_by
 from foundry.config.image_folder import class_folders
-from foundry.config.schemas.data import PictureFit
+from foundry.config.schemas.data import ImageFolder as ImageFolderSettings
 from foundry.core.errors import ConfigError, Violation, listed, shown
 from foundry.data.images.digits import stratified_split
 from foundry.data.images.pictures import SUFFIXES, read_picture
@@ -112,44 +113,26 @@ class Pictures(MapsFiles):
         return {"images": torch.from_numpy(pixels).float() / 127.5 - 1.0, "labels": torch.from_numpy(self._labels[at])}
 
 
-def image_folder(
-    *,
-    seed: int,
-    path: str,
-    image_size: int,
-    num_channels: int,
-    num_classes: int,
-    fit: PictureFit,
-    mirror: bool,
-    held_out: float,
-    cache_dir: str,
-    random_crop: int = 0,
-    num_workers: int = 0,
-) -> DataSplits:
+@configured_by(ImageFolderSettings)
+def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     """Pictures of a folder, decoded once; the class of each is its folder's place in the order of names.
 
+    Held-out pictures are chosen by their names, and thus the same where pictures are added.
+
     Args:
+        settings: the settings.
         seed: from which shifts are drawn; runs with different seeds are measured on the same held-out pictures.
-        path: the folder.
-        image_size: height and width in pixels that pictures are brought to.
-        num_channels: 3: red, green and blue; 1: grey.
-        num_classes: the number of folders in it.
-        fit: what becomes of a picture that is not square.
-        mirror: also train on each picture the other way round, left to right.
-        held_out: share of the pictures of each class kept for validation, chosen by their names and thus the same
-            where pictures are added.
-        cache_dir: folder for decoded pictures.
-        random_crop: pixels by which a picture is shifted at most, whenever it is trained on.
-        num_workers: unused here: how the run's loader reads.
 
     Raises:
         ConfigError: there is no such folder, a file in it is no picture, there are fewer than two of a class, or
             num_classes is not the number of classes.
     """
+    path, cache_dir, random_crop = settings.path, settings.cache_dir, settings.random_crop
+    size, channels, fit = settings.image_size, settings.num_channels, settings.fit
     folders = class_folders(path)
-    if num_classes != len(folders):
+    if settings.num_classes != len(folders):
         has = f"{path} has {len(folders)} folders"
-        raise ConfigError(Violation("data.num_classes", f"is {num_classes} but {has}; leave it out"))
+        raise ConfigError(Violation("data.num_classes", f"is {settings.num_classes} but {has}; leave it out"))
     root, files, labels, ignored = Path(path).expanduser(), list[Path](), list[int](), 0
     for label, folder in enumerate(folders):
         found, others = _pictures_in(folder)
@@ -168,20 +151,22 @@ def image_folder(
     except OSError as error:
         message = f"has {shown(str(error.filename))}, which cannot be read: {error.strerror}"
         raise ConfigError(Violation("data.path", message)) from None
-    settings = f"image_folder {_FORMAT} {image_size} {num_channels} {fit.name}"
-    content = hashlib.sha256(f"{settings} {digests.hex()}".encode()).hexdigest()[:32]
-    shape = (len(files), num_channels, image_size, image_size)
-    fill = partial(_fill, files, shape, partial(read_picture, size=image_size, channels=num_channels, fit=fit))
+    described = f"image_folder {_FORMAT} {size} {channels} {fit.name}"
+    content = hashlib.sha256(f"{described} {digests.hex()}".encode()).hexdigest()[:32]
+    shape = (len(files), channels, size, size)
+    fill = partial(_fill, files, shape, partial(read_picture, size=size, channels=channels, fit=fit))
     kept = cached_folder(cache_dir, content, fill, what="pictures")
     images = np.load(kept / _IMAGES, mmap_mode="r", allow_pickle=False)
     classes = np.array(labels, dtype=np.int64)
-    is_held_out = stratified_split(classes, held_out, [name.encode(errors="surrogateescape") for name in names])
+    is_held_out = stratified_split(
+        classes, settings.held_out, [name.encode(errors="surrogateescape") for name in names]
+    )
     train, validation = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     class_names = tuple(folder.name for folder in folders)
-    split = hashlib.sha256(f"{content} {class_names} {labels} {mirror}".encode(errors="surrogateescape"))
+    split = hashlib.sha256(f"{content} {class_names} {labels} {settings.mirror}".encode(errors="surrogateescape"))
     split.update(f" {random_crop}".encode() if random_crop else b"")
     split.update(is_held_out.tobytes())
-    learnt = Pictures(images, classes, train, mirror=mirror)
+    learnt = Pictures(images, classes, train, mirror=settings.mirror)
     return DataSplits(
         train=Shifted(learnt, most=random_crop, seed=seed) if random_crop else learnt,
         validation=Pictures(images, classes, validation, mirror=False),

@@ -1,11 +1,11 @@
 """Rows of the user's files by split, and checks of the examples that are made of them."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
-from foundry.config.schemas.data import EncodingErrors, OnBadRow
+from foundry.config.schemas.data import OnBadRow, RowFiles
 from foundry.config.sources import listed_paths
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.conversations.examples import RowStatistics, list_skipped
@@ -27,6 +27,7 @@ class RowSource:
         places: names of their files, for errors.
         key: of the setting that errors name.
         remedy: that errors name.
+        on_bad_row: what becomes of rows that cannot be used.
         fingerprint: of their contents, names and split.
         content: the same without the names of files.
         paths: of the sources, if several are read.
@@ -43,50 +44,36 @@ class RowSource:
     num_rows: Callable[[], int] | None = None
     key: str = PATH
     remedy: str = "repair them, or set data.on_bad_row=skip"
+    on_bad_row: OnBadRow = OnBadRow.refuse
 
 
-def find_rows(
-    path: str | Sequence[str],
-    validation_path: str | Sequence[str] | None,
-    *,
-    held_out: float,
-    cache_dir: str,
-    columns: tuple[str, ...],
-    reads_all: bool = False,
-    weights: Sequence[float] | None = None,
-    called: Mapping[str, str] | None = None,
-    encoding_errors: EncodingErrors = EncodingErrors.strict,
-) -> RowSource:
-    """Return the rows of the user's files, a share of them held out if there are no files for that; see `FileRows`.
+def find_rows(settings: RowFiles, columns: tuple[str, ...], *, reads_all: bool = False) -> RowSource:
+    """Return the rows of the user's files, a share of them held out if there are no files for that.
 
     Training rows of several paths are `Sources`; held-out rows are taken at even distances from all.
 
     Args:
-        path: as of `chat_files`, as are the arguments not described here.
-        validation_path: see there.
-        held_out: see there.
-        cache_dir: see there.
-        columns: as of `FileRows`, as are `reads_all` and `called`.
-        reads_all: see there.
-        weights: see `chat_files`.
-        called: see `FileRows`.
-        encoding_errors: see `chat_files`.
+        settings: where the rows lie and how they are read.
+        columns: as of `FileRows`, as is `reads_all`.
+        reads_all: read all columns of tables.
 
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; or there are too few rows.
     """
-    utf8, called = Utf8(encoding_errors.value), dict(called or {})
-    settings = f"rows {held_out}{f' {sorted(called.items())}' if called else ''}"
-    settings += "" if utf8.is_strict else f" {utf8.errors}"
-    found = find_corpus_files(path, validation_path, settings=settings, cache_dir=cache_dir, kinds=ROWS)
+    utf8, called, weights = Utf8(settings.encoding_errors.value), settings.columns or {}, settings.weights
+    described = f"rows {settings.held_out}{f' {sorted(called.items())}' if called else ''}"
+    described += "" if utf8.is_strict else f" {utf8.errors}"
+    found = find_corpus_files(
+        settings.path, settings.validation_path, described=described, cache_dir=settings.cache_dir, kinds=ROWS
+    )
     places = list[str]()
     rows, held = list[FileRows](), list[FileRows]()
     for key, sources, of_split in ((PATH, found.train, rows), (VALIDATION_PATH, found.validation, held)):
         for files in sources:
             of_split.append(FileRows(files, columns, key, len(places), reads_all, called, utf8, also=FOR_TEMPLATE))
             places += map(str, files)
-    train: list[Iterable[Row]] = [each if held else _Share(each, held_out, is_held=False) for each in rows]
-    validation: list[Iterable[Row]] = [*held] or [_Share(each, held_out, is_held=True) for each in rows]
+    train: list[Iterable[Row]] = [each if held else _Share(each, settings.held_out, is_held=False) for each in rows]
+    validation: list[Iterable[Row]] = [*held] or [_Share(each, settings.held_out, is_held=True) for each in rows]
     return RowSource(
         splits=RowSplits(
             train[0] if len(train) == 1 else Sources(train),
@@ -95,9 +82,10 @@ def find_rows(
         places=places,
         fingerprint=found.fingerprint,
         content=f"{found.content}{describe_weights(weights)}",
-        paths=listed_paths(path),
+        paths=listed_paths(settings.path),
         weights=weights,
         num_rows=None if held else lambda: sum(each.count for each in rows),
+        on_bad_row=settings.on_bad_row,
     )
 
 
@@ -135,9 +123,7 @@ def mix_rows(source: RowSource, sizes: Sequence[int], notes: dict[str, Any]) -> 
     return mixture_of(sizes, source.weights)
 
 
-def check_rows(
-    source: RowSource, statistics: RowStatistics, on_bad_row: OnBadRow, train: Sized, validation: Sized
-) -> None:
+def check_rows(source: RowSource, statistics: RowStatistics, train: Sized, validation: Sized) -> None:
     """Refuse rows that cannot be used, or warn of them, and splits without any.
 
     Raises:
@@ -145,7 +131,7 @@ def check_rows(
     """
     if statistics.skipped:
         counted, first = list_skipped(statistics, source.places)
-        if on_bad_row is OnBadRow.refuse:
+        if source.on_bad_row is OnBadRow.refuse:
             raise ConfigError(Violation(source.key, line) for line in [*first, f"{counted}; {source.remedy}"])
         log.warning("%s and are skipped, such as %s", counted, first[0])
     for name, split in (("training", train), ("validation", validation)):

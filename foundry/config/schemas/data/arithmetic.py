@@ -49,7 +49,7 @@ class Arithmetic(Conversations):
         le=10**8,
     )
     max_new_tokens: int = setting(
-        LONGEST_ANSWER, "tokens of seq_len that a question leaves for its answer: the objective's", ge=0
+        LONGEST_ANSWER, "tokens of seq_len that a question leaves for its answer: the objective's", ge=0, alone=0
     )
 
     @property

@@ -1,5 +1,6 @@
 """What all data has, and what all tokens of text have."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -71,6 +72,7 @@ class Data:
         "${oc.env:FOUNDRY_CACHE,.cache/foundry}",
         "folder for tokenizers and token arrays",
         on_resume=OnResume.same,
+        alone=os.environ.get("FOUNDRY_CACHE", ".cache/foundry"),
     )
 
 
@@ -97,12 +99,14 @@ class Tokenised(Data):
         "entries of the byte-level BPE trained on the text, or most of `tokenizer`; default: the model's in model.path",
         ge=1,
         le=10**8,
+        alone=4096,
     )
     tokenizer: str | None = setting(
         MODEL_TOKENIZER,
         "tokenizer.json or folder to use; null: train one on the training text; model.path brings its own",
         path=True,
         on_resume=OnResume.data,
+        alone=None,
     )
     held_out: float = setting(0.05, "share of documents or rows kept for validation", gt=0, lt=1)
 

@@ -6,32 +6,20 @@ from enum import Enum
 from typing import ClassVar
 
 from foundry.config.image_folder import class_folders
-from foundry.config.schemas.data.base import Data, Tokenised, path_of_files, path_of_held_out_files
-from foundry.config.schemas.data.rows import OnBadRow, TrainOn, check_template
+from foundry.config.schemas.data.base import Data, path_of_files, path_of_held_out_files
+from foundry.config.schemas.data.rows import OnBadRow, Templated, TrainOn
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import ConfigError, Violation, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class AboutPictures(Tokenised):
+class AboutPictures(Templated):
     """Conversations about a picture each."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "images", "completions"})
-    is_ragged: ClassVar[bool] = True
     num_images: ClassVar[int] = 1
 
-    chat_template: str | None = setting(
-        None,
-        "how conversations become text: plain, chatml, or a file with a Jinja template; null: what lies beside the "
-        "tokenizer, else plain",
-        on_resume=OnResume.data,
-    )
     train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
-
-    def check(self) -> Iterator[Violation]:
-        """The template is a known one, or a file."""
-        yield from super().check()
-        yield from check_template(self.chat_template)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,13 +46,6 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def check_template(template: str | None) -> Iterator[Violation]:
-    """The template is a known one, or a file."""
-    if template not in (None, *CHAT_TEMPLATES) and not _is_file(str(template)):
-        message = f"is {shown(template)} but there is no such file; give {', '.join(CHAT_TEMPLATES)} or a file"
-        yield Violation("data.chat_template", message)
-
-
 def check_room(seq_len: int, max_new_tokens: int) -> Iterator[Violation]:
     """An answer leaves tokens for its prompt."""
     if max_new_tokens >= seq_len:
@@ -72,6 +65,20 @@ class Templated(Tokenised):
         "tokenizer, else plain",
         on_resume=OnResume.data,
     )
+
+    def check(self) -> Iterator[Violation]:
+        """The template is a known one, or a file."""
+        yield from super().check()
+        template = self.chat_template
+        if template not in (None, *CHAT_TEMPLATES) and not _is_file(str(template)):
+            message = f"is {shown(template)} but there is no such file; give {', '.join(CHAT_TEMPLATES)} or a file"
+            yield Violation("data.chat_template", message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packable(Templated):
+    """Rows of messages of which several may share a row of tokens."""
+
     packing: bool = setting(
         False,
         "put several samples of a batch into a row of seq_len tokens, in which none sees another, and several pairs "
@@ -80,14 +87,9 @@ class Templated(Tokenised):
         runtime=True,
     )
 
-    def check(self) -> Iterator[Violation]:
-        """The template is a known one, or a file."""
-        yield from super().check()
-        yield from check_template(self.chat_template)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Conversations(Templated):
+class Conversations(Packable):
     """Rows of which the model learns what the assistant says."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences", "completions"})
@@ -96,7 +98,7 @@ class Conversations(Templated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowFiles(Templated):
+class RowFiles(Packable):
     """Rows of the user's in JSONL, Parquet, Arrow or CSV.
 
     Attributes:

@@ -76,12 +76,15 @@ class TokenFiles(Text):
     weights: list[float] | None = weights_of_files()
     validation_path: Any = path_of_held_out_files("files for validation; null: hold out the end of each file")
     dtype: TokenDtype = setting(TokenDtype.uint16, "of the numbers in .bin files, which do not say it")
-    vocab_size: int = setting("${model_vocab_size:50304}", "entries of the model; all tokens are below", ge=1, le=10**8)
+    vocab_size: int = setting(
+        "${model_vocab_size:50304}", "entries of the model; all tokens are below", ge=1, le=10**8, alone=50304
+    )
     tokenizer: str | None = setting(
         MODEL_TOKENIZER,
         "tokenizer.json or folder that the tokens are of, for samples; null: there are none",
         path=True,
         on_resume=OnResume.data,
+        alone=None,
     )
     held_out: float = setting(0.05, "share of the end of each file kept for validation", gt=0, lt=1)
 
