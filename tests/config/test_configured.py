@@ -1,7 +1,7 @@
 """Parts that take their settings as one object of their schema."""
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import pytest
 from hypothesis import given
@@ -24,6 +24,25 @@ class Oven:
     seed: int = setting("${hparams.seed}", "of the crumbs", alone=0)
     dough: str = setting("${data.path}", "file of the dough")
     tins: list[str] = setting(list, "one name each")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tray:
+    holes: int = setting(6, "for a muffin each")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kitchen:
+    """Of several parts, so that it names none."""
+
+    _target_: str
+    init_from: str | None = setting(None, "for the builder")
+    tray: Tray = field(default_factory=Tray)
+
+
+@configured_by(Kitchen)
+def furnish(settings: Kitchen) -> Kitchen:
+    return settings
 
 
 @configured_by(Oven)
@@ -85,6 +104,17 @@ def test_the_signature_shows_the_fields():
     assert list(parameters) == ["minutes", "heat", "seed", "dough", "tins"]
     assert (parameters["seed"].default, parameters["dough"].default) == (0, inspect.Parameter.empty)
     assert list(inspect.signature(Baker).parameters) == ["dough", "heat", "seed", "tins"]
+
+
+@pytest.mark.parametrize("tray", [{"holes": 12}, Tray(holes=12)])
+def test_a_mapping_becomes_the_dataclass_within_the_schema(tray):
+    assert furnish(tray=tray).tray == Tray(holes=12)
+    assert furnish().tray == Tray()
+
+
+def test_fields_for_the_builder_are_no_parameters():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'init_from'"):
+        furnish(init_from="run")
 
 
 @hypothesis_settings(max_examples=20, deadline=None)
