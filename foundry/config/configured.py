@@ -1,13 +1,15 @@
 """Parts that take their settings as one object of their schema."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
 from typing import Any, TypeVar, cast
 
 from omegaconf import MISSING as MUST_BE_SET
+
+from foundry.config.build import FOR_THE_BUILDER
 
 R = TypeVar("R")
 SETTINGS = "settings"
@@ -55,7 +57,7 @@ def needed_settings(schema: type) -> dict[str, bool]:
 
 
 def _is_setting(item: "Field[Any]") -> bool:
-    return item.init and not item.name.startswith("_")
+    return item.init and not item.name.startswith("_") and item.name not in FOR_THE_BUILDER
 
 
 def _from_keywords(schema: type, own: list["Field[Any]"], keywords: dict[str, Any], name: str) -> Any:
@@ -66,9 +68,20 @@ def _from_keywords(schema: type, own: list["Field[Any]"], keywords: dict[str, An
     """
     if missing := [item.name for item in own if item.name not in keywords and _default(item) is MISSING]:
         raise TypeError(f"{name}() missing required keyword argument: {', '.join(missing)}")
-    values = {item.name: keywords.pop(item.name) for item in own if item.name in keywords}
+    given = {item: keywords.pop(item.name) for item in own if item.name in keywords}
+    values = {item.name: _as_declared(item.default_factory, value) for item, value in given.items()}
     defaults = {item.name: _default(item) for item in own if item.default_factory is MISSING}
-    return schema(**{**defaults, **values})
+    # A schema that several parts have in common names none of them.
+    no_target = {item.name: "" for item in fields(schema) if item.name == "_target_" and item.default is MISSING}
+    return schema(**{**no_target, **defaults, **values})
+
+
+def _as_declared(kind: Any, value: Any) -> Any:
+    """Return the object of a dataclass within the schema, which Hydra passes as a mapping; else the value itself."""
+    if not (is_dataclass(kind) and isinstance(value, Mapping)):
+        return value
+    kinds = {item.name: item.default_factory for item in fields(kind)}
+    return cast(Any, kind)(**{name: _as_declared(kinds.get(name), each) for name, each in value.items()})
 
 
 def _default(item: "Field[Any]") -> Any:

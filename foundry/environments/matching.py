@@ -4,20 +4,20 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from foundry.config.configured import configured_by
+from foundry.config.schemas.environment import ExactMatch as ExactMatchSettings
+from foundry.config.schemas.environment import Format as FormatSettings
+from foundry.config.schemas.environment import MultipleChoice as MultipleChoiceSettings
 from foundry.environments.protocol import Answer, Scores
 
 
 class ExactMatch:
-    """`correct` where the answer is that of the row, but for white space around it; `format` where a pattern matches.
+    """`correct` if the answer is that of the row, but for white space around it; `format` if a pattern matches."""
 
-    Args:
-        pattern: of the answer within the text; None: all of it.
-        ignore_case: whether upper and lower case are the same.
-    """
-
-    def __init__(self, *, pattern: str | None = None, ignore_case: bool = False) -> None:
-        self._pattern = None if pattern is None else re.compile(pattern)
-        self._ignore_case = ignore_case
+    @configured_by(ExactMatchSettings)
+    def __init__(self, settings: ExactMatchSettings) -> None:
+        self.settings = settings
+        self._pattern = None if settings.pattern is None else re.compile(settings.pattern)
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
         """`correct` is None where the row has no `answer`."""
@@ -32,20 +32,16 @@ class ExactMatch:
 
     def _folded(self, value: Any) -> str:
         text = str(value).strip()
-        return text.casefold() if self._ignore_case else text
+        return text.casefold() if self.settings.ignore_case else text
 
 
 class MultipleChoice:
-    """`correct` where the last choice that is named is that of the row; `format` where one is named.
+    """`correct` where the last choice that is named is that of the row; `format` where one is named."""
 
-    Args:
-        choices: their letters.
-        pattern: of the letter in the answer; None: one that stands alone.
-    """
-
-    def __init__(self, *, choices: str = "ABCD", pattern: str | None = None) -> None:
-        self._choices = choices
-        self._pattern = re.compile(rf"\b([{re.escape(choices)}])\b" if pattern is None else pattern)
+    @configured_by(MultipleChoiceSettings)
+    def __init__(self, settings: MultipleChoiceSettings) -> None:
+        self._choices, pattern = settings.choices, settings.pattern
+        self._pattern = re.compile(rf"\b([{re.escape(self._choices)}])\b" if pattern is None else pattern)
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
         """`correct` is None where the row's `answer` is no choice."""
@@ -65,14 +61,11 @@ class MultipleChoice:
 
 
 class Format:
-    """`format` where the whole answer matches.
+    """`format` where the whole answer matches."""
 
-    Args:
-        pattern: what it is to match.
-    """
-
-    def __init__(self, *, pattern: str) -> None:
-        self._pattern = re.compile(pattern, re.DOTALL)
+    @configured_by(FormatSettings)
+    def __init__(self, settings: FormatSettings) -> None:
+        self._pattern = re.compile(settings.pattern, re.DOTALL)
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
         """1 or 0 for each answer."""

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from foundry.config.configured import configured_by
 from foundry.config.metrics import EXACT_MATCH_METRICS, reward_metric_names
+from foundry.config.schemas.own_evaluators import ExactMatch as ExactMatchSettings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import EvaluationContext
 from foundry.data.corpora.tokenizer import decode_tokens
@@ -37,11 +39,9 @@ class ExactMatch:
     measures the same; each needs memory for the whole model.
 
     Args:
+        settings: how many prompts are answered, and how long answers may be.
         data: has `prompts`.
         judge: of the run's environment.
-        max_new_tokens: longest answer in tokens.
-        per_gpu_batch_size: prompts at a time.
-        max_samples: prompts, the first ones; None: all.
         torchmetrics: further metrics by name, of texts: fed with the answers and the right ones, without white space
             around them.
 
@@ -49,19 +49,18 @@ class ExactMatch:
         ConfigError: the data has no prompts, or none with an answer for `torchmetrics`.
     """
 
+    @configured_by(ExactMatchSettings)
     def __init__(
         self,
+        settings: ExactMatchSettings,
         *,
         data: DataSplits,
         judge: Judge | None = None,
-        max_new_tokens: int = 256,
-        per_gpu_batch_size: int = 32,
-        max_samples: int | None = None,
         torchmetrics: "Mapping[str, Metric] | None" = None,
     ) -> None:
-        self._data, self._batch_size, self._judge = data, per_gpu_batch_size, judge
-        self._prompts = data.prompts[: len(data.prompts) if max_samples is None else max_samples]
-        self._decoding = Decoding(max_new_tokens=max_new_tokens, stop_ids=frozenset(data.stop_ids))
+        self.settings, self._data, self._judge = settings, data, judge
+        self._prompts = data.prompts[: settings.max_samples]
+        self._decoding = Decoding(max_new_tokens=settings.max_new_tokens, stop_ids=frozenset(data.stop_ids))
         has_answers = any(prompt.answer is not None for prompt in self._prompts)
         own = EXACT_MATCH_METRICS if has_answers else tuple(n for n in EXACT_MATCH_METRICS if n != "exact_match")
         self.metrics: tuple[str, ...] | None = own
@@ -78,7 +77,7 @@ class ExactMatch:
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Answer and compare; a mean of nothing is left out, and the reward NaN where no answer has one."""
-        world, size = context.world, self._batch_size
+        world, size = context.world, self.settings.per_gpu_batch_size
         measured, answered = list[dict[str, float]](), list[tuple[int, str, str]]()
         with gathered(model) as whole:
             for start in range(world.dp_rank * size, len(self._prompts), world.dp_size * size):

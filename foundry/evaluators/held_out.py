@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from foundry.config.configured import configured_by
 from foundry.config.metrics import declared_metrics
+from foundry.config.schemas.own_evaluators import HeldOut as HeldOutSettings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import EvaluationContext, LossSum, Mean, Objective, PredictingObjective
 from foundry.data.loader import held_out_batches
@@ -25,10 +27,9 @@ class HeldOut:
     """Means over all valid held-out items of all ranks: the loss, and the objective's own metrics.
 
     Args:
+        settings: how many samples are measured, and how many at a time.
         objective: gives the loss.
         data: its held-out samples are measured.
-        per_gpu_batch_size: samples per forward pass.
-        max_samples: held-out samples, the first ones; None: all.
         torchmetrics: further metrics by name, fed with what the objective's `predict` gives, at the price of a second
             forward pass.
 
@@ -36,17 +37,16 @@ class HeldOut:
         ConfigError: the objective has no `predict`, or one is no metric of torchmetrics.
     """
 
+    @configured_by(HeldOutSettings)
     def __init__(
         self,
+        settings: HeldOutSettings,
         *,
         objective: Objective,
         data: DataSplits,
-        per_gpu_batch_size: int,
-        max_samples: int | None = None,
         torchmetrics: "Mapping[str, Metric] | None" = None,
     ) -> None:
-        self._objective, self._data = objective, data
-        self._per_gpu_batch_size, self._max_samples = per_gpu_batch_size, max_samples
+        self.settings, self._objective, self._data = settings, objective, data
         own = declared_metrics(objective)
         self._own = None if own is None else tuple(dict.fromkeys((_LOSS, *own)))
         self.metrics = None if torchmetrics else self._own
@@ -61,10 +61,10 @@ class HeldOut:
         world, device = context.world, context.world.device
         batches = held_out_batches(
             self._data.validation,
-            per_gpu_batch_size=self._per_gpu_batch_size,
+            per_gpu_batch_size=self.settings.per_gpu_batch_size,
             dp_rank=world.dp_rank,
             dp_size=world.dp_size,
-            max_samples=self._max_samples,
+            max_samples=self.settings.max_samples,
         )
         if self._torchmetrics is not None:
             self._torchmetrics.start(device)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry.config.schemas import model as schemas
+from foundry.config.configured import configured_by
+from foundry.config.schemas.model import DiT as DiTSettings
 from foundry.core.errors import ConfigError
 from foundry.models.flops import matmul_flops
 from foundry.models.fsdp_block import FSDPBlock
@@ -97,44 +98,24 @@ class FinalLayer(nn.Module):
 class DiT(nn.Module):
     """A class-conditional diffusion transformer with adaLN-Zero blocks (Peebles and Xie, 2023, arXiv:2212.09748).
 
-    Args:
-        image_size: height and width in pixels.
-        num_channels: colour channels.
-        num_classes: classes; the label `num_classes` stands for none.
-        patch_size: height and width of a patch in pixels; divides image_size.
-        hidden_size: width of the residual stream, a multiple of 4.
-        num_layers: blocks.
-        num_heads: attention heads; divides hidden_size.
-        mlp_ratio: feed-forward width over hidden_size.
-
     Raises:
         ConfigError: the sizes do not divide as they must.
     """
 
-    def __init__(
-        self,
-        *,
-        image_size: int,
-        num_channels: int,
-        num_classes: int,
-        patch_size: int = 2,
-        hidden_size: int = 128,
-        num_layers: int = 6,
-        num_heads: int = 4,
-        mlp_ratio: float = 4.0,
-    ) -> None:
+    @configured_by(DiTSettings)
+    def __init__(self, settings: DiTSettings) -> None:
         super().__init__()
-        sizes = schemas.DiT(image_size=image_size, patch_size=patch_size, hidden_size=hidden_size, num_heads=num_heads)
-        if violations := list(sizes.check()):
+        if violations := list(settings.check()):
             raise ConfigError(violations)
-        self.num_classes, self.num_channels, self.patch_size = num_classes, num_channels, patch_size
-        self.grid_size, self.hidden_size = image_size // patch_size, hidden_size
-        patch_dim = num_channels * patch_size**2
-        self.patch_embedder = nn.Linear(patch_dim, hidden_size)
-        self.timestep_embedder = TimestepEmbedder(hidden_size)
-        self.label_embedder = nn.Embedding(num_classes + 1, hidden_size)
-        self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(num_layers))
-        self.final_layer = FinalLayer(hidden_size, patch_dim)
+        self.settings, width = settings, settings.hidden_size
+        self.grid_size = settings.image_size // settings.patch_size
+        patch_dim = settings.num_channels * settings.patch_size**2
+        self.patch_embedder = nn.Linear(patch_dim, width)
+        self.timestep_embedder = TimestepEmbedder(width)
+        self.label_embedder = nn.Embedding(settings.num_classes + 1, width)
+        blocks = (DiTBlock(width, settings.num_heads, settings.mlp_ratio) for _ in range(settings.num_layers))
+        self.blocks = nn.ModuleList(blocks)
+        self.final_layer = FinalLayer(width, patch_dim)
         self.init_weights()
 
     def forward(self, images: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
@@ -150,7 +131,7 @@ class DiT(nn.Module):
         """
         # The residual stream has the patches' dtype: bf16 under autocast over fp32 weights, as with FSDP2's bf16 ones.
         x = self.patch_embedder(self._to_patches(images).to(self.patch_embedder.weight.dtype))
-        x = x + position_table(self.grid_size, self.hidden_size, x.device).to(x.dtype)
+        x = x + position_table(self.grid_size, self.settings.hidden_size, x.device).to(x.dtype)
         condition = self.timestep_embedder(timesteps)
         condition = condition + self.label_embedder(labels).to(condition.dtype)
         for block in self.blocks:
@@ -176,12 +157,12 @@ class DiT(nn.Module):
         condition; L layers, H hidden_size. A product costs 2 FLOPs per weight forward and 4 backward, 2 where it
         is frozen.
         """
-        attention = 2 * len(self.blocks) * self.grid_size**4 * self.hidden_size
+        attention = 2 * len(self.blocks) * self.grid_size**4 * self.settings.hidden_size
         return linear_flops(self, self.grid_size**2, ("timestep_embedder",)) + float(6 * attention)
 
     def _to_patches(self, images: Tensor) -> Tensor:
         """Patches (batch, patches, channels * patch_size²) of images: (batch, channels, height, width)."""
-        size = self.patch_size
+        size = self.settings.patch_size
         tiles = images.unfold(2, size, size).unfold(3, size, size)
         return tiles.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
@@ -191,8 +172,8 @@ class DiT(nn.Module):
 
     def _to_images(self, patches: Tensor) -> Tensor:
         """The inverse of `_to_patches`."""
-        grid, size = self.grid_size, self.patch_size
-        tiles = patches.reshape(-1, grid, grid, self.num_channels, size, size)
+        grid, size = self.grid_size, self.settings.patch_size
+        tiles = patches.reshape(-1, grid, grid, self.settings.num_channels, size, size)
         return tiles.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
 
 

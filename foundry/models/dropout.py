@@ -50,8 +50,8 @@ def attend_with_dropout(
 
     Args:
         query: (batch, heads, seq, head_dim).
-        key: (batch, kv heads, seq, head_dim), as is `value`.
-        value: see there.
+        key: (batch, kv heads, seq, head_dim).
+        value: as `key`.
         mask: (batch, 1, seq, seq) bool, which tokens attend to which; None: causal.
         probability: share of the weights that are dropped.
         draws: of this layer.

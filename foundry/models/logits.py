@@ -71,7 +71,7 @@ class LogitsForward:
             targets: (batch, seq) int64, -100 where ignored; None: only the logits are returned.
             return_logits: also return the logits.
             read: see `read_log_probs`.
-            per_token: see there.
+            per_token: see `read_log_probs`.
             options: keyword arguments that the model takes itself.
 
         Raises:

@@ -22,7 +22,7 @@ class Split(Enum):
 
     Attributes:
         columns: a linear layer without a bias whose output features are divided; its input is whole.
-        rows: likewise one whose input features are divided; its outputs are summed.
+        rows: a linear layer without a bias whose input features are divided; its outputs are summed.
         vocabulary: the entries of an embedding, or of a head whose matrix is read by `VocabularyShard.of` and which is
             not called.
         input: nothing of the module's own: its first argument goes to several layers divided by columns, so that its

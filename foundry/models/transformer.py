@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry.core.errors import ConfigError, Violation
+from foundry.config.configured import configured_by
+from foundry.config.schemas.model import Transformer as TransformerSettings
+from foundry.core.errors import ConfigError
 from foundry.core.sharded import local_part
 from foundry.models.documents import Documents
 from foundry.models.dropout import KeyedDropout, attend_with_dropout
@@ -94,8 +96,8 @@ class Attention(nn.Module):
 
         Args:
             query: (batch, heads, queries, head_dim).
-            key: (batch, kv heads, keys, head_dim), as is `value`.
-            value: see there.
+            key: (batch, kv heads, keys, head_dim).
+            value: as `key`.
             mask: (batch or 1, 1, queries, keys) bool, which attends to which; or bounds, if there are as many keys as
                 queries and each attends within a document; None: each to those up to its own, or all where they are
                 fewer than keys.
@@ -218,19 +220,7 @@ class Transformer(nn.Module):
     """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
     Args:
-        vocab_size: entries of the token embedding.
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the feed-forward.
-        num_layers: blocks.
-        num_heads: query heads; divides hidden_size into heads of an even size.
-        num_kv_heads: key and value heads; divides num_heads.
-        max_seq_len: longest sequence in tokens.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: added to the mean square in RMSNorm.
-        tie_embeddings: the embedding's matrix is the head.
-        init_std: standard deviation of initial weights, or a rule of `resolve_std`.
-        embedding_init_std: that of the token embedding; None: init_std.
-        logprob_tile_tokens: positions per tile of the head's projection; 0: all at once.
+        settings: widths, numbers of layers and heads, and initial weights.
         hidden_dropout: share of elements dropped from what attention and feed-forward add to the residual stream.
         attention_dropout: share of attention weights dropped; both only in training, and where samples have keys.
 
@@ -241,44 +231,32 @@ class Transformer(nn.Module):
     isolates_documents = True
     block_type: ClassVar[type[TransformerBlock]] = TransformerBlock
 
+    @configured_by(TransformerSettings)
     def __init__(
-        self,
-        *,
-        vocab_size: int,
-        hidden_size: int,
-        intermediate_size: int,
-        num_layers: int,
-        num_heads: int,
-        num_kv_heads: int,
-        max_seq_len: int,
-        rope_theta: float = 10000.0,
-        norm_eps: float = 1e-5,
-        tie_embeddings: bool = False,
-        init_std: float | str = 0.02,
-        embedding_init_std: float | str | None = None,
-        logprob_tile_tokens: int = 0,
-        hidden_dropout: float = 0.0,
-        attention_dropout: float = 0.0,
+        self, settings: TransformerSettings, *, hidden_dropout: float = 0.0, attention_dropout: float = 0.0
     ) -> None:
         super().__init__()
-        _check_heads(hidden_size, num_heads, num_kv_heads)
-        self.intermediate_size, self.num_heads, self.num_kv_heads = intermediate_size, num_heads, num_kv_heads
-        self.max_seq_len, self.rope_theta, self.norm_eps = max_seq_len, rope_theta, norm_eps
-        self.logprob_tile_tokens = logprob_tile_tokens
-        self.init_std = resolve_std(init_std, hidden_size)
-        self.embedding_init_std = resolve_std(
-            self.init_std if embedding_init_std is None else embedding_init_std, hidden_size
-        )
+        if violations := list(settings.check()):
+            raise ConfigError(violations)
+        self.settings, self.max_seq_len, width = settings, settings.max_seq_len, settings.hidden_size
+        own_std = settings.embedding_init_std
+        self.init_std = resolve_std(settings.init_std, width)
+        self.embedding_init_std = self.init_std if own_std is None else resolve_std(own_std, width)
         blocks = (
             self.block_type(
-                hidden_size, intermediate_size, num_heads, num_kv_heads, norm_eps, hidden_dropout, attention_dropout
+                width,
+                settings.intermediate_size,
+                settings.num_heads,
+                settings.num_kv_heads,
+                settings.norm_eps,
+                hidden_dropout,
+                attention_dropout,
             )
-            for _ in range(num_layers)
+            for _ in range(settings.num_layers)
         )
-        self.model = Decoder(
-            nn.Embedding(vocab_size, hidden_size), nn.ModuleList(blocks), RMSNorm(hidden_size, norm_eps)
-        )
-        self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)
+        embedding = nn.Embedding(settings.vocab_size, width)
+        self.model = Decoder(embedding, nn.ModuleList(blocks), RMSNorm(width, settings.norm_eps))
+        self.lm_head = None if settings.tie_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
         self.init_weights()
 
     def forward(
@@ -317,8 +295,8 @@ class Transformer(nn.Module):
         seq_len = tokens.shape[1] + (0 if cache is None else cache.filled)
         if seq_len > self.max_seq_len:
             raise ValueError(f"a sequence of {seq_len} tokens exceeds model.max_seq_len={self.max_seq_len}")
-        head_dim = self.model.embed_tokens.embedding_dim // self.num_heads
-        cos, sin = rotary_table(seq_len, head_dim, self.rope_theta, tokens.device)
+        head_dim = self.model.embed_tokens.embedding_dim // self.settings.num_heads
+        cos, sin = rotary_table(seq_len, head_dim, self.settings.rope_theta, tokens.device)
         if cache is None:
             packed = None if documents is None else Documents(documents, document_bounds)
             if packed is not None:
@@ -348,12 +326,12 @@ class Transformer(nn.Module):
         """What `forward` returns of hidden states (batch, seq, hidden_size), by the head."""
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if token_loss is not None and targets is not None:
-            return project_loss(hidden, head, targets, token_loss, tile_tokens=self.logprob_tile_tokens)
+            return project_loss(hidden, head, targets, token_loss, tile_tokens=self.settings.logprob_tile_tokens)
         return project_log_probs(
             hidden,
             head,
             targets,
-            tile_tokens=self.logprob_tile_tokens,
+            tile_tokens=self.settings.logprob_tile_tokens,
             return_logits=return_logits,
             read=read,
             per_token=per_token,
@@ -409,13 +387,13 @@ class Transformer(nn.Module):
             architectures=["LlamaForCausalLM"],
             vocab_size=self.model.embed_tokens.num_embeddings,
             hidden_size=self.model.embed_tokens.embedding_dim,
-            intermediate_size=self.intermediate_size,
+            intermediate_size=self.settings.intermediate_size,
             num_hidden_layers=len(self.model.layers),
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
+            num_attention_heads=self.settings.num_heads,
+            num_key_value_heads=self.settings.num_kv_heads,
             max_position_embeddings=self.max_seq_len,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            rms_norm_eps=self.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": self.settings.rope_theta},
+            rms_norm_eps=self.settings.norm_eps,
             tie_word_embeddings=self.lm_head is None,
             initializer_range=self.init_std,
             dtype=torch.float32,
@@ -458,16 +436,3 @@ def _keyed_dropout(keys: Tensor, documents: Tensor | None, packed: Documents | N
         return KeyedDropout(keys[:, None], torch.arange(seq_len, device=keys.device)[None])
     # Padding, document -1, has the last key.
     return KeyedDropout(torch.cat([keys, keys.new_zeros(1)])[documents], packed.positions)
-
-
-def _check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
-    if hidden_size % num_heads or (hidden_size // num_heads) % 2:
-        raise ConfigError(
-            Violation(
-                "model.num_heads", f"{num_heads} heads must divide model.hidden_size={hidden_size} into even head sizes"
-            )
-        )
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            Violation("model.num_kv_heads", f"is {num_kv_heads} but must divide model.num_heads={num_heads}")
-        )

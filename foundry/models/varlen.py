@@ -47,8 +47,8 @@ class DocumentBounds:
 
         Args:
             query: (batch, heads, seq, head_dim); `has_kernel` is true for its device, type and head_dim.
-            key: (batch, kv heads, seq, head_dim), as is `value`; `heads` is a multiple of `kv heads`.
-            value: see there.
+            key: (batch, kv heads, seq, head_dim); `heads` is a multiple of `kv heads`.
+            value: as `key`.
 
         Returns:
             (batch, heads, seq, head_dim).

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry.core.errors import ConfigError, Violation
+from foundry.config.configured import configured_by
+from foundry.config.schemas.model import PrefixVLM as PrefixVLMSettings
 from foundry.models.dropout import KeyedDropout
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import matrix_draws
@@ -90,8 +91,8 @@ class PrefixBlock(TransformerBlock):
 
         Args:
             x: the residual stream.
-            cos: (seq, head_dim), as is `sin`, of `rotary_table`.
-            sin: see there.
+            cos: (seq, head_dim), of `rotary_table`.
+            sin: as `cos`.
             mask: (batch, 1, seq, seq) bool, which attend to which.
             draws: of dropout.
             keys_only: nothing but keys and values is asked for; x comes back as it was.
@@ -110,23 +111,9 @@ class PrefixVLM(Transformer):
     run on over pictures and words.
 
     Args:
-        image_size: height and width of a picture in pixels; a multiple of 8.
-        num_images: pictures of a sample.
-        vocab_size: as of `Transformer`, as are the arguments not described here.
-        hidden_size: see there.
-        intermediate_size: see there.
-        num_layers: see there.
-        num_heads: see there.
-        num_kv_heads: see there.
-        max_seq_len: longest sequence in tokens; pictures do not count.
-        rope_theta: see there.
-        norm_eps: see there.
-        tie_embeddings: see there.
-        init_std: see there; convolutions follow their fan-in.
-        embedding_init_std: see there.
-        logprob_tile_tokens: see there.
-        hidden_dropout: see there.
-        attention_dropout: see there.
+        settings: those of a decoder, and the number and size of pictures, which do not count in `max_seq_len`.
+        hidden_dropout: as of `Transformer`, as is `attention_dropout`.
+        attention_dropout: of attention weights.
 
     Raises:
         ConfigError: the sizes do not divide as they must.
@@ -138,49 +125,15 @@ class PrefixVLM(Transformer):
     tensor_parallel_plan: Any = None
     new_cache: Any = None  # answers are short, and read anew for each word
 
+    settings: PrefixVLMSettings
+
+    @configured_by(PrefixVLMSettings)
     def __init__(
-        self,
-        *,
-        image_size: int,
-        num_images: int = 1,
-        vocab_size: int,
-        hidden_size: int,
-        intermediate_size: int,
-        num_layers: int,
-        num_heads: int,
-        num_kv_heads: int,
-        max_seq_len: int,
-        rope_theta: float = 10000.0,
-        norm_eps: float = 1e-5,
-        tie_embeddings: bool = True,
-        init_std: float | str = 0.02,
-        embedding_init_std: float | str | None = None,
-        logprob_tile_tokens: int = 0,
-        hidden_dropout: float = 0.0,
-        attention_dropout: float = 0.0,
+        self, settings: PrefixVLMSettings, *, hidden_dropout: float = 0.0, attention_dropout: float = 0.0
     ) -> None:
-        if image_size % PATCH:
-            message = f"is {image_size} but must be a multiple of {PATCH}, the pixels of a patch"
-            raise ConfigError(Violation("model.image_size", message))
-        super().__init__(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            max_seq_len=max_seq_len,
-            rope_theta=rope_theta,
-            norm_eps=norm_eps,
-            tie_embeddings=tie_embeddings,
-            init_std=init_std,
-            embedding_init_std=embedding_init_std,
-            logprob_tile_tokens=logprob_tile_tokens,
-            hidden_dropout=hidden_dropout,
-            attention_dropout=attention_dropout,
-        )
-        self.image_size, self.num_images = image_size, num_images
-        self.stem = PictureStem(image_size, num_images, hidden_size)
+        super().__init__(settings, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
+        assert settings.image_size is not None, "a run without pictures is refused before"
+        self.stem = PictureStem(settings.image_size, settings.num_images, settings.hidden_size)
         self.init_weights()
 
     def forward(
@@ -200,18 +153,9 @@ class PrefixVLM(Transformer):
     ) -> TokenLogProbs:
         """Log-probabilities of the targets, given pictures and the words before; of words alone.
 
-        Args:
-            tokens: (batch, seq) int64; below 0 is padding.
-            targets: as for `Transformer.forward`, as are the arguments not described here.
-            images: (batch, num_images, 3, image_size, image_size) uint8.
-            cache: there is none.
-            return_logits: see there.
-            read: see there.
-            per_token: see there.
-            token_loss: see there.
-            dropout_keys: see there.
-            documents: rows do not hold several samples: each has its own pictures.
-            document_bounds: unused, as `documents`.
+        Of `tokens`, (batch, seq) int64, those below 0 are padding. `images` are (batch, num_images, 3, image_size,
+        image_size) uint8. There is no cache, and rows do not hold several samples, since each has its own pictures. All
+        else is as for `Transformer.forward`.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len, no pictures are given, or a cache or documents are.
@@ -268,7 +212,7 @@ class PrefixVLM(Transformer):
         num_patches, length = pictures.shape[1], x.shape[1]
         is_visible = torch.cat((is_word.new_ones(len(tokens), num_patches), is_word), dim=1)
         mask = prefix_mask(num_patches, is_visible)
-        cos, sin = rotary_table(length, x.shape[2] // self.num_heads, self.rope_theta, x.device)
+        cos, sin = rotary_table(length, x.shape[2] // self.settings.num_heads, self.settings.rope_theta, x.device)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         draws = None
         if dropout_keys is not None and self.training:

@@ -7,6 +7,7 @@ parameters. Groups carry `lr_mult` and `wd_mult`, which scale the schedule's val
 import re
 from collections import Counter
 from collections.abc import Mapping, Set
+from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from foundry.config.schemas.optimizer import MomentsDtype, NsDtype
+from foundry.config.configured import configured_by
+from foundry.config.schemas.optimizer import SGD as SGDSettings
+from foundry.config.schemas.optimizer import Adam as AdamSettings
+from foundry.config.schemas.optimizer import AdamW as AdamWSettings
+from foundry.config.schemas.optimizer import Muon as MuonSettings
+from foundry.config.schemas.optimizer import NsDtype
+from foundry.config.schemas.optimizer import Optimizer as OptimizerSettings
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.core.errors import ConfigError, Violation, listed
 from foundry.core.sharded import is_sharded
@@ -37,64 +44,29 @@ class HasHead(Protocol):
         ...
 
 
-def adamw(
-    *,
-    model: nn.Module,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    groups: Groups | None = None,
-    moments_dtype: MomentsDtype | str | None = None,
-) -> list[Optimizer]:
+@configured_by(AdamWSettings)
+def adamw(settings: AdamWSettings, *, model: nn.Module, lr: float) -> list[Optimizer]:
     """AdamW (Loshchilov and Hutter, 2019); its moments are stored in the parameters' type, or in `moments_dtype`."""
-    kind: type[AdamW] = AdamW if moments_dtype is None else Bf16AdamW
-    return [kind(param_groups(model, weight_decay, groups), lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
+    kind: type[AdamW] = AdamW if settings.moments_dtype is None else Bf16AdamW
+    return [kind(_groups(model, settings), **_moments(model, settings), lr=lr)]
 
 
-def adam(
-    *,
-    model: nn.Module,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    groups: Groups | None = None,
-) -> list[Optimizer]:
+@configured_by(AdamSettings)
+def adam(settings: AdamSettings, *, model: nn.Module, lr: float) -> list[Optimizer]:
     """Adam (Kingma and Ba, 2015); weight decay is an L2 term in the gradient."""
-    return [Adam(param_groups(model, weight_decay, groups), lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
+    return [Adam(_groups(model, settings), **_moments(model, settings), lr=lr)]
 
 
-def sgd(
-    *,
-    model: nn.Module,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    groups: Groups | None = None,
-) -> list[Optimizer]:
+@configured_by(SGDSettings)
+def sgd(settings: SGDSettings, *, model: nn.Module, lr: float) -> list[Optimizer]:
     """Stochastic gradient descent with momentum."""
-    options: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "fused": _fused(model)}
-    return [ShardedSGD(param_groups(model, weight_decay, groups), **options)]
+    options: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov, "fused": _fused(model)}
+    return [ShardedSGD(_groups(model, settings), lr=lr, **options)]
 
 
+@configured_by(MuonSettings)
 def muon(
-    *,
-    model: nn.Module,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    ns_steps: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    groups: Groups | None = None,
-    ns_dtype: NsDtype | str | None = None,
-    precision: PrecisionMode = PrecisionMode.amp_bfloat16,
+    settings: MuonSettings, *, model: nn.Module, lr: float, precision: PrecisionMode = PrecisionMode.amp_bfloat16
 ) -> list[Optimizer]:
     """Muon (Jordan et al., 2024) for the matrices inside blocks, AdamW for everything else.
 
@@ -102,16 +74,35 @@ def muon(
     `ns_dtype` is None the iteration is in bf16 if the model's matrices are multiplied in it, else in fp32.
     """
     matrices = {p for block in find_blocks(model) for p in block.parameters() if p.requires_grad and p.ndim == 2}
-    own = param_groups(model, weight_decay, groups, only=matrices)
-    rest = param_groups(model, weight_decay, groups, only={p for p in model.parameters() if p not in matrices})
-    optimizers: list[Optimizer] = [AdamW(rest, lr=lr, betas=(beta1, beta2), eps=eps, fused=_fused(model))]
+    own = _groups(model, settings, only=matrices)
+    rest = _groups(model, settings, only={p for p in model.parameters() if p not in matrices})
+    optimizers: list[Optimizer] = [AdamW(rest, **_moments(model, settings), lr=lr)]
     if own:
-        options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        options["ns_dtype"] = _NS_DTYPES[NsDtype.following(precision) if ns_dtype is None else NsDtype(ns_dtype)]
-        # DDP has reduced the gradients: all ranks hold the same, and need not all compute the same.
-        options["group"] = model.process_group if isinstance(model, DistributedDataParallel) else None
-        optimizers.insert(0, Muon(own, lr=lr, weight_decay=weight_decay, **options))
+        ns_dtype = NsDtype.following(precision) if settings.ns_dtype is None else settings.ns_dtype
+        orthogonal = Muon(
+            own,
+            lr=lr,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
+            ns_steps=settings.ns_steps,
+            ns_dtype=_NS_DTYPES[NsDtype(ns_dtype)],
+            weight_decay=settings.weight_decay,
+            # DDP has reduced the gradients: all ranks hold the same, and need not all compute the same.
+            group=model.process_group if isinstance(model, DistributedDataParallel) else None,
+        )
+        optimizers.insert(0, orthogonal)
     return optimizers
+
+
+def _groups(
+    model: nn.Module, settings: OptimizerSettings, only: Set[nn.Parameter] | None = None
+) -> list[dict[str, Any]]:
+    return param_groups(model, settings.weight_decay, asdict(settings.groups), only=only)
+
+
+def _moments(model: nn.Module, settings: AdamSettings | MuonSettings) -> dict[str, Any]:
+    """The arguments of torch's Adam and AdamW."""
+    return {"betas": (settings.beta1, settings.beta2), "eps": settings.eps, "fused": _fused(model)}
 
 
 def param_groups(

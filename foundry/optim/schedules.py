@@ -6,13 +6,15 @@ operations is kept, so that the numbers agree bit for bit.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any, Self
 
+from foundry.config.configured import configured_by
+from foundry.config.schemas.scheduler import WSD as WSDSettings
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
+from foundry.config.schemas.scheduler import Scheduler as Settings
 from foundry.core.duration import Budget
-from foundry.core.phases import Phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,44 +81,28 @@ class Schedule(ABC):
     weight_decay_curve: WeightDecay | None = None
 
     @classmethod
-    def from_durations(
-        cls,
-        *,
-        budget: Budget,
-        warmup: str,
-        horizon: str,
-        decay: str | None = None,
-        weight_decay_horizon: str | None = None,
-        clamp_warmup: bool = False,
-        start_weight_decay: float | None = None,
-        end_weight_decay: float | None = None,
-        weight_decay_incr_style: IncrementStyle = IncrementStyle.constant,
-        **shape: Any,
-    ) -> Self:
-        """The schedule of a run of this budget; lengths are given as `foundry.core.duration` reads them.
+    @configured_by(Settings)
+    def from_durations(cls, settings: Settings, *, max_lr: float, budget: Budget, **own: Any) -> Self:
+        """Return the schedule of a run of this budget.
+
+        Args:
+            settings: lengths are durations, as `foundry.core.duration` reads them.
+            max_lr: the peak.
+            budget: of the run.
+            own: fields that the class has besides those of its settings.
 
         Raises:
             ValueError: a length counts tokens and the data has none.
         """
-        phases = Phases.resolve(
-            budget,
-            warmup=warmup,
-            horizon=horizon,
-            decay=decay,
-            weight_decay_horizon=weight_decay_horizon,
-            clamp_warmup=clamp_warmup,
-        )
+        phases = settings.phases(budget)
+        start, end, style = settings.start_weight_decay, settings.end_weight_decay, settings.weight_decay_incr_style
         curve = None
-        if start_weight_decay is not None and end_weight_decay is not None:
-            curve = WeightDecay(
-                start=start_weight_decay,
-                end=end_weight_decay,
-                horizon=phases.weight_decay_horizon,
-                style=weight_decay_incr_style,
-            )
-        if phases.decay is not None:
-            shape["decay"] = phases.decay
-        return cls(warmup=phases.warmup, horizon=phases.horizon, weight_decay_curve=curve, **shape)
+        if start is not None and end is not None:
+            curve = WeightDecay(start=start, end=end, horizon=phases.weight_decay_horizon, style=style)
+        lengths = {"warmup": phases.warmup, "horizon": phases.horizon, "decay": phases.decay}
+        values = {**vars(settings), **lengths, "weight_decay_curve": curve}
+        shared = {item.name: values[item.name] for item in fields(cls) if item.name in values}
+        return cls(max_lr=max_lr, **{**shared, **own})
 
     def lr(self, samples_before: int, samples_after: int) -> float:
         """The learning rate of the update that consumes samples `samples_before` to `samples_after`."""
@@ -205,6 +191,12 @@ class WSD(Schedule):
 
     decay: float
     decay_style: DecayStyle
+
+    @classmethod
+    @configured_by(WSDSettings)
+    def from_durations(cls, settings: WSDSettings, *, max_lr: float, budget: Budget, **own: Any) -> Self:
+        """Return the schedule of a run, as `Schedule.from_durations` does."""
+        return super().from_durations(settings, max_lr=max_lr, budget=budget, **own)
 
     def phases(self) -> list[tuple[str, float]]:
         """The warm-up, the stable phase and the decay that ends it."""

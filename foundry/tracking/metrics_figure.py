@@ -36,7 +36,7 @@ def metrics_figure(
 
     Args:
         logged: of training, values by step, by name in metrics.jsonl.
-        measured: likewise of evaluations; `val_` and the name of one of training shares its panel.
+        measured: of evaluations, in the same form; `val_` and the name of one of training shares its panel.
         run_name: under the title.
     """
     shown = [name for name in _choose(logged, measured) if _changes(logged.get(name), measured.get(_paired(name)))]

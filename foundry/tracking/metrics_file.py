@@ -45,8 +45,8 @@ def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any
     A run that resumed from an earlier step wrote some steps twice: the later record is kept.
 
     Args:
-        path: see `iterate_metrics`, as `having` and the errors that are raised.
-        having: see there.
+        path: see `iterate_metrics`, which also says what is raised.
+        having: see `iterate_metrics`.
     """
     records: dict[tuple[bool, int], dict[str, Any]] = {}
     for record in iterate_metrics(path, having=having):
@@ -84,7 +84,7 @@ def iterate_metrics(
     Args:
         path: the file, or the run directory it lies in.
         having: a field; lines without it are skipped and not decoded, which is much faster.
-        matching: a pattern; likewise.
+        matching: a pattern; lines in which it is not found are skipped and not decoded.
 
     Raises:
         ValueError: a complete line is no record.

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from foundry.config.configured import configured_by
+from foundry.config.schemas.own_trackers import TensorBoard as TensorBoardSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
 from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
@@ -16,13 +18,13 @@ class TensorBoard:
     A resumed run begins a file of its own, by which TensorBoard drops what an earlier start wrote of the same steps.
 
     Args:
+        settings: the folder, and how long events stay in memory.
         run_dir: the run directory.
-        folder: in it.
-        flush_seconds: how long written events may stay in memory at most.
     """
 
-    def __init__(self, *, run_dir: Path, folder: str = "tensorboard", flush_seconds: float = 30.0) -> None:
-        self._folder, self._flush_seconds = Path(run_dir) / folder, flush_seconds
+    @configured_by(TensorBoardSettings)
+    def __init__(self, settings: TensorBoardSettings, *, run_dir: Path) -> None:
+        self._folder, self._flush_seconds = Path(run_dir) / settings.folder, settings.flush_seconds
         self._writer: Any = None
         self._is_grouped = True
 

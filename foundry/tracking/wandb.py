@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from foundry.config.configured import configured_by
+from foundry.config.schemas.own_trackers import WandB as WandBSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
 from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
@@ -22,28 +24,14 @@ class WandB:
     offline. In offline mode nothing goes over the network, and `wandb sync RUN_DIR/wandb/offline-run-*` sends it later.
 
     Args:
+        settings: names of project and run, and the mode; WANDB_MODE stands in for its default.
         run_dir: the run directory, which also gives the run its identity there.
-        experiment_name: the project.
-        run_name: None: the run directory's name.
-        mode: `online` or `offline`; WANDB_MODE stands in for the default.
-        entity: a user or team; None: the key's own.
-        tags: of the run.
     """
 
-    def __init__(
-        self,
-        *,
-        run_dir: Path,
-        experiment_name: str = "foundry",
-        run_name: str | None = None,
-        mode: str | None = None,
-        entity: str | None = None,
-        tags: list[str] | None = None,
-    ) -> None:
-        self._run_dir = Path(run_dir).absolute()
-        self._mode = mode or os.environ.get("WANDB_MODE", "online")
-        self._named = {"project": experiment_name, "name": run_name or self._run_dir.name, "entity": entity}
-        self._tags = tags
+    @configured_by(WandBSettings)
+    def __init__(self, settings: WandBSettings, *, run_dir: Path) -> None:
+        self.settings, self._run_dir = settings, Path(run_dir).absolute()
+        self._mode = settings.mode or os.environ.get("WANDB_MODE", "online")
         self._run: Any = None
         self._is_grouped = True
 
@@ -62,12 +50,14 @@ class WandB:
         self._is_grouped = begins_grouped(self._run_dir / "wandb")
         begin: Any = wandb.init
         self._run = begin(
-            **self._named,
+            project=self.settings.experiment_name,
+            name=self.settings.run_name or self._run_dir.name,
+            entity=self.settings.entity,
             id=hashlib.sha256(str(self._run_dir).encode()).hexdigest()[:16],
             resume="allow" if self._mode == "online" else None,
             dir=self._run_dir,
             config=masked(event.config) | {"plan": masked(event.plan), "config_hash": event.config_hash},
-            tags=self._tags,
+            tags=self.settings.tags,
             mode=self._mode,
             reinit="create_new",
             # The command line, the code and the terminal's lines may hold what only foundry knows to be secret.

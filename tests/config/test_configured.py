@@ -1,7 +1,7 @@
 """Parts that take their settings as one object of their schema."""
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import pytest
 from hypothesis import given
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import foundry
 from foundry.config.build import build
 from foundry.config.checks.static_source import resolve_parameters
-from foundry.config.composition.store import GROUPS, group_schemas
+from foundry.config.composition.store import GROUPS, evaluator_schemas, group_schemas, schemas_in
 from foundry.config.configured import configured_by
+from foundry.config.schemas import own_trackers
 from foundry.config.schemas.objective import SFT
 from foundry.config.setting import setting
 
@@ -24,6 +25,25 @@ class Oven:
     seed: int = setting("${hparams.seed}", "of the crumbs", alone=0)
     dough: str = setting("${data.path}", "file of the dough")
     tins: list[str] = setting(list, "one name each")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tray:
+    holes: int = setting(6, "for a muffin each")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kitchen:
+    """Of several parts, so that it names none."""
+
+    _target_: str
+    init_from: str | None = setting(None, "for the builder")
+    tray: Tray = field(default_factory=Tray)
+
+
+@configured_by(Kitchen)
+def furnish(settings: Kitchen) -> Kitchen:
+    return settings
 
 
 @configured_by(Oven)
@@ -87,6 +107,17 @@ def test_the_signature_shows_the_fields():
     assert list(inspect.signature(Baker).parameters) == ["dough", "heat", "seed", "tins"]
 
 
+@pytest.mark.parametrize("tray", [{"holes": 12}, Tray(holes=12)])
+def test_a_mapping_becomes_the_dataclass_within_the_schema(tray):
+    assert furnish(tray=tray).tray == Tray(holes=12)
+    assert furnish().tray == Tray()
+
+
+def test_fields_for_the_builder_are_no_parameters():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'init_from'"):
+        furnish(init_from="run")
+
+
 @hypothesis_settings(max_examples=20, deadline=None)
 @given(st.fixed_dictionaries({}, optional={"sample_tokens": st.integers(1, 9), "temperature": st.floats(0, 2)}))
 def test_instantiate_gives_a_part_its_fields(values):
@@ -97,6 +128,7 @@ def test_instantiate_gives_a_part_its_fields(values):
 def configured_parts():
     """Return each schema whose part is decorated, with its target."""
     schemas = {schema for group in GROUPS for schema in group_schemas(group).values()}
+    schemas |= {*evaluator_schemas(), *schemas_in(own_trackers)}
     targets = {schema: next((f.default for f in fields(schema) if f.name == "_target_"), None) for schema in schemas}
     own = {schema: target for schema, target in targets.items() if str(target).startswith("foundry.")}
     return sorted(own.items(), key=lambda pair: pair[1])

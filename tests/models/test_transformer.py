@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from foundry.config.schemas.model import Transformer as TransformerSettings
 from foundry.core.errors import ConfigError
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.transformer import Transformer, TransformerBlock, rotary_table
@@ -141,6 +142,16 @@ def test_flops_count_matrix_products_and_attention():
     matmul = 2 * per_layer + 61 * 32
     assert model.flops_per_sample(16) == 16 * (6 * matmul + 12 * 2 * 4 * 8 * 16)
     assert make(num_kv_heads=2, tie_embeddings=True).flops_per_sample(16) == model.flops_per_sample(16)
+
+
+def test_an_object_of_the_schema_and_its_fields_give_the_same_model():
+    values = {**SIZES, "init_std": "wang", "tie_embeddings": True}
+    one = make(**values)
+    torch.manual_seed(0)
+    other = Transformer(TransformerSettings(**values), hidden_dropout=0.5)
+    assert [block.dropout for block in other.model.layers] == [0.5, 0.5]
+    assert other.settings == one.settings == TransformerSettings(**values)
+    torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=0, atol=0)
 
 
 def test_blocks_are_marked():

@@ -2,10 +2,11 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
+from foundry.config.schemas import scheduler as schemas
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Budget
@@ -122,6 +123,29 @@ def test_state_survives_json(curve, style):
     assert state["style"] == curve.__name__
     assert from_state(state) == one
     assert from_state(state).lr_at(777) == one.lr_at(777)
+
+
+@pytest.mark.parametrize("curve", [Cosine, WSD])
+def test_an_object_of_the_schema_and_its_fields_give_the_same_schedule(curve):
+    values = {"warmup": "5", "min_lr": 1e-5, "start_weight_decay": 0.1, "end_weight_decay": 0.1}
+    values |= {"decay": "0.2"} if curve is WSD else {}
+    given = {"max_lr": 1e-3, "budget": resolve_budget(BatchSizes.constant(10), 100)}
+    settings = getattr(schemas, curve.__name__)(**values)
+    one = curve.from_durations(settings, **given)
+    assert one == curve.from_durations(**values, **given)
+    assert (one.warmup, one.min_lr, one.weight_decay(0, 10)) == (50.0, 1e-5, 0.1)
+
+
+def test_a_subclass_takes_fields_of_its_own():
+    @dataclass(frozen=True, kw_only=True)
+    class Halved(Cosine):
+        share: float
+
+    given = {"max_lr": 1e-3, "budget": resolve_budget(BatchSizes.constant(10), 100), "horizon": "50"}
+    one = Halved.from_durations(share=0.5, **given)
+    assert (one.share, one.horizon) == (0.5, 500.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shape'"):
+        Halved.from_durations(share=0.5, shape=1, **given)
 
 
 def test_state_of_an_unknown_style():

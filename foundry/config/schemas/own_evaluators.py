@@ -11,7 +11,7 @@ def _samples() -> Any:
 
 
 def _batch_size() -> Any:
-    return setting("${hparams.per_gpu_batch_size}", "samples or prompts of a forward pass", ge=1, le=10**9)
+    return setting("${hparams.per_gpu_batch_size}", "samples or prompts of a forward pass", ge=1, le=10**9, alone=32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,8 @@ class WandB:
     """A run in Weights & Biases."""
 
     _target_: str = "foundry.WandB"
-    experiment_name: str = setting("${tracking.experiment_name}", "the project")
-    run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name")
+    experiment_name: str = setting("${tracking.experiment_name}", "the project", alone="foundry")
+    run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name", alone=None)
     mode: str | None = setting(None, "online or offline; null: WANDB_MODE, else online", parse=_parse_mode)
     entity: str | None = setting(None, "a user or team; null: the key's own")
     tags: list[str] | None = setting(None, "tags of the run")
@@ -57,9 +57,9 @@ class MLflow:
     """A run in MLflow, with settings that `tracking.mlflow=true` has no names for."""
 
     _target_: str = "foundry.MLflowTracker"
-    uri: str | None = setting("${tracking.uri}", "tracking URI")
-    experiment_name: str = setting("${tracking.experiment_name}", "the experiment")
-    run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name")
+    uri: str | None = setting("${tracking.uri}", "tracking URI", alone=None)
+    experiment_name: str = setting("${tracking.experiment_name}", "the experiment", alone="foundry")
+    run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name", alone=None)
     tags: dict[str, Any] | None = setting(None, "further tags by name")
     note: str | None = setting(None, "about the run in words")
     system_metrics: bool = setting(False, "measure the machine of rank 0")

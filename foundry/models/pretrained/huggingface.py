@@ -14,6 +14,8 @@ from torch._subclasses import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, masking_utils
 from transformers.configuration_utils import PreTrainedConfig
 
+from foundry.config.configured import configured_by
+from foundry.config.schemas.model import HuggingFace as HuggingFaceSettings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.foreign import ForeignData
 from foundry.models.documents import Documents
@@ -41,17 +43,10 @@ class HuggingFaceCausalLM(nn.Module):
     """A causal language model of transformers, with fresh weights or those of a local folder; weights are fp32.
 
     Args:
-        path: folder with config.json and weights; None: build `architecture`.
-        architecture: transformers' model type.
-        config: fields of the transformers config, over its defaults or over the folder's.
-        vocab_size: tokens of the data; a fresh model gets as many, a loaded one must have at least as many.
-        max_seq_len: longest sequence in tokens, which the model's positions must allow.
-        init_std: standard deviation of fresh weights, or a rule of `resolve_std`, for `draw_weights`; None: the
-            architecture's own initialisation.
-        embedding_init_std: that of embeddings; None: init_std.
+        settings: the folder or the architecture, the fields of its config, and how fresh weights are drawn.
         read_weights: take the folder's weights; False: they come from a checkpoint, and the folder has none.
         hidden_dropout: probability of dropping hidden states in training, see `set_dropouts`; None: as its config says.
-        attention_dropout: likewise of attention weights.
+        attention_dropout: probability of dropping attention weights; None: as its config says.
         logprob_tile_tokens: positions whose log-probabilities are computed at a time; 0: all.
 
     Raises:
@@ -59,24 +54,24 @@ class HuggingFaceCausalLM(nn.Module):
             init_std does not know the architecture, or it has no such dropout.
     """
 
+    @configured_by(HuggingFaceSettings)
     def __init__(
         self,
+        settings: HuggingFaceSettings,
         *,
-        path: str | None,
-        architecture: str,
-        config: dict[str, Any] | None,
-        vocab_size: int,
-        max_seq_len: int,
-        init_std: float | str | None = None,
-        embedding_init_std: float | str | None = None,
         read_weights: bool = True,
         hidden_dropout: float | None = None,
         attention_dropout: float | None = None,
         logprob_tile_tokens: int = 0,
     ) -> None:
         super().__init__()
+        path, std, embedding_std = settings.path, settings.init_std, settings.embedding_init_std
         hf_config = resolve_config(
-            path, architecture, dict(config or {}), vocab_size=vocab_size, max_seq_len=max_seq_len
+            path,
+            settings.architecture,
+            dict(settings.config or {}),
+            vocab_size=settings.vocab_size,
+            max_seq_len=settings.max_seq_len,
         )
         hf_config.use_cache = False
         self._asks_router_loss = bool(getattr(hf_config, _ROUTER_LOGITS, False))
@@ -88,15 +83,15 @@ class HuggingFaceCausalLM(nn.Module):
         self.config = hf_config
         self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(path, hf_config)
         self._stds: tuple[float, float] | None = None
-        if path is None and init_std is not None:
-            self._set_stds(init_std, init_std if embedding_init_std is None else embedding_init_std)
+        if path is None and std is not None:
+            self._set_stds(std, std if embedding_std is None else embedding_std)
             self.init_weights()
         for module in self.causal_lm.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_to_compute_dtype)
         self._takes = frozenset(inspect.signature(self.causal_lm.forward).parameters)
         self._has_plain_head = has_plain_head(self.causal_lm)
-        self.max_seq_len = max_seq_len
+        self.max_seq_len = settings.max_seq_len
         self.logprob_tile_tokens = logprob_tile_tokens
 
     def output_head(self) -> nn.Module | None:

@@ -105,7 +105,7 @@ class Destination:
     Attributes:
         uri: the store; credentials in it are used and never written.
         run_id: None until the store has made the run.
-        experiment_id: likewise.
+        experiment_id: None until the store has made the run.
         key: tells this run from others in the store when a request was carried out and its answer was lost.
         started_ms: when the run began, in milliseconds since 1970.
         metric_names: `grouped`, or `flat` for a run that was begun with the names of metrics.jsonl.
@@ -132,7 +132,7 @@ class Destination:
             run_dir: the run directory.
             uri: the store, with credentials.
             experiment_name: of a new run.
-            run_name: likewise.
+            run_name: of a new run.
             sweep_dir: directory of the sweep whose job the run is; None if it is of none.
         """
         earlier = cls.load(run_dir)

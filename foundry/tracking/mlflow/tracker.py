@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from foundry.config.configured import configured_by
+from foundry.config.schemas.own_trackers import MLflow as MLflowSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.names import CONFIG, MLFLOW_PENDING, PLAN, PLOTS, RESULT
@@ -40,40 +42,15 @@ class MLflowTracker:
     observers wrote, so it comes last among them.
 
     Args:
+        settings: names of store, experiment and run (MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME stand in for the
+            defaults), tags, which win over foundry's own, and waits: a new database alone takes seconds to create, on a
+            busy machine tens.
         run_dir: the run directory; a run it already belongs to is continued.
-        uri: None: MLFLOW_TRACKING_URI, else a database in the current directory.
-        experiment_name: MLFLOW_EXPERIMENT_NAME stands in for the default.
-        run_name: None: the run directory's name, or of a sweep's job what tells it from the others.
-        tags: further tags; they win over foundry's own.
-        note: about the run in words, which MLflow shows on its page; None: none.
-        system_metrics: measure the machine of rank 0, too.
-        log_model: of a run that has finished, log the best model, or the last one where none is the best.
-        finish_seconds: at the end of the run, how long to wait at most until everything is delivered; a new
-            database alone takes seconds to create, on a busy machine tens.
-        model_seconds: likewise, where a model is to be logged.
     """
 
-    def __init__(
-        self,
-        *,
-        run_dir: Path,
-        uri: str | None = None,
-        experiment_name: str = "foundry",
-        run_name: str | None = None,
-        tags: Mapping[str, Any] | None = None,
-        note: str | None = None,
-        system_metrics: bool = False,
-        log_model: bool = False,
-        finish_seconds: float = 60.0,
-        model_seconds: float = 900.0,
-    ) -> None:
-        self._run_dir = Path(run_dir)
-        self._uri = tracking_uri(uri)
-        self._experiment_name = experiment_name
-        self._run_name = run_name
-        self._tags = dict(tags or {}) | ({} if note is None else {_NOTE_TAG: note})
-        self._system_metrics, self._logs_model = system_metrics, log_model
-        self._finish_seconds = model_seconds if log_model else finish_seconds
+    @configured_by(MLflowSettings)
+    def __init__(self, settings: MLflowSettings, *, run_dir: Path) -> None:
+        self.settings, self._run_dir, self._uri = settings, Path(run_dir), tracking_uri(settings.uri)
         self._delivery: Delivery | None = None
         self._is_grouped = True
 
@@ -82,21 +59,21 @@ class MLflowTracker:
         """Begin to deliver; connecting happens in the background."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         link = ParentLink.load(self._run_dir)
-        name = self._run_name or (self._run_dir.absolute().name if link is None else link.run_name)
+        name = self.settings.run_name or (self._run_dir.absolute().name if link is None else link.run_name)
         destination = Destination.of(
             self._run_dir,
             uri=self._uri,
-            experiment_name=self._experiment_name,
+            experiment_name=self.settings.experiment_name,
             run_name=name,
             sweep_dir=None if link is None else self._run_dir / link.sweep,
         )
         destination.save(self._run_dir)
         self._is_grouped = destination.is_grouped
         self._delivery = Delivery(
-            store=RemoteStore(self._run_dir, destination, system_metrics=self._system_metrics),
+            store=RemoteStore(self._run_dir, destination, system_metrics=self.settings.system_metrics),
             pending_file=self._run_dir / MLFLOW_PENDING,
             prepare=lambda: self._first(event, link, Path.cwd()),
-            finish_seconds=self._finish_seconds,
+            finish_seconds=self.settings.model_seconds if self.settings.log_model else self.settings.finish_seconds,
             how_to_send=f"send them with: {sync_command(self._run_dir, self._uri)}",
         )
         self._delivery.start()
@@ -123,7 +100,7 @@ class MLflowTracker:
         self._put_best(event.result.get("best"))
         self._put_files(PLOTS)
         self._put_files("")
-        if self._logs_model and event.state == "finished":
+        if self.settings.log_model and event.state == "finished":
             self._put_model()
         tags = {"state": event.state} | ({"reason": event.reason} if event.reason else {})
         self._put({"op": "tags", "values": masked(tags)})
@@ -144,7 +121,9 @@ class MLflowTracker:
         tags |= {} if link is None else link.tags(self._run_dir)
         swept = {} if link is None else link.swept
         yield {"op": "start"}
-        yield {"op": "tags", "values": tags | {str(key): str(value) for key, value in masked(self._tags).items()}}
+        note = {} if self.settings.note is None else {_NOTE_TAG: self.settings.note}
+        own = masked(dict(self.settings.tags or {}) | note)
+        yield {"op": "tags", "values": tags | {str(key): str(value) for key, value in own.items()}}
         yield {"op": "params", "values": {**swept, **flattened(config), **flattened(plan, "plan.")}}
         if event.data is not None:
             counts = event.plan.get("notes") or {}

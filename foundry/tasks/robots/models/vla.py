@@ -87,11 +87,12 @@ class VLA(nn.Module):
         self.action_embedder = nn.Linear(action_dim, hidden_size)
         self.positions = nn.Parameter(torch.zeros(self.num_tokens, hidden_size))
         self.timestep_embedder = TimestepEmbedder(hidden_size)
-        heads = backbone.num_heads, backbone.num_kv_heads
+        heads = backbone.settings.num_heads, backbone.settings.num_kv_heads
         self.blocks = nn.ModuleList(
-            ExpertBlock(hidden_size, intermediate_size, *heads, backbone.norm_eps) for _ in backbone.model.layers
+            ExpertBlock(hidden_size, intermediate_size, *heads, backbone.settings.norm_eps)
+            for _ in backbone.model.layers
         )
-        self.norm = RMSNorm(hidden_size, backbone.norm_eps)
+        self.norm = RMSNorm(hidden_size, backbone.settings.norm_eps)
         self.action_head = nn.Linear(hidden_size, action_dim)
         self._freeze_unread()
         self.init_weights()
@@ -151,7 +152,7 @@ class VLA(nn.Module):
     def _rotation(self, is_visible: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of state and actions, (batch, 1, horizon + 1, head_dim), after the words of each row."""
         length = is_visible.shape[1] + self.num_tokens
-        cos, sin = rotary_table(length, head_dim, self.backbone.rope_theta, is_visible.device)
+        cos, sin = rotary_table(length, head_dim, self.backbone.settings.rope_theta, is_visible.device)
         places = is_visible.sum(1, keepdim=True) + torch.arange(self.num_tokens, device=is_visible.device)
         return cos[places][:, None], sin[places][:, None]
 
