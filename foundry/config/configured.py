@@ -51,6 +51,22 @@ def configured_by(schema: type) -> Callable[[Callable[..., R]], Callable[..., R]
     return decorate
 
 
+def from_settings() -> Any:
+    """Declare a class attribute that is read from the field or property of `settings` with the same name.
+
+    Subclasses and instances may have a value of their own.
+    """
+    return _FromSettings()
+
+
+class _FromSettings:
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, part: Any, owner: type) -> Any:
+        return self if part is None else getattr(part.settings, self._name)
+
+
 def needed_settings(schema: type) -> dict[str, bool]:
     """Return the fields of a schema, each with whether a part that is built without a run needs a value for it."""
     return {item.name: _default(item) is MISSING for item in fields(schema) if _is_setting(item)}

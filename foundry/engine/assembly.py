@@ -184,7 +184,7 @@ def _build_source(setup: Setup, trained: Trained, beat: Callable[[str], None]) -
         return build_rollouts(
             objective,
             model=trained.parallel.model,
-            frozen=[trained.frozen[name] for name in objective.rollouts.recorded_models],
+            frozen=[trained.frozen[name] for name in objective.recorded_models],
             data=setup.data,
             judge=setup.judge,
             world=world,

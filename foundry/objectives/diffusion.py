@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor, nn
 
+from foundry.config.configured import configured_by, from_settings
 from foundry.config.schemas.objective import BetaSchedule, Prediction
+from foundry.config.schemas.objective import Diffusion as DiffusionSettings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
 from foundry.core.protocols import LossSum, Microbatch
@@ -24,38 +26,17 @@ class Diffusion:
     A microbatch holds `images`: (batch, channels, height, width) float32 in [-1, 1], `labels`: (batch,) int64 and
     `position`. The model maps (noisy images, timesteps, labels) to a prediction of the images' shape; the label
     `num_classes` stands for no class.
-
-    Args:
-        seed: of noise, timesteps and dropped conditions.
-        num_classes: classes of the data.
-        prediction: what the model predicts.
-        num_train_timesteps: timesteps of the noise schedule.
-        beta_schedule: noise schedule, by diffusers' name.
-        condition_dropout: share of training samples that lose their class, so that guidance has what to compare with.
-        guidance_scale: classifier-free guidance when drawing; 1: none.
-        sampling_steps: denoising steps when drawing.
-        samples_per_class: images of each class that `generate` makes; of more than 16 classes it chooses 16.
+    Of more than 16 classes `generate` chooses 16.
     """
 
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = from_settings()
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        num_classes: int,
-        prediction: Prediction = Prediction.v_prediction,
-        num_train_timesteps: int = 1000,
-        beta_schedule: BetaSchedule = BetaSchedule.squaredcos_cap_v2,
-        condition_dropout: float = 0.1,
-        guidance_scale: float = 2.0,
-        sampling_steps: int = 50,
-        samples_per_class: int = 8,
-    ) -> None:
-        self.seed, self.num_classes, self.condition_dropout = seed, num_classes, condition_dropout
-        self.guidance_scale, self.sampling_steps = guidance_scale, sampling_steps
-        self.samples_per_class, self.prediction = samples_per_class, prediction
-        self.noise_schedule = make_noise_schedule(prediction, num_train_timesteps, beta_schedule)
+    @configured_by(DiffusionSettings)
+    def __init__(self, settings: DiffusionSettings) -> None:
+        self.settings = settings
+        self.noise_schedule = make_noise_schedule(
+            settings.prediction, settings.num_train_timesteps, settings.beta_schedule
+        )
 
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of samples that are not padding."""
@@ -73,7 +54,7 @@ class Diffusion:
         images = torch.where(is_valid[:, None, None, None], images, 0.0)
         noise, timesteps = self._noise(position, images)
         labels = self._labels(microbatch["labels"], position, drop=model.training)
-        labels = torch.where(is_valid, labels, self.num_classes)
+        labels = torch.where(is_valid, labels, self.settings.num_classes)
         prediction = model(self.noise_schedule.add_noise(images, noise, timesteps), timesteps, labels)
         errors = F.mse_loss(prediction.float(), self._target(images, noise, timesteps), reduction="none")
         return LossSum(torch.where(is_valid, errors.flatten(1).mean(1), 0.0).sum())
@@ -108,16 +89,17 @@ class Diffusion:
         Raises:
             ConfigError: there is no class or no such class, or there are more steps than timesteps.
         """
-        count = self.samples_per_class if samples_per_class is None else samples_per_class
-        steps = self.sampling_steps if steps is None else steps
-        shown = range(0, self.num_classes, -(-self.num_classes // _MOST_CLASSES))
+        own = self.settings
+        count = own.samples_per_class if samples_per_class is None else samples_per_class
+        steps = own.sampling_steps if steps is None else steps
+        shown = range(0, own.num_classes, -(-own.num_classes // _MOST_CLASSES))
         classes = [label for label in shown for _ in range(count)] if labels is None else list(labels)
         self._check_drawing(classes, steps)
         wanted = torch.tensor(classes, dtype=torch.int64)
         shape = tuple(data.train[0]["images"].shape)
-        start = self.seed if seed is None else seed
+        start = own.seed if seed is None else seed
         images = keyed_normal(start, torch.arange(len(wanted)), shape, stream="draw", device=device)
-        scale = self.guidance_scale if guidance_scale is None else guidance_scale
+        scale = own.guidance_scale if guidance_scale is None else guidance_scale
         was_training = model.training
         model.eval()
         try:
@@ -132,8 +114,9 @@ class Diffusion:
             raise ConfigError(Violation("steps", f"is {steps} but must be from 1 to the {num_timesteps} timesteps"))
         if not classes:
             raise ConfigError(Violation("labels", "asks for no image; name at least one class"))
-        if unknown := sorted({label for label in classes if not 0 <= label < self.num_classes}):
-            raise ConfigError(Violation("labels", f"has {unknown} but classes are 0 to {self.num_classes - 1}"))
+        num_classes = self.settings.num_classes
+        if unknown := sorted({label for label in classes if not 0 <= label < num_classes}):
+            raise ConfigError(Violation("labels", f"has {unknown} but classes are 0 to {num_classes - 1}"))
 
     def _denoise(self, model: nn.Module, images: Tensor, labels: Tensor, scale: float, steps: int) -> Tensor:
         sampler = DDIMScheduler.from_config(self.noise_schedule.config)
@@ -147,7 +130,7 @@ class Diffusion:
         """The prediction, moved away from the one without a class; both come from one forward pass."""
         if scale == 1:
             return cast(Tensor, model(images, timesteps, labels)).float()
-        no_class = torch.full_like(labels, self.num_classes)
+        no_class = torch.full_like(labels, self.settings.num_classes)
         both: Tensor = model(images.repeat(2, 1, 1, 1), timesteps.repeat(2), torch.cat((labels, no_class)))
         conditional, unconditional = both.float().chunk(2)
         return unconditional + scale * (conditional - unconditional)
@@ -155,15 +138,17 @@ class Diffusion:
     def _noise(self, position: Tensor, images: Tensor) -> tuple[Tensor, torch.IntTensor]:
         """Noise, of the images' shape, and timesteps, (batch,) int64, of the samples at `position`."""
         device, num_timesteps = images.device, len(self.noise_schedule.alphas_cumprod)
-        noise = keyed_normal(self.seed, position, tuple(images.shape[1:]), stream="noise", device=device)
-        timesteps = keyed_integers(self.seed, position, num_timesteps, stream="timestep", device=device)
+        seed = self.settings.seed
+        noise = keyed_normal(seed, position, tuple(images.shape[1:]), stream="noise", device=device)
+        timesteps = keyed_integers(seed, position, num_timesteps, stream="timestep", device=device)
         return noise, cast(torch.IntTensor, timesteps)  # diffusers' annotation, whatever the dtype
 
     def _labels(self, labels: Tensor, position: Tensor, *, drop: bool) -> Tensor:
-        if not drop or self.condition_dropout == 0:
+        own = self.settings
+        if not drop or own.condition_dropout == 0:
             return labels
-        chance = keyed_uniform(self.seed, position, stream="condition", device=labels.device)
-        return torch.where(chance < self.condition_dropout, self.num_classes, labels)
+        chance = keyed_uniform(own.seed, position, stream="condition", device=labels.device)
+        return torch.where(chance < own.condition_dropout, own.num_classes, labels)
 
     def _target(self, images: Tensor, noise: Tensor, timesteps: torch.IntTensor) -> Tensor:
         return prediction_target(self.noise_schedule, images, noise, timesteps)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foundry.config.schemas.distillation import Divergence, OutsideTopK
+from foundry.config.schemas.distillation import Divergence, OutsideTopK, Teaching
 
 _LOG_ZERO = -100.0
 """The logarithm of the probability that the teacher gives what `OutsideTopK.zero` leaves out."""
@@ -25,73 +25,18 @@ class TeacherLogProbs:
     tokens: Tensor | None = None
 
 
-def keep_teacher(
-    logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    outside_top_k: OutsideTopK = OutsideTopK.tail,
-) -> TeacherLogProbs:
-    """What `divergence` needs of a teacher's logits; arguments as there.
-
-    Args:
-        logits: (..., vocab), floating point.
-        temperature: the distribution is softmax(logits / temperature).
-        top_k: how many of the likeliest tokens are kept; None: all.
-        outside_top_k: what becomes of the others.
-    """
-    log_prob = (logits / temperature).log_softmax(-1)
-    if top_k is None or top_k >= log_prob.shape[-1]:
+def keep_teacher(logits: Tensor, settings: Teaching) -> TeacherLogProbs:
+    """Return the part of softmax(logits / temperature) that `divergence_from` compares; logits: (..., vocab)."""
+    log_prob = (logits / settings.temperature).log_softmax(-1)
+    if settings.top_k is None or settings.top_k >= log_prob.shape[-1]:
         return TeacherLogProbs(log_prob)
-    best, tokens = log_prob.topk(top_k, dim=-1)
-    if outside_top_k is OutsideTopK.tail:
+    best, tokens = log_prob.topk(settings.top_k, dim=-1)
+    if settings.outside_top_k is OutsideTopK.tail:
         return TeacherLogProbs(torch.cat([best, _rest(log_prob, tokens)], -1), tokens)
     return TeacherLogProbs(best.log_softmax(-1), tokens)
 
 
-def divergence_from(
-    teacher: TeacherLogProbs,
-    student_logits: Tensor,
-    *,
-    kind: Divergence = Divergence.forward,
-    temperature: float = 1.0,
-    mixed_kl_weight: float = 0.5,
-    jsd_beta: float = 0.5,
-    outside_top_k: OutsideTopK = OutsideTopK.tail,
-) -> Tensor:
-    """The divergence of a student from what is kept of its teacher; see `divergence`."""
-    student, kept = (student_logits / temperature).log_softmax(-1), teacher.log_prob
-    if (tokens := teacher.tokens) is not None:
-        match outside_top_k:
-            case OutsideTopK.tail:
-                student = torch.cat([student.gather(-1, tokens), _rest(student, tokens)], -1)
-            case OutsideTopK.renormalize:
-                student = student.gather(-1, tokens).log_softmax(-1)
-            case OutsideTopK.zero:
-                kept = torch.full_like(student, _LOG_ZERO).scatter(-1, tokens, kept.to(student.dtype))
-    match kind:
-        case Divergence.forward:
-            return _kl(kept, student)
-        case Divergence.reverse:
-            return _kl(student, kept)
-        case Divergence.mixed:
-            return mixed_kl_weight * _kl(kept, student) + (1 - mixed_kl_weight) * _kl(student, kept)
-        case Divergence.jsd:
-            mixture = torch.logaddexp(kept + math.log(jsd_beta), student + math.log1p(-jsd_beta))
-            return jsd_beta * _kl(kept, mixture) + (1 - jsd_beta) * _kl(student, mixture)
-
-
-def divergence(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    *,
-    kind: Divergence = Divergence.forward,
-    temperature: float = 1.0,
-    mixed_kl_weight: float = 0.5,
-    jsd_beta: float = 0.5,
-    top_k: int | None = None,
-    outside_top_k: OutsideTopK = OutsideTopK.tail,
-) -> Tensor:
+def divergence_from(teacher: TeacherLogProbs, student_logits: Tensor, settings: Teaching) -> Tensor:
     """Divergence of each position's distributions, summed over the vocabulary and not multiplied by temperature².
 
     forward is KL(teacher ‖ student), reverse is KL(student ‖ teacher), mixed is a weighted sum of both, and jsd the
@@ -99,28 +44,35 @@ def divergence(
     β KL(teacher ‖ m) + (1 - β) KL(student ‖ m).
 
     Args:
+        teacher: made by `keep_teacher` with the same settings.
         student_logits: (..., vocab), floating point; the result has their dtype.
-        teacher_logits: (..., vocab).
-        kind: which divergence.
-        temperature: both distributions are softmax(logits / temperature).
-        mixed_kl_weight: weight of forward in mixed; reverse has the rest.
-        jsd_beta: weight β of the teacher, between 0 and 1 exclusively.
-        top_k: the teacher's likeliest tokens that are compared; None: all.
-        outside_top_k: what becomes of the others.
+        settings: of the divergence.
 
     Returns:
         (...), never negative but for rounding, and 0 where the distributions are equal, except with
         `OutsideTopK.zero`, whose teacher is cut off while the student is not.
     """
-    return divergence_from(
-        keep_teacher(teacher_logits, temperature=temperature, top_k=top_k, outside_top_k=outside_top_k),
-        student_logits,
-        kind=kind,
-        temperature=temperature,
-        mixed_kl_weight=mixed_kl_weight,
-        jsd_beta=jsd_beta,
-        outside_top_k=outside_top_k,
-    )
+    student, kept = (student_logits / settings.temperature).log_softmax(-1), teacher.log_prob
+    if (tokens := teacher.tokens) is not None:
+        match settings.outside_top_k:
+            case OutsideTopK.tail:
+                student = torch.cat([student.gather(-1, tokens), _rest(student, tokens)], -1)
+            case OutsideTopK.renormalize:
+                student = student.gather(-1, tokens).log_softmax(-1)
+            case OutsideTopK.zero:
+                kept = torch.full_like(student, _LOG_ZERO).scatter(-1, tokens, kept.to(student.dtype))
+    match settings.divergence:
+        case Divergence.forward:
+            return _kl(kept, student)
+        case Divergence.reverse:
+            return _kl(student, kept)
+        case Divergence.mixed:
+            weight = settings.mixed_kl_weight
+            return weight * _kl(kept, student) + (1 - weight) * _kl(student, kept)
+        case Divergence.jsd:
+            beta = settings.jsd_beta
+            mixture = torch.logaddexp(kept + math.log(beta), student + math.log1p(-beta))
+            return beta * _kl(kept, mixture) + (1 - beta) * _kl(student, mixture)
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:

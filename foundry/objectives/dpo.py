@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry.config.schemas.objective import DPO as Settings
+from foundry.config.configured import configured_by, from_settings
+from foundry.config.schemas.objective import DPO as DPOSettings
 from foundry.config.schemas.objective import PreferenceLoss, Reference
 from foundry.core.protocols import LossSum, Mean, Microbatch
 from foundry.models.lora import adapters_off
@@ -31,36 +32,16 @@ class DPO:
     """
 
     reads_log_probs = True
+    metrics: tuple[str, ...] = from_settings()
 
-    def __init__(
-        self,
-        *,
-        ref_policy_kl_penalty: float = 0.05,
-        loss_type: PreferenceLoss = PreferenceLoss.sigmoid,
-        label_smoothing: float = 0.0,
-        preference_loss_weight: float = 1.0,
-        sft_loss_weight: float = 0.0,
-        preference_average_log_probs: bool = False,
-        sft_average_log_probs: bool = False,
-        reference: Reference = Reference.auto,
-        has_adapters: bool = False,
-    ) -> None:
+    @configured_by(DPOSettings)
+    def __init__(self, settings: DPOSettings, *, has_adapters: bool = False) -> None:
+        self.settings, reference = settings, settings.reference
         if reference is Reference.auto:
             reference = Reference.adapters_off if has_adapters else Reference.cached
-        self._beta = ref_policy_kl_penalty
-        self._settings: dict[str, Any] = {
-            "ref_policy_kl_penalty": ref_policy_kl_penalty,
-            "loss_type": loss_type,
-            "label_smoothing": label_smoothing,
-            "preference_loss_weight": preference_loss_weight,
-            "sft_loss_weight": sft_loss_weight,
-            "preference_average_log_probs": preference_average_log_probs,
-            "sft_average_log_probs": sft_average_log_probs,
-        }
         self._is_within = reference is Reference.adapters_off
         self.frozen_models: Mapping[str, Any] = {} if self._is_within else {_REFERENCE: None}
         self.columns = (_REFERENCE,) if reference is Reference.cached else ()
-        self.metrics = Settings.metrics
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
         """Take the reference; none where microbatches have what it made of them."""
@@ -80,8 +61,8 @@ class DPO:
         reference = self._ask_reference(model, microbatch)
         log_prob = _response_log_probs(model, microbatch)
         is_valid, num_tokens = _is_valid(microbatch), _num_tokens(microbatch)
-        losses = pair_losses(log_prob, reference, num_tokens, is_valid, **self._settings)
-        rewards = self._beta * losses.rewards.detach()
+        losses = pair_losses(log_prob, reference, num_tokens, is_valid, self.settings)
+        rewards = self.settings.ref_policy_kl_penalty * losses.rewards.detach()
         margin = rewards[:, 0] - rewards[:, 1]
         # Means over tokens, so that long and short responses can be compared.
         chosen = (log_prob.detach()[:, 0] / num_tokens[:, 0].clamp(min=1)).masked_fill(~is_valid, 0.0)
@@ -155,19 +136,9 @@ class PairLosses:
     rewards: Tensor
 
 
+@configured_by(DPOSettings)
 def pair_losses(
-    log_prob: Tensor,
-    reference: Tensor,
-    num_tokens: Tensor,
-    is_valid: Tensor,
-    *,
-    ref_policy_kl_penalty: float = 0.05,
-    loss_type: PreferenceLoss = PreferenceLoss.sigmoid,
-    label_smoothing: float = 0.0,
-    preference_loss_weight: float = 1.0,
-    sft_loss_weight: float = 0.0,
-    preference_average_log_probs: bool = False,
-    sft_average_log_probs: bool = False,
+    log_prob: Tensor, reference: Tensor, num_tokens: Tensor, is_valid: Tensor, settings: DPOSettings
 ) -> PairLosses:
     """Loss of each pair from the log-probabilities of its two responses, chosen first.
 
@@ -181,29 +152,24 @@ def pair_losses(
         reference: (pairs, 2), under the reference.
         num_tokens: (pairs, 2), of each response.
         is_valid: (pairs,) bool, pairs that count.
-        ref_policy_kl_penalty: β, above 0.
-        loss_type: what is made of the margin.
-        label_smoothing: share ε of pairs whose order is taken to be wrong, below ½.
-        preference_loss_weight: of the loss above.
-        sft_loss_weight: of the negative log-probability of the chosen response.
-        preference_average_log_probs: log-ratios are divided by the length of their response.
-        sft_average_log_probs: likewise the negative log-probability.
+        settings: of the losses.
     """
+    s = settings
     log_prob, reference = (tensor.masked_fill(~is_valid[:, None], 0.0) for tensor in (log_prob, reference))
     num_tokens = num_tokens.clamp(min=1)
     rewards = log_prob - reference
-    if preference_average_log_probs:
+    if s.preference_average_log_probs:
         rewards = rewards / num_tokens
-    curve, margin = _CURVES[loss_type], rewards[:, 0] - rewards[:, 1]
-    preference = curve(margin, ref_policy_kl_penalty)
-    if label_smoothing > 0:
-        flipped = curve(-margin, ref_policy_kl_penalty)
-        preference = (1 - label_smoothing) * preference + label_smoothing * flipped
+    curve, margin = _CURVES[s.loss_type], rewards[:, 0] - rewards[:, 1]
+    preference = curve(margin, s.ref_policy_kl_penalty)
+    if s.label_smoothing > 0:
+        flipped = curve(-margin, s.ref_policy_kl_penalty)
+        preference = (1 - s.label_smoothing) * preference + s.label_smoothing * flipped
     preference = preference.masked_fill(~is_valid, 0.0)
     sft = -log_prob[:, 0]
-    if sft_average_log_probs:
+    if s.sft_average_log_probs:
         sft = sft / num_tokens[:, 0]
-    return PairLosses(preference_loss_weight * preference + sft_loss_weight * sft, preference, sft, rewards)
+    return PairLosses(s.preference_loss_weight * preference + s.sft_loss_weight * sft, preference, sft, rewards)
 
 
 _CURVES: dict[PreferenceLoss, Callable[[Tensor, float], Tensor]] = {

@@ -1,13 +1,13 @@
 """Group-relative policy optimisation: answers that are better than others to the same prompt become likelier."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType, policy_metrics
+from foundry.config.configured import configured_by, from_settings
+from foundry.config.schemas.objective import GRPO as GRPOSettings
 from foundry.core.protocols import LossSum, Mean, Microbatch
 from foundry.generation.sampling import filtered
 from foundry.models.lora import adapters_off
@@ -16,12 +16,11 @@ from foundry.objectives.advantages import group_advantages, mean_and_std, penali
 from foundry.objectives.kl import kl_estimate
 from foundry.objectives.policy_gradient import (
     Completions,
-    PolicyLossSettings,
     policy_loss,
     positive_example_nll,
     sampling_mismatch,
 )
-from foundry.objectives.rollout import Prepared, Rollout, RolloutSettings
+from foundry.objectives.rollout import Prepared, Rollout
 from foundry.objectives.unpacking import document_keywords, unpack
 
 _REFERENCE = "reference"
@@ -36,86 +35,29 @@ class GRPO:
     are `documents`, the completion of each token, -1 for padding. The loss is a mean over tokens, or with
     token_level_loss=False over completions, of those that count. Log-probabilities are those of the filters that the
     tokens were drawn with; the divergence is of the unfiltered ones, from the model with which the run started.
+    Truncated completions that `overlong_filtering` leaves out stay in the baseline.
 
     Args:
-        normalize_rewards: as in `group_advantages`.
-        use_rloo: as in `group_advantages`.
-        positive_example_nll_weight: weight of the negative log-probability of completions with a reward above 0.
-        logprob_chunk_size: read by the run: the model's tile.
         has_adapters: whether the model has any.
-        rollouts: as in `RolloutSettings.from_options`; truncated completions that are left out stay in the baseline.
-
-    All others are those of `PolicyLossSettings`.
     """
 
     reads_log_probs = True
+    metrics: tuple[str, ...] = from_settings()
 
-    def __init__(
-        self,
-        *,
-        normalize_rewards: bool = True,
-        use_rloo: bool = True,
-        positive_example_nll_weight: float = 0.0,
-        logprob_chunk_size: int | None = None,
-        has_adapters: bool = False,
-        ratio_clip_min: float = 0.2,
-        ratio_clip_max: float = 0.2,
-        ratio_clip_c: float | None = None,
-        token_level_loss: bool = True,
-        sequence_level_importance_ratios: bool = False,
-        disable_ppo_ratio: bool = False,
-        force_on_policy_ratio: bool = False,
-        use_cispo: bool = False,
-        ref_policy_kl_penalty: float = 0.01,
-        kl_type: KLType = KLType.k3,
-        kl_input_clamp: float | None = 20.0,
-        kl_output_clamp: float | None = 10.0,
-        kl_gradient: KLGradient = KLGradient.score,
-        use_on_policy_kl_approximation: bool = False,
-        use_kl_in_reward: bool = False,
-        use_importance_sampling_correction: bool = False,
-        importance_weights: ImportanceWeights = ImportanceWeights.plain,
-        importance_weight_min: float | None = None,
-        importance_weight_max: float | None = None,
-        **rollouts: Any,
-    ) -> None:
-        self._settings = PolicyLossSettings(
-            ratio_clip_min=ratio_clip_min,
-            ratio_clip_max=ratio_clip_max,
-            ratio_clip_c=ratio_clip_c,
-            token_level_loss=token_level_loss,
-            sequence_level_importance_ratios=sequence_level_importance_ratios,
-            disable_ppo_ratio=disable_ppo_ratio,
-            force_on_policy_ratio=force_on_policy_ratio,
-            use_cispo=use_cispo,
-            ref_policy_kl_penalty=ref_policy_kl_penalty,
-            kl_type=kl_type,
-            kl_input_clamp=kl_input_clamp,
-            kl_output_clamp=kl_output_clamp,
-            kl_gradient=kl_gradient,
-            use_on_policy_kl_approximation=use_on_policy_kl_approximation,
-            use_kl_in_reward=use_kl_in_reward,
-            use_importance_sampling_correction=use_importance_sampling_correction,
-            importance_weights=importance_weights,
-            importance_weight_min=importance_weight_min,
-            importance_weight_max=importance_weight_max,
-        )
-        self._advantages = partial(group_advantages, use_rloo=use_rloo, normalize_rewards=normalize_rewards)
-        self._nll_weight = positive_example_nll_weight
-        self._has_reference = self._settings.ref_policy_kl_penalty > 0
+    @configured_by(GRPOSettings)
+    def __init__(self, settings: GRPOSettings, *, has_adapters: bool = False) -> None:
+        self.settings = self.rollouts = settings
+        self._has_reference = settings.ref_policy_kl_penalty > 0
         self._is_within = has_adapters  # the model without its adapters is its own reference
         has_copy = self._has_reference and not has_adapters
         self.frozen_models: Mapping[str, Any] = {_REFERENCE: None} if has_copy else {}
-        self.rollouts = RolloutSettings.from_options(**rollouts, recorded_models=tuple(self.frozen_models))
-        decoding = self.rollouts.decoding
-        self._is_filtered = decoding.temperature != 1 or decoding.top_p < 1 or decoding.top_k is not None
+        self.recorded_models = tuple(self.frozen_models)
         self._filters: dict[str, Any] = {
-            "temperature": decoding.temperature,
-            "top_k": decoding.top_k,
-            "top_p": decoding.top_p,
+            "temperature": settings.generation_temperature,
+            "top_k": settings.generation_top_k,
+            "top_p": settings.generation_top_p,
         }
-        has_kl = self._has_reference and not use_kl_in_reward
-        self.metrics = policy_metrics(has_kl=has_kl, has_nll=positive_example_nll_weight > 0)
+        self._is_filtered = self._filters != {"temperature": 1, "top_k": None, "top_p": 1}
         self.forward_keywords = ("read",) if self._is_filtered else ()
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
@@ -125,7 +67,7 @@ class GRPO:
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of tokens that count, or of completions that have such."""
         mask = _counted(microbatch)
-        return int((mask if self._settings.token_level_loss else mask.any(-1)).sum())
+        return int((mask if self.settings.token_level_loss else mask.any(-1)).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Sum over the tokens, or over completions of the means of theirs, with the penalty of the divergence."""
@@ -141,10 +83,10 @@ class GRPO:
             reference=microbatch.get("reference"),
             unfiltered=unfiltered,
         )
-        found = policy_loss(part, self._settings)
+        found = policy_loss(part, self.settings)
         loss, kept = found.loss, found.is_kept
         count = kept.sum()
-        clipped = (found.ratio < 1 - self._settings.ratio_clip_min) | (found.ratio > 1 + self._settings.ratio_clip_max)
+        clipped = (found.ratio < 1 - self.settings.ratio_clip_min) | (found.ratio > 1 + self.settings.ratio_clip_max)
         metrics = {
             "policy_loss": Mean(found.policy.detach().float()),
             "ratio": Mean(found.ratio.masked_fill(~kept, 0.0).sum(), count),
@@ -152,24 +94,24 @@ class GRPO:
         }
         mismatch = sampling_mismatch(log_prob.detach(), old, part.sampler, kept)
         metrics |= {name: Mean(mismatch[name].float(), count) for name in _MISMATCHES}
-        if self._has_reference and not self._settings.use_kl_in_reward:
+        if self._has_reference and not self.settings.use_kl_in_reward:
             metrics["kl"] = Mean(found.kl.detach().float())
-        if self._nll_weight > 0:
+        if self.settings.positive_example_nll_weight > 0:
             nll, number = positive_example_nll(log_prob, kept, microbatch["reward"])
             # Each sum has a count of its own: the step divides both by the number of valid items.
             scale = microbatch["nll_scale"][:1].sum()  # of a microbatch without completions 0
-            loss = loss + self._nll_weight * scale * nll
+            loss = loss + self.settings.positive_example_nll_weight * scale * nll
             metrics["positive_nll"] = Mean(nll.detach().float(), number)
         return LossSum(loss.float(), metrics)
 
     def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """The policy's log-probabilities where they are needed after the first update, and the reference's."""
         recorded = dict[str, Tensor]()
-        if self.rollouts.num_updates > 1 or self._settings.use_kl_in_reward:
+        if self.settings.updates_per_rollout > 1 or self.settings.use_kl_in_reward:
             filtered_ones, unfiltered = self._log_probs(model, {"tokens": tokens, "targets": targets})
-            if self.rollouts.num_updates > 1:
+            if self.settings.updates_per_rollout > 1:
                 recorded["old"] = filtered_ones
-            if self._settings.use_kl_in_reward:
+            if self.settings.use_kl_in_reward:
                 recorded["policy"] = filtered_ones if unfiltered is None else unfiltered
         if self._has_reference and self._is_within:
             with adapters_off(model):
@@ -182,20 +124,25 @@ class GRPO:
     def prepare(self, rollout: Rollout) -> Prepared:
         """Advantages within groups, and which completions count."""
         is_token = rollout.targets != IGNORED_TARGET
-        counts = ~rollout.is_truncated if self.rollouts.leaves_out_truncated else torch.ones_like(rollout.is_truncated)
+        counts = ~rollout.is_truncated if self.settings.overlong_filtering else torch.ones_like(rollout.is_truncated)
         columns = {name: rollout.recorded[name] for name in ("old", _REFERENCE) if name in rollout.recorded}
         rewards, metrics = rollout.rewards, dict[str, float]()
-        if self._settings.use_kl_in_reward and self._has_reference:
+        if self.settings.use_kl_in_reward and self._has_reference:
             kl = kl_estimate(
                 rollout.recorded["policy"],
                 columns.pop(_REFERENCE),
-                kl_type=self._settings.kl_type,
-                input_clamp=self._settings.kl_input_clamp,
-                output_clamp=self._settings.kl_output_clamp,
+                kl_type=self.settings.kl_type,
+                input_clamp=self.settings.kl_input_clamp,
+                output_clamp=self.settings.kl_output_clamp,
             )
-            rewards = penalized_rewards(rewards, kl.double(), is_token, self._settings.ref_policy_kl_penalty)
+            rewards = penalized_rewards(rewards, kl.double(), is_token, self.settings.ref_policy_kl_penalty)
             metrics["rollout_kl"] = float(kl[is_token].double().mean())
-        found = self._advantages(rewards, rollout.group)
+        found = group_advantages(
+            rewards,
+            rollout.group,
+            use_rloo=self.settings.use_rloo,
+            normalize_rewards=self.settings.normalize_rewards,
+        )
         mask = is_token & counts[:, None]
         columns |= {
             "sampler": rollout.sampler,
@@ -203,7 +150,7 @@ class GRPO:
             "is_counted": counts,
             "reward": rollout.rewards,
         }
-        if self._nll_weight > 0:
+        if self.settings.positive_example_nll_weight > 0:
             columns["nll_scale"] = self._nll_scale(mask, rollout.rewards)
         return Prepared(columns, metrics | _describe(rewards, rollout))
 
@@ -213,11 +160,11 @@ class GRPO:
         per_sample = torch.zeros(num_samples)
         columns = {"sampler": per_token, "advantage": per_sample, "is_counted": torch.ones(num_samples).bool()}
         columns["reward"] = per_sample.double()
-        if self.rollouts.num_updates > 1:
+        if self.settings.updates_per_rollout > 1:
             columns["old"] = per_token
-        if self._has_reference and not self._settings.use_kl_in_reward:
+        if self._has_reference and not self.settings.use_kl_in_reward:
             columns[_REFERENCE] = per_token
-        if self._nll_weight > 0:
+        if self.settings.positive_example_nll_weight > 0:
             columns["nll_scale"] = per_sample
         tokens = torch.zeros(num_samples, seq_len, dtype=torch.int64)
         return {"tokens": tokens, "targets": tokens, "position": torch.arange(num_samples), **columns}
@@ -244,9 +191,9 @@ class GRPO:
         """(completions,), for each update's completions the items that count over the tokens with a reward above 0."""
         scales = list[Tensor]()
         for own, reward in zip(
-            mask.chunk(self.rollouts.num_updates), rewards.chunk(self.rollouts.num_updates), strict=True
+            mask.chunk(self.settings.updates_per_rollout), rewards.chunk(self.settings.updates_per_rollout), strict=True
         ):
-            items = own.sum() if self._settings.token_level_loss else own.any(-1).sum()
+            items = own.sum() if self.settings.token_level_loss else own.any(-1).sum()
             positive = (own & (reward > 0)[:, None]).sum().clamp(min=1)
             scales.append((items / positive).expand(len(own)))
         return torch.cat(scales).float()

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foundry.config.configured import configured_by
+from foundry.config.configured import configured_by, from_settings
 from foundry.config.schemas.objective import NextToken as NextTokenSettings
 from foundry.core.protocols import LossSum, Mean, Microbatch
 from foundry.generation.picture_answers import PictureAnswers
@@ -24,11 +24,11 @@ class NextToken:
     reads_log_probs = True
     asks_for_loss = True
     """Its logits exist tile by tile whatever `model.logprob_tile_tokens` is."""
+    metrics: tuple[str, ...] = from_settings()
 
     @configured_by(NextTokenSettings)
     def __init__(self, settings: NextTokenSettings) -> None:
         self.settings = settings
-        self.metrics = settings.metrics
 
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of targets that are not ignored, in samples that are not padding."""

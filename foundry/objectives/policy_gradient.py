@@ -6,55 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType
+from foundry.config.schemas.policy import ImportanceWeights, KLGradient, PolicyGradient
 from foundry.objectives.kl import kl_estimate
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyLossSettings:
-    """How completions are weighed; names and defaults are those of `objective=grpo`.
-
-    Attributes:
-        ratio_clip_min: a ratio below 1 - this is clipped; 1: never.
-        ratio_clip_max: a ratio above 1 + this is clipped.
-        ratio_clip_c: bounds the loss of a negative advantage A at c|A| (dual clip: Ye et al., 2019); None: not.
-        token_level_loss: sum over tokens; False: over completions of the mean of their tokens.
-        sequence_level_importance_ratios: one ratio a completion, the geometric mean (GSPO: Zheng et al., 2025).
-        disable_ppo_ratio: the log-probability itself in place of the ratio (REINFORCE).
-        force_on_policy_ratio: the ratio is 1, with its gradient.
-        use_cispo: log-probabilities weighted by the clipped ratio, which has no gradient (Chen et al., 2025).
-        ref_policy_kl_penalty: weight of the divergence from the reference; 0: none.
-        kl_type: how it is estimated.
-        kl_input_clamp: see `kl_estimate`.
-        kl_output_clamp: see `kl_estimate`.
-        kl_gradient: what the estimate is weighted by.
-        use_on_policy_kl_approximation: weighted by the policy's probability over the sampler's instead.
-        use_kl_in_reward: the divergence is part of the rewards and not of the loss.
-        use_importance_sampling_correction: weigh by the trainer's probability over the sampler's at the rollout.
-        importance_weights: what becomes of these weights.
-        importance_weight_min: their lower bound; None: 0.
-        importance_weight_max: their upper bound; None: none.
-    """
-
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.2
-    ratio_clip_c: float | None = None
-    token_level_loss: bool = True
-    sequence_level_importance_ratios: bool = False
-    disable_ppo_ratio: bool = False
-    force_on_policy_ratio: bool = False
-    use_cispo: bool = False
-    ref_policy_kl_penalty: float = 0.01
-    kl_type: KLType = KLType.k3
-    kl_input_clamp: float | None = 20.0
-    kl_output_clamp: float | None = 10.0
-    kl_gradient: KLGradient = KLGradient.score
-    use_on_policy_kl_approximation: bool = False
-    use_kl_in_reward: bool = False
-    use_importance_sampling_correction: bool = False
-    importance_weights: ImportanceWeights = ImportanceWeights.plain
-    importance_weight_min: float | None = None
-    importance_weight_max: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +55,11 @@ class PolicyLoss:
     is_kept: Tensor
 
 
-def policy_loss(completions: Completions, settings: PolicyLossSettings) -> PolicyLoss:
+def policy_loss(completions: Completions, settings: PolicyGradient) -> PolicyLoss:
     """Sum the loss over completions (Shao et al., 2024; asymmetric clipping: Yu et al., 2025).
+
+    Sources of variants: `ratio_clip_c` Ye et al., 2019; `sequence_level_importance_ratios` Zheng et al., 2025 (GSPO);
+    `use_cispo` Chen et al., 2025.
 
     With the ratio ρ of the policy to itself at the rollout and the advantage A, a token costs
     max(-Aρ, -A clip(ρ, 1 - ratio_clip_min, 1 + ratio_clip_max)) plus the weighted divergence from the reference.
@@ -179,7 +135,7 @@ def _ratio(log_ratio: Tensor, mask: Tensor, by_sequence: bool) -> Tensor:
     return log_ratio.exp()
 
 
-def _clipped(log_prob: Tensor, ratio: Tensor, advantage: Tensor, s: PolicyLossSettings) -> Tensor:
+def _clipped(log_prob: Tensor, ratio: Tensor, advantage: Tensor, s: PolicyGradient) -> Tensor:
     """What each token costs, before the correction for the sampler."""
     clipped = ratio.clamp(1 - s.ratio_clip_min, 1 + s.ratio_clip_max)
     if s.use_cispo:
@@ -195,7 +151,7 @@ def _clipped(log_prob: Tensor, ratio: Tensor, advantage: Tensor, s: PolicyLossSe
     return torch.where(advantage < 0, torch.minimum(loss, -advantage * s.ratio_clip_c), loss)
 
 
-def _sampler_weights(log_ratio: Tensor, mask: Tensor, s: PolicyLossSettings) -> Tensor:
+def _sampler_weights(log_ratio: Tensor, mask: Tensor, s: PolicyGradient) -> Tensor:
     """(completions, tokens), the trainer's probability over the sampler's at the rollout, within its bounds.
 
     Args:
@@ -222,7 +178,7 @@ def _sampler_weights(log_ratio: Tensor, mask: Tensor, s: PolicyLossSettings) -> 
             return weight.masked_fill((mean < low) | (mean > high), 0.0)
 
 
-def _divergence(completions: Completions, ratio: Tensor, s: PolicyLossSettings) -> Tensor:
+def _divergence(completions: Completions, ratio: Tensor, s: PolicyGradient) -> Tensor:
     """(completions, tokens), the estimate of the divergence from the reference, with its weight."""
     assert completions.reference is not None, "a divergence needs a reference"
     log_prob = completions.log_prob if completions.unfiltered is None else completions.unfiltered

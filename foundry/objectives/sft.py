@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry.config.configured import configured_by
+from foundry.config.configured import configured_by, from_settings
 from foundry.config.schemas.objective import SFT as SFTSettings
 from foundry.core.keyed_random import keyed_integers
 from foundry.core.protocols import LossSum, Mean, Microbatch
@@ -28,13 +28,12 @@ class SFT:
 
     reads_log_probs = True
     asks_for_loss = True
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...] = from_settings()
     forward_keywords: tuple[str, ...] = ("read",)
 
     @configured_by(SFTSettings)
     def __init__(self, settings: SFTSettings) -> None:
         self.settings = settings
-        self.metrics = settings.metrics
         self._has_dropout = bool(settings.hidden_dropout or settings.attention_dropout)
         if self._has_dropout:
             self.forward_keywords += ("dropout_keys",)

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from foundry.objectives.rollout import RolloutSettings
+from foundry.config.schemas.rollouts import Rollouts
 
 
-def cache_bytes(model: nn.Module, settings: RolloutSettings, seq_len: int, element_size: int) -> int | None:
+def cache_bytes(model: nn.Module, settings: Rollouts, seq_len: int, element_size: int) -> int | None:
     """Bytes of the keys and values of the answers that a rank generates at a time.
 
     Args:
@@ -25,5 +25,5 @@ def cache_bytes(model: nn.Module, settings: RolloutSettings, seq_len: int, eleme
         return None
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = min(settings.batch_size, settings.num_completions)
+    rows = min(settings.generation_batch_size, settings.samples_per_rollout)
     return int(2 * config.num_hidden_layers * heads * width * seq_len * rows * element_size)

@@ -130,7 +130,7 @@ def estimate_memory(
     generation, generation_note = 0, None
     if isinstance(objective, RolloutObjective) and objective.rollouts is not None and answer_tokens is not None:
         microbatch = objective.example(config.hparams.per_gpu_batch_size, pack_tokens or answer_tokens)
-        asked = [layout, *(frozen[name][0] for name in objective.rollouts.recorded_models)]
+        asked = [layout, *(frozen[name][0] for name in objective.recorded_models)]
         whole = sum(each.ungathered(config.distributed.gradient_sync) for each in asked)
         cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
         generation = whole + (cache or 0) // num_parts

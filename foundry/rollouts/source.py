@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from foundry.config.schemas.rollouts import Rollouts
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Microbatch, Window
 from foundry.core.state_values import read_count
@@ -19,9 +20,10 @@ from foundry.data.loader import Loader
 from foundry.data.packing import Pack, deal, find_bounds, first_fit_decreasing
 from foundry.data.splits import DataSplits
 from foundry.environments.judge import Judge, Judgement
+from foundry.generation.decoding import Decoding
 from foundry.generation.text_samples import context_of
 from foundry.models.token_log_probs import IGNORED_TARGET
-from foundry.objectives.rollout import Rollout, RolloutObjective, RolloutSettings
+from foundry.objectives.rollout import Rollout, RolloutObjective
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.parallel.whole_weights import gathered
@@ -59,7 +61,7 @@ def build_rollouts(
         raise ConfigError(Violation("environment", "is none but the objective needs one that scores answers"))
     if not count or count != len(data.train):
         raise ConfigError(Violation("data", "has no train_prompts for its training samples; choose data=prompts"))
-    size = settings.num_prompts
+    size = settings.num_prompts_per_step
     return RolloutSource(
         objective=objective,
         settings=settings,
@@ -112,7 +114,7 @@ class RolloutSource:
         self,
         *,
         objective: RolloutObjective,
-        settings: RolloutSettings,
+        settings: Rollouts,
         model: nn.Module,
         frozen: Sequence[nn.Module],
         data: DataSplits,
@@ -129,18 +131,21 @@ class RolloutSource:
         self._data, self._judge, self._world = data, judge, world
         self._autocast, self._per_gpu, self._loader, self._beat = autocast, per_gpu_batch_size, loader, beat
         self._settings, self._pack_tokens = settings, pack_tokens
-        self._decoding = replace(
-            self._settings.decoding,
+        self._decoding = Decoding(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.generation_temperature,
+            top_k=settings.generation_top_k,
+            top_p=settings.generation_top_p,
             stop_ids=frozenset(data.stop_ids),
             seed=seed,
             stream=_STREAM,
             keeps_log_probs=True,
         )
-        num_chunks = math.ceil(self._settings.num_completions / self._settings.batch_size)
+        num_chunks = math.ceil(self._settings.samples_per_rollout / self._settings.generation_batch_size)
         if num_chunks < world.dp_size:
             message = "objective.generation_batch_size=%d makes %d chunks of a rollout: %d of %d ranks generate nothing"
             idle = world.dp_size - num_chunks
-            log.warning(message, self._settings.batch_size, num_chunks, idle, world.dp_size)
+            log.warning(message, self._settings.generation_batch_size, num_chunks, idle, world.dp_size)
         self._context = context_of(model, data)
         _check_prompts(data, judge, self._context - self._decoding.max_new_tokens)
         self._update = 0  # of the rollout; 0: the next window needs another
@@ -157,9 +162,9 @@ class RolloutSource:
         """
         if self._update == 0:
             self._roll_out()
-        size = self._settings.num_completions // self._settings.num_updates
+        size = self._settings.samples_per_rollout // self._settings.updates_per_rollout
         first = self._update * size
-        self._update = (self._update + 1) % self._settings.num_updates
+        self._update = (self._update + 1) % self._settings.updates_per_rollout
         lengths = self._samples["length"][first : first + size]
         return Window(
             microbatches=self._microbatches(first, lengths),
@@ -192,13 +197,13 @@ class RolloutSource:
     def _roll_out(self) -> None:
         """Generate, score and prepare."""
         read = self._loader.next_window().microbatches[0]
-        each = self._settings.num_generations
+        each = self._settings.num_generations_per_prompt
         prompts = [self._data.train_prompts[row] for row in read["row"].tolist() for _ in range(each)]
         keys = [position * each + number for position in read["position"].tolist() for number in range(each)]
         longest = max(len(prompt.tokens) for prompt in prompts) + self._decoding.max_new_tokens - 1
         completions = Completions(len(prompts), longest)
         judged = dict[int, Completion]()
-        size = self._settings.batch_size
+        size = self._settings.generation_batch_size
         with torch.no_grad(), ExitStack() as held:
             whole = held.enter_context(gathered(self._model))
             for model in self._frozen:
@@ -259,7 +264,7 @@ class RolloutSource:
 
     def _prepare(self, completions: Completions, found: Sequence[tuple[int, bool, Judgement]], keys: Tensor) -> None:
         rewards = [math.nan if judgement.reward is None else judgement.reward for _, _, judgement in found]
-        each = self._settings.num_generations
+        each = self._settings.num_generations_per_prompt
         prepared = self._objective.prepare(
             Rollout(
                 tokens=completions.tokens,

@@ -15,7 +15,6 @@ from foundry.config.checks.targets import GIVEN_BY_THE_RUN, runtime_settings
 from foundry.config.composition.compose import config_dir
 from foundry.config.composition.store import GROUPS, group_schemas
 from foundry.config.schemas.root import Config
-from foundry.objectives.rollout import RolloutSettings
 
 SCHEMAS = {(group, name): schema for group in GROUPS for name, schema in group_schemas(group).items()}
 
@@ -42,14 +41,8 @@ def test_there_are_parts_in_every_group_that_has_them():
 
 
 def resolve_parameters(part):
-    """By name; what a class's own constructor method passes on as `**shape` are the class's fields.
-
-    What an objective passes on as `**rollouts` are the arguments of `RolloutSettings.from_options`.
-    """
+    """By name; what a class's own constructor method passes on as `**shape` are the class's fields."""
     parameters = dict(inspect.signature(part).parameters)
-    if parameters.pop("rollouts", None) is not None:
-        own = inspect.signature(RolloutSettings.from_options).parameters
-        parameters |= {name: p for name, p in own.items() if name not in ("needs_rewards", "recorded_models")}
     for name in [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]:
         del parameters[name]
         own = inspect.signature(part.__self__).parameters

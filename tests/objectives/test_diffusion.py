@@ -159,7 +159,7 @@ class Perfect(nn.Module):
         alpha_bar = self.diffusion.noise_schedule.alphas_cumprod[timesteps].reshape(-1, 1, 1, 1)
         noise = (images - alpha_bar.sqrt() * clean) / (1 - alpha_bar).sqrt()
         velocity = alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * clean
-        return {"epsilon": noise, "v_prediction": velocity, "sample": clean}[self.diffusion.prediction.value]
+        return {"epsilon": noise, "v_prediction": velocity, "sample": clean}[self.diffusion.settings.prediction.value]
 
 
 @pytest.mark.parametrize("prediction", list(Prediction))

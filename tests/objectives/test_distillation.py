@@ -2,13 +2,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.divergences import divergence
 from torch import nn
 
 from foundry.config.schemas.distillation import Divergence, OutsideTopK
 from foundry.core.errors import ConfigError
 from foundry.models.transformer import Transformer
 from foundry.objectives.distillation import Distillation
-from foundry.objectives.divergence import divergence
 from foundry.objectives.sft import SFT
 from foundry.parts.objective import check_forward
 
@@ -55,8 +55,7 @@ def test_the_loss_is_cross_entropy_and_divergence_of_the_valid_tokens(options):
     student, taught = (each(part["tokens"], return_logits=True).logits for each in (model, teacher))
     valid, temperature = part["targets"] != -100, options.get("temperature", 1.0)
     chosen = student.log_softmax(-1).gather(-1, part["targets"].clamp(min=0)[..., None]).squeeze(-1)
-    renamed = {{"divergence": "kind"}.get(name, name): value for name, value in options.items() if name != "ce_ratio"}
-    distance, ratio = divergence(student, taught, **renamed)[valid].sum(), options.get("ce_ratio", 0.5)
+    distance, ratio = divergence(student, taught, **options)[valid].sum(), options.get("ce_ratio", 0.5)
     torch.testing.assert_close(ours.metrics["divergence"].sum, distance)
     torch.testing.assert_close(ours.metrics["cross_entropy"].sum, -chosen[valid].sum())
     torch.testing.assert_close(ours.loss, -ratio * chosen[valid].sum() + (1 - ratio) * temperature**2 * distance)

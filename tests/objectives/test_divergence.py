@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.divergences import divergence
 
 from foundry.config.schemas.distillation import Divergence, OutsideTopK
-from foundry.objectives.divergence import divergence
 
 SOUND = [OutsideTopK.tail, OutsideTopK.renormalize]
 
@@ -23,7 +23,7 @@ def logits(*shape, seed=0, scale=2.0):
 @given(seed=st.integers(0, 100), temperature=st.floats(0.5, 4))
 def test_it_is_never_negative_and_0_for_equals(kind, top_k, outside, seed, temperature):
     student, teacher = logits(4, 9, seed=seed)
-    options = {"kind": kind, "top_k": top_k, "outside_top_k": outside, "temperature": temperature}
+    options = {"divergence": kind, "top_k": top_k, "outside_top_k": outside, "temperature": temperature}
     assert bool((divergence(student, teacher, **options) > -1e-12).all())
     equal = divergence(teacher.requires_grad_(), teacher.detach() + 5, **options)
     torch.testing.assert_close(equal, torch.zeros_like(equal), rtol=0, atol=1e-12)
@@ -34,11 +34,11 @@ def test_it_is_never_negative_and_0_for_equals(kind, top_k, outside, seed, tempe
 @pytest.mark.parametrize("kind", list(Divergence))
 def test_the_tail_makes_it_grow_to_the_whole_with_k(kind):
     student, teacher = logits(20, 9)
-    values = [divergence(student, teacher, kind=kind, top_k=k) for k in range(1, 10)]
+    values = [divergence(student, teacher, divergence=kind, top_k=k) for k in range(1, 10)]
     for less, more in pairwise(values):
         assert bool((less <= more + 1e-12).all()), "merging tokens can only lose information"
-    torch.testing.assert_close(values[-2], divergence(student, teacher, kind=kind))
-    torch.testing.assert_close(values[-1], divergence(student, teacher, kind=kind))
+    torch.testing.assert_close(values[-2], divergence(student, teacher, divergence=kind))
+    torch.testing.assert_close(values[-1], divergence(student, teacher, divergence=kind))
 
 
 def test_the_tail_sees_what_renormalising_does_not():
@@ -55,8 +55,8 @@ def test_chunks_of_positions_change_nothing(kind, chunk):
     student, teacher = logits(12, 7)
     parts = zip(student.split(chunk), teacher.split(chunk), strict=True)
     torch.testing.assert_close(
-        torch.cat([divergence(*part, kind=kind, top_k=4) for part in parts]),
-        divergence(student, teacher, kind=kind, top_k=4),
+        torch.cat([divergence(*part, divergence=kind, top_k=4) for part in parts]),
+        divergence(student, teacher, divergence=kind, top_k=4),
     )
 
 
@@ -65,15 +65,15 @@ def test_kinds_by_hand():
     s, t = student.softmax(-1), teacher.softmax(-1)
     forward, reverse = (t * (t / s).log()).sum(-1), (s * (s / t).log()).sum(-1)
     torch.testing.assert_close(divergence(student, teacher), forward)
-    torch.testing.assert_close(divergence(student, teacher, kind=Divergence.reverse), reverse)
-    mixed = divergence(student, teacher, kind=Divergence.mixed, mixed_kl_weight=0.3)
+    torch.testing.assert_close(divergence(student, teacher, divergence=Divergence.reverse), reverse)
+    mixed = divergence(student, teacher, divergence=Divergence.mixed, mixed_kl_weight=0.3)
     torch.testing.assert_close(mixed, 0.3 * forward + 0.7 * reverse)
     m = 0.2 * t + 0.8 * s
     jsd = 0.2 * (t * (t / m).log()).sum(-1) + 0.8 * (s * (s / m).log()).sum(-1)
-    torch.testing.assert_close(divergence(student, teacher, kind=Divergence.jsd, jsd_beta=0.2), jsd)
+    torch.testing.assert_close(divergence(student, teacher, divergence=Divergence.jsd, jsd_beta=0.2), jsd)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_dtype_stays(dtype):
     student, teacher = (value.to(dtype) for value in logits(3, 5))
-    assert divergence(student, teacher, kind=Divergence.jsd, top_k=2).dtype == dtype
+    assert divergence(student, teacher, divergence=Divergence.jsd, top_k=2).dtype == dtype

@@ -186,7 +186,7 @@ def test_a_student_on_policy(filtering):
 
 
 def check_rollouts(objective, frozen):
-    model, updates = make_model(), objective.rollouts.num_updates
+    model, updates = make_model(), objective.rollouts.updates_per_rollout
     make = partial(make_source, objective, model, frozen=frozen)
     plain, packed = make(), make(pack_tokens=32, per_gpu_batch_size=2)
     windows = [(plain.next_window(), packed.next_window()) for _ in range(updates)]

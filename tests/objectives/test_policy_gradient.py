@@ -3,11 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType
+from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType, PolicyGradient
 from foundry.objectives.kl import kl_estimate
 from foundry.objectives.policy_gradient import (
     Completions,
-    PolicyLossSettings,
     policy_loss,
     positive_example_nll,
     sampling_mismatch,
@@ -68,7 +67,7 @@ def loss_and_gradient(parts, leaf, config):
 @settings(max_examples=10, deadline=None)
 @given(cut=st.integers(0, 5), seed=st.integers(0, 100))
 def test_microbatches_add_up(variant, cut, seed):
-    whole, config = completions(seed=seed), PolicyLossSettings(**variant)
+    whole, config = completions(seed=seed), PolicyGradient(**variant)
     parts = [select(whole, slice(None, cut)), select(whole, slice(cut, None))]
     for ours, theirs in zip(
         loss_and_gradient(parts, whole.log_prob, config),
@@ -81,7 +80,7 @@ def test_microbatches_add_up(variant, cut, seed):
 @pytest.mark.parametrize("padding", [-torch.inf, torch.nan, 1e4])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_what_does_not_count_may_be_anything(variant, padding):
-    whole, clean, config = completions(padding=padding), completions(), PolicyLossSettings(**variant)
+    whole, clean, config = completions(padding=padding), completions(), PolicyGradient(**variant)
     loss, gradient = loss_and_gradient([whole], whole.log_prob, config)
     expected = loss_and_gradient([clean], clean.log_prob, config)
     assert loss == expected[0]
@@ -93,7 +92,7 @@ def test_what_does_not_count_may_be_anything(variant, padding):
 def test_completions_that_are_left_out_cost_exactly_0_and_keep_the_graph(variant):
     whole = completions()
     nothing = Completions(**{**vars(whole), "mask": torch.zeros_like(whole.mask)})
-    loss, gradient = loss_and_gradient([nothing], whole.log_prob, PolicyLossSettings(**variant))
+    loss, gradient = loss_and_gradient([nothing], whole.log_prob, PolicyGradient(**variant))
     assert loss == 0
     assert loss.requires_grad
     assert not gradient.any()
@@ -104,7 +103,7 @@ def test_a_token_that_the_filters_leave_out_counts_for_the_divergence_only():
     cut = whole.log_prob.detach().clone()
     cut[0, 0] = -torch.inf
     filtered = Completions(**{**vars(whole), "log_prob": cut, "unfiltered": whole.log_prob})
-    ours, theirs = (policy_loss(part, PolicyLossSettings()) for part in (filtered, whole))
+    ours, theirs = (policy_loss(part, PolicyGradient()) for part in (filtered, whole))
     torch.testing.assert_close(ours.kl, theirs.kl)
     ratio = (whole.log_prob - whole.old)[0, 0].exp()
     first = torch.maximum(-whole.advantage * ratio, -whole.advantage * ratio.clamp(0.8, 1.2))
@@ -117,7 +116,7 @@ def test_variants_by_hand():
     advantage, ratio, drift = part.advantage, (x - old).exp(), (old - sampler).exp()
 
     def policy(**options):
-        return policy_loss(part, PolicyLossSettings(**NO_KL, **options)).policy
+        return policy_loss(part, PolicyGradient(**NO_KL, **options)).policy
 
     clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     torch.testing.assert_close(policy(), clipped[mask].sum())
@@ -161,9 +160,7 @@ def test_the_divergence_has_the_gradient_of_the_expectation(kl_type):
 def test_the_on_policy_divergence_weighs_by_the_policy_over_the_sampler(by_token):
     """NeMo-RL's ClippedPGLossFn: exp(policy - sampler), through which gradients flow, times the estimate k3."""
     part = completions(seed=4)
-    settings = PolicyLossSettings(
-        use_on_policy_kl_approximation=True, ref_policy_kl_penalty=0.3, token_level_loss=by_token
-    )
+    settings = PolicyGradient(use_on_policy_kl_approximation=True, ref_policy_kl_penalty=0.3, token_level_loss=by_token)
     ours = policy_loss(part, settings)
     expected = 0.0
     for row, length in enumerate(part.mask.sum(-1).tolist()):
@@ -178,7 +175,7 @@ def test_the_on_policy_divergence_weighs_by_the_policy_over_the_sampler(by_token
     torch.testing.assert_close(ours.loss, ours.policy + 0.3 * expected)
     gradients = [torch.autograd.grad(kl, part.log_prob, retain_graph=True)[0] for kl in (ours.kl, expected)]
     torch.testing.assert_close(*gradients)
-    assert ours.kl.item() != pytest.approx(policy_loss(part, PolicyLossSettings(token_level_loss=by_token)).kl.item())
+    assert ours.kl.item() != pytest.approx(policy_loss(part, PolicyGradient(token_level_loss=by_token)).kl.item())
 
 
 def test_a_clamped_divergence_has_no_gradient():

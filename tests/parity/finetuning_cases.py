@@ -217,7 +217,7 @@ def advantage_settings(config: Case) -> dict[str, Any]:
 
 
 def policy_settings(config: Case) -> dict[str, Any]:
-    """Arguments of `PolicyLossSettings`."""
+    """Arguments of `PolicyGradient`."""
     if not is_nemo_policy(config):
         return _trl_policy_settings(config)
     kept = {
@@ -279,13 +279,13 @@ def divergence_settings(config: Case) -> tuple[dict[str, Any], float]:
     if "kl_type" in config:
         is_zero = config.get("zero_outside_topk", False)
         return {
-            "kind": Divergence(config["kl_type"]),
+            "divergence": Divergence(config["kl_type"]),
             "mixed_kl_weight": config.get("mixed_kl_weight", 0.5),
             "top_k": config.get("topk"),
             "outside_top_k": OutsideTopK.zero if is_zero else OutsideTopK.renormalize,
         }, 1.0
     if "beta" not in config:
-        return {"kind": Divergence.forward, "temperature": temperature}, temperature**2
+        return {"divergence": Divergence.forward, "temperature": temperature}, temperature**2
     beta = config["beta"]
     kind = {0.0: Divergence.forward, 1.0: Divergence.reverse}.get(beta, Divergence.jsd)
-    return {"kind": kind, "temperature": temperature, "jsd_beta": beta}, 1.0
+    return {"divergence": kind, "temperature": temperature, "jsd_beta": beta}, 1.0

@@ -13,11 +13,12 @@ from finetuning_cases import (
     dpo_settings,
     policy_settings,
 )
+from support.divergences import divergence
 from torch import Tensor, nn
 
 from foundry.config.schemas.evaluation import EarlyStopping as EarlyStoppingSettings
 from foundry.config.schemas.evaluation import Evaluation, PatienceUnit
-from foundry.config.schemas.policy import KLType
+from foundry.config.schemas.policy import KLType, PolicyGradient
 from foundry.config.schemas.scheduler import EvaluateAt
 from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Budget
@@ -25,13 +26,11 @@ from foundry.generation.sampling import filtered
 from foundry.models.lora import match_targets, merged, scaling
 from foundry.models.token_log_probs import TokenLogProbs
 from foundry.objectives.advantages import group_advantages
-from foundry.objectives.divergence import divergence
 from foundry.objectives.dpo import PairLosses, pair_losses
 from foundry.objectives.kl import kl_estimate
 from foundry.objectives.next_token import NextToken
 from foundry.objectives.policy_gradient import (
     Completions,
-    PolicyLossSettings,
     policy_loss,
     positive_example_nll,
     sampling_mismatch,
@@ -125,7 +124,7 @@ def check_kl(case: Case) -> None:
 
 def check_policy(case: Case) -> None:
     config = case["config"]
-    settings = PolicyLossSettings(**policy_settings(config))
+    settings = PolicyGradient(**policy_settings(config))
     names = ("curr", "prev", "gen", "ref", "advantage")
     log_prob, old, sampler, reference, advantage = (_leaf(case["inputs"][name]) for name in names)
     mask = torch.tensor(case["inputs"]["mask"]).bool()
@@ -158,7 +157,7 @@ def check_policy(case: Case) -> None:
 
 
 def check_monitors(
-    case: Case, log_prob: Tensor, old: Tensor, sampler: Tensor, mask: Tensor, settings: PolicyLossSettings
+    case: Case, log_prob: Tensor, old: Tensor, sampler: Tensor, mask: Tensor, settings: PolicyGradient
 ) -> None:
     """What is logged beside the loss, where it was recorded."""
     recorded = case["outputs"].get("metrics", {})

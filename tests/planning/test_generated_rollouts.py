@@ -10,7 +10,7 @@ from foundry.planning.generation import cache_bytes
 def test_bytes_are_those_of_a_real_cache():
     model, settings = make_model(), make_objective(ref_policy_kl_penalty=0.0).rollouts
     cache = model.new_cache(20)
-    model(torch.zeros(settings.batch_size, 2, dtype=torch.int64), return_logits=True, cache=cache)
+    model(torch.zeros(settings.generation_batch_size, 2, dtype=torch.int64), return_logits=True, cache=cache)
     kept = [tensor for layer in cache.layers for tensor in (layer._keys, layer._values)]
     assert cache_bytes(model, settings, 20, 4) == sum(tensor.nbytes for tensor in kept)
 

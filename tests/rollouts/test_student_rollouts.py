@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from support.divergences import divergence
 from support.rollout_parts import VOWELS, make_model, make_objective, make_source, make_student
 
 from foundry.config.schemas.distillation import Divergence
 from foundry.core.errors import ConfigError
 from foundry.environments.judge import Judge
-from foundry.objectives.divergence import divergence
 
 PLAIN = {"generation_temperature": 1.0, "generation_top_k": None, "generation_top_p": 1.0}
 KINDS = [
@@ -28,8 +28,7 @@ def test_the_loss_is_the_divergence_at_the_tokens_that_the_student_has_drawn(set
     student, taught = (each(part["tokens"], return_logits=True).logits for each in (model, teacher))
     is_own = part["targets"] != -100
     factor = settings.get("temperature", 1.0) ** 2
-    named = {{"divergence": "kind"}.get(name, name): value for name, value in settings.items()}
-    distances = divergence(student, taught, **named)[is_own]
+    distances = divergence(student, taught, **settings)[is_own]
     found = objective.loss(model, part)
     torch.testing.assert_close(found.loss, factor * distances.sum())
     torch.testing.assert_close(found.metrics["divergence"].sum, distances.sum())

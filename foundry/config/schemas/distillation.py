@@ -43,18 +43,6 @@ class OutsideTopK(Enum):
     zero = "zero"
 
 
-def distillation_metrics(mode: DistillationMode) -> tuple[str, ...]:
-    """What is measured of a student besides the loss."""
-    return ("entropy" if mode is DistillationMode.on_policy else "cross_entropy", "divergence")
-
-
-def resolve_ce_ratio(mode: DistillationMode, given: float | None) -> float:
-    """Share of the cross-entropy in the loss, given what the settings say."""
-    if given is not None:
-        return given
-    return 0.0 if mode is DistillationMode.on_policy else 0.5
-
-
 @dataclass(frozen=True, kw_only=True)
 class Teaching:
     """The teacher, and how far a student is from it."""
@@ -100,6 +88,13 @@ class Teaching:
         OutsideTopK.tail,
         "the other tokens: tail: one entry together; renormalize: left out; zero: nothing for the teacher only",
     )
+
+    @property
+    def cross_entropy_share(self) -> float:
+        """Share of the cross-entropy in the loss: `ce_ratio`, or the mode's default."""
+        if self.ce_ratio is not None:
+            return self.ce_ratio
+        return 0.0 if self.mode is DistillationMode.on_policy else 0.5
 
     def check_teaching(self) -> Iterator[Violation]:
         """No setting of the loss would be ignored."""

@@ -48,12 +48,6 @@ class ImportanceWeights(Enum):
     seq_mask = "seq_mask"
 
 
-def policy_metrics(*, has_kl: bool, has_nll: bool) -> tuple[str, ...]:
-    """What is measured of a policy's updates, given whether the loss has a divergence and a likelihood in it."""
-    own = ("policy_loss", "ratio", "clipped", "mult_prob_error", "sampler_kl", "entropy")
-    return (*own, *(("kl",) if has_kl else ()), *(("positive_nll",) if has_nll else ()))
-
-
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Rollouts):
     """A rollout, what its answers are compared with, and the loss of its updates."""
@@ -112,8 +106,10 @@ class PolicyGradient(Rollouts):
     @property
     def metrics(self) -> tuple[str, ...]:
         """What is measured besides the loss."""
+        own = ("policy_loss", "ratio", "clipped", "mult_prob_error", "sampler_kl", "entropy")
         has_kl = self.ref_policy_kl_penalty > 0 and not self.use_kl_in_reward
-        return policy_metrics(has_kl=has_kl, has_nll=self.positive_example_nll_weight > 0)
+        has_nll = self.positive_example_nll_weight > 0
+        return (*own, *(("kl",) if has_kl else ()), *(("positive_nll",) if has_nll else ()))
 
     def check(self) -> Iterator[Violation]:
         """Answers are compared, a rollout can be divided, and no setting would be ignored."""

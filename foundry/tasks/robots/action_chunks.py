@@ -7,10 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from foundry.config.schemas.objective import BetaSchedule, Prediction
+from foundry.config.configured import configured_by, from_settings
+from foundry.config.schemas.objective import Prediction
 from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
 from foundry.core.protocols import LossSum, Microbatch
 from foundry.objectives.diffusion import make_noise_schedule, prediction_target
+from foundry.tasks.robots.schemas import objective as schemas
 
 _FLOW_TIMES = 100.0
 """What the model is told at the end of a path: it then tells times apart as it does timesteps of a noise schedule."""
@@ -24,17 +26,14 @@ class ActionChunks(ABC):
     `images`: (batch, num_observations, 3, height, width) uint8, and `instruction`: (batch, instruction_tokens) int64,
     -1 after its end. The model maps (actions, times, state, images where there are any), and `instruction` by that name
     where there is one, to a prediction of the actions' shape. One that can `observe` does so once for an answer.
-
-    Args:
-        horizon: actions of a chunk.
-        action_dim: numbers of an action.
-        action_steps: actions of a chunk that are carried out before the model is asked again.
     """
 
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = from_settings()
+    action_steps: int = from_settings()
 
-    def __init__(self, *, horizon: int, action_dim: int, action_steps: int) -> None:
-        self.chunk, self.action_steps = (horizon, action_dim), action_steps
+    @configured_by(schemas.ActionChunks)
+    def __init__(self, settings: schemas.ActionChunks) -> None:
+        self.settings, self.chunk = settings, (settings.horizon, settings.action_dim)
 
     def num_valid(self, microbatch: Microbatch) -> int:
         """Number of actions that are no padding, of samples that are none."""
@@ -77,49 +76,34 @@ class ActionChunks(ABC):
 class DiffusionPolicy(ActionChunks):
     """Mean squared error of actions, their noise or their velocity (Chi et al., 2023, arXiv:2303.04137).
 
-    Args:
-        horizon: as for `ActionChunks`.
-        action_dim: likewise.
-        action_steps: likewise.
-        seed: of noise and timesteps.
-        prediction: what the model predicts.
-        num_train_timesteps: timesteps of the noise schedule.
-        beta_schedule: noise schedule, by diffusers' name.
-        sampling_steps: denoising steps of an answer, by DDIM (Song et al., 2021).
+    Answers are denoised by DDIM (Song et al., 2021).
     """
 
-    def __init__(
-        self,
-        *,
-        horizon: int,
-        action_dim: int,
-        action_steps: int,
-        seed: int,
-        prediction: Prediction = Prediction.sample,
-        num_train_timesteps: int = 100,
-        beta_schedule: BetaSchedule = BetaSchedule.squaredcos_cap_v2,
-        sampling_steps: int = 10,
-    ) -> None:
-        super().__init__(horizon=horizon, action_dim=action_dim, action_steps=action_steps)
-        self.seed = seed
+    settings: schemas.DiffusionPolicy
+
+    @configured_by(schemas.DiffusionPolicy)
+    def __init__(self, settings: schemas.DiffusionPolicy) -> None:
+        super().__init__(settings)
         # Leading timesteps, as Chi et al. have them, begin below the noisiest ones: policies succeed more often.
         # Velocity prediction is trained to begin with nothing but noise.
-        spacing = "trailing" if prediction is Prediction.v_prediction else "leading"
-        self.noise_schedule = make_noise_schedule(prediction, num_train_timesteps, beta_schedule, spacing)
-        self.noise_schedule.set_timesteps(sampling_steps)
+        spacing = "trailing" if settings.prediction is Prediction.v_prediction else "leading"
+        self.noise_schedule = make_noise_schedule(
+            settings.prediction, settings.num_train_timesteps, settings.beta_schedule, spacing
+        )
+        self.noise_schedule.set_timesteps(settings.sampling_steps)
 
     def _errors(self, model: nn.Module, actions: Tensor, microbatch: Microbatch) -> Tensor:
         position, device = microbatch["position"].cpu(), actions.device
         num_timesteps = len(self.noise_schedule.alphas_cumprod)
-        noise = keyed_normal(self.seed, position, self.chunk, stream="noise", device=device)
-        drawn = keyed_integers(self.seed, position, num_timesteps, stream="timestep", device=device)
+        noise = keyed_normal(self.settings.seed, position, self.chunk, stream="noise", device=device)
+        drawn = keyed_integers(self.settings.seed, position, num_timesteps, stream="timestep", device=device)
         timesteps = cast(torch.IntTensor, drawn)  # diffusers' annotation, whatever the dtype
         noisy = self.noise_schedule.add_noise(actions, noise, timesteps)
         target = prediction_target(self.noise_schedule, actions, noise, timesteps)
         return (_ask(model, noisy, timesteps.float(), microbatch) - target).square()
 
     def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
-        actions = keyed_normal(self.seed, keys, self.chunk, stream="act", device=observation["state"].device)
+        actions = keyed_normal(self.settings.seed, keys, self.chunk, stream="act", device=observation["state"].device)
         observation = _observed(model, observation)
         for timestep in self.noise_schedule.timesteps.tolist():
             times = torch.full((len(keys),), float(timestep), device=actions.device)
@@ -133,35 +117,29 @@ class FlowPolicy(ActionChunks):
     """Mean squared error of the velocity from noise to actions along straight paths.
 
     Flow matching (Lipman et al., 2023, arXiv:2210.02747), as pi0 has it for actions (Black et al., 2024).
-
-    Args:
-        horizon: as for `ActionChunks`.
-        action_dim: likewise.
-        action_steps: likewise.
-        seed: of noise and times.
-        sampling_steps: Euler steps of an answer.
     """
 
-    def __init__(
-        self, *, horizon: int, action_dim: int, action_steps: int, seed: int, sampling_steps: int = 10
-    ) -> None:
-        super().__init__(horizon=horizon, action_dim=action_dim, action_steps=action_steps)
-        self.seed, self.sampling_steps = seed, sampling_steps
+    settings: schemas.FlowPolicy
+
+    @configured_by(schemas.FlowPolicy)
+    def __init__(self, settings: schemas.FlowPolicy) -> None:
+        super().__init__(settings)
 
     def _errors(self, model: nn.Module, actions: Tensor, microbatch: Microbatch) -> Tensor:
         position, device = microbatch["position"].cpu(), actions.device
-        noise = keyed_normal(self.seed, position, self.chunk, stream="noise", device=device)
-        times = keyed_uniform(self.seed, position, stream="timestep", device=device)
+        noise = keyed_normal(self.settings.seed, position, self.chunk, stream="noise", device=device)
+        times = keyed_uniform(self.settings.seed, position, stream="timestep", device=device)
         at = times[:, None, None]
         velocity = _ask(model, (1 - at) * noise + at * actions, times * _FLOW_TIMES, microbatch)
         return (velocity - (actions - noise)).square()
 
     def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
-        actions = keyed_normal(self.seed, keys, self.chunk, stream="act", device=observation["state"].device)
+        actions = keyed_normal(self.settings.seed, keys, self.chunk, stream="act", device=observation["state"].device)
         observation = _observed(model, observation)
-        for step in range(self.sampling_steps):
-            times = torch.full((len(keys),), step / self.sampling_steps * _FLOW_TIMES, device=actions.device)
-            actions = actions + _ask(model, actions, times, observation) / self.sampling_steps
+        steps = self.settings.sampling_steps
+        for step in range(steps):
+            times = torch.full((len(keys),), step / steps * _FLOW_TIMES, device=actions.device)
+            actions = actions + _ask(model, actions, times, observation) / steps
         return actions
 
 
@@ -169,21 +147,17 @@ class ActionRegression(ActionChunks):
     """Absolute error of the actions, as ACT has (Zhao et al., 2023, arXiv:2304.13705), or squared error.
 
     The model is asked about actions of zeros at time zero.
-
-    Args:
-        horizon: as for `ActionChunks`.
-        action_dim: likewise.
-        action_steps: likewise.
-        loss_function: l1 or mse.
     """
 
-    def __init__(self, *, horizon: int, action_dim: int, action_steps: int, loss_function: str = "l1") -> None:
-        super().__init__(horizon=horizon, action_dim=action_dim, action_steps=action_steps)
-        self.is_squared = loss_function == "mse"
+    settings: schemas.ActionRegression
+
+    @configured_by(schemas.ActionRegression)
+    def __init__(self, settings: schemas.ActionRegression) -> None:
+        super().__init__(settings)
 
     def _errors(self, model: nn.Module, actions: Tensor, microbatch: Microbatch) -> Tensor:
         differences = self._draw(model, microbatch, microbatch["position"]) - actions
-        return differences.square() if self.is_squared else differences.abs()
+        return differences.square() if self.settings.loss_function == "mse" else differences.abs()
 
     def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
         state = observation["state"]

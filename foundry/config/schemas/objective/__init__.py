@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import ClassVar
 
-from foundry.config.schemas.distillation import DistillationMode, Teaching, distillation_metrics
+from foundry.config.schemas.distillation import DistillationMode, Teaching
 from foundry.config.schemas.policy import PolicyGradient
 from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.setting import check_unused, setting
@@ -224,7 +224,7 @@ class Distillation(Rollouts, Teaching):
     @property
     def metrics(self) -> tuple[str, ...]:
         """What is measured besides the loss."""
-        return distillation_metrics(self.mode)
+        return ("entropy" if self.generates else "cross_entropy", "divergence")
 
     def check(self) -> Iterator[Violation]:
         """A rollout can be divided, and no setting would be ignored."""
