@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from foundry.config.schemas.data import OnBadRow, TrainOn
+from foundry.config.configured import configured_by
+from foundry.config.schemas.data import OnBadRow
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.simulator import Describing, Simulator
 from foundry.data.conversations.chats import RowForm, chat_splits
@@ -23,6 +24,7 @@ from foundry.data.io.row_source import find_rows
 from foundry.data.splits import DataSplits
 from foundry.tasks.robots.data.demonstrations import FIRST_SEED as FIRST_DEMONSTRATION
 from foundry.tasks.robots.data.simulated import simulator_identity
+from foundry.tasks.robots.schemas.data import Scenes
 
 FIRST_SEED = FIRST_DEMONSTRATION + 2**31
 """Of the simulator, for the first scene; demonstrations use seeds below it, and evaluations those below these."""
@@ -32,62 +34,48 @@ _IMAGES, _ROWS = "images.npy", "rows.jsonl"
 log = logging.getLogger(__name__)
 
 
+@configured_by(Scenes)
 def scenes(
+    settings: Scenes,
     *,
     seed: int,
-    num_scenes: int,
-    image_size: int | None,
-    seq_len: int,
-    vocab_size: int,
-    tokenizer: str | None,
-    held_out: float,
-    cache_dir: str,
-    chat_template: str | None = None,
-    train_on: TrainOn = TrainOn.all,
-    num_workers: int = 0,
     simulator: Callable[[], Simulator] | None = None,
     simulator_settings: Mapping[str, Any] | None = None,
 ) -> DataSplits:
     """Starts of a simulator's episodes, with the questions and answers that it gives about them.
 
     Args:
+        settings: number and size of the scenes, and how conversations become tokens.
         seed: unused: the same scenes are made, and held out, for runs with any seed.
-        num_scenes: to learn from and held out together.
-        image_size: height and width in pixels: of the picture that the simulator shows.
-        seq_len: most tokens of a conversation.
-        vocab_size: entries of the tokenizer.
-        tokenizer: tokenizer.json or folder to use; None: train one.
-        held_out: share of the scenes for validation.
-        cache_dir: folder for scenes, tokenizers and token arrays.
-        chat_template: as `resolve_chat_template` takes it.
-        train_on: which answers are learnt.
-        num_workers: unused: the loader's.
         simulator: makes the run's simulator; None: it has none.
         simulator_settings: what it is made of.
 
     Raises:
         ConfigError: there is no simulator, it shows or says nothing, or the tokenizer or template does not fit.
     """
+    image_size, count = settings.image_size, settings.num_scenes
     if simulator is None or image_size is None:
         key, wrong = ("simulator", "none") if simulator is None else ("simulator.image_size", "null")
         remedy = "choose one, such as simulator=touch" if simulator is None else "set it, such as to 48"
         raise ConfigError(Violation(key, f"is {wrong} but data=scenes is of what a simulator shows; {remedy}"))
-    depends = {"format": _FORMAT, "scenes": num_scenes, "size": image_size}
+    depends = {"format": _FORMAT, "scenes": count, "size": image_size}
     text = json.dumps(depends | simulator_identity(simulator_settings or {}), sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
-    folder = cached_folder(cache_dir, name, partial(_fill, simulator, num_scenes, image_size), what="scenes")
-    source = find_rows(str(folder / _ROWS), None, held_out=held_out, cache_dir=cache_dir, columns=("messages",))
+    cache_dir = settings.cache_dir
+    folder = cached_folder(cache_dir, name, partial(_fill, simulator, count, image_size), what="scenes")
+    rows_file = str(folder / _ROWS)
+    source = find_rows(rows_file, None, held_out=settings.held_out, cache_dir=cache_dir, columns=("messages",))
     train, validation = (np.array([row.number - 1 for row in rows], dtype=np.int64) for rows in source.splits)
     images = np.load(folder / _IMAGES, mmap_mode="r", allow_pickle=False)
     pictures = RowPictures(images=images, places=(train, validation), content=name)
     data = chat_splits(
         about_pictures(source, pictures),
-        RowForm.conversations(train_on),
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
+        RowForm.conversations(settings.train_on),
+        seq_len=settings.seq_len,
+        vocab_size=settings.vocab_size,
+        tokenizer=settings.tokenizer,
         cache_dir=cache_dir,
-        chat_template=chat_template,
+        chat_template=settings.chat_template,
         on_bad_row=OnBadRow.refuse,
         pictures=pictures,
     )
