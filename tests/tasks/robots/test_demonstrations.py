@@ -27,7 +27,7 @@ SETTINGS = {
     "held_out": 0.2,
 }
 
-CODE_OF_SIMULATORS = "1b43aabda4221b20223a6928e83c1f58d635eb8b2b69f28c6e4a055d246f1747"
+CODE_OF_SIMULATORS = "aefc107aceaf4a42e6cfadbd91e042679015739fa33bff8a8ed15eaeb0306386"
 
 
 class Watched(Reach):

@@ -17,8 +17,8 @@ class Simulator:
     """One task in one simulated world."""
 
     _target_: str
-    state_dim: int = setting("???", "numbers in the state that a policy sees", ge=1, le=10**6, runtime=True)
-    action_dim: int = setting("???", "numbers in an action", ge=1, le=10**6, runtime=True)
+    state_dim: int = setting("???", "numbers in the state that a policy sees", ge=1, le=10**6, runtime=True, alone=None)
+    action_dim: int = setting("???", "numbers in an action", ge=1, le=10**6, runtime=True, alone=None)
     image_size: int | None = setting(
         None,
         "height and width in pixels of the picture that a policy sees besides; null: none",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foundry.config.configured import configured_by
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.simulator import Demonstrating, Observation, Simulator
 from foundry.data.io.cached_folder import cached_folder
@@ -22,6 +23,7 @@ from foundry.tasks.robots.data.lerobot import read_recording
 from foundry.tasks.robots.data.lerobot_writing import ACTION_KEY, IMAGE_KEY, STATE_KEY, Episode, write_lerobot
 from foundry.tasks.robots.data.simulated import simulator_identity
 from foundry.tasks.robots.lerobot_info import read_info
+from foundry.tasks.robots.schemas.data import Demonstrations
 
 FIRST_SEED = 2**32
 """Of the simulator, for the first demonstration; evaluations use seeds below it."""
@@ -30,26 +32,16 @@ _FORMAT = 1
 _STEPS_AT_THE_GOAL = 8
 """What is recorded after success, so that a policy learns to stay."""
 _SPARE_FAILURES = 20
+_WRITTEN_BY = ("episodes", "noise", "noisy_share", "state_dim", "action_dim", "image_size")
+"""Settings on which the files of the demonstrations depend; the others say how they are read."""
 log = logging.getLogger(__name__)
 
 
+@configured_by(Demonstrations)
 def demonstrations(
+    settings: Demonstrations,
     *,
     seed: int,
-    episodes: int,
-    noise: float,
-    noisy_share: float,
-    state_dim: int,
-    action_dim: int,
-    image_size: int | None,
-    num_observations: int,
-    horizon: int,
-    held_out: float,
-    cache_dir: str,
-    instruction_tokens: int | None = None,
-    tokenizer: str | None = None,
-    vocab_size: int = 4096,
-    num_workers: int = 0,
     simulator: Callable[[], Simulator] | None = None,
     simulator_settings: Mapping[str, Any] | None = None,
 ) -> DataSplits:
@@ -59,21 +51,8 @@ def demonstrations(
     so the expert shows how to come back from where it would not have gone (Laskey et al., DART, 2017).
 
     Args:
+        settings: number and noise of the episodes, and how they are cut into windows.
         seed: unused: the same demonstrations are made for runs with any seed.
-        episodes: successful ones.
-        noise: standard deviation of what is added to an action, in the simulator's own units.
-        noisy_share: share of the episodes with noise.
-        state_dim: numbers in a state: the simulator's.
-        action_dim: numbers in an action: the simulator's.
-        image_size: height and width in pixels of the picture that the simulator shows; None: it shows none.
-        num_observations: states of a sample.
-        horizon: actions of a sample.
-        held_out: share of episodes kept for validation.
-        cache_dir: folder for the demonstrations.
-        instruction_tokens: the most tokens of an instruction; None: samples have no words.
-        tokenizer: of instructions, as for `episode_splits`.
-        vocab_size: likewise.
-        num_workers: unused here: how the run's loader reads.
         simulator: makes the run's simulator; None: it has none.
         simulator_settings: what it is made of.
 
@@ -84,24 +63,24 @@ def demonstrations(
     if simulator is None:
         message = "is none but data=demonstrations is made by the simulator's expert; choose one, or data=lerobot"
         raise ConfigError(Violation("simulator", message))
-    made = _Making(simulator, episodes, noise, noisy_share, state_dim, action_dim, image_size)
-    folder = cached_folder(cache_dir, made.name(simulator_settings or {}), made.fill, what="demonstrations")
+    made = _Making(simulator, settings)
+    folder = cached_folder(settings.cache_dir, made.name(simulator_settings or {}), made.fill, what="demonstrations")
     recording = read_recording(
         read_info(str(folder)),
         state_key=STATE_KEY,
         action_key=ACTION_KEY,
-        pictures=None if image_size is None else (IMAGE_KEY, image_size),
-        has_tasks=instruction_tokens is not None,
-        cache_dir=cache_dir,
+        pictures=None if settings.image_size is None else (IMAGE_KEY, settings.image_size),
+        has_tasks=settings.instruction_tokens is not None,
+        cache_dir=settings.cache_dir,
     )
     return episode_splits(
         recording,
-        num_observations=num_observations,
-        horizon=horizon,
-        held_out=held_out,
-        instruction_tokens=instruction_tokens,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
+        num_observations=settings.num_observations,
+        horizon=settings.horizon,
+        held_out=settings.held_out,
+        instruction_tokens=settings.instruction_tokens,
+        tokenizer=settings.tokenizer,
+        vocab_size=settings.vocab_size,
         notes={"demonstrations": str(folder)},
     )
 
@@ -111,17 +90,12 @@ class _Making:
     """What is made, and of what; see `demonstrations`."""
 
     simulator: Callable[[], Simulator]
-    episodes: int
-    noise: float
-    noisy_share: float
-    state_dim: int
-    action_dim: int
-    image_size: int | None
+    settings: Demonstrations
 
-    def name(self, settings: Mapping[str, Any]) -> str:
+    def name(self, simulator_settings: Mapping[str, Any]) -> str:
         """Of the folder in the cache: a hash of settings, versions and sources, on which the demonstrations depend."""
-        own = {name: value for name, value in vars(self).items() if name != "simulator"}
-        depends = {"format": _FORMAT, "demonstrations": own, **simulator_identity(settings)}
+        own = {name: getattr(self.settings, name) for name in _WRITTEN_BY}
+        depends = {"format": _FORMAT, "demonstrations": own, **simulator_identity(simulator_settings)}
         text = json.dumps(depends, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -139,7 +113,7 @@ class _Making:
             kind = type(simulator).__name__
             files = write_lerobot(folder, counted(self._record(simulator)), fps=simulator.fps, robot_type=kind)
         seconds = time.monotonic() - began
-        log.info("made %d demonstrations of %s, %d frames, in %.1f s", self.episodes, kind, frames, seconds)
+        log.info("made %d demonstrations of %s, %d frames, in %.1f s", self.settings.episodes, kind, frames, seconds)
         return files
 
     def _record(self, simulator: Simulator) -> Iterator[Episode]:
@@ -153,7 +127,7 @@ class _Making:
             message = f"is demonstrations but {kind} has no expert_action(); record some, and choose data=lerobot"
             raise ConfigError(Violation("data", message))
         made = failed = 0
-        while made < self.episodes:
+        while made < self.settings.episodes:
             episode = self._run(simulator, made + failed)
             if episode is not None:
                 made += 1
@@ -161,7 +135,7 @@ class _Making:
                 continue
             failed += 1
             if failed > _SPARE_FAILURES and failed > 2 * made:
-                message = f"is {self.noise:g}, with which the expert of {kind} has failed in {failed} of "
+                message = f"is {self.settings.noise:g}, with which the expert of {kind} has failed in {failed} of "
                 message += f"{made + failed} episodes; lower it, or record demonstrations and choose data=lerobot"
                 raise ConfigError(Violation("data.noise", message))
 
@@ -169,7 +143,7 @@ class _Making:
         """What the expert does in one episode; None where it does not end at the goal."""
         assert isinstance(simulator, Demonstrating)
         draw = np.random.default_rng((FIRST_SEED + number, _FORMAT))
-        noise = self.noise if draw.random() < self.noisy_share else 0.0
+        noise = self.settings.noise if draw.random() < self.settings.noisy_share else 0.0
         seen, done = list[Observation](), list[NDArray[np.float64]]()
         observation, at_goal, ended = simulator.reset(FIRST_SEED + number), 0, False
         task = simulator.instruction
@@ -191,15 +165,16 @@ class _Making:
         """
         state = np.stack([np.asarray(observation["state"], dtype=np.float32) for observation in seen])
         actions = np.stack(done).astype(np.float32)
-        for name, found, stated in (("state_dim", state, self.state_dim), ("action_dim", actions, self.action_dim)):
+        for name, found in (("state_dim", state), ("action_dim", actions)):
+            stated = getattr(self.settings, name)
             if found.shape[1:] != (stated,):
                 message = f"is {stated} but {type(simulator).__name__} has {found[0].size}; leave it out"
                 raise ConfigError(Violation(f"data.{name}", message))
-        images = None
-        if self.image_size is not None:
+        images, size = None, self.settings.image_size
+        if size is not None:
             pictures = [observation.get("image") for observation in seen]
-            if any(picture is None or picture.shape != (self.image_size, self.image_size, 3) for picture in pictures):
-                message = f"is {self.image_size} but {type(simulator).__name__} shows no such picture; leave it out"
+            if any(picture is None or picture.shape != (size, size, 3) for picture in pictures):
+                message = f"is {size} but {type(simulator).__name__} shows no such picture; leave it out"
                 raise ConfigError(Violation("data.image_size", message))
             images = np.stack([picture for picture in pictures if picture is not None]).astype(np.uint8, copy=False)
         return Episode(state=state, actions=actions, task=task, images=images)

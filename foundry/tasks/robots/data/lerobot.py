@@ -19,6 +19,7 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
+from foundry.config.configured import configured_by
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.foreign import ForeignData
 from foundry.data.images.pictures import decode_picture, fitted, video_frames
@@ -29,6 +30,7 @@ from foundry.data.splits import DataSplits
 from foundry.run_dir.files import require_regular
 from foundry.tasks.robots.data.episodes import Recording, episode_splits
 from foundry.tasks.robots.lerobot_info import LeRobotInfo, read_info
+from foundry.tasks.robots.schemas.data import LeRobot
 
 _FORMAT = 1
 _IMAGES = "images.npy"
@@ -40,72 +42,43 @@ _TOLERANCE = 0.25
 """By how much of the time between two frames a picture may come earlier or later than its row says."""
 
 
-def lerobot(
-    *,
-    seed: int,
-    path: str,
-    state_key: str,
-    action_key: str,
-    image_key: str | None,
-    state_dim: int,
-    action_dim: int,
-    image_size: int | None,
-    num_observations: int,
-    horizon: int,
-    held_out: float,
-    cache_dir: str,
-    instruction_tokens: int | None = None,
-    tokenizer: str | None = None,
-    vocab_size: int = 4096,
-    num_workers: int = 0,
-) -> DataSplits:
+@configured_by(LeRobot)
+def lerobot(settings: LeRobot, *, seed: int) -> DataSplits:
     """Episodes of a folder in LeRobot's format, as windows.
 
     Args:
+        settings: the folder and its columns, and how episodes are cut into windows.
         seed: unused: runs with different seeds are measured on the same held-out episodes.
-        path: the folder.
-        state_key: column of the states.
-        action_key: column of the actions.
-        image_key: column of the pictures; None: a policy sees none.
-        state_dim: numbers in a state: the column's own.
-        action_dim: numbers in an action: the column's own.
-        image_size: height and width in pixels that pictures are brought to, whatever their own are.
-        num_observations: states of a sample.
-        horizon: actions of a sample.
-        held_out: share of episodes kept for validation.
-        cache_dir: folder for decoded pictures.
-        instruction_tokens: the most tokens of an instruction, a frame's task; None: samples have no words.
-        tokenizer: of instructions, as for `episode_splits`.
-        vocab_size: likewise.
-        num_workers: unused here: how the run's loader reads.
 
     Raises:
         ConfigError: it is no such folder, is not whole, has too few episodes, or has other dimensions.
     """
-    info = read_info(path)
+    info = read_info(settings.path)
     for key, given, column, chosen in (
-        ("data.state_dim", state_dim, state_key, "data.state_key"),
-        ("data.action_dim", action_dim, action_key, "data.action_key"),
+        ("data.state_dim", settings.state_dim, settings.state_key, "data.state_key"),
+        ("data.action_dim", settings.action_dim, settings.action_key, "data.action_key"),
     ):
         if (own := info.num_values(column, chosen)) != given:
-            raise ConfigError(Violation(key, f"is {given} but {column} of {path} has {own} numbers; leave it out"))
+            message = f"is {given} but {column} of {settings.path} has {own} numbers; leave it out"
+            raise ConfigError(Violation(key, message))
+    image_key, image_size = settings.image_key, settings.image_size
     pictures = None if image_key is None or image_size is None else (image_key, image_size)
     recording = read_recording(
         info,
-        state_key=state_key,
-        action_key=action_key,
+        state_key=settings.state_key,
+        action_key=settings.action_key,
         pictures=pictures,
-        has_tasks=instruction_tokens is not None,
-        cache_dir=cache_dir,
+        has_tasks=settings.instruction_tokens is not None,
+        cache_dir=settings.cache_dir,
     )
     return episode_splits(
         recording,
-        num_observations=num_observations,
-        horizon=horizon,
-        held_out=held_out,
-        instruction_tokens=instruction_tokens,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
+        num_observations=settings.num_observations,
+        horizon=settings.horizon,
+        held_out=settings.held_out,
+        instruction_tokens=settings.instruction_tokens,
+        tokenizer=settings.tokenizer,
+        vocab_size=settings.vocab_size,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from foundry.config.configured import configured_by
 from foundry.core.protocols import EvaluationContext
 from foundry.core.simulator import Simulator
 from foundry.data.splits import DataSplits
@@ -18,6 +19,7 @@ from foundry.tasks.robots.evaluators.films import save_gif
 from foundry.tasks.robots.evaluators.rates import wilson_interval
 from foundry.tasks.robots.names import ROLLOUTS, SUCCESS_METRICS
 from foundry.tasks.robots.protocols import ActingObjective
+from foundry.tasks.robots.schemas.evaluators import Success as SuccessSettings
 from foundry.tasks.robots.schemas.evaluators import Told
 
 log = logging.getLogger(__name__)
@@ -35,17 +37,11 @@ class Success:
     Rank 0 writes rollouts.jsonl, a line for each episode, and a moving picture of the first 8.
 
     Args:
+        settings: which episodes, how many at a time, and what the policy is shown and told. If it is told another
+            instruction than the episode's, whose success is still measured, a low figure says that words are heeded.
         objective: acts.
         data: has `statistics`.
         simulator: makes a simulator.
-        num_observations: what the policy is shown.
-        episodes: to run.
-        at_a_time: episodes that share a forward pass, each in a simulator of its own.
-        first_episode: number of the first.
-        draw: whether the first are drawn.
-        instruction_tokens: of what the policy is told; None: nothing.
-        instruction: own, or other: the policy is told another than the episode's, whose success is still measured. A
-            low figure says that words are heeded.
 
     Raises:
         ConfigError: see `Rollouts`.
@@ -53,31 +49,26 @@ class Success:
 
     metrics: tuple[str, ...] = SUCCESS_METRICS
 
+    @configured_by(SuccessSettings)
     def __init__(
         self,
+        settings: SuccessSettings,
         *,
         objective: ActingObjective,
         data: DataSplits,
         simulator: Callable[[], Simulator] | None,
-        num_observations: int = 2,
-        episodes: int = 50,
-        at_a_time: int = 25,
-        first_episode: int = 0,
-        draw: bool = True,
-        instruction_tokens: int | None = None,
-        instruction: str = Told.own.value,
     ) -> None:
         self._rollouts = Rollouts(
             objective=objective,
             data=data,
             simulator=simulator,
-            num_observations=num_observations,
-            at_a_time=at_a_time,
-            instruction_tokens=instruction_tokens,
-            is_told_another=Told(instruction) is Told.other,
+            num_observations=settings.num_observations,
+            at_a_time=settings.at_a_time,
+            instruction_tokens=settings.instruction_tokens,
+            is_told_another=Told(settings.instruction) is Told.other,
         )
-        self._numbers = range(first_episode, first_episode + episodes)
-        self._draw = draw
+        self._numbers = range(settings.first_episode, settings.first_episode + settings.episodes)
+        self._draw = settings.draw
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Run the episodes; every rank has the same numbers, whatever number of ranks there is."""

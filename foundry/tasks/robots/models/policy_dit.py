@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry.config.configured import configured_by
 from foundry.core.errors import ConfigError
 from foundry.models.dit import DiTBlock, FinalLayer, TimestepEmbedder, linear_draws, linear_flops, sinusoids
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights
 from foundry.models.keyed_draws import Constant, Draw, Uniform
-from foundry.tasks.robots.schemas import model as schemas
+from foundry.tasks.robots.schemas.model import PolicyDiT as PolicyDiTSettings
 
 _KEYPOINTS = 32
 """Places that a picture is described by, two coordinates each."""
@@ -57,51 +58,31 @@ class PictureEncoder(nn.Module):
 class PolicyDiT(nn.Module):
     """`DiT`'s blocks over tokens of a few actions each, given what was observed.
 
-    Args:
-        state_dim: numbers of the state.
-        action_dim: numbers of an action.
-        num_observations: observations that the model is shown, the last of which is the present.
-        horizon: actions of a chunk.
-        image_size: height and width in pixels of the picture of each observation; None: none is looked at.
-        patch_size: actions of a token; divides horizon.
-        hidden_size: width of the residual stream, an even number.
-        num_layers: blocks.
-        num_heads: attention heads; divides hidden_size.
-        mlp_ratio: feed-forward width over hidden_size.
+    The last of the observations is the present.
 
     Raises:
         ConfigError: the sizes do not divide as they must.
     """
 
-    def __init__(
-        self,
-        *,
-        state_dim: int,
-        action_dim: int,
-        num_observations: int,
-        horizon: int,
-        image_size: int | None,
-        patch_size: int = 8,
-        hidden_size: int = 128,
-        num_layers: int = 3,
-        num_heads: int = 4,
-        mlp_ratio: float = 4.0,
-    ) -> None:
+    @configured_by(PolicyDiTSettings)
+    def __init__(self, settings: PolicyDiTSettings) -> None:
         super().__init__()
-        sizes = schemas.PolicyDiT(horizon=horizon, patch_size=patch_size, hidden_size=hidden_size, num_heads=num_heads)
-        if violations := list(sizes.check()):
+        if violations := list(settings.check()):
             raise ConfigError(violations)
-        self.num_tokens, self.hidden_size = horizon // patch_size, hidden_size
-        self.num_observations, self.image_size = num_observations, image_size
-        seen = state_dim if image_size is None else state_dim + 2 * _KEYPOINTS
-        self.picture_encoder = None if image_size is None else PictureEncoder()
+        hidden_size, token_size = settings.hidden_size, settings.patch_size * settings.action_dim
+        self.num_tokens, self.hidden_size = settings.horizon // settings.patch_size, hidden_size
+        self.num_observations, self.image_size = settings.num_observations, settings.image_size
+        seen = settings.state_dim if self.image_size is None else settings.state_dim + 2 * _KEYPOINTS
+        self.picture_encoder = None if self.image_size is None else PictureEncoder()
         self.observation_embedder = nn.Sequential(
-            nn.Linear(num_observations * seen, 2 * hidden_size), nn.SiLU(), nn.Linear(2 * hidden_size, hidden_size)
+            nn.Linear(self.num_observations * seen, 2 * hidden_size), nn.SiLU(), nn.Linear(2 * hidden_size, hidden_size)
         )
         self.timestep_embedder = TimestepEmbedder(hidden_size)
-        self.action_embedder = nn.Linear(patch_size * action_dim, hidden_size)
-        self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(num_layers))
-        self.final_layer = FinalLayer(hidden_size, patch_size * action_dim)
+        self.action_embedder = nn.Linear(token_size, hidden_size)
+        self.blocks = nn.ModuleList(
+            DiTBlock(hidden_size, settings.num_heads, settings.mlp_ratio) for _ in range(settings.num_layers)
+        )
+        self.final_layer = FinalLayer(hidden_size, token_size)
         self.init_weights()
 
     def forward(

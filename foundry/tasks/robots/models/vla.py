@@ -5,12 +5,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from foundry.config.configured import configured_by
 from foundry.models.dit import TimestepEmbedder
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights
 from foundry.models.keyed_draws import Constant, Draw, Normal, Uniform
 from foundry.models.transformer import RMSNorm, TransformerBlock, rotary_table, to_compute_dtype
 from foundry.models.vlm import KeysAndValues, PrefixVLM
+from foundry.tasks.robots.schemas.model import VLA as VLASettings
 
 _BACKBONE = "backbone."
 
@@ -56,44 +58,32 @@ class VLA(nn.Module):
     Rotary positions run on after the words that there are. The backbone never sees an action, so an answer of several
     steps runs it once.
 
+    The state is multiplied by `state_scale`: the velocity tells the next action of a demonstration so well that a
+    policy which learns from it first looks at nothing else, and goes on as it moves (copycats: Wen et al., 2020,
+    arXiv:2010.14876).
+
     Args:
+        settings: sizes of the expert, of states and of chunks.
         backbone: reads pictures and words; its weights are trained too, but for those that lead to words alone.
-        state_dim: numbers of the state.
-        action_dim: numbers of an action.
-        num_observations: observations that the model is shown, whose pictures are the backbone's.
-        horizon: actions of a chunk.
-        intermediate_size: width of the expert's feed-forward.
-        state_scale: the state is multiplied by it. The velocity tells the next action of a demonstration so well that a
-            policy which learns from it first looks at nothing else, and goes on as it moves (copycats: Wen et al.,
-            2020, arXiv:2010.14876).
     """
 
-    def __init__(
-        self,
-        *,
-        backbone: PrefixVLM,
-        state_dim: int,
-        action_dim: int,
-        num_observations: int,
-        horizon: int,
-        intermediate_size: int = 384,
-        state_scale: float = 0.3,
-    ) -> None:
+    @configured_by(VLASettings)
+    def __init__(self, settings: VLASettings, *, backbone: PrefixVLM) -> None:
         super().__init__()
-        self.backbone, self.state_scale = backbone, state_scale
+        self.backbone, self.state_scale = backbone, settings.state_scale
         self._backbone_draws = backbone.initial_weights()  # while nothing of it is frozen: that it knows no rule for
-        hidden_size, self.num_tokens = backbone.model.embed_tokens.embedding_dim, horizon + 1
-        self.state_embedder = nn.Linear(num_observations * state_dim, hidden_size)
-        self.action_embedder = nn.Linear(action_dim, hidden_size)
+        hidden_size, self.num_tokens = backbone.model.embed_tokens.embedding_dim, settings.horizon + 1
+        self.state_embedder = nn.Linear(settings.num_observations * settings.state_dim, hidden_size)
+        self.action_embedder = nn.Linear(settings.action_dim, hidden_size)
         self.positions = nn.Parameter(torch.zeros(self.num_tokens, hidden_size))
         self.timestep_embedder = TimestepEmbedder(hidden_size)
         heads = backbone.settings.num_heads, backbone.settings.num_kv_heads
         self.blocks = nn.ModuleList(
-            ExpertBlock(hidden_size, intermediate_size, *heads, backbone.settings.norm_eps)
+            ExpertBlock(hidden_size, settings.intermediate_size, *heads, backbone.settings.norm_eps)
             for _ in backbone.model.layers
         )
         self.norm = RMSNorm(hidden_size, backbone.settings.norm_eps)
-        self.action_head = nn.Linear(hidden_size, action_dim)
+        self.action_head = nn.Linear(hidden_size, settings.action_dim)
         self._freeze_unread()
         self.init_weights()
 

@@ -46,6 +46,7 @@ class Episodes(Data):
         ge=1,
         le=10**8,
         runtime=True,
+        alone=4096,
     )
     tokenizer: str | None = setting(
         MODEL_TOKENIZER,
@@ -54,6 +55,7 @@ class Episodes(Data):
         path=True,
         on_resume=OnResume.data,
         runtime=True,
+        alone=None,
     )
 
     @property

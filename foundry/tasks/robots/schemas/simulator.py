@@ -54,6 +54,7 @@ class Tabletop(Simulator):
         ge=1,
         le=10**6,
         runtime=True,
+        alone=None,
     )
     action_dim: int = setting(2, "numbers in an action: the pusher's velocity", ge=1, le=10**6, runtime=True)
 

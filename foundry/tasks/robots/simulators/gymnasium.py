@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foundry.config.configured import configured_by
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.simulator import Observation, Step
 from foundry.tasks.robots.schemas.simulator import FETCH, check_fetch
+from foundry.tasks.robots.schemas.simulator import Gymnasium as GymnasiumSettings
 from foundry.tasks.robots.simulators.packages import choose_egl, need
 from foundry.tasks.robots.simulators.pictures import resized
 
@@ -26,49 +28,31 @@ class Gymnasium:
     `desired_goal` are the state. A step is a success where `info` says so by `is_success` or `success`, or where the
     reward reaches `success_reward`. A picture is what the environment renders, resized.
 
-    Args:
-        id: of the environment, as for `gymnasium.make`.
-        kwargs: what the environment is made with besides.
-        import_module: a module to import first, which registers the environment.
-        success_reward: the reward of a step at which the task is done; None: `info` says when.
-        expert: the dotted path of a function that is given the state, (state_dim,) float64, and returns an action;
-            None: there is no expert.
-        instruction: what is to be done, in words.
-        image_size: height and width of the picture in pixels; None: none.
-        max_steps: actions after which an episode is over.
+    The function of `expert` is given the state, (state_dim,) float64, and returns an action.
 
     Raises:
         ConfigError: a package is missing or too new, the environment cannot be made, its observations or actions are
             no vectors, nothing says when it succeeds, or there is no such expert.
     """
 
-    def __init__(
-        self,
-        *,
-        id: str,
-        kwargs: Mapping[str, Any] | None = None,
-        import_module: str | None = None,
-        success_reward: float | None = None,
-        expert: str | None = None,
-        instruction: str | None = None,
-        image_size: int | None = None,
-        max_steps: int = 100,
-    ) -> None:
+    @configured_by(GymnasiumSettings)
+    def __init__(self, settings: GymnasiumSettings) -> None:
         need("gymnasium", "robot")
-        if wrong := list(check_fetch(import_module)):
+        if wrong := list(check_fetch(settings.import_module)):
             raise ConfigError(wrong)
-        self.id, self.instruction = id, instruction or ""
-        self.image_size, self.max_steps = image_size, max_steps
-        self._success_reward = success_reward
-        self._env = _make(id, import_module, {"max_episode_steps": max_steps, **(kwargs or {})})
-        self._low, self._high = _bounds(self._env.action_space, id)
+        self.id, self.instruction = settings.id, settings.instruction or ""
+        self.image_size, self.max_steps = settings.image_size, settings.max_steps
+        self._success_reward = settings.success_reward
+        made_with = {"max_episode_steps": self.max_steps, **(settings.kwargs or {})}
+        self._env = _make(self.id, settings.import_module, made_with)
+        self._low, self._high = _bounds(self._env.action_space, self.id)
         self.action_dim = len(self._low)
         self.fps = float(self._env.metadata.get("render_fps") or 30)
         self._full_state: NDArray[np.float64] = np.zeros(0)
         self._try_a_step()
         self.state_dim = len(self._full_state)
-        if expert is not None:  # only then it has the method, and is Demonstrating
-            function = _find_expert(expert)
+        if settings.expert is not None:  # only then it has the method, and is Demonstrating
+            function = _find_expert(settings.expert)
             self.expert_action = lambda: np.asarray(function(self._full_state.copy()), dtype=np.float64)
 
     def reset(self, seed: int) -> Observation:

@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foundry.config.configured import configured_by
 from foundry.core.errors import ConfigError, Violation, nearest
 from foundry.core.simulator import Observation, Step
+from foundry.tasks.robots.schemas.simulator import MetaWorld as MetaWorldSettings
 from foundry.tasks.robots.simulators.drawing import Camera
 from foundry.tasks.robots.simulators.packages import choose_egl, need
 
@@ -19,28 +21,25 @@ class MetaWorld:
     The state is Meta-World's observation with its goal (39): hand, fingers and objects now and one step before, and the
     place that is asked for. An action is the hand's motion (3) and the fingers' (1), each in [-1, 1].
 
-    Args:
-        task: its name, such as pick-place-v3.
-        image_size: height and width of the picture in pixels; None: none.
-        max_steps: actions after which an episode is over.
-
     Raises:
         ConfigError: a package is not installed, or there is no such task.
     """
 
     state_dim, action_dim = 39, 4
 
-    def __init__(self, *, task: str, image_size: int | None = None, max_steps: int = 200) -> None:
+    @configured_by(MetaWorldSettings)
+    def __init__(self, settings: MetaWorldSettings) -> None:
         for package in ("metaworld", "packaging"):  # the second is imported by the first, which does not say so
             need(package, "metaworld")
         choose_egl()
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE as ENVIRONMENTS
         from metaworld.policies import ENV_POLICY_MAP as EXPERTS
 
+        task = settings.task
         if task not in EXPERTS:
             message = f"is {task}, but Meta-World has no such task{nearest(task, EXPERTS)}"
             raise ConfigError(Violation("simulator.task", message))
-        self.task, self.image_size, self.max_steps = task, image_size, max_steps
+        self.task, self.image_size, self.max_steps = task, settings.image_size, settings.max_steps
         self.instruction = task.rpartition("-")[0].replace("-", " ")
         self._make_expert = EXPERTS[task]
         self._env = ENVIRONMENTS[f"{task}-goal-observable"](seed=0)

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foundry.config.configured import configured_by
 from foundry.core.simulator import Observation, Step
+from foundry.tasks.robots.schemas.simulator import Tabletop as TabletopSettings
 from foundry.tasks.robots.simulators.drawing import Camera
 from foundry.tasks.robots.simulators.packages import import_mujoco
 
@@ -68,11 +70,6 @@ class Tabletop:
     the side (2). With a picture it is the pusher's place and velocity (4): blocks are seen, and a goal that changes
     from episode to episode is known by `instruction` alone.
 
-    Args:
-        task: around, push or touch.
-        image_size: height and width of the picture in pixels; None: none.
-        max_steps: actions after which an episode is over.
-
     Raises:
         ConfigError: MuJoCo is not installed.
     """
@@ -80,15 +77,16 @@ class Tabletop:
     action_dim = 2
     fps = 1 / (_TIMESTEP * _STEPS_PER_ACTION)
 
-    def __init__(self, *, task: str = "around", image_size: int | None = None, max_steps: int = 100) -> None:
+    @configured_by(TabletopSettings)
+    def __init__(self, settings: TabletopSettings) -> None:
         self._mujoco = import_mujoco()
-        self.task, self.image_size, self.max_steps = task, image_size, max_steps
+        self.task, self.image_size, self.max_steps = settings.task, settings.image_size, settings.max_steps
         self._model, self._camera = _scene()
         self._data = self._mujoco.MjData(self._model)
         self.instructions = tuple(
-            _instruction(task, colour, side)
-            for colour in (_COLOURS if task != "around" else list(_COLOURS)[:1])
-            for side in (_SIDES if task == "push" else [""])
+            _instruction(self.task, colour, side)
+            for colour in (_COLOURS if self.task != "around" else list(_COLOURS)[:1])
+            for side in (_SIDES if self.task == "push" else [""])
         )
         self._begin(0)
         self.state_dim = len(self._state())
