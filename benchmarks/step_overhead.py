@@ -26,6 +26,7 @@ from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Budget
 from foundry.core.progress import Progress
 from foundry.core.protocols import LossSum, Microbatch, Window
+from foundry.data.dataset import Dataset
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.optim.optimizers import adamw
@@ -52,7 +53,7 @@ COLUMNS = [
 ADAMW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01}
 
 
-class Points:
+class Points(Dataset):
     """A linear map to learn; reads a microbatch at a time, as foundry's own datasets do."""
 
     def __init__(self) -> None:
