@@ -11,7 +11,7 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,7 +67,7 @@ class Points(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": self.x[index], "y": self.y[index]}
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         return {"x": self.x[indices], "y": self.y[indices]}
 
 
