@@ -11,7 +11,7 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Budget
 from foundry.core.progress import Progress
 from foundry.core.protocols import LossSum, Microbatch, Window
+from foundry.data.dataset import Dataset
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.optim.optimizers import adamw
@@ -52,7 +53,7 @@ COLUMNS = [
 ADAMW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01}
 
 
-class Points:
+class Points(Dataset):
     """A linear map to learn; reads a microbatch at a time, as foundry's own datasets do."""
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Points:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": self.x[index], "y": self.y[index]}
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         return {"x": self.x[indices], "y": self.y[indices]}
 
 

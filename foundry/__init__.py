@@ -16,12 +16,14 @@ __version__ = "0.1.0"
 _PLACES = {
     "Config": "foundry.config.schemas.root",
     "ConfigError": "foundry.core.errors",
+    "DataSplits": "foundry.data.splits",
+    "Dataset": "foundry.data.dataset",
     "RunResult": "foundry.engine.train",
     "Stopped": "foundry.core.stopped",
     "compose": "foundry.commands.library",
     "run": "foundry.commands.library",
 }
-__all__ = ["Config", "ConfigError", "RunResult", "Stopped", "compose", "run"]
+__all__ = ["Config", "ConfigError", "DataSplits", "Dataset", "RunResult", "Stopped", "compose", "run"]
 
 
 def __getattr__(name: str) -> object:

@@ -8,6 +8,8 @@ from foundry.commands.library import run as run
 from foundry.config.schemas.root import Config as Config
 from foundry.core.errors import ConfigError as ConfigError
 from foundry.core.stopped import Stopped as Stopped
+from foundry.data.dataset import Dataset as Dataset
+from foundry.data.splits import DataSplits as DataSplits
 from foundry.engine.train import RunResult as RunResult
 from foundry.models.dit import DiT as DiT
 from foundry.models.pretrained.huggingface import HuggingFaceCausalLM as HuggingFaceCausalLM

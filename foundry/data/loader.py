@@ -12,15 +12,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from foundry.core import stop_signals
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Microbatch, Window
 from foundry.core.state_values import read_count
+from foundry.data.dataset import Dataset, class_name
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import Pack, deal, find_bounds, first_fit_decreasing
-from foundry.data.splits import BatchedDataset, Dataset, PackedDataset, PositionedDataset
 
 _KEYED = "keyed"
 _REAP_SECONDS = 1.0
@@ -32,13 +32,6 @@ _REMEDIES = {
     "SIGKILL": "out of memory? Give the run more host memory, or lower data.num_workers",
     "SIGBUS": "shared memory is full; enlarge /dev/shm (docker: --shm-size), or lower data.num_workers",
 }
-
-
-def read_batch(dataset: Dataset, indices: Sequence[int]) -> dict[str, Tensor]:
-    """The samples at `indices`, stacked along a first dimension."""
-    if hasattr(dataset, "batch"):
-        return cast(BatchedDataset, dataset).batch(indices)
-    return cast(dict[str, Tensor], default_collate([dataset[index] for index in indices]))
 
 
 class DataWorkerError(RuntimeError):
@@ -113,14 +106,10 @@ class _PositionedReader:
 
     def __getitems__(self, cut: _Cut) -> Microbatch:
         if isinstance(cut, range):
-            indices = self.order.indices(cut).tolist()
-            if hasattr(self.dataset, "batch_at"):
-                batch = cast(PositionedDataset, self.dataset).batch_at(indices, cut)
-            else:
-                batch = read_batch(self.dataset, indices)
+            batch = self.dataset.batch_at(self.order.indices(cut).tolist(), cut)
             return {**batch, "position": torch.arange(cut.start, cut.stop)}
         packs = [[int(self.order.indices(range(p, p + 1))[0]) for p in pack] for pack in cut]
-        batch = cast(PackedDataset, self.dataset).packed(packs)
+        batch = self.dataset.packed(packs)
         positions = torch.tensor([p for pack in cut for p in pack], dtype=torch.int64)
         return {**batch, **find_bounds(batch["documents"]), "position": positions}
 
@@ -161,15 +150,15 @@ class Loader:
             dp_size: their number.
             num_workers: processes that read ahead; 0 reads in this one.
             pin_memory: put microbatches into page-locked memory, for copies that do not block.
-            tokens_per_sample: the same for all samples, unless the dataset counts them with `num_tokens(indices)`; None
-                where they are not sequences of tokens.
-            pack_tokens: tokens of a row that holds several samples, for a `PackedDataset`; None: each has its own row.
+            tokens_per_sample: the same for all samples, unless the dataset counts them with `num_tokens`; None where
+                they are not sequences of tokens.
+            pack_tokens: tokens of a row that holds several samples; None: each has its own row.
 
         Raises:
-            ConfigError: samples are to share rows, and the dataset is no `PackedDataset`.
+            ConfigError: samples are to share rows, and the dataset does not know their lengths.
         """
-        if pack_tokens is not None and not hasattr(dataset, "lengths_of"):
-            message = f"is true but {type(dataset).__name__} has no lengths_of(), by which samples are put into rows"
+        if pack_tokens is not None and dataset.lengths_of([0]) is None:
+            message = f"is true but {class_name(dataset)} has no lengths_of(), by which samples are put into rows"
             raise ConfigError(Violation("data.packing", f"{message}; set it to false"))
         self.samples = 0
         self._skipped = 0
@@ -178,6 +167,7 @@ class Loader:
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._tokens_per_sample, self._pack_tokens = tokens_per_sample, pack_tokens
+        self._counts_tokens = dataset.num_tokens([0]) is not None
         self._ahead: Iterator[Microbatch] | None = None
 
     def next_window(self) -> Window:
@@ -222,9 +212,10 @@ class Loader:
 
     def _num_tokens(self, first: int, num_samples: int) -> int | None:
         """Tokens of the samples of all ranks from a position on."""
-        if (count := getattr(self._reader.dataset, "num_tokens", None)) is not None:
-            return int(count(self._reader.order.indices(range(first, first + num_samples))))
-        return None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
+        if not self._counts_tokens:
+            return None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
+        indices = self._reader.order.indices(range(first, first + num_samples))
+        return self._reader.dataset.num_tokens(indices.tolist())
 
     def _cuts(self, start: int) -> Iterator[_Cut]:
         """The positions of each of this rank's microbatches in the window that starts at `start`."""
@@ -240,8 +231,8 @@ class Loader:
         """Rows of this rank's microbatches, which are as many on every rank and of nearly the same size."""
         first = start + self._skipped
         positions = range(first, first + self._batch_size_at(start))
-        dataset, order = cast(PackedDataset, self._reader.dataset), self._reader.order
-        lengths = dataset.lengths_of(order.indices(positions).tolist())
+        lengths = self._reader.dataset.lengths_of(self._reader.order.indices(positions).tolist())
+        assert lengths is not None
         packs = [[positions[i] for i in pack] for pack in first_fit_decreasing(lengths, capacity)]
         yield from deal(packs, per_gpu_batch_size=self._per_gpu, dp_rank=self._dp_rank, dp_size=self._dp_size)
 
@@ -298,5 +289,5 @@ def held_out_batches(
     for start in range(0, total, stride):
         first = start + dp_rank * per_gpu_batch_size
         positions = [p if p < total else -1 for p in range(first, first + per_gpu_batch_size)]
-        batch = read_batch(dataset, [max(p, 0) for p in positions])
+        batch = dataset.batch([max(p, 0) for p in positions])
         yield {**batch, "position": torch.tensor(positions)}

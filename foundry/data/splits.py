@@ -3,59 +3,28 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from foundry.data.dataset import Dataset, Samples, as_dataset
 from foundry.data.mixture import Mixture, MixtureOrder
 from foundry.data.order import GlobalOrder
 
 
-class Dataset(Protocol):
-    """Samples by index; a `torch.utils.data.Dataset` of dicts of tensors is one.
+class _DatasetField:
+    """A field that is given samples of any class, and is a `Dataset` of them."""
 
-    A dataset that also has `batch(indices) -> dict[str, Tensor]` is read a microbatch at a time. One whose samples are
-    of different lengths says with `num_tokens(indices) -> int` how many tokens they have together, and with `longest`
-    the index of the one that needs the most memory.
-    """
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-    def __len__(self) -> int:
-        """Number of samples."""
-        ...
+    def __get__(self, instance: object, owner: type | None = None) -> Dataset:
+        if instance is None:  # the field has no default
+            raise AttributeError(self._name)
+        return cast(Dataset, vars(instance)[self._name])
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample, without a batch dimension."""
-        ...
-
-
-class BatchedDataset(Dataset, Protocol):
-    """A dataset that reads several samples at once."""
-
-    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Samples stacked along a first dimension."""
-        ...
-
-
-class PositionedDataset(Dataset, Protocol):
-    """A dataset whose samples are others each time that they are read in training."""
-
-    def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
-        """Samples stacked along a first dimension, as they are at these positions of the global order."""
-        ...
-
-
-class PackedDataset(Dataset, Protocol):
-    """A dataset of samples of their own lengths, of which several fit into a row."""
-
-    def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """(len(indices),) int64, tokens of each; of samples of several parts (len(indices), parts)."""
-        ...
-
-    def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Samples in rows as `Examples.packed` has them, or as `Pairs.packed` where they have two parts."""
-        ...
+    def __set__(self, instance: object, samples: Samples) -> None:
+        vars(instance)[self._name] = as_dataset(samples)
 
 
 class RunFile(Protocol):
@@ -111,6 +80,8 @@ class DataSplits:
     """Training and held-out samples.
 
     Attributes:
+        train: samples to learn from: a `Dataset`, or anything with `len()` and an index that gives a dict of tensors.
+        validation: likewise, held out.
         fingerprint: changes whenever the samples or their order in the dataset do; the order of a run is drawn from it.
         tokens_per_sample: tokens in one sample, the mean where lengths differ; None where samples are not sequences of
             tokens.
@@ -128,8 +99,8 @@ class DataSplits:
         content: as the fingerprint, but the same for the same samples from files of other names; None: the fingerprint.
     """
 
-    train: Dataset
-    validation: Dataset
+    train: _DatasetField = _DatasetField()
+    validation: _DatasetField = _DatasetField()
     fingerprint: str
     tokens_per_sample: int | None = None
     max_tokens: int | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -20,8 +20,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from foundry.core.protocols import PrecomputingObjective
-from foundry.data.loader import held_out_batches, read_batch
-from foundry.data.splits import Dataset, DataSplits, PackedDataset
+from foundry.data.dataset import Dataset, WrappedDataset
+from foundry.data.loader import held_out_batches
+from foundry.data.splits import DataSplits
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.run_dir.files import replaced_atomically
@@ -35,7 +36,7 @@ Columns = dict[str, dict[str, Tensor]]
 """By split and name, (samples, ...) each, in host memory."""
 
 
-class WithColumns:
+class WithColumns(WrappedDataset):
     """A dataset whose samples have columns besides.
 
     Args:
@@ -44,27 +45,25 @@ class WithColumns:
     """
 
     def __init__(self, dataset: Dataset, columns: Mapping[str, Tensor]) -> None:
-        self._dataset, self._columns = dataset, columns
-        for name in ("num_tokens", "longest", "lengths_of"):
-            if hasattr(dataset, name):
-                setattr(self, name, getattr(dataset, name))
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        return len(self._dataset)
+        super().__init__(dataset)
+        self._columns = columns
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One sample with its columns."""
-        return {**self._dataset[index], **{name: column[index] for name, column in self._columns.items()}}
+        return {**super().__getitem__(index), **{name: column[index] for name, column in self._columns.items()}}
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Samples stacked, with their columns."""
-        return {**read_batch(self._dataset, indices), **self._columns_of(indices)}
+        return {**super().batch(indices), **self._columns_of(indices)}
+
+    def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
+        """Samples as they are at these positions, with their columns, which are of the samples as `batch` has them."""
+        return {**super().batch_at(indices, positions), **self._columns_of(indices)}
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Samples in rows that they share, with the columns of each, (samples, ...), in the order of the packs."""
         samples = [index for pack in packs for index in pack]
-        return {**cast(PackedDataset, self._dataset).packed(packs), **self._columns_of(samples)}
+        return {**super().packed(packs), **self._columns_of(samples)}
 
     def _columns_of(self, indices: Sequence[int]) -> dict[str, Tensor]:
         rows = torch.as_tensor(indices, dtype=torch.int64)

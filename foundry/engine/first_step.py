@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from foundry.core.errors import format_reason
 from foundry.core.protocols import Microbatch, SourcingObjective
 from foundry.core.sharded import local_part
 from foundry.data.conversations.examples import IGNORED_TARGET
+from foundry.data.dataset import Dataset
 from foundry.data.packing import find_bounds
-from foundry.data.splits import PackedDataset
 from foundry.engine.trained import Setup, Trained
 from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.device import synchronize
@@ -101,7 +100,7 @@ class FirstStepCheck:
         if isinstance(objective, SourcingObjective):
             raise TypeError(f"{type(objective).__name__} builds its own window source, whose microbatches are unknown")
         if pack_tokens is not None:
-            batch = _full_rows(cast(PackedDataset, data.train), num_rows, pack_tokens)
+            batch = _full_rows(data.train, num_rows, pack_tokens)
         else:
             batch = {name: t.contiguous() for name, t in read_longest(data, num_rows).items()}
         first = self._setup.world.dp_rank * num_rows
@@ -128,11 +127,12 @@ class FirstStepCheck:
         ]
 
 
-def _full_rows(dataset: PackedDataset, num_rows: int, pack_tokens: int) -> Microbatch:
+def _full_rows(dataset: Dataset, num_rows: int, pack_tokens: int) -> Microbatch:
     """Rows of as many copies of the longest sample as fit, padded to all tokens of a row."""
-    longest: int = getattr(dataset, "longest", 0)
-    copies = max(1, pack_tokens // int(dataset.lengths_of([longest]).max()))
-    batch = dataset.packed([[longest] * copies] * num_rows)
+    lengths = dataset.lengths_of([dataset.longest])
+    assert lengths is not None, "a loader refuses to pack samples of unknown lengths"
+    copies = max(1, pack_tokens // int(lengths.max()))
+    batch = dataset.packed([[dataset.longest] * copies] * num_rows)
     for name, fill in _PADDING.items():
         batch[name] = pad(batch[name], (0, pack_tokens - batch[name].shape[-1]), value=fill)
     return {**batch, **find_bounds(batch["documents"])}

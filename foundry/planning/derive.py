@@ -86,13 +86,14 @@ def _rollout(objective: Any) -> dict[str, int] | None:
 
 def _packing(config: Config, budget: Budget, data: DataSplits, capacity: int) -> dict[str, Any]:
     """How full the rows of the first steps are; None where lengths are those of answers that are yet to be given."""
-    if not hasattr(data.train, "lengths_of"):
+    if data.train.lengths_of([0]) is None:
         return {"steps": 0, "row_tokens": capacity, "rows_per_step": None, "efficiency": None}
     order = data.order(config.hparams.seed)
     num_steps, tokens, rows, end = min(_PACKED_STEPS, budget.total_steps), 0, 0, 0
     for _ in range(num_steps):
         start, end = end, end + budget.batch_sizes.at(end)
         lengths = data.train.lengths_of(order.indices(range(start, end)).tolist())
+        assert lengths is not None
         tokens += int(lengths.sum())
         rows += len(first_fit_decreasing(lengths, capacity)) * lengths[0].size
     return {

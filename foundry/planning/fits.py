@@ -11,7 +11,6 @@ from foundry.config.schemas.distributed import GradientSync, Resolved, resolve_d
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.protocols import Microbatch
-from foundry.data.loader import read_batch
 from foundry.data.splits import DataSplits
 from foundry.parallel.device import free_memory
 from foundry.parallel.process_group import World
@@ -67,7 +66,7 @@ def read_longest(data: DataSplits, num_samples: int) -> Microbatch:
         data: of the run.
         num_samples: length of the first dimension of each tensor, along which the sample is expanded.
     """
-    batch = read_batch(data.train, [getattr(data.train, "longest", 0)])
+    batch = data.train.batch([data.train.longest])
     return {name: t.expand(num_samples, *t.shape[1:]) for name, t in batch.items()}
 
 

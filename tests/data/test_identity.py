@@ -1,10 +1,12 @@
 """What tells data from other data, and what does not."""
 
+import inspect
 import json
 import sysconfig
 
 import pytest
 
+import foundry
 from foundry.config.schemas.data import TextFiles
 from foundry.data.corpora.corpus import files_corpus, stdlib_corpus
 from foundry.data.corpora.text import text_files
@@ -92,3 +94,30 @@ def test_the_identity_of_images():
     assert first == second
     assert first["tokenizer"] is None
     assert first != digits(seed=0, held_out=0.2).identity()
+
+
+def test_an_object_of_settings_gives_the_same_data_as_keywords(tmp_path):
+    folder = write(tmp_path / "one", {"a": LINES})
+    options = {"path": str(folder), "cache_dir": str(tmp_path / "cache"), "seq_len": 8, "vocab_size": 300}
+    by_keywords, by_object = text_files(**options), text_files(TextFiles(**options, tokenizer=None), seed=5)
+    assert by_keywords.identity() == by_object.identity()
+
+
+@pytest.mark.parametrize(
+    ("part", "needed"),
+    [
+        ("arithmetic", set()),
+        ("chat_files", {"path"}),
+        ("digits", set()),
+        ("image_chat_files", {"path"}),
+        ("image_folder", {"path", "num_classes"}),
+        ("preference_files", {"path"}),
+        ("prompt_files", {"path", "max_new_tokens"}),
+        ("stdlib_text", set()),
+        ("text_files", {"path"}),
+        ("token_files", {"path"}),
+    ],
+)
+def test_data_built_in_python_needs_few_keywords(part, needed):
+    parameters = inspect.signature(getattr(foundry.datasets, part)).parameters.values()
+    assert {each.name for each in parameters if each.default is inspect.Parameter.empty} == needed

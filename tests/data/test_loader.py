@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from foundry.core.stop_signals import STOP_SIGNALS
+from foundry.data.dataset import Dataset
 from foundry.data.loader import DataWorkerError, Loader, worker_deaths_explained
 from foundry.data.order import GlobalOrder
 
 
-class Numbers:
+class Numbers(Dataset):
     """Sample i is i; one asked for at `bad` ends its process."""
 
     def __init__(self, bad, end):

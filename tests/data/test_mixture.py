@@ -20,6 +20,7 @@ from foundry.data.conversations.preferences import preference_files
 from foundry.data.conversations.prompts import prompt_files
 from foundry.data.corpora.text import text_files
 from foundry.data.corpora.token_files import token_files
+from foundry.data.dataset import as_dataset
 from foundry.data.loader import Loader
 from foundry.data.mixture import Interleave, Interleaved, Mixture, MixtureOrder, describe_weights, interleaved
 
@@ -107,7 +108,12 @@ def windows(loaders, count):
 
 
 def loader(**changes):
-    options = {"dataset": Numbers(), "order": mixed(), "batch_size_at": lambda samples: 8, "per_gpu_batch_size": 8}
+    options = {
+        "dataset": as_dataset(Numbers()),
+        "order": mixed(),
+        "batch_size_at": lambda samples: 8,
+        "per_gpu_batch_size": 8,
+    }
     return Loader(**options | changes)
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foundry.data.dataset import as_dataset
 from foundry.data.loader import Loader, held_out_batches
 from foundry.data.order import MAX_TABLE_SAMPLES, GlobalOrder, keyed_permutation
 
@@ -26,7 +27,12 @@ def order(seed=1, fingerprint="f", n=37):
 
 
 def loader(**changes):
-    arguments = {"dataset": Squares(), "order": order(), "batch_size_at": lambda samples: 8, "per_gpu_batch_size": 8}
+    arguments = {
+        "dataset": as_dataset(Squares()),
+        "order": order(),
+        "batch_size_at": lambda samples: 8,
+        "per_gpu_batch_size": 8,
+    }
     return Loader(**{**arguments, **changes})
 
 
@@ -94,7 +100,7 @@ def test_processes_that_read_ahead_end_without_a_garbage_collection():
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_held_out_samples_come_once_each_and_padding_is_marked(dp_size, max_samples):
     options = {"per_gpu_batch_size": 4, "dp_size": dp_size, "max_samples": max_samples}
-    shares = [list(held_out_batches(Squares(), dp_rank=rank, **options)) for rank in range(dp_size)]
+    shares = [list(held_out_batches(as_dataset(Squares()), dp_rank=rank, **options)) for rank in range(dp_size)]
     assert len({len(share) for share in shares}) == 1
     batches = [batch for share in shares for batch in share]
     seen = [i for b in batches for i, p in zip(b["index"].tolist(), b["position"].tolist(), strict=True) if p >= 0]

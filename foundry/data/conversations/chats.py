@@ -29,12 +29,13 @@ from foundry.data.conversations.examples import (
 from foundry.data.conversations.messages import check_template_columns, read_messages, trained_segments
 from foundry.data.corpora.token_cache import batches, train_with_end, trained_end
 from foundry.data.corpora.tokenizer import END_OF_DOCUMENT, load_tokenizer
+from foundry.data.dataset import Dataset
 from foundry.data.images.picture_examples import PictureExamples, PicturePrompts, RowPictures
 from foundry.data.io.cached_folder import cached_folder
 from foundry.data.io.row_source import RowSource, check_rows, find_rows, mix_rows
 from foundry.data.io.rows import Row
 from foundry.data.mixture import describe_weights
-from foundry.data.splits import Dataset, DataSplits, Prompt
+from foundry.data.splits import DataSplits, Prompt
 from foundry.run_dir.names import TOKENIZER
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from foundry.data.corpora.token_cache import ArrayWriter, batches, token_dtype
 from foundry.data.corpora.token_sequences import TokenArray
 from foundry.data.corpora.tokenizer import decode_tokens, encode_texts
+from foundry.data.dataset import BatchDataset
 from foundry.data.io.cached_folder import cached_folder
 from foundry.data.io.mapped_files import MapsFiles
 from foundry.data.io.reading_progress import ReadingProgress
@@ -69,7 +70,7 @@ _Tokens = tuple[list[int], list[bool]]
 """The tokens of an example, and which of them are learnt."""
 
 
-class Examples(MapsFiles):
+class Examples(MapsFiles, BatchDataset):
     """Sample i is one row of tokens; its targets are the same one token later, where these are to be learnt.
 
     Args:
@@ -101,14 +102,6 @@ class Examples(MapsFiles):
         found: NDArray[np.int64] = self.offsets[rows + 1] - self.offsets[rows] - 1
         return found
 
-    def num_tokens(self, indices: Sequence[int]) -> int:
-        """Tokens of these rows together, without padding."""
-        return int(self.lengths_of(indices).sum())
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One row: tokens and targets, (length,) int64 each."""
-        return {name: value[0] for name, value in self.batch([index]).items()}
-
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Rows padded on the right to the longest of them: tokens and targets, (len(indices), longest) int64 each."""
         found = self.packed([[index] for index in indices])
@@ -121,7 +114,7 @@ class Examples(MapsFiles):
             tokens, targets and documents, (len(packs), longest) int64 each, the last the number of each token's sample
             among all of them, -1 for padding.
         """
-        shape = len(packs), max(1, *(self.num_tokens(pack) for pack in packs))
+        shape = len(packs), max(1, *(int(self.lengths_of(pack).sum()) for pack in packs))
         tokens, targets, documents = (np.full(shape, fill, dtype=np.int64) for fill in (0, IGNORED_TARGET, -1))
         number = 0
         for row, pack in enumerate(packs):
@@ -138,7 +131,7 @@ class Examples(MapsFiles):
         return {name: torch.from_numpy(array) for name, array in named.items()}
 
 
-class Pairs:
+class Pairs(BatchDataset):
     """Sample i is two rows that answer the same prompt: the chosen one, 2i, and the rejected one, 2i + 1."""
 
     def __init__(self, examples: Examples) -> None:
@@ -153,17 +146,9 @@ class Pairs:
         """The index of the pair with the longest row, which needs the most memory."""
         return self.examples.longest // 2
 
-    def num_tokens(self, indices: Sequence[int]) -> int:
-        """Tokens of these pairs together, without padding."""
-        return self.examples.num_tokens(_rows_of(indices))
-
     def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """(len(indices), 2) int64, the tokens of the rows of these pairs."""
         return self.examples.lengths_of(_rows_of(indices)).reshape(-1, 2)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One pair: tokens and targets, (2, longest) int64 each."""
-        return {name: value[0] for name, value in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Pairs padded on the right to the longest row: tokens and targets, (len(indices), 2, longest) int64 each."""

@@ -21,6 +21,7 @@ from foundry.data.conversations.examples import BadRowError, RowStatistics
 from foundry.data.conversations.messages import as_messages, check_template_columns, checked_messages
 from foundry.data.corpora.token_cache import batches
 from foundry.data.corpora.tokenizer import encode_texts
+from foundry.data.dataset import Dataset
 from foundry.data.io.row_source import RowSource, check_rows, find_rows, mix_rows
 from foundry.data.io.rows import Row
 from foundry.data.mixture import describe_weights, parts_of
@@ -43,7 +44,7 @@ def prompt_files(settings: PromptFilesSettings, *, seed: int = 0) -> DataSplits:
     return prompt_splits(find_rows(settings, _COLUMNS, reads_all=True), settings)
 
 
-class RowNumbers:
+class RowNumbers(Dataset):
     """A dataset whose samples are their own numbers: the prompts themselves are not tensors.
 
     Args:

@@ -20,9 +20,10 @@ from foundry.core.errors import ConfigError, Violation, shown
 from foundry.data.corpora.corpus import PATH, VALIDATION_PATH, find_corpus_files
 from foundry.data.corpora.token_sequences import Reordered, SequencesOfFiles
 from foundry.data.corpora.tokenizer import load_tokenizer
+from foundry.data.dataset import Dataset
 from foundry.data.io.cached_folder import cached_folder
 from foundry.data.mixture import describe_sources, describe_weights, interleaved, mixture_of
-from foundry.data.splits import Dataset, DataSplits
+from foundry.data.splits import DataSplits
 
 _FORMAT = 1
 _KINDS = {".bin": "tokens", ".npy": "tokens"}

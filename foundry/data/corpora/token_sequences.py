@@ -8,12 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foundry.data.dataset import BatchDataset
 from foundry.data.io.mapped_files import MapsFiles
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 
-class TokenSequences(MapsFiles):
+class TokenSequences(MapsFiles, BatchDataset):
     """Sample i is tokens[i * seq_len : (i + 1) * seq_len], and its targets the same one token later.
 
     Args:
@@ -34,10 +35,6 @@ class TokenSequences(MapsFiles):
         """Tokens after the last whole sample, which no sample holds."""
         return len(self.tokens) - len(self) * self.seq_len
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: tokens and targets, (seq_len,) int64 each."""
-        return {name: value[0] for name, value in self.batch([index]).items()}
-
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Samples stacked: tokens and targets, (len(indices), seq_len) int64 each.
 
@@ -54,7 +51,7 @@ class TokenSequences(MapsFiles):
         }
 
 
-class SequencesOfFiles:
+class SequencesOfFiles(BatchDataset):
     """The samples of several arrays of tokens, one array after the other; none goes from one into the next.
 
     Args:
@@ -73,10 +70,6 @@ class SequencesOfFiles:
     def __len__(self) -> int:
         """Number of samples."""
         return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: tokens and targets, (seq_len,) int64 each."""
-        return {name: value[0] for name, value in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Samples stacked: tokens and targets, (len(indices), seq_len) int64 each.
@@ -98,7 +91,7 @@ class SequencesOfFiles:
         return found
 
 
-class Reordered:
+class Reordered(BatchDataset):
     """The samples of a dataset in another order.
 
     Args:
@@ -112,10 +105,6 @@ class Reordered:
     def __len__(self) -> int:
         """Number of samples."""
         return len(self._places)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: tokens and targets, (seq_len,) int64 each."""
-        return self._dataset[int(self._places[index])]
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Samples stacked: tokens and targets, (len(indices), seq_len) int64 each."""

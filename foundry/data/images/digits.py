@@ -11,10 +11,11 @@ from torch import Tensor
 from foundry.config.configured import configured_by
 from foundry.config.schemas.data import Digits as DigitsSettings
 from foundry.core.errors import ConfigError, Violation
+from foundry.data.dataset import BatchDataset
 from foundry.data.splits import DataSplits
 
 
-class LabelledImages:
+class LabelledImages(BatchDataset):
     """Images with their classes, in memory."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -24,10 +25,6 @@ class LabelledImages:
     def __len__(self) -> int:
         """Number of images."""
         return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One image, (channels, height, width), and its class, ()."""
-        return {"images": self.images[index], "labels": self.labels[index]}
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Several images, (batch, channels, height, width), and their classes, (batch,)."""

@@ -18,6 +18,7 @@ from foundry.config.configured import configured_by
 from foundry.config.image_folder import class_folders
 from foundry.config.schemas.data import ImageFolder as ImageFolderSettings
 from foundry.core.errors import ConfigError, Violation, listed, shown
+from foundry.data.dataset import BatchDataset, Dataset, WrappedDataset
 from foundry.data.images.digits import stratified_split
 from foundry.data.images.pictures import SUFFIXES, read_picture
 from foundry.data.io.cached_folder import cached_folder
@@ -33,14 +34,14 @@ _MOST_NAMES = 64
 log = logging.getLogger(__name__)
 
 
-class Shifted:
+class Shifted(WrappedDataset):
     """Pictures that are shifted by a few pixels whenever they are read in training, as in He et al. (2016), 4.2.
 
     By how many is drawn from the seed and the picture's position in the global order: by a Philox with a key of the
     seed, at the counter of the position, so that ranks, microbatches and interruptions change nothing.
     """
 
-    def __init__(self, pictures: "Pictures", *, most: int, seed: int) -> None:
+    def __init__(self, pictures: Dataset, *, most: int, seed: int) -> None:
         """See the class.
 
         Args:
@@ -48,24 +49,13 @@ class Shifted:
             most: pixels, up, down, left and right; what comes in from outside is what lies at the edge.
             seed: of the run.
         """
-        self._pictures, self._most = pictures, most
+        super().__init__(pictures)
+        self._most = most
         self._key = int.from_bytes(hashlib.sha256(f"random_crop {seed}".encode()).digest()[:16], "little")
-
-    def __len__(self) -> int:
-        """Number of pictures."""
-        return len(self._pictures)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One picture as it is."""
-        return self._pictures[index]
-
-    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Pictures as they are."""
-        return self._pictures.batch(indices)
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
         """Pictures as they are at these positions; otherwise as `batch`."""
-        found = self._pictures.batch(indices)
+        found = super().batch_at(indices, positions)
         size = found["images"].shape[-1]
         wide = torch.nn.functional.pad(found["images"], (self._most,) * 4, mode="replicate")
         for row, (down, right) in enumerate(self._shifts(positions)):
@@ -80,7 +70,7 @@ class Shifted:
             yield down, right
 
 
-class Pictures(MapsFiles):
+class Pictures(MapsFiles, BatchDataset):
     """Some pictures of a memory-mapped array, with their classes."""
 
     def __init__(
@@ -99,10 +89,6 @@ class Pictures(MapsFiles):
     def __len__(self) -> int:
         """Number of pictures; those the other way round are further ones."""
         return len(self._members) * (2 if self._mirror else 1)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One picture, (channels, height, width), and its class, ()."""
-        return {name: tensor[0] for name, tensor in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Pictures, (batch, channels, height, width) float32 in [-1, 1], and their classes, (batch,) int64."""

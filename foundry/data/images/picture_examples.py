@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foundry.data.conversations.examples import Examples
+from foundry.data.dataset import BatchDataset
 from foundry.data.io.mapped_files import MapsFiles
 from foundry.data.splits import Prompt
 
@@ -29,7 +30,7 @@ class RowPictures:
     content: str
 
 
-class PictureExamples(MapsFiles):
+class PictureExamples(MapsFiles, BatchDataset):
     """`Examples`, each with its picture.
 
     Args:
@@ -50,13 +51,9 @@ class PictureExamples(MapsFiles):
         """The index of the example with the most tokens, which needs the most memory."""
         return self.examples.longest
 
-    def num_tokens(self, indices: Sequence[int]) -> int:
+    def num_tokens(self, indices: Sequence[int]) -> int | None:
         """Tokens of these examples together, without padding; pictures do not count."""
         return self.examples.num_tokens(indices)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One example: tokens and targets, (length,) int64 each, and images, (1, 3, size, size) uint8."""
-        return {name: value[0] for name, value in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Tokens and targets as `Examples.batch` gives them, and images, (batch, 1, 3, size, size) uint8."""

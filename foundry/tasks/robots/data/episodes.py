@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foundry.core.errors import ConfigError, Violation
+from foundry.data.dataset import BatchDataset
 from foundry.data.io.mapped_files import MapsFiles
 from foundry.data.splits import DataSplits
 from foundry.tasks.robots.data.instructions import encode_instructions, read_words
@@ -46,7 +47,7 @@ class Recording:
         return np.cumsum(self.lengths) - self.lengths
 
 
-class Windows(MapsFiles):
+class Windows(MapsFiles, BatchDataset):
     """Some episodes of a recording, a sample for each of their frames.
 
     A sample has the frame's state and those before it, the action chosen at the frame and those after it. Before the
@@ -85,10 +86,6 @@ class Windows(MapsFiles):
     def __len__(self) -> int:
         """Frames of all its episodes."""
         return int(self._ends[-1]) if len(self._ends) else 0
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """The sample of one frame; see `batch`."""
-        return {name: tensor[0] for name, tensor in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """The samples of several frames.
