@@ -36,7 +36,7 @@ from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog
 from foundry.training.best import Best
-from foundry.training.compiling import Compiling
+from foundry.training.compiling import Recompilations
 from foundry.training.profiling import StepProfiler
 from foundry.training.signals import SignalHandler
 from foundry.training.step import StepResult, TrainStep
@@ -175,7 +175,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         save_final=False,
         explain_out_of_memory=lambda error, step: str(error),
         profiler=StepProfiler(Path(), rank=0, steps=range(0), device=world.device),
-        compiling=Compiling(wanted=False, blocks=[], world=world),
+        recompilations=Recompilations(is_compiled=False),
     )
 
     def step() -> Tensor:

@@ -51,7 +51,7 @@ from foundry.run_dir.ends import dump_stacks, leave_note, record_end
 from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.training.best import Best
 from foundry.training.block_norms import BlockNorms, group_by_block
-from foundry.training.compiling import Compiling
+from foundry.training.compiling import Recompilations
 from foundry.training.evaluation import Evaluation
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
 from foundry.training.profiling import StepProfiler
@@ -140,7 +140,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         profiler=StepProfiler(
             setup.run_dir / PROFILE, rank=world.rank, steps=config.tracking.profile.steps, device=world.device
         ),
-        compiling=_build_compiling(setup, trained),
+        recompilations=Recompilations(is_compiled=setup.config.hparams.torchcompile),
         check_first_step=FirstStepCheck(setup, trained, step) if is_checked else None,
         save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
@@ -222,17 +222,6 @@ def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False, pack_tok
         pin_memory=world.device.type == "cuda",
         tokens_per_sample=data.tokens_per_sample,
         pack_tokens=pack_tokens,
-    )
-
-
-def _build_compiling(setup: Setup, trained: Trained) -> Compiling:
-    """What compiles the model during the run, where the run may choose; packed rows share no shape."""
-    wanted = setup.config.hparams.torchcompile
-    return Compiling(
-        wanted=None if wanted == "auto" else wanted is True,
-        blocks=list(find_blocks(trained.parallel.inner)),
-        world=setup.world,
-        obstacle=None if trained.pack_tokens is None else "each packed row would be compiled for itself",
     )
 
 

@@ -112,7 +112,7 @@ def build_trained(setup: Setup) -> Trained:
     hparams, budget = config.hparams, build_budget(config, setup.data, world.dp_size)
     precision = PrecisionPolicy.from_config(config.precision, world.device)
     is_adapted = isinstance(config.peft, LoRA)
-    if hparams.torchcompile is True:
+    if hparams.torchcompile:
         require_compiler(world.device)
     if world.world_size > 1:
         from foundry.planning.fits import check_fits  # one process has no gradients to share, and plans nothing
@@ -133,7 +133,7 @@ def build_trained(setup: Setup) -> Trained:
         precision,
         world,
         grad_checkpointing=hparams.grad_checkpointing,
-        torchcompile=hparams.torchcompile is True,
+        torchcompile=hparams.torchcompile,
         selective_checkpointing=hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
         fill=initial.fill,
     )

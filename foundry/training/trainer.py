@@ -23,7 +23,7 @@ from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog, translate
 from foundry.training.best import Best
 from foundry.training.collection import CollectedBetweenSteps
-from foundry.training.compiling import Compiling
+from foundry.training.compiling import Recompilations
 from foundry.training.evaluation import Evaluation
 from foundry.training.guards import LossSpike
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
@@ -80,7 +80,7 @@ class Trainer:
         save_final: whether the end of the run is saved.
         explain_out_of_memory: what took the memory, given torch's error and the moment, such as "in step 3".
         profiler: records chosen steps.
-        compiling: compiles the model where that pays.
+        recompilations: warns of graphs that are compiled after the first steps.
         check_first_step: called before the first step; leaves everything as it is. None: nothing is checked.
     """
 
@@ -108,7 +108,7 @@ class Trainer:
     save_final: bool
     explain_out_of_memory: Callable[[BaseException, str], str]
     profiler: StepProfiler
-    compiling: Compiling
+    recompilations: Recompilations
     check_first_step: Callable[[], None] | None = None
     observers: Sequence[Observer] = ()
     _loss: float | None = None
@@ -182,7 +182,6 @@ class Trainer:
             "ema": None if self.ema is None else self.ema.state_dict(),
             "stop_rules": {name: rule.state_dict() for name, rule in self.stop_rules.items()},
             "best": self.best.state_dict(),
-            "compiling": self.compiling.state_dict(),
             "stop_reason": self._stop_reason,
             **({} if self.max_seconds is None else {"seconds": self._seconds()}),
             "loss": self._loss if self._loss is not None and math.isfinite(self._loss) else None,
@@ -201,8 +200,6 @@ class Trainer:
             if name in states:
                 rule.load_state_dict(states[name])
         self.best.load_state_dict(state["best"])
-        if "compiling" in state:
-            self.compiling.load_state_dict(state["compiling"])
         self._loss, self._stop_reason = read_optional_number(state, "loss"), state["stop_reason"]
         self._seconds_before = read_optional_number({"seconds": 0.0, **state}, "seconds") or 0.0
 
@@ -218,7 +215,7 @@ class Trainer:
         )
         lr = self.schedule.lr(before, after)
         weight_decay = self.schedule.weight_decay(before, after)
-        with self.compiling.around(window):
+        with self.recompilations.around_step():
             result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
         self.watchdog.started()
         self.checkpoints.check_state()
@@ -248,7 +245,7 @@ class Trainer:
 
     def _keep(self, is_due: bool, measured: "_Measured", samples_before: int) -> "_Measured":
         """Save what is due, stop if a signal came, and end where the time is up; ranks agree on all of it."""
-        own = int(self.signals.flags) | self.compiling.flags
+        own = int(self.signals.flags)
         if self.checkpoints.is_time():
             own |= Boundary.SAVE
         if self.max_seconds is not None and self.world.is_main and self._seconds() >= self.max_seconds:
@@ -260,7 +257,6 @@ class Trainer:
             measured = measured if measured.metrics is not None else self._measure(samples_before)
             self._stop_reason = measured.stop_reason or _TIME_IS_UP
             return replace(measured, stop_reason=self._stop_reason)
-        self.compiling.obey(agreed)
         if is_due or measured.is_best or agreed & Boundary.SAVE:
             self._save(measured, wait=False)
         return measured
@@ -330,7 +326,8 @@ class Trainer:
         self._loss = loss
         self.step.guard.check()
         rates = self.throughput.log(self.progress.steps, self.progress.samples, self.progress.tokens)
-        self.compiling.after_log(rates.step_seconds, self.budget.total_steps - self.progress.steps)
+        if self.world.is_main:
+            self.recompilations.warn()
         norms = {} if result.norms is None else result.norms.read()
         self._tell(
             "on_step",
