@@ -49,7 +49,7 @@ class Checkpointer:
     as the last one of a run.
 
     Attributes:
-        run_dir: where the last checkpoint was written.
+        run_dir: the run directory.
         failed_saves: how many could not be written.
         blocked_seconds: how long the last `save` kept the training thread.
         seconds: from the call of the last save that has ended to its end.
@@ -64,7 +64,7 @@ class Checkpointer:
         keep_last: int | None,
         keep_every_steps: int | None,
         strict: bool,
-        locate: Callable[[], Path] | None = None,
+        check_run_dir: Callable[[], None] = lambda: None,
         alive: Callable[[], None] | None = None,
     ) -> None:
         """Prepare to save into a run directory; what interrupted saves have left there goes with the first save.
@@ -76,10 +76,10 @@ class Checkpointer:
             keep_last: how many of the newest to keep; None: all.
             keep_every_steps: multiples of this are kept for good; None: there are none.
             strict: raise what went wrong, at the next call of `save` or `finish`.
-            locate: says on rank 0, before each save, where the run directory is by then; None: where it was.
+            check_run_dir: called on rank 0 before a save writes anything; raises if the run directory is lost.
             alive: tells a watchdog, while training waits for a save, that more of it is on the disk.
         """
-        self.run_dir, self._locate, self._alive = run_dir, locate, alive
+        self.run_dir, self._check_run_dir, self._alive = run_dir, check_run_dir, alive
         self._is_waited_for = False
         self._world, self._strict = world, strict
         self._keep_last, self._keep_every_steps = keep_last, keep_every_steps
@@ -189,9 +189,7 @@ class Checkpointer:
 
     def _write(self, job: _Save) -> None:
         """All ranks together; each step begins when all have done the one before."""
-        prepared = self._together(partial(self._on_main, self._prepare, job.manifest.step))[0]
-        assert prepared is not None
-        self.run_dir, is_there = prepared
+        is_there = self._together(partial(self._on_main, self._prepare, job.manifest.step))[0]
         folder = self.run_dir / CHECKPOINTS / step_name(job.manifest.step)
         if is_there and not damage_together(folder, self._world, self._group):
             self._together(partial(self._on_main, self._point_to, folder, job.is_best))
@@ -201,21 +199,14 @@ class Checkpointer:
             files |= part
         self._together(partial(self._on_main, self._publish, job, files))
 
-    def _prepare(self, step: int) -> tuple[Path, bool]:
-        """Make room for a checkpoint; where the run directory is, and whether it has one of this step."""
-        if self._locate is None:
-            return self._make_room(self.run_dir, step)
-        try:
-            return self._make_room(self._locate(), step)
-        except FileNotFoundError:  # it was deleted or moved since
-            return self._make_room(self._locate(), step)
-
-    def _make_room(self, run_dir: Path, step: int) -> tuple[Path, bool]:
-        remove_leftovers(run_dir)
-        partial = partial_path(run_dir, step)
-        make_folder(partial.parent, parents=self._locate is None)
+    def _prepare(self, step: int) -> bool:
+        """Make room for a checkpoint, and return whether there is one of this step."""
+        self._check_run_dir()
+        remove_leftovers(self.run_dir)
+        partial = partial_path(self.run_dir, step)
+        make_folder(partial.parent, parents=True)
         partial.mkdir()
-        return run_dir, (partial.parent / step_name(step)).exists()
+        return (partial.parent / step_name(step)).exists()
 
     def _write_files(self, job: _Save) -> dict[str, FileFacts]:
         folder, rank = partial_path(self.run_dir, job.manifest.step), f"{self._world.rank:05d}"

@@ -48,6 +48,7 @@ from foundry.parts.optimization import constant_weight_decay
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.rollouts.source import build_rollouts
 from foundry.run_dir.ends import dump_stacks, leave_note, record_end
+from foundry.run_dir.lock import check_ours
 from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.training.best import Best
 from foundry.training.block_norms import BlockNorms, group_by_block
@@ -241,7 +242,7 @@ def _build_throughput(setup: Setup, model: nn.Module) -> Throughput:
 
 def _build_checkpoints(setup: Setup, trained: Trained, watchdog: Watchdog) -> CheckpointManager:
     """What writes checkpoints, where any are wanted."""
-    config, world, folder = setup.config, setup.world, setup.folder
+    config, world = setup.config, setup.world
     wanted = config.checkpoint
     if wanted.is_off:
         return NoCheckpoints()
@@ -253,7 +254,7 @@ def _build_checkpoints(setup: Setup, trained: Trained, watchdog: Watchdog) -> Ch
             keep_last=wanted.keep_last,
             keep_every_steps=wanted.keep_every,
             strict=wanted.strict_saves,
-            locate=None if folder is None else folder.ensure,
+            check_run_dir=partial(check_ours, setup.run_dir),
             alive=watchdog.alive,
         ),
         model=trained.parallel.model,

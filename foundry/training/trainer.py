@@ -82,6 +82,7 @@ class Trainer:
         profiler: records chosen steps.
         recompilations: warns of graphs that are compiled after the first steps.
         check_first_step: called before the first step; leaves everything as it is. None: nothing is checked.
+        check_run_dir: called on rank 0 before anything is written into the run directory; raises if that is lost.
     """
 
     step: TrainStep
@@ -110,6 +111,7 @@ class Trainer:
     profiler: StepProfiler
     recompilations: Recompilations
     check_first_step: Callable[[], None] | None = None
+    check_run_dir: Callable[[], None] = lambda: None
     observers: Sequence[Observer] = ()
     _loss: float | None = None
     _stop_reason: str | None = None
@@ -131,6 +133,7 @@ class Trainer:
             LossSpike: the loss jumped again and again after going back to a checkpoint, or there was none.
             SaveError: the run is done, but its last checkpoint could not be written.
             Stopped: a signal came; the run is saved.
+            RunDirectoryLostError: the run directory was deleted, moved or replaced.
         """
         self._tell("on_start", started)
         self._began = time.monotonic()
@@ -267,6 +270,7 @@ class Trainer:
 
     def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
         self._doing("saving a checkpoint")
+        self.check_run_dir()
         self.step.guard.check()
         metric = (measured.metrics or {}).get(self.metric or "")
         with self.throughput.pause():
@@ -349,6 +353,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Measure and draw with the averaged weights, where kept; ranks do it together. Names as in metrics.jsonl."""
         self._doing("evaluating")
+        self.check_run_dir()
         with self.throughput.pause(), nullcontext() if self.ema is None else self.ema.swapped_in():
             metrics, files = self.evaluation.run(self.progress.steps, self._doing)
         event = Evaluated(
@@ -389,5 +394,6 @@ class Trainer:
         self.watchdog.beat(self.progress.steps + 1, what)
 
     def _tell(self, name: str, event: object) -> None:
+        self.check_run_dir()
         for observer in self.observers:
             getattr(observer, name)(event)

@@ -36,7 +36,6 @@ def saver(
     keep_every_steps=None,
     strict=True,
     world=ALONE,
-    locate=None,
     alive=None,
 ):
     return Checkpointer(
@@ -46,7 +45,6 @@ def saver(
         keep_last=keep_last,
         keep_every_steps=keep_every_steps,
         strict=strict,
-        locate=locate,
         alive=alive,
     )
 
