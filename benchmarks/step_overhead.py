@@ -19,7 +19,7 @@ import torch
 from records import Column, Headline, Row, finish, parser
 from torch import Tensor, nn
 
-from foundry.checkpoint.manager import NoCheckpoints
+from foundry.checkpoint.saver import NoCheckpoints
 from foundry.config.schemas.checkpoint import KeepBest
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.core.batch_sizes import BatchSizes

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from foundry.checkpoint.manager import NoCheckpoints, ShardedCheckpointManager
 from foundry.checkpoint.resume_point import restore_rng
 from foundry.checkpoint.rng import seed_rng
-from foundry.checkpoint.saver import Checkpointer
+from foundry.checkpoint.saver import Checkpointer, NoCheckpoints
 from foundry.checkpoint.tensors import read_source_tensors
 from foundry.config.build import field_of
 from foundry.config.record.frozen import plain, strict
@@ -246,21 +245,18 @@ def _build_checkpoints(setup: Setup, trained: Trained, watchdog: Watchdog) -> Ch
     wanted = config.checkpoint
     if wanted.is_off:
         return NoCheckpoints()
-    return ShardedCheckpointManager(
-        checkpointer=Checkpointer(
-            setup.run_dir,
-            world,
-            asynchronous=wanted.asynchronous,
-            keep_last=wanted.keep_last,
-            keep_every_steps=wanted.keep_every,
-            strict=wanted.strict_saves,
-            check_run_dir=partial(check_ours, setup.run_dir),
-            alive=watchdog.alive,
-        ),
+    return Checkpointer(
+        setup.run_dir,
+        world,
+        asynchronous=wanted.asynchronous,
+        keep_last=wanted.keep_last,
+        keep_every_steps=wanted.keep_every,
+        strict=wanted.strict_saves,
+        check_run_dir=partial(check_ours, setup.run_dir),
+        alive=watchdog.alive,
         model=trained.parallel.model,
         ema=trained.ema,
         optimizers=trained.optimizers,
-        world=world,
         interval=wanted.interval_in(trained.budget),
         every_minutes=wanted.every_minutes,
         facts={

@@ -22,7 +22,7 @@ from foundry.run_dir.checkpoints import find, list_checkpoints
 
 
 def ask(checkpointer, step, tensors, **options):
-    checkpointer.save(step, tensors=tensors, manifest=KNOWN, rank_state={}, **options)
+    checkpointer.write(step, tensors=tensors, manifest=KNOWN, rank_state={}, **options)
 
 
 def files(folder):
