@@ -39,14 +39,14 @@ from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.device import describe_devices, device_name
 from foundry.parallel.flight_recorder import dump_collectives, dump_into
-from foundry.parallel.process_group import World, limit_waits, roll_call
+from foundry.parallel.process_group import World, limit_waits
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
 from foundry.parts.data import samples_per_epoch
 from foundry.parts.optimization import constant_weight_decay
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.rollouts.source import build_rollouts
-from foundry.run_dir.ends import dump_stacks, leave_note, record_end
+from foundry.run_dir.ends import dump_stacks, leave_note, read_positions, record_end
 from foundry.run_dir.lock import check_ours
 from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.training.best import Best
@@ -158,13 +158,14 @@ def _build_norms(config: Config, trained: Trained, world: World) -> BlockNorms |
 def _build_watchdog(setup: Setup) -> Watchdog:
     """What ends the run where a rank waits too long, and says of all ranks what they were doing."""
     world, limits = setup.world, setup.config.distributed
-    dump = partial(_dump, setup.run_dir, world)
     return Watchdog(
         limits.timeout_seconds,
         world.rank,
+        world_size=world.world_size,
         start_timeout_seconds=limits.start_limit_seconds,
-        roll_call=roll_call(world, limits.timeout_seconds, dump),
-        record=partial(_record_stall, setup.run_dir, dump),
+        dump=partial(_dump, setup.run_dir, world),
+        read_dumps=partial(read_positions, setup.run_dir, world.rank, world.world_size, limits.timeout_seconds / 2),
+        record=partial(_record_stall, setup.run_dir),
         when_started=partial(limit_waits, limits.timeout_seconds),
         on_beat=setup.on_activity,
     )
@@ -308,17 +309,16 @@ def _data_facts(node: Any, data: DataSplits) -> dict[str, str]:
     return {"name": name, "digest": digest, "source": source}
 
 
-def _dump(run_dir: Path, world: World) -> None:
+def _dump(run_dir: Path, world: World, step: int, doing: str) -> None:
     """Write down where this process is, and which collectives it has begun."""
-    dump_stacks(run_dir, world.rank)
+    dump_stacks(run_dir, world.rank, step, doing)
     if world.world_size > 1:
         dump_collectives(run_dir, world.rank, world.device)
 
 
-def _record_stall(run_dir: Path, dump: Callable[[], None], rank: int, reason: str, stack: str) -> None:
+def _record_stall(run_dir: Path, rank: int, reason: str, stack: str) -> None:
     leave_note(kind="Stalled", reason=reason, trace=stack, rank=rank, exit_code=EXIT_STALLED)
     record_end(run_dir, reason, stack)
-    dump()
 
 
 def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException, moment: str) -> str:
