@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from records import Column, Headline, Row, finish, parser
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -71,12 +71,18 @@ def saver(folder: Path, *, asynchronous: bool) -> Callable[[Path, dict[str, Tens
     world = World(0, 0, 1, 1, torch.device("cpu"))
     run_dir = folder / ("background" if asynchronous else "once")
     checkpointer = Checkpointer(
-        run_dir, world, asynchronous=asynchronous, keep_last=1, keep_every_steps=None, strict=True
+        run_dir,
+        world,
+        model=nn.Module(),
+        asynchronous=asynchronous,
+        keep_last=1,
+        keep_every_steps=None,
+        strict=True,
     )
     steps = iter(range(10**6))
 
     def save_one(_: Path, state: dict[str, Tensor]) -> Measured:
-        checkpointer.save(next(steps), tensors=lambda: state, manifest={}, rank_state={})
+        checkpointer.write(next(steps), tensors=lambda: state, manifest={}, rank_state={})
         checkpointer.finish()
         return checkpointer.seconds, checkpointer.blocked_seconds
 

@@ -19,7 +19,7 @@ import torch
 from records import Column, Headline, Row, finish, parser
 from torch import Tensor, nn
 
-from foundry.checkpoint.manager import NoCheckpoints
+from foundry.checkpoint.saver import NoCheckpoints
 from foundry.config.schemas.checkpoint import KeepBest
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.core.batch_sizes import BatchSizes
@@ -37,7 +37,7 @@ from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog
 from foundry.training.best import Best
-from foundry.training.compiling import Compiling
+from foundry.training.compiling import Recompilations
 from foundry.training.profiling import StepProfiler
 from foundry.training.signals import SignalHandler
 from foundry.training.step import StepResult, TrainStep
@@ -176,7 +176,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         save_final=False,
         explain_out_of_memory=lambda error, step: str(error),
         profiler=StepProfiler(Path(), rank=0, steps=range(0), device=world.device),
-        compiling=Compiling(wanted=False, blocks=[], world=world),
+        recompilations=Recompilations(is_compiled=False),
     )
 
     def step() -> Tensor:

@@ -1,6 +1,7 @@
 """Saving checkpoints, at once or in the background, so that a failure costs a checkpoint and not the run."""
 
 import logging
+import math
 import platform
 import shutil
 import time
@@ -9,17 +10,35 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from foundry import __version__
-from foundry.checkpoint.folder import FileFacts, Manifest, link, partial_path, publish, write_durably, write_json
+from foundry.checkpoint.folder import (
+    CheckpointError,
+    FileFacts,
+    Manifest,
+    link,
+    partial_path,
+    publish,
+    read_manifest,
+    write_durably,
+    write_json,
+)
 from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
+from foundry.checkpoint.rng import rng_state
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
 from foundry.checkpoint.tensor_index import INDEX, build_index
-from foundry.checkpoint.verification import damage_together, together
+from foundry.checkpoint.tensors import collect, describe, restore_into
+from foundry.checkpoint.verification import damage_together, together, verify_newest
+from foundry.core.duration import Interval
+from foundry.core.ema import WeightAverage
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.progress import Progress
 from foundry.core.protocols import SaveError
 from foundry.parallel.process_group import World, side_group
 from foundry.run_dir.checkpoints import BEST, LATEST, linked_step, list_checkpoints, parse_step, step_name
@@ -44,14 +63,14 @@ class _Save:
 class Checkpointer:
     """Writes a run's checkpoints and keeps those that are wanted.
 
-    All ranks construct it and call `save` and `finish` together. What goes wrong while writing is one line in the log
+    All ranks construct it and call `write` and `finish` together. What goes wrong while writing is one line in the log
     of rank 0: training continues, and the checkpoints there were stay. Only a save that is waited for has to succeed,
     as the last one of a run.
 
     Attributes:
-        run_dir: where the last checkpoint was written.
+        run_dir: the run directory.
         failed_saves: how many could not be written.
-        blocked_seconds: how long the last `save` kept the training thread.
+        blocked_seconds: how long the last `write` kept the training thread.
         seconds: from the call of the last save that has ended to its end.
     """
 
@@ -60,11 +79,18 @@ class Checkpointer:
         run_dir: Path,
         world: World,
         *,
+        model: nn.Module,
+        ema: WeightAverage | None = None,
+        optimizers: Sequence[Optimizer] = (),
+        trained_only: bool = False,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        interval: Interval | None = None,
+        every_minutes: float | None = None,
         asynchronous: bool,
         keep_last: int | None,
         keep_every_steps: int | None,
         strict: bool,
-        locate: Callable[[], Path] | None = None,
+        check_run_dir: Callable[[], None] = lambda: None,
         alive: Callable[[], None] | None = None,
     ) -> None:
         """Prepare to save into a run directory; what interrupted saves have left there goes with the first save.
@@ -72,15 +98,26 @@ class Checkpointer:
         Args:
             run_dir: the run directory, where all ranks see it.
             world: this rank and the others.
+            model: the model as it was wrapped.
+            ema: averaged weights, where kept.
+            optimizers: all of the run.
+            trained_only: of the weights, save those that are trained; the rest lies elsewhere.
+            facts: entries of every manifest that do not change: config_hash, config, strategy, data and base.
+            interval: between checkpoints; None: by time only.
+            every_minutes: between checkpoints; None: by interval only.
             asynchronous: hold up training only while tensors are copied to host memory.
             keep_last: how many of the newest to keep; None: all.
             keep_every_steps: multiples of this are kept for good; None: there are none.
-            strict: raise what went wrong, at the next call of `save` or `finish`.
-            locate: says on rank 0, before each save, where the run directory is by then; None: where it was.
+            strict: raise what went wrong, at the next call of `write` or `finish`.
+            check_run_dir: called on rank 0 before a save writes anything; raises if the run directory is lost.
             alive: tells a watchdog, while training waits for a save, that more of it is on the disk.
         """
-        self.run_dir, self._locate, self._alive = run_dir, locate, alive
-        self._is_waited_for = False
+        self.run_dir, self._check_run_dir, self._alive = run_dir, check_run_dir, alive
+        self._model, self._ema, self._optimizers = model, ema, optimizers
+        self._trained_only, self._facts = trained_only, facts
+        self._interval, self._every_minutes = interval, every_minutes
+        self._since = time.monotonic()
+        self._is_state_checked = self._is_waited_for = False
         self._world, self._strict = world, strict
         self._keep_last, self._keep_every_steps = keep_last, keep_every_steps
         # A group beside: the background thread's messages never meet those of the training thread.
@@ -96,7 +133,90 @@ class Checkpointer:
         """Whether a save is still being written."""
         return self._pending is not None and not self._pending.done()
 
+    def is_time(self) -> bool:
+        """Whether the minutes are over; true once each time, and on rank 0 only, whose clock counts."""
+        if self._every_minutes is None or not self._world.is_main:
+            return False
+        now = time.monotonic()
+        if now - self._since < 60 * self._every_minutes:
+            return False
+        self._since = now
+        return True
+
+    def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+        """Whether the interval asks for one after step `step`, which consumed those samples and tokens."""
+        return self._interval is not None and self._interval.due(step, samples_before, samples_after, tokens)
+
+    def check_state(self) -> None:
+        """Find out whether the optimizers' state can be saved as soon as there is some, and not at the first save.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self._is_state_checked or not any(optimizer.state for optimizer in self._optimizers):
+            return
+        self._is_state_checked = True
+        try:
+            collect(self._model, None, self._optimizers)
+        except CheckpointError as error:
+            raise ConfigError(Violation("optimizer", str(error))) from error
+
     def save(
+        self,
+        progress: Progress,
+        state: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        *,
+        metric: float | None,
+        is_best: bool,
+        wait: bool,
+    ) -> Path:
+        """Save the run as it is; with `wait`, return only when it is on the disk.
+
+        Raises:
+            SaveError: it was waited for and could not be written; with `checkpoint.strict_saves`, the one before.
+        """
+        self._since = time.monotonic()
+        manifest = {
+            **self._facts,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "state": state,
+            "optimizer": describe(self._model, self._optimizers),
+        }
+        self.write(
+            progress.steps,
+            tensors=partial(
+                collect, self._model, self._ema, self._optimizers, tensors, trained_only=self._trained_only
+            ),
+            manifest=manifest,
+            rank_state=rng_state(self._world.device),
+            metric=metric if metric is not None and math.isfinite(metric) else None,
+            is_best=is_best,
+            wait=wait,
+        )
+        return self.run_dir / CHECKPOINTS / step_name(progress.steps)
+
+    def close(self) -> None:
+        """Wait for a save that is still being written, unless it may need ranks that are gone."""
+        if self._world.world_size == 1:
+            self.join()
+
+    def roll_back(self) -> dict[str, Any] | None:
+        """Bring back the weights and optimizers of the newest checkpoint; its trainer's state, None if there is none.
+
+        Random numbers continue: what they were drawn for is not read again.
+        """
+        self.join()
+        folder = verify_newest(self.run_dir, self._world)
+        if folder is None:
+            return None
+        restore_into(
+            folder, self._model, self._ema, self._optimizers, trained_only=self._trained_only, world=self._world
+        )
+        return dict(read_manifest(folder).state)
+
+    def write(
         self,
         step: int,
         *,
@@ -189,9 +309,7 @@ class Checkpointer:
 
     def _write(self, job: _Save) -> None:
         """All ranks together; each step begins when all have done the one before."""
-        prepared = self._together(partial(self._on_main, self._prepare, job.manifest.step))[0]
-        assert prepared is not None
-        self.run_dir, is_there = prepared
+        is_there = self._together(partial(self._on_main, self._prepare, job.manifest.step))[0]
         folder = self.run_dir / CHECKPOINTS / step_name(job.manifest.step)
         if is_there and not damage_together(folder, self._world, self._group):
             self._together(partial(self._on_main, self._point_to, folder, job.is_best))
@@ -201,21 +319,14 @@ class Checkpointer:
             files |= part
         self._together(partial(self._on_main, self._publish, job, files))
 
-    def _prepare(self, step: int) -> tuple[Path, bool]:
-        """Make room for a checkpoint; where the run directory is, and whether it has one of this step."""
-        if self._locate is None:
-            return self._make_room(self.run_dir, step)
-        try:
-            return self._make_room(self._locate(), step)
-        except FileNotFoundError:  # it was deleted or moved since
-            return self._make_room(self._locate(), step)
-
-    def _make_room(self, run_dir: Path, step: int) -> tuple[Path, bool]:
-        remove_leftovers(run_dir)
-        partial = partial_path(run_dir, step)
-        make_folder(partial.parent, parents=self._locate is None)
+    def _prepare(self, step: int) -> bool:
+        """Make room for a checkpoint, and return whether there is one of this step."""
+        self._check_run_dir()
+        remove_leftovers(self.run_dir)
+        partial = partial_path(self.run_dir, step)
+        make_folder(partial.parent, parents=True)
         partial.mkdir()
-        return run_dir, (partial.parent / step_name(step)).exists()
+        return (partial.parent / step_name(step)).exists()
 
     def _write_files(self, job: _Save) -> dict[str, FileFacts]:
         folder, rank = partial_path(self.run_dir, job.manifest.step), f"{self._world.rank:05d}"
@@ -262,3 +373,39 @@ class Checkpointer:
 
     def _together(self, work: Callable[[], _T]) -> Sequence[_T]:
         return together(work, self._world, self._group)
+
+
+class NoCheckpoints:
+    """Keeps nothing."""
+
+    def is_time(self) -> bool:
+        """Never."""
+        return False
+
+    def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+        """Never."""
+        return False
+
+    def check_state(self) -> None:
+        """Nothing is to be saved."""
+
+    def save(
+        self,
+        progress: Progress,
+        state: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        *,
+        metric: float | None,
+        is_best: bool,
+        wait: bool,
+    ) -> None:
+        """Save nothing."""
+
+    def finish(self) -> None:
+        """Wait for nothing."""
+
+    def close(self) -> None:
+        """Nothing is being written."""
+
+    def roll_back(self) -> None:
+        """There is nothing to go back to."""

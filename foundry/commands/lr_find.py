@@ -182,7 +182,6 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
             judge=judge,
             world=world,
             run_dir=run_dir,
-            folder=None,
             resume_point=None,
         )
         trainer, _ = build_trainer(setup)

@@ -30,6 +30,7 @@ from foundry.core.stopped import Stopped
 from foundry.launch.claim import Refused, describe_disk_error, run_job
 from foundry.launch.local import WorkerFailed, format_trace
 from foundry.run_dir.files import UnsafeFileError
+from foundry.run_dir.lock import RunDirectoryLostError
 from foundry.run_dir.log import log_to_file
 from foundry.run_dir.redact import one_line, printable
 from foundry.run_dir.strict_json import DamagedFileError
@@ -128,6 +129,9 @@ def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except RunDirectoryLostError as error:
+        sys.stderr.write(f"{one_line(str(error))}\n")
+        sys.exit(1)
     except Exception as error:
         line = describe_disk_error(error)
         sys.stderr.write(printable(format_trace(error)) if line is None else f"{line}\n")

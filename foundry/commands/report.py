@@ -10,11 +10,8 @@ from rich.console import Console
 
 from foundry.config.command import command, folder_option
 from foundry.config.setting import setting
-from foundry.sweeps.reading import read_sweep
-from foundry.sweeps.report import read_settled, report, watch
-from foundry.sweeps.report_files import PICTURE
-from foundry.sweeps.results import Which
-from foundry.sweeps.table import show
+from foundry.sweeps.reading import Which, read_sweep
+from foundry.sweeps.report import PICTURE, read_settled, report, show, watch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from foundry.checkpoint.manager import NoCheckpoints, ShardedCheckpointManager
 from foundry.checkpoint.resume_point import restore_rng
 from foundry.checkpoint.rng import seed_rng
-from foundry.checkpoint.saver import Checkpointer
+from foundry.checkpoint.saver import Checkpointer, NoCheckpoints
 from foundry.checkpoint.tensors import read_source_tensors
 from foundry.config.build import field_of
 from foundry.config.record.frozen import plain, strict
@@ -40,18 +39,19 @@ from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.device import describe_devices, device_name
 from foundry.parallel.flight_recorder import dump_collectives, dump_into
-from foundry.parallel.process_group import World, limit_waits, roll_call
+from foundry.parallel.process_group import World, limit_waits
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
 from foundry.parts.data import samples_per_epoch
 from foundry.parts.optimization import constant_weight_decay
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.rollouts.source import build_rollouts
-from foundry.run_dir.ends import dump_stacks, leave_note, record_end
+from foundry.run_dir.ends import dump_stacks, leave_note, read_positions, record_end
+from foundry.run_dir.lock import check_ours
 from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.training.best import Best
 from foundry.training.block_norms import BlockNorms, group_by_block
-from foundry.training.compiling import Compiling
+from foundry.training.compiling import Recompilations
 from foundry.training.evaluation import Evaluation
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
 from foundry.training.profiling import StepProfiler
@@ -140,7 +140,7 @@ def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
         profiler=StepProfiler(
             setup.run_dir / PROFILE, rank=world.rank, steps=config.tracking.profile.steps, device=world.device
         ),
-        compiling=_build_compiling(setup, trained),
+        recompilations=Recompilations(is_compiled=setup.config.hparams.torchcompile),
         check_first_step=FirstStepCheck(setup, trained, step) if is_checked else None,
         save_final=config.checkpoint.save_final,
         explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
@@ -158,13 +158,14 @@ def _build_norms(config: Config, trained: Trained, world: World) -> BlockNorms |
 def _build_watchdog(setup: Setup) -> Watchdog:
     """What ends the run where a rank waits too long, and says of all ranks what they were doing."""
     world, limits = setup.world, setup.config.distributed
-    dump = partial(_dump, setup.run_dir, world)
     return Watchdog(
         limits.timeout_seconds,
         world.rank,
+        world_size=world.world_size,
         start_timeout_seconds=limits.start_limit_seconds,
-        roll_call=roll_call(world, limits.timeout_seconds, dump),
-        record=partial(_record_stall, setup.run_dir, dump),
+        dump=partial(_dump, setup.run_dir, world),
+        read_dumps=partial(read_positions, setup.run_dir, world.rank, world.world_size, limits.timeout_seconds / 2),
+        record=partial(_record_stall, setup.run_dir),
         when_started=partial(limit_waits, limits.timeout_seconds),
         on_beat=setup.on_activity,
     )
@@ -225,17 +226,6 @@ def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False, pack_tok
     )
 
 
-def _build_compiling(setup: Setup, trained: Trained) -> Compiling:
-    """What compiles the model during the run, where the run may choose; packed rows share no shape."""
-    wanted = setup.config.hparams.torchcompile
-    return Compiling(
-        wanted=None if wanted == "auto" else wanted is True,
-        blocks=list(find_blocks(trained.parallel.inner)),
-        world=setup.world,
-        obstacle=None if trained.pack_tokens is None else "each packed row would be compiled for itself",
-    )
-
-
 def _build_throughput(setup: Setup, model: nn.Module) -> Throughput:
     """What measures speed; FLOPs where the model, as it was before wrapping, says them."""
     count, tokens = hook(model, "flops_per_sample"), setup.data.tokens_per_sample
@@ -252,25 +242,22 @@ def _build_throughput(setup: Setup, model: nn.Module) -> Throughput:
 
 def _build_checkpoints(setup: Setup, trained: Trained, watchdog: Watchdog) -> CheckpointManager:
     """What writes checkpoints, where any are wanted."""
-    config, world, folder = setup.config, setup.world, setup.folder
+    config, world = setup.config, setup.world
     wanted = config.checkpoint
     if wanted.is_off:
         return NoCheckpoints()
-    return ShardedCheckpointManager(
-        checkpointer=Checkpointer(
-            setup.run_dir,
-            world,
-            asynchronous=wanted.asynchronous,
-            keep_last=wanted.keep_last,
-            keep_every_steps=wanted.keep_every,
-            strict=wanted.strict_saves,
-            locate=None if folder is None else folder.ensure,
-            alive=watchdog.alive,
-        ),
+    return Checkpointer(
+        setup.run_dir,
+        world,
+        asynchronous=wanted.asynchronous,
+        keep_last=wanted.keep_last,
+        keep_every_steps=wanted.keep_every,
+        strict=wanted.strict_saves,
+        check_run_dir=partial(check_ours, setup.run_dir),
+        alive=watchdog.alive,
         model=trained.parallel.model,
         ema=trained.ema,
         optimizers=trained.optimizers,
-        world=world,
         interval=wanted.interval_in(trained.budget),
         every_minutes=wanted.every_minutes,
         facts={
@@ -322,17 +309,16 @@ def _data_facts(node: Any, data: DataSplits) -> dict[str, str]:
     return {"name": name, "digest": digest, "source": source}
 
 
-def _dump(run_dir: Path, world: World) -> None:
+def _dump(run_dir: Path, world: World, step: int, doing: str) -> None:
     """Write down where this process is, and which collectives it has begun."""
-    dump_stacks(run_dir, world.rank)
+    dump_stacks(run_dir, world.rank, step, doing)
     if world.world_size > 1:
         dump_collectives(run_dir, world.rank, world.device)
 
 
-def _record_stall(run_dir: Path, dump: Callable[[], None], rank: int, reason: str, stack: str) -> None:
+def _record_stall(run_dir: Path, rank: int, reason: str, stack: str) -> None:
     leave_note(kind="Stalled", reason=reason, trace=stack, rank=rank, exit_code=EXIT_STALLED)
     record_end(run_dir, reason, stack)
-    dump()
 
 
 def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException, moment: str) -> str:

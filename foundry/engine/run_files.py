@@ -1,8 +1,6 @@
 """What a run directory holds from the start, besides what Hydra writes there."""
 
 import json
-from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,6 @@ from foundry.run_dir.files import (
     replaced_atomically,
     write_atomically,
 )
-from foundry.run_dir.lock import relock
-from foundry.run_dir.log import move_logs
 from foundry.run_dir.names import (
     CHAT_TEMPLATE,
     PLAN,
@@ -34,31 +30,23 @@ from foundry.run_dir.names import (
 )
 
 
-def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> dict[str, bytes]:
+def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> None:
     """Write the configuration, the plan, and what is needed without the data: tokenizer, chat template, kept files.
-
-    Returns:
-        By name what transformers has besides, for `refill`.
 
     Raises:
         ConfigError: there is something in the place of one of these files.
     """
     try:
-        _write_files(config, plan, data, run_dir)
+        save_config(config, run_dir)
+        write_atomically(run_dir / PLAN, json.dumps(plan, indent=2) + "\n")
+        write_vocabulary(data, run_dir)
+        write_kept(data, run_dir)
+        for name in (STATUS, RESULT):
+            if (run_dir / name).is_dir():
+                raise UnsafeFileError(run_dir / name, "a folder")
         _keep_tokenizer_files(config, data, run_dir)
-        return {path.name: read_bytes(path) for path in (run_dir / TRANSFORMERS).glob("*.*")}
     except UnsafeFileError as error:
         raise ConfigError(Violation("hydra.run.dir", str(error))) from None
-
-
-def _write_files(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> None:
-    save_config(config, run_dir)
-    write_atomically(run_dir / PLAN, json.dumps(plan, indent=2) + "\n")
-    write_vocabulary(data, run_dir)
-    write_kept(data, run_dir)
-    for name in (STATUS, RESULT):
-        if (run_dir / name).is_dir():
-            raise UnsafeFileError(run_dir / name, "a folder")
 
 
 def write_kept(data: DataSplits, folder: Path) -> None:
@@ -92,36 +80,11 @@ def _keep_tokenizer_files(config: Config, data: DataSplits, run_dir: Path) -> No
             content = read_bytes(in_hub_cache(source / name))
         except OSError:  # most are missing, and the run itself needs none
             continue
-        _write_beside(run_dir, name, content)
-
-
-def _write_beside(run_dir: Path, name: str, content: bytes) -> None:
-    with replaced_atomically(make_folder(run_dir / TRANSFORMERS) / name) as file:
-        file.write(content)
+        with replaced_atomically(make_folder(run_dir / TRANSFORMERS) / name) as file:
+            file.write(content)
 
 
 def write_architecture(config: Config, model: Any, run_dir: Path) -> None:
     """Of a model that was read from a folder of transformers, what it is built from, should the folder be gone."""
     if isinstance(config.model, HuggingFace) and config.model.path is not None:
         write_atomically(make_folder(run_dir / TRANSFORMERS) / "config.json", model.hf_config().to_json_string())
-
-
-def refill(
-    config: Config,
-    plan: dict[str, Any],
-    data: DataSplits,
-    beside: Mapping[str, bytes],
-    held: ExitStack,
-    run_dir: Path,
-) -> None:
-    """Make a new folder the run's, whose own was lost; `beside` is what `write_run_files` gave.
-
-    Raises:
-        BlockingIOError: another process trains there.
-    """
-    if not relock(run_dir, held):
-        raise BlockingIOError(f"another process trains in {run_dir}")
-    move_logs(run_dir)
-    _write_files(config, plan, data, run_dir)
-    for name, content in beside.items():
-        _write_beside(run_dir, name, content)

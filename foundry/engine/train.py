@@ -23,7 +23,7 @@ from foundry.core.events import Observer, RunEnded
 from foundry.data.loader import worker_deaths_explained
 from foundry.data.splits import DataSplits
 from foundry.engine.assembly import build_trainer
-from foundry.engine.run_files import refill, write_run_files
+from foundry.engine.run_files import write_run_files
 from foundry.engine.trained import Setup
 from foundry.environments.judge import Judge, build_judge
 from foundry.parallel.determinism import deterministic
@@ -34,12 +34,9 @@ from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts.data import build_data
 from foundry.run_dir.ends import record_if_dead
-from foundry.run_dir.folder import RunFolder
-from foundry.run_dir.lock import lock
-from foundry.run_dir.names import CONFIG
+from foundry.run_dir.lock import RunDirectoryLostError, check_ours, lock
 from foundry.run_dir.result import find_result
 from foundry.run_dir.status import read_status
-from foundry.tracking.folder_watch import FolderWatch
 from foundry.tracking.observers import build_observers
 from foundry.training.memory_error import memory_explained
 
@@ -79,6 +76,7 @@ def train(
             has been trained.
         NonFiniteError: the loss or gradient became NaN or infinite.
         Stopped: a signal came; the run is saved.
+        RunDirectoryLostError: the run directory was deleted, moved or replaced.
     """
     config_hash = hash_config(config)
     with (
@@ -103,7 +101,7 @@ def train(
                 resume_point = past_its_end(resume_point)
         observers = [*build_observers(config.tracking, run_dir), *more_observers] if world.is_main else []
         with (
-            _failure_reported(observers),
+            _failure_reported(observers, run_dir),
             _rank_zero_missed(run_dir, world),
             worker_deaths_explained(),
             memory_explained(world.device, world.rank),
@@ -115,7 +113,6 @@ def train(
                 judge=_build_judge(config, held),
                 world=world,
                 run_dir=run_dir,
-                folder=RunFolder(run_dir, marker=CONFIG) if world.is_main else None,
                 resume_point=resume_point,
                 on_activity=on_activity,
             )
@@ -126,17 +123,14 @@ def _train(setup: Setup, observers: list[Observer], held: ExitStack) -> RunResul
     """Build the trainer and let it run; rank 0 writes."""
     trainer, started = build_trainer(setup)
     held.callback(trainer.evaluation.close)
-    folder = setup.folder
-    if folder is not None:
-        beside = write_run_files(setup.config, started.plan, setup.data, setup.run_dir)
-        held.callback(folder.close)
-        folder.refill = partial(refill, setup.config, started.plan, setup.data, beside, held)
-        observers.insert(0, FolderWatch(folder, observers, trainer.evaluation.move))
+    if setup.world.is_main:
+        write_run_files(setup.config, started.plan, setup.data, setup.run_dir)
+        trainer.check_run_dir = partial(check_ours, setup.run_dir)
     trainer.observers = observers
     held.callback(trainer.checkpoints.close)
     with trainer.watchdog, trainer.signals:
         result = trainer.fit(started)
-    return RunResult(setup.run_dir if folder is None else folder.path, result)
+    return RunResult(setup.run_dir, result)
 
 
 def _build_judge(config: Config, held: ExitStack) -> Judge | None:
@@ -197,13 +191,21 @@ def _rank_zero_missed(run_dir: Path, world: World) -> Iterator[None]:
 
 
 @contextmanager
-def _failure_reported(observers: Sequence[Observer]) -> Iterator[None]:
-    """Report to the observers that the body failed or was interrupted; a refused configuration is no run to report."""
+def _failure_reported(observers: Sequence[Observer], run_dir: Path) -> Iterator[None]:
+    """Report to the observers that the body failed or was interrupted; a refused configuration is no run to report.
+
+    Raises:
+        RunDirectoryLostError: the run directory is another, in which no observer may write.
+    """
     try:
         yield
-    except (ConfigError, SystemExit):  # Stopped is one, and so is submitit's way out of a job that it has queued again
+    except (ConfigError, RunDirectoryLostError):
+        raise
+    except SystemExit:  # Stopped is one, and so is submitit's way out of a job that it has queued again
         raise
     except BaseException as error:
+        if observers:
+            check_ours(run_dir)
         if isinstance(error, KeyboardInterrupt):
             ended = RunEnded(state="stopped", reason="interrupted", result={})
         else:

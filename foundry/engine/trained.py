@@ -43,7 +43,6 @@ from foundry.parallel.wrap import Parallel, parallelize, place_frozen
 from foundry.parts.model import build_empty, build_model, resolve_packing, start_model
 from foundry.parts.objective import build_objective, check_forward
 from foundry.parts.optimization import build_budget, build_optimizers, build_schedule
-from foundry.run_dir.folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,6 @@ class Setup:
         judge: scores answers, where the run has an environment.
         world: this rank and the others.
         run_dir: where the run writes.
-        folder: the same, watched, on the rank that writes.
         resume_point: the checkpoint to resume from, if there is one.
         on_activity: called with the optimizer step and the name of each activity that begins.
     """
@@ -70,7 +68,6 @@ class Setup:
     judge: Judge | None
     world: World
     run_dir: Path
-    folder: RunFolder | None
     resume_point: ResumePoint | None
     on_activity: Callable[[int, str], None] | None = None
 
@@ -112,7 +109,7 @@ def build_trained(setup: Setup) -> Trained:
     hparams, budget = config.hparams, build_budget(config, setup.data, world.dp_size)
     precision = PrecisionPolicy.from_config(config.precision, world.device)
     is_adapted = isinstance(config.peft, LoRA)
-    if hparams.torchcompile is True:
+    if hparams.torchcompile:
         require_compiler(world.device)
     if world.world_size > 1:
         from foundry.planning.fits import check_fits  # one process has no gradients to share, and plans nothing
@@ -133,7 +130,7 @@ def build_trained(setup: Setup) -> Trained:
         precision,
         world,
         grad_checkpointing=hparams.grad_checkpointing,
-        torchcompile=hparams.torchcompile is True,
+        torchcompile=hparams.torchcompile,
         selective_checkpointing=hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
         fill=initial.fill,
     )

@@ -14,7 +14,7 @@ from foundry.config.schemas.tracking import JSON
 from foundry.core.errors import format_reason
 from foundry.launch.claim import run_job
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, queue_job
-from foundry.run_dir.lock import is_held
+from foundry.run_dir.lock import RunDirectoryLostError, is_held
 from foundry.run_dir.status import read_status, write_status
 
 _log = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ def _record(job: ComposedJob, result: JobReturn) -> None:
     assert error is not None
     # At a level that is only for the file: a sweep's terminal has a line for each job.
     _log.info("%s failed\n%s", job, getattr(error, "trace", ""), exc_info=error)
-    if read_status(job.run_dir).get("state") != "failed":  # what the run itself has written stays
+    is_lost = isinstance(error, RunDirectoryLostError)
+    if not is_lost and read_status(job.run_dir).get("state") != "failed":  # what the run itself has written stays
         job.run_dir.mkdir(parents=True, exist_ok=True)
         write_status(job.run_dir, state="failed", reason=format_reason(error))

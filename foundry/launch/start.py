@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from foundry.config.environment import detect
 from foundry.config.packages import conflict_message
 from foundry.config.schemas.root import Config
-from foundry.run_dir.lock import is_held
+from foundry.run_dir.lock import RunDirectoryLostError, is_held
 from foundry.run_dir.redact import known, one_line, remember
 from foundry.run_dir.status import read_status, write_status
 
@@ -61,6 +61,8 @@ def start(
             result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known(), job_logging, observers)
             return result
         except WorkerFailed as failed:
+            if failed.kind == RunDirectoryLostError.__name__:
+                raise RunDirectoryLostError(run_dir) from None
             if not is_held(run_dir) and read_status(run_dir).get("state") != "finished":
                 write_status(run_dir, state="failed", reason=one_line(str(failed)))
             if not restarts.allow(failed):

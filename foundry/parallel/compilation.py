@@ -14,7 +14,7 @@ _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clan
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile each block in place, before or after it is wrapped; blocks of one kind share their graphs.
+    """Compile each block in place; blocks of one kind share their graphs.
 
     Args:
         blocks: from `find_blocks`; what calls them and the names of their parameters stay what they are.
@@ -26,12 +26,6 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     torch._dynamo.config.optimize_ddp = False
     for block in blocks:
         block.compile()
-
-
-def uncompile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Have blocks compute as before `compile_blocks`."""
-    for block in blocks:
-        block._compiled_call_impl = None  # what `compile()` sets, and `Module.__call__` asks for
 
 
 def count_graphs() -> int:

@@ -24,8 +24,6 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.core.stopped import Stopped
 from foundry.parallel.device import choose_device, count_cuda, reset_memory_statistics, select_cuda
 from foundry.parallel.flight_recorder import record_collectives
-from foundry.parallel.roll_call import RollCall
-from foundry.parallel.watchdog import TICKS
 
 DATA_DIMS = ("replicate", "shard")
 """The dimensions of a device mesh along which ranks have samples of their own; along any other they share them."""
@@ -221,27 +219,6 @@ def _has_peers() -> bool:
 
 def _data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.mesh_dim_names or () if name in DATA_DIMS)
-
-
-def roll_call(world: World, timeout_seconds: float, when_asked: Callable[[], None] | None = None) -> RollCall | None:
-    """What asks the other ranks for a sign of life when one has waited for half of a time; None where it is alone.
-
-    Args:
-        world: the ranks.
-        timeout_seconds: that time.
-        when_asked: as of `RollCall`.
-    """
-    if world.world_size == 1 or not _has_peers():
-        return None
-    elsewhere = STORE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RollCall(
-        dist.distributed_c10d._get_default_store(),
-        rank=world.rank,
-        world_size=world.world_size,
-        seconds=timeout_seconds / 2 / TICKS,
-        host=None if elsewhere else 0,
-        when_asked=when_asked,
-    )
 
 
 def _device(environment: LaunchEnvironment, device: torch.device) -> torch.device:

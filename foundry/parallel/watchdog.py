@@ -5,19 +5,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 
-from foundry.parallel.roll_call import RollCall
-
 EXIT_STALLED = 74
 """Exit code of a process that its watchdog ended; sysexits.h calls it an input/output error."""
 
-TICKS = 12
-"""How often a watchdog looks within its time, and a roll call within half of a watchdog's."""
+_TICKS = 12
+"""How often a watchdog looks within its time."""
 _LONGEST_TICK = 5.0  # seconds
 _RECORDING_SECONDS = 5.0
 
@@ -47,11 +45,17 @@ class Watchdog:
     thread only to release the interpreter, which every blocking collective does. Time in which the process itself is
     stopped, as by Ctrl-Z, is not counted.
 
+    A rank that has waited for half of its time writes down where it is. So do all that wait, and the rank that does not
+    is the one for which they wait.
+
     Args:
         timeout_seconds: longest time between beats.
         rank: named in the message.
+        world_size: ranks.
         start_timeout_seconds: the same until `started` is called; None: no other.
-        roll_call: asks the other ranks for a sign of life when half of the time is over; None: there are none.
+        dump: writes down where this rank is, given optimizer step and activity: when half of the time is over, if there
+            are other ranks, and at the end.
+        read_dumps: reads what the ranks have written down lately, by rank; None if this rank could not write.
         record: writes down whose fault it is, the message, and the main thread's stack; it has a few seconds.
         when_started: called once, by `started`.
         on_beat: called with the arguments of each `beat`.
@@ -62,13 +66,16 @@ class Watchdog:
         timeout_seconds: float,
         rank: int,
         *,
+        world_size: int = 1,
         start_timeout_seconds: float | None = None,
-        roll_call: RollCall | None = None,
+        dump: Callable[[int, str], None] | None = None,
+        read_dumps: Callable[[], Mapping[int, tuple[int, str]] | None] | None = None,
         record: Callable[[int, str, str], None] | None = None,
         when_started: Callable[[], None] | None = None,
         on_beat: Callable[[int, str], None] | None = None,
     ) -> None:
-        self._timeout_seconds, self._rank, self._roll_call = timeout_seconds, rank, roll_call
+        self._timeout_seconds, self._rank, self._world_size = timeout_seconds, rank, world_size
+        self._dump, self._read_dumps, self._has_dumped = dump, read_dumps, False
         self._start_timeout_seconds = timeout_seconds if start_timeout_seconds is None else start_timeout_seconds
         self._is_started = False
         self._record, self._when_started, self._on_beat = record, when_started, on_beat
@@ -101,15 +108,18 @@ class Watchdog:
 
     @property
     def blame(self) -> str:
-        """Which ranks give no sign of life, if this one has waited long enough to ask."""
-        silent = [] if self._roll_call is None else self._roll_call.silent
-        who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-        return f"{who} gave no sign of life (stopped, or out of reach)" if silent else ""
+        """Which ranks give no sign of life, if this one has waited for half of its time."""
+        return _blame(self._silent(self._dumps()))
+
+    def _dumps(self) -> Mapping[int, tuple[int, str]] | None:
+        """Where the ranks that wait are; None if this rank has not waited for long, is alone, or could not write."""
+        return self._read_dumps() if self._read_dumps is not None and self._has_dumped else None
+
+    def _silent(self, dumps: Mapping[int, tuple[int, str]] | None) -> list[int]:
+        return [] if dumps is None else [rank for rank in range(self._world_size) if rank not in dumps]
 
     def __enter__(self) -> Self:
         self.beat(0, "starting")
-        if self._roll_call is not None:
-            self._roll_call.__enter__()
         self._thread.start()
         return self
 
@@ -118,11 +128,9 @@ class Watchdog:
     ) -> None:
         self._over.set()
         self._thread.join()
-        if self._roll_call is not None:
-            self._roll_call.__exit__(kind, error, trace)
 
     def _watch(self) -> None:
-        tick = min(self._timeout_seconds / TICKS, self._start_timeout_seconds / TICKS, _LONGEST_TICK)
+        tick = min(self._timeout_seconds / _TICKS, self._start_timeout_seconds / _TICKS, _LONGEST_TICK)
         seen = self._last
         waited = 0.0
         before = time.monotonic()
@@ -130,50 +138,59 @@ class Watchdog:
             now = time.monotonic()
             passed, before = now - before, now
             if self._last is not seen:
-                seen, waited = self._last, 0.0
-                if self._roll_call is not None:
-                    self._roll_call.note(*seen)
+                seen, waited, self._has_dumped = self._last, 0.0, False
                 continue
             # A tick that took much longer than a tick is one in which the process was stopped.
             limit = self.limit_seconds
-            half = limit / 2
-            asks = waited < half <= waited + min(passed, 2 * tick)
             waited += min(passed, 2 * tick)
-            if asks and self._roll_call is not None:
-                self._roll_call.ask()
+            if waited >= limit / 2 and not self._has_dumped and self._dump is not None and self._world_size > 1:
+                self._has_dumped = True
+                # In a thread, because a file system that hangs may be what this process waits for.
+                threading.Thread(target=self._dump, args=seen, daemon=True).start()
             if waited >= limit:
                 self._end(waited, *seen)
 
     def _end(self, seconds: float, step: int, doing: str) -> None:
-        blamed, line = self._verdict(seconds, step, doing)
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(main)) if main is not None else ""
-        if self._record is not None:
-            # In a thread, because a file system that hangs may be what this process waits for.
-            recording = threading.Thread(target=self._record, args=(blamed, line, stack), daemon=True)
-            recording.start()
-            recording.join(_RECORDING_SECONDS)
-        sys.stderr.write(f"{line}\n")
+        lines = [self._verdict(seconds, step, doing, None)[1]]
+
+        def record() -> None:
+            blamed, line = self._verdict(seconds, step, doing, self._dumps())
+            lines.append(line)
+            if self._record is not None:
+                self._record(blamed, line, stack)
+            if self._dump is not None:
+                self._dump(step, doing)
+
+        recording = threading.Thread(target=record, daemon=True)
+        recording.start()
+        recording.join(_RECORDING_SECONDS)
+        sys.stderr.write(f"{lines[-1]}\n")
         sys.stderr.flush()
         # Nothing else ends a thread that is stuck inside a collective; there is nothing left to clean up in order.
         os._exit(EXIT_STALLED)
 
-    def _verdict(self, seconds: float, step: int, doing: str) -> tuple[int, str]:
+    def _verdict(
+        self, seconds: float, step: int, doing: str, dumps: Mapping[int, tuple[int, str]] | None
+    ) -> tuple[int, str]:
         """Which rank is to blame, and the line that says so."""
         limit = self.limit_seconds
         name = "timeout_seconds" if limit == self._timeout_seconds else "start_timeout_seconds"
         setting = f"(distributed.{name}={limit:g}), at step {step}, {doing}"
         ending = f"ended with exit code {EXIT_STALLED}"
-        if self._roll_call is None:
-            return self._rank, f"rank {self._rank} has not moved for {seconds:.0f} s {setting}: {ending}"
-        if blame := self.blame:
-            silent = self._roll_call.silent[0]
-            return silent, f"{blame}; rank {self._rank} waited for {seconds:.0f} s {setting}: {ending}"
-        others = {rank: at for rank, at in self._roll_call.answers.items() if at != (step, doing)}
+        if silent := self._silent(dumps):
+            return silent[0], f"{_blame(silent)}; rank {self._rank} waited for {seconds:.0f} s {setting}: {ending}"
+        others = {rank: at for rank, at in (dumps or {}).items() if at != (step, doing)}
         behind = min(others, key=lambda rank: others[rank][0], default=self._rank)
         where = "".join(f"; rank {rank} is at step {at[0]}, {at[1]}" for rank, at in sorted(others.items())[:8])
         line = f"rank {self._rank} has not moved for {seconds:.0f} s {setting}{where}: {ending}"
         return (behind if behind in others and others[behind][0] < step else self._rank), line
+
+
+def _blame(silent: Sequence[int]) -> str:
+    who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    return f"{who} gave no sign of life (stopped, busy, or out of reach)" if silent else ""
 
 
 def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: str = "") -> CollectiveError | None:

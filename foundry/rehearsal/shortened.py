@@ -37,7 +37,7 @@ def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, lis
         message = f"is {generated} but fake ranks generate nothing; rehearse with {answers}, all of a step, or one rank"
         raise ConfigError(Violation("objective.generation_batch_size", message))
     notes = []
-    if config.hparams.torchcompile is not False:
+    if config.hparams.torchcompile:
         notes.append("hparams.torchcompile is false in the rehearsal: fake tensors cannot be compiled")
     hparams = replace(
         config.hparams, max_steps=steps, epochs=None, train_samples=None, max_minutes=None, torchcompile=False

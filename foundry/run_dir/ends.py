@@ -3,11 +3,13 @@
 import faulthandler
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from foundry.run_dir.files import make_folder, open_regular, write_atomically
+from foundry.run_dir.files import make_folder, open_regular, read_text, write_atomically
 from foundry.run_dir.lock import is_held
 from foundry.run_dir.names import LOG, STACKS
 from foundry.run_dir.redact import one_line, printable
@@ -66,17 +68,47 @@ def record_end(run_dir: Path, reason: str, details: str = "") -> None:
         file.write(printable(f"{reason}\n{details}"))
 
 
-def dump_stacks(run_dir: Path, rank: int) -> None:
+def dump_stacks(run_dir: Path, rank: int, step: int, doing: str) -> None:
     """Write down where all threads of this process are, in place of what a rank of this number has said before.
 
     Args:
         run_dir: of the run.
         rank: whose process this is.
+        step: the optimizer step it is at.
+        doing: its activity there.
     """
-    folder = run_dir / STACKS
-    make_folder(folder)
-    with open_regular(folder / f"rank-{rank:05d}.txt", "w") as file:
+    make_folder(run_dir / STACKS)
+    with open_regular(_stacks(run_dir, rank), "w") as file:
+        file.write(f"step {step}, {doing}\n\n")
+        file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
+
+
+def read_positions(run_dir: Path, rank: int, world_size: int, seconds: float) -> dict[int, tuple[int, str]] | None:
+    """Return optimizer step and activity, by rank, of the ranks that have called `dump_stacks` lately.
+
+    Args:
+        run_dir: of the run.
+        rank: this one.
+        world_size: ranks.
+        seconds: how much earlier than this rank's a file may have been written. None is returned if there is no such.
+    """
+    found = dict[int, tuple[int, str]]()
+    try:
+        earliest = _stacks(run_dir, rank).stat().st_mtime - seconds
+    except OSError:
+        return None
+    for other in range(world_size):
+        path = _stacks(run_dir, other)
+        with suppress(OSError, ValueError):
+            position = re.match(r"step (\d+), (.*)", read_text(path))
+            if position is not None and path.stat().st_mtime > earliest:
+                found[other] = int(position[1]), one_line(position[2])
+    return found
+
+
+def _stacks(run_dir: Path, rank: int) -> Path:
+    return run_dir / STACKS / f"rank-{rank:05d}.txt"
 
 
 def record_if_dead(run_dir: Path, reason: str, *, seconds: float = _PATIENCE_SECONDS) -> None:

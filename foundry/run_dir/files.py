@@ -191,7 +191,7 @@ def make_folder(path: Path, *, parents: bool = False) -> Path:
     Args:
         path: of the folder.
         parents: make those as well. Not for records of a run: a run directory that was just deleted or moved would come
-            back with this folder alone in it, and `RunFolder` would take it for somebody else's.
+            back with this folder alone in it.
 
     Raises:
         UnsafeFileError: there is something else by this name, a symbolic link included.

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import logging
+import os
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,8 +16,19 @@ LOCK = ".lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_NAME = 1024  # of a machine
-_ours = set[Path]()
+_ours = dict[Path, tuple[int, int]]()
+"""Directories that this process has locked, with device and inode of their lock files."""
 log = logging.getLogger(__name__)
+
+
+class RunDirectoryLostError(RuntimeError):
+    """The directory of a run that trains was deleted, moved, emptied or replaced."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"{folder} was deleted, moved or replaced while the run trained. The run ends, since nothing can be saved"
+            " there. To resume from its last checkpoint, move the directory back and give the same command again"
+        )
 
 
 def lock(folder: Path, held: ExitStack) -> bool:
@@ -29,11 +41,8 @@ def lock(folder: Path, held: ExitStack) -> bool:
         UnsafeFileError: `.lock` is no regular file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return folder.resolve() not in _ours and relock(folder, held)
-
-
-def relock(folder: Path, held: ExitStack) -> bool:
-    """Lock a directory as `hold` does, also one that this process has held and that was deleted and made anew."""
+    if (resolved := folder.resolve()) in _ours:
+        return False
     file = held.enter_context(open_regular(folder / LOCK, "a"))
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,13 +52,28 @@ def relock(folder: Path, held: ExitStack) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         log.warning("%s cannot be locked (%s); see to it that no other process works there", folder, error.strerror)
-        return True
-    file.truncate(0)
-    file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one
-    file.flush()
-    _ours.add(folder.resolve())
-    held.callback(_ours.discard, folder.resolve())
+    else:
+        file.truncate(0)
+        file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one
+        file.flush()
+    opened = os.fstat(file.fileno())
+    _ours[resolved] = (opened.st_dev, opened.st_ino)
+    held.callback(_ours.pop, resolved)
     return True
+
+
+def check_ours(folder: Path) -> None:
+    """Check that a directory is still one that this process has locked, before something is written into it.
+
+    Raises:
+        RunDirectoryLostError: it is not.
+    """
+    try:
+        found = os.lstat(folder / LOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        found = None
+    if found is None or (found.st_dev, found.st_ino) not in _ours.values():
+        raise RunDirectoryLostError(folder)
 
 
 def is_held(folder: Path) -> bool | None:

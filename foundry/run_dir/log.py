@@ -50,11 +50,6 @@ class RunLog(logging.FileHandler):
             log.warning("nothing is written to foundry.log: %s (the run continues)", error)
             return Path(os.devnull).open("a")
 
-    def move(self, folder: Path) -> None:
-        """Go on in another folder, or in one that was made anew, with the next line."""
-        self.baseFilename = str(folder.absolute() / Path(self.baseFilename).name)
-        self.close()
-
     def handleError(self, record: logging.LogRecord) -> None:
         """Say once what keeps the file from being written; any other error is an error in the call, and shown whole.
 
@@ -66,13 +61,6 @@ class RunLog(logging.FileHandler):
         elif not self._is_logged:
             self._is_logged = True  # first: this line comes here as well
             log.warning("%s: %s (the run continues; logged once)", self.baseFilename, error)
-
-
-def move_logs(folder: Path) -> None:
-    """Have what is logged written into another folder from now on."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, RunLog):
-            handler.move(folder)
 
 
 class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # of whatever stderr is

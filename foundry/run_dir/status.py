@@ -68,7 +68,12 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def write_status(run_dir: Path, **changes: Any) -> None:
-    """Change what the file says; the rest of it stays. An end is on the disk when this returns."""
+    """Change what the file says; the rest of it stays. An end is on the disk when this returns.
+
+    Nothing is written for a run whose directory is gone.
+    """
+    if not run_dir.is_dir():
+        return
     is_end = changes.get("state", "queued") != "queued"
     replace_status(run_dir, {**_FRESH, **read_status(run_dir), **changes}, durable=is_end)
 

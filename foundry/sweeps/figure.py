@@ -1,53 +1,358 @@
-"""report.png of a sweep: what the swept parameters do to the metric, and the learning curves of all jobs."""
+"""report.png of a sweep: the metric against each swept parameter, and the learning curves of all jobs."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean, median_low, quantiles, stdev
 from typing import TYPE_CHECKING
 
 from foundry.core.errors import listed
-from foundry.sweeps.panels import (
-    PRUNED,
-    Colours,
-    Frame,
-    draw_parameter,
-    is_share_metric,
-    name_colours,
-    resolve_colour,
-    size_inches,
-)
-from foundry.sweeps.parameters import Parameter, series_of, shorten
-from foundry.sweeps.reading import evaluations
-from foundry.sweeps.results import JobReport, SweepReport
-from foundry.sweeps.table import metric_text, why_no_best
-from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, count_steps, head
-from foundry.tracking.plot_style import panels as grid
+from foundry.sweeps.parameters import Parameter, number_text, series_of, shorten
+from foundry.sweeps.reading import JobReport, SweepReport, evaluations
+from foundry.sweeps.report import metric_text, why_no_best
+from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, count_steps, head, panels, scale_logarithmically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+_WIDE_SPAN = 20.0
+"""Positive values whose largest is more than this many times the smallest are drawn on a logarithmic axis."""
+
+_PRUNED = "#c2a5cf"
+"""Of jobs that a search ended early."""
+
+_TICK_INCHES, _LEGEND_INCHES = 0.085, 0.07
+"""Width of a character of a tick label, and of a row of names, estimated."""
+
+_HUES = (BLUE, "#db2777", "#0d9488", "#7c3aed", "#a16207", "#0891b2", "#475569", "#65a30d")
+"""Hues of categories, without the colours of the best job and of states."""
+_SCALE, _SCALE_END = "viridis", 0.75  # its end is too light to be seen
+_MOST_TICKS = 12
+_SHORTEST_TICK = 7  # characters, below which category names are drawn at an angle
+_ASLANT = 9  # characters
+_LONGEST_NAME = 40  # characters of an axis
+_MANY_JOBS = 60  # drawn smaller
+_SHARE_METRICS = ("accuracy", "rate", "share", "missing", "success", "match")
+_SHARE_PARAMETERS = ("dropout", "fraction", "probability", "top_p")
 _MOST_PARAMETERS = 8
 _MOST_POINTS = 300  # of a curve
 _MOST_NAMES = 20  # at the ends of curves
-_LONGEST_NAME = 30  # characters
+_LONGEST_CURVE_NAME = 30  # characters
 _NAME_INCHES, _LINE_INCHES = 0.072, 0.155  # a character, and a line, of a name
 
 Panel = Callable[["Axes"], None]
 Curve = tuple[JobReport, list[tuple[int, float]]]
 
 
+def _is_share_metric(sweep: SweepReport, values: Iterable[float]) -> bool:
+    """Whether a metric is a fraction of one, such as an accuracy, which means nothing on a logarithmic axis.
+
+    A loss between 0 and 1 is none; any metric between 0 and 1 of which a higher value is better is one.
+    """
+    is_named = any(word in sweep.metric for word in _SHARE_METRICS)
+    return (is_named or not sweep.minimize) and _are_fractions(values)
+
+
+def _are_fractions(values: Iterable[float]) -> bool:
+    return all(0 <= value <= 1 for value in values if math.isfinite(value))
+
+
+@dataclass(frozen=True)
+class _Colours:
+    """_Colours of a parameter's values: a scale for numbers, hues for a few categories."""
+
+    parameter: Parameter
+
+    def __getitem__(self, value: float) -> str:
+        from matplotlib import colormaps
+        from matplotlib.colors import to_hex
+
+        values = self.parameter.values
+        rank = values.index(value)
+        if self.parameter.labels and len(values) <= len(_HUES):
+            return _HUES[rank]
+        return to_hex(colormaps[_SCALE](_SCALE_END * rank / max(len(values) - 1, 1)))
+
+    def of(self, job: JobReport) -> str:
+        """A job's colour."""
+        return self[self.parameter.at[job.index]]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The vertical extent that all panels of the metric share."""
+
+    low: float
+    high: float
+    is_log: bool
+
+    @classmethod
+    def around(cls, values: Iterable[float], *, is_linear: bool = False) -> "Frame":
+        """Hold the values; of those far above or below the bulk only that they lie outside.
+
+        Args:
+            values: at least one is finite; NaN and infinities do not count.
+            is_linear: never choose a logarithmic axis.
+        """
+        finite = sorted(value for value in values if math.isfinite(value))
+        low, high = finite[0], finite[-1]
+        is_log = not is_linear and low > 0 and high > _WIDE_SPAN * low
+        if is_log:
+            margin = (high / low) ** 0.09
+            return cls(low / margin, high * margin, True)
+        if len(finite) >= 5:
+            first, _, third = quantiles(finite, n=4)
+            reach = 4 * (third - first) or math.inf
+            low, high = max(low, first - reach), min(high, third + reach)
+        margin = 0.09 * (high - low) or 0.05 * abs(high) or 0.5
+        return cls(low - margin, high + margin, False)
+
+    def share(self, value: float) -> float:
+        """How far up the panel a value lies, from 0 to 1."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
+        place = math.log(value) if self.is_log else value
+        return min(max((place - low) / (high - low), 0.0), 1.0)
+
+    def apply(self, axes: "Axes") -> None:
+        """Give a panel this extent."""
+        if self.is_log:
+            scale_logarithmically(axes)
+        axes.set_ylim(self.low, self.high)
+
+
+def _size_inches(axes: "Axes") -> tuple[float, float]:
+    """Width and height of a panel without its labels."""
+    return axes.bbox.width / axes.figure.dpi, axes.bbox.height / axes.figure.dpi
+
+
+def _resolve_colour(sweep: SweepReport, job: JobReport) -> str:
+    """A job's colour: of the best, or of its state."""
+    if job is sweep.best:
+        return ORANGE
+    if job.has_failed:
+        return RED
+    if job.is_pruned:
+        return _PRUNED
+    return BLUE if job.is_complete and job.has_metric else GREEN if job.is_going else GREY
+
+
+def _draw_parameter(
+    axes: "Axes", sweep: SweepReport, parameter: Parameter, parameters: Sequence[Parameter], frame: Frame
+) -> None:
+    """Draw the metric of each job against a parameter; failed and diverged jobs are crosses at the bad end.
+
+    _Colours show the values of another parameter. Lines join the jobs with equal values of all other parameters; for
+    several seeds they join the means, and a vertical line is one standard deviation to either side.
+    """
+    axes.set_xlabel(shorten(parameter.name, _LONGEST_NAME), parse_math=False)
+    axes.set_ylabel(shorten(sweep.metric_name, _LONGEST_NAME), parse_math=False)
+    frame.apply(axes)
+    others = [one for one in parameters if one is not parameter]
+    other = min(others, key=lambda one: len(one.values), default=None)  # few colours are easy to distinguish
+    colours = None if other is None else _Colours(other)
+    place = _scale_categories(axes, parameter, others) if parameter.labels else _scale_numbers(axes, parameter)
+    edge = 0.965 if sweep.minimize else 0.035
+    transform = axes.get_xaxis_transform()
+    for job in reversed(sweep.jobs):  # the best on top
+        if job.has_failed or job.has_diverged:
+            colour = RED if job.has_failed else GREY
+            axes.plot(place(job), edge, "x", color=colour, transform=transform, markersize=7, markeredgewidth=1.8)
+        elif job.has_metric:
+            _draw_job(axes, place(job), sweep, job, frame, colours)
+    _draw_series(axes, place, sweep, parameter, others, colours)
+    if colours is not None:
+        _name_colours(axes, colours)
+
+
+def _draw_series(
+    axes: "Axes",
+    place: Callable[[JobReport], float],
+    sweep: SweepReport,
+    parameter: Parameter,
+    others: Sequence[Parameter],
+    colours: _Colours | None,
+) -> None:
+    """Join the jobs that differ in the parameter only, and show mean and standard deviation of several seeds."""
+    series: dict[tuple[float, ...], dict[float, list[JobReport]]] = {}
+    for job in sweep.jobs:
+        if job.is_complete and job.has_metric:
+            alike = series.setdefault(series_of(others, job.index), {})
+            alike.setdefault(parameter.at[job.index], []).append(job)
+    if not others and all(len(jobs) == 1 for by_value in series.values() for jobs in by_value.values()):
+        return
+    for by_value in series.values():
+        colour = BLUE if colours is None else colours.of(next(iter(by_value.values()))[0])
+        means = list[tuple[float, float]]()
+        for _, jobs in sorted(by_value.items()):
+            values, at = [job.metric for job in jobs if job.metric is not None], [place(job) for job in jobs]
+            means.append((fmean(at), fmean(values)))
+            if len(jobs) > 1:
+                _draw_spread(axes, at, values, colour)
+        if len(means) > 1 and not parameter.labels:
+            axes.plot(*zip(*means, strict=True), color=colour, linewidth=1.4, alpha=0.7, zorder=2, gid="series")
+
+
+def _draw_spread(axes: "Axes", at: Sequence[float], values: Sequence[float], colour: str) -> None:
+    """A dash at the mean of several seeds, and a line of one standard deviation to either side."""
+    middle, mean, spread = fmean(at), fmean(values), stdev(values)
+    axes.plot([middle] * 2, [mean - spread, mean + spread], color=colour, linewidth=2, alpha=0.8, zorder=2, gid="std")
+    axes.plot(middle, mean, "_", color=colour, markersize=14, markeredgewidth=2.4, zorder=4, gid="mean")
+
+
+def _name_colours(axes: "Axes", colours: _Colours) -> None:
+    """Write a row above the panel: name of the coloured parameter, and as many of its values as fit."""
+    from matplotlib.lines import Line2D
+
+    parameter = colours.parameter
+    values, name = parameter.values, shorten(parameter.name, 22)
+    room = _size_inches(axes)[0] / _LEGEND_INCHES - len(name) - 2
+    lengths = sorted((len(parameter.label(value)) + 3.5 for value in values), reverse=True)  # with mark and gap
+    number = max((n for n in range(2, len(values) + 1) if sum(lengths[:n]) <= room), default=2)
+    chosen = sorted({round(place * (len(values) - 1) / (number - 1)) for place in range(number)})
+    handles = [Line2D([], [], linestyle="", label=name)]
+    handles += [
+        Line2D([], [], linestyle="", marker="o", markersize=6, color=colours[values[rank]], label=label)
+        for rank in chosen
+        for label in [parameter.label(values[rank])]
+    ]
+    legend = axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(-0.06, 0.99),
+        ncols=len(handles),
+        frameon=False,
+        fontsize="small",
+        handlelength=0.8,
+        handletextpad=0.4,
+        columnspacing=0.9,
+        borderaxespad=0.1,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    if len(chosen) < len(values):
+        legend.get_texts()[0].set_text(f"{name} ({len(values)} values)")
+
+
+def _draw_job(
+    axes: "Axes", x: float, sweep: SweepReport, job: JobReport, frame: Frame, colours: _Colours | None
+) -> None:
+    """A star for the best, a dot for another, a triangle where the frame ends; hollow until the job is complete.
+
+    The line behind it is the interval of the metric, where there is one.
+    """
+    assert job.metric is not None
+    y = min(max(job.metric, frame.low), frame.high)
+    is_best = job is sweep.best
+    colour = _resolve_colour(sweep, job)
+    if colours is not None and job.is_complete and not is_best:
+        colour = colours.of(job)
+    if job.interval is not None:
+        axes.plot([x, x], job.interval, color=colour, linewidth=1.4, alpha=0.45, zorder=1)
+    axes.plot(
+        x,
+        y,
+        marker=("*" if is_best else "o") if y == job.metric else ("^" if y < job.metric else "v"),
+        markersize=15 if is_best else 7.5 if len(sweep.jobs) <= _MANY_JOBS else 4.5,
+        color=colour,
+        markerfacecolor=colour if job.is_complete else "white",
+        markeredgecolor="white" if job.is_complete else colour,
+        zorder=5 if is_best else 3,
+        clip_on=False,
+    )
+
+
+def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], float]:
+    """Set the axis: logarithmic over a wide span, unless the values are shares or all but the least are evenly spaced.
+
+    Each value has a tick if there are few, except values whose labels would overlap.
+    """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    values = parameter.values
+    is_wide = values[0] > 0 and values[-1] > _WIDE_SPAN * values[0]
+    is_share = any(word in parameter.name for word in _SHARE_PARAMETERS) and _are_fractions(values)
+    is_log = is_wide and median_low(values) < 0.35 * values[-1] and not is_share
+    if is_log:
+        axes.set_xscale("log")
+    axes.margins(x=0.06)
+    if len(values) <= _MOST_TICKS:
+        inches = 0.88 * _size_inches(axes)[0]
+        axes.xaxis.set_major_locator(FixedLocator(_apart(parameter, is_log=is_log, inches=inches)))
+    elif is_log:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if values[-1] >= 100 * values[0] else (1.0, 2.0, 5.0)))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=parameter.is_integer, min_n_ticks=1))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
+    return lambda job: parameter.at[job.index]
+
+
+def _apart(parameter: Parameter, *, is_log: bool, inches: float) -> list[float]:
+    """Return the values whose labels do not overlap on an axis of this length, the first and the last among them."""
+    values = parameter.values
+    scaled = [math.log(value) if is_log else value for value in values]
+    extent = scaled[-1] - scaled[0] or 1.0
+    kept: list[tuple[float, float, float]] = []  # value, left and right end of its label in inches
+    for value, place in zip(values, scaled, strict=True):
+        middle, half = (place - scaled[0]) / extent * inches, 0.5 * _TICK_INCHES * (len(number_text(value)) + 1)
+        label = (value, middle - half, middle + half)
+        if value == values[-1]:
+            while len(kept) > 1 and kept[-1][2] > label[1]:
+                kept.pop()
+        if not kept or kept[-1][2] <= label[1]:
+            kept.append(label)
+    return [value for value, _, _ in kept]
+
+
+def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Parameter]) -> Callable[[JobReport], float]:
+    """Set the category names, on two lines or at an angle if they are long.
+
+    Jobs of a category stand side by side, sorted by the other parameters.
+    """
+    names = parameter.labels
+    slot = _size_inches(axes)[0] / (len(names) + 0.2) / _TICK_INCHES
+    axes.set_xticks(range(len(names)))
+    if max(map(len, names)) <= slot - 1 or slot >= _SHORTEST_TICK:
+        axes.set_xticklabels([_in_lines(name, int(slot) - 1) for name in names])
+    else:
+        labels = [shorten(name, _ASLANT) for name in names]
+        axes.set_xticklabels(labels, rotation=25, ha="right", rotation_mode="anchor")
+        axes.xaxis.labelpad = 0
+    for text in axes.get_xticklabels():
+        text.set_parse_math(False)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.grid(axis="x", visible=False)
+    offsets = dict[int, float]()
+    for value in range(len(names)):
+        alike = [index for index, at in parameter.at.items() if at == value]
+        alike.sort(key=lambda index: (series_of(others, index), index))
+        step = min(0.1, 0.44 / max(len(alike) - 1, 1))
+        offsets |= {index: step * (place - (len(alike) - 1) / 2) for place, index in enumerate(alike)}
+    return lambda job: parameter.at[job.index] + offsets[job.index]
+
+
+def _in_lines(name: str, longest: int) -> str:
+    """A category's name on one or two lines of so many characters, broken between words if possible."""
+    text = shorten(name, 2 * longest)
+    if len(text) <= longest:
+        return text
+    breaks = [at for at in range(len(text) - longest, longest + 1) if text[at - 1] in " _-.,=/"]
+    at = breaks[-1] if breaks else longest
+    return f"{text[:at].rstrip()}\n{text[at:].lstrip()}"
+
+
 def sweep_figure(sweep: SweepReport) -> "Figure":
     """A panel for each parameter, and one for the learning curves."""
     parameters = Parameter.read_all(sweep)
-    panels: list[Panel] = [
+    drawings: list[Panel] = [
         *_parameter_panels(sweep, parameters),
         partial(_draw_curves, sweep=sweep, parameters=parameters),
     ]
-    figure, found = grid(len(panels))
-    for axes, draw in zip(found, panels, strict=True):
+    figure, found = panels(len(drawings))
+    for axes, draw in zip(found, drawings, strict=True):
         draw(axes)
     _head(figure, sweep)
     return figure
@@ -59,9 +364,9 @@ def _parameter_panels(sweep: SweepReport, parameters: Sequence[Parameter]) -> It
         return
     whole = [job for job in measured if job.is_complete] or measured
     values = [value for job in whole for value in (job.metric, *(job.interval or ())) if value is not None]
-    frame = Frame.around(values, is_linear=is_share_metric(sweep, values))
+    frame = Frame.around(values, is_linear=_is_share_metric(sweep, values))
     for parameter in parameters[:_MOST_PARAMETERS]:
-        yield partial(draw_parameter, sweep=sweep, parameter=parameter, parameters=parameters, frame=frame)
+        yield partial(_draw_parameter, sweep=sweep, parameter=parameter, parameters=parameters, frame=frame)
 
 
 def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter]) -> None:
@@ -74,10 +379,10 @@ def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Paramete
         axes.text(0.5, 0.5, "no learning curves", transform=axes.transAxes, ha="center", color=GREY)
         return
     measured = [value for _, points in curves for _, value in points]
-    is_linear = name == sweep.metric and is_share_metric(sweep, measured)
+    is_linear = name == sweep.metric and _is_share_metric(sweep, measured)
     frame = Frame.around(measured, is_linear=is_linear)
     frame.apply(axes)
-    colours = Colours(parameters[0]) if parameters else None
+    colours = _Colours(parameters[0]) if parameters else None
     alpha = 0.9 if len(curves) <= 40 else 0.45
     for job, points in reversed(curves):
         steps, values = zip(*points, strict=True)
@@ -98,15 +403,15 @@ def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Paramete
     if len(names) > _MOST_NAMES:
         names, title = [name for name in names if name.is_best], ""
         if colours is not None:
-            name_colours(axes, colours)
+            _name_colours(axes, colours)
     _write_names(axes, names, frame, title)
 
 
-def _curve_colour(sweep: SweepReport, job: JobReport, colours: Colours | None) -> str:
+def _curve_colour(sweep: SweepReport, job: JobReport, colours: _Colours | None) -> str:
     """The colour of the first parameter's value, unless the job is the best or has another state than finished."""
     if colours is not None and job.is_complete and job is not sweep.best:
         return colours.of(job)
-    return resolve_colour(sweep, job)
+    return _resolve_colour(sweep, job)
 
 
 @dataclass(frozen=True)
@@ -133,11 +438,11 @@ def _curve_names(
         places: ", ".join(one.label(place) for one, place in zip(parameters, places, strict=True)) for places in series
     }
     title = ", ".join(parameter.name for parameter in parameters)
-    if not title or max(map(len, texts.values())) > _LONGEST_NAME or len(set(texts.values())) < len(texts):
+    if not title or max(map(len, texts.values())) > _LONGEST_CURVE_NAME or len(set(texts.values())) < len(texts):
         title = ""
         numbers = {places: [job.index for job, _ in alike] for places, alike in series.items()}
         texts = {places: f"job{'s' * (len(many) > 1)} {listed(many, 3)}" for places, many in numbers.items()}
-    colours = Colours(parameters[0]) if parameters else None
+    colours = _Colours(parameters[0]) if parameters else None
     names = []
     for places, alike in series.items():
         job, points = alike[0]  # jobs are sorted, the best first
@@ -155,7 +460,7 @@ def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title:
         frame: the vertical extent of the panel.
         title: above the names: the parameters whose values they are.
     """
-    at, (width, height) = axes.get_position(), size_inches(axes)
+    at, (width, height) = axes.get_position(), _size_inches(axes)
     room = (max(len(name.text) for name in names) + 2) * _NAME_INCHES / width if names else 0.0
     axes.set_position((at.x0, at.y0, at.width * (1 - room), at.height))
     ordered = sorted(names, key=lambda name: name.end)
@@ -232,7 +537,7 @@ def _handles(sweep: SweepReport) -> Iterator["Line2D"]:
     for number, label, marker, colour, is_filled in (
         (sum(job.is_complete and not job.has_diverged for job in jobs), "finished", "o", BLUE, True),
         (sum(job.has_diverged for job in jobs), "diverged", "x", GREY, True),
-        (sum(job.is_pruned for job in jobs), "pruned", "o", PRUNED, False),
+        (sum(job.is_pruned for job in jobs), "pruned", "o", _PRUNED, False),
         (counts.get("running", 0), "running", "o", GREEN, False),
         (counts.get("queued", 0) + counts.get("requeued", 0), "queued", "o", "#d1d5db", False),
         (counts.get("stopped", 0), "stopped", "o", GREY, False),

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from foundry.config.composition.job_overrides import parse_number
-from foundry.sweeps.results import SweepReport
+from foundry.sweeps.reading import SweepReport
 from foundry.sweeps.seeds import is_seed
 
 _LONGEST_LABEL = 22  # characters

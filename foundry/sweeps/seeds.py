@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from foundry.sweeps.results import JobReport, SweepReport
+from foundry.sweeps.reading import JobReport, SweepReport
 
 
 def is_seed(key: str) -> bool:

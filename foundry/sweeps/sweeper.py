@@ -188,17 +188,18 @@ class CheckedSweeper(Sweeper):
         """The table and picture of the sweep, and a line for each job that has failed.
 
         Raises:
-            SystemExit: 1, one has failed, or was stopped.
+            SystemExit: 1, one has failed, was stopped, or has lost its run directory.
         """
         from rich.console import Console
 
         from foundry.sweeps.report import report
 
         report(self.sweep_dir, Console(stderr=self.config.tracking.progress == JSON))
-        failed = [job for job in jobs if self.state(job) in (*FAILED, "stopped")]
+        failed = [job for job in jobs if self.state(job) in (*FAILED, "stopped") or not self.run_dir(job).is_dir()]
         for job in failed:
             run_dir = self.run_dir(job)
-            sys.stderr.write(f"{job}: {read_status(run_dir).get('reason', '')}; see {run_dir / LOG}\n")
+            reason = read_status(run_dir).get("reason", "") if run_dir.is_dir() else "its run directory is gone"
+            sys.stderr.write(f"{job}: {reason}; see {run_dir / LOG}\n")
         if failed:
             raise SystemExit(1)
 

@@ -37,7 +37,7 @@ from foundry.launch.slurm_queue import will_restart
 from foundry.launch.slurm_task import NotRequeued
 from foundry.launch.start import start
 from foundry.run_dir.files import make_folder, open_regular, write_atomically
-from foundry.run_dir.lock import is_held
+from foundry.run_dir.lock import RunDirectoryLostError, is_held
 from foundry.run_dir.names import HYDRA, LOG, MLFLOW_PARENT
 from foundry.run_dir.redact import one_line, printable
 from foundry.run_dir.status import write_status
@@ -88,6 +88,9 @@ def work(run_dir: Path) -> int:
         if rank == 0:
             write_status(run_dir, state="stopped", reason="SIGINT")
         return 130
+    except RunDirectoryLostError as error:
+        log.error("%s", error)
+        return 1
     except Exception as error:
         return _record(error, run_dir, rank, error_output)
     return 0

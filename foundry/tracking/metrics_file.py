@@ -160,7 +160,6 @@ class MetricsFile:
         file.flush()
 
     def _open(self) -> TextIO:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(self._path)
         file = cast(TextIO, open_regular(self._path, "a"))
         self._file = file

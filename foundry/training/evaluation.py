@@ -65,7 +65,3 @@ class Evaluation:
         for evaluator in self.evaluators.values():
             if hasattr(evaluator, "close"):
                 evaluator.close()
-
-    def move(self, run_dir: Path) -> None:
-        """Write into another run directory from now on."""
-        self.folder = run_dir / self.folder.name

@@ -1,7 +1,7 @@
 """Saying what took a device's memory, and which settings take less."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,22 +35,14 @@ class DeviceMemory:
     """Bytes in this rank's device.
 
     Attributes:
-        weights: parameters, or this rank's shards of them, and buffers.
-        gradients: as many as there are at the moment.
-        optimizer: the optimizers' state.
-        ema: averaged weights.
-        frozen: models that do not learn.
+        parts: by name: weights or this rank's shards of them, gradients, optimizer state, averages and frozen models.
         allocated: everything in tensors.
         reserved: what torch has taken from the device, its cache included.
         capacity: of the device.
         where: the device as a person calls it.
     """
 
-    weights: int
-    gradients: int
-    optimizer: int
-    ema: int
-    frozen: int
+    parts: Mapping[str, int]
     allocated: int
     reserved: int
     capacity: int
@@ -59,7 +51,7 @@ class DeviceMemory:
     @property
     def rest(self) -> int:
         """Activations, gathered weights and workspaces: all that none of the parts holds."""
-        return max(0, self.allocated - self.weights - self.gradients - self.optimizer - self.ema - self.frozen)
+        return max(0, self.allocated - sum(self.parts.values()))
 
 
 def measure_device_memory(
@@ -80,16 +72,14 @@ def measure_device_memory(
         frozen: models that do not learn, as they were placed.
     """
     parameters = list(model.parameters())
-    states = (value for optimizer in optimizers for state in optimizer.state.values() for value in state.values())
-    in_use = _in_use(device)
-    return DeviceMemory(
-        weights=_bytes_on(device, [*parameters, *model.buffers()]),
-        gradients=_bytes_on(device, (parameter.grad for parameter in parameters)),
-        optimizer=_bytes_on(device, states),
-        ema=_bytes_on(device, averages),
-        frozen=_bytes_on(device, (tensor for each in frozen for tensor in (*each.parameters(), *each.buffers()))),
-        **in_use,
-    )
+    held = {
+        "weights": [*parameters, *model.buffers()],
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer state": [one for each in optimizers for state in each.state.values() for one in state.values()],
+        "averaged weights": averages,
+        "frozen models": [tensor for each in frozen for tensor in (*each.parameters(), *each.buffers())],
+    }
+    return DeviceMemory(parts={name: _bytes_on(device, held[name]) for name in held}, **_in_use(device))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -142,40 +132,28 @@ def explain_out_of_memory(
         world_size: ranks.
     """
     taken = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
-        "averaged weights": memory.ema,
-        "frozen models": memory.frozen,
-        "activations and the like": memory.rest,
-        "cached, in pieces": max(0, memory.reserved - memory.allocated),
-    }
+    cached = max(0, memory.reserved - memory.allocated)
+    parts = {**memory.parts, "activations and the like": memory.rest, "cached, in pieces": cached}
+    activations = list(_less_activations(config))
     if memory.where == "GPU":
-        remedies = _remedies(config, distributed, world_size, activations_first=memory.rest > memory.allocated / 2)
+        states = list(_less_states(config, distributed, world_size))
+        are_most = memory.rest > memory.allocated / 2
+        remedies = [*activations, *states] if are_most else [*states, *activations]
+        nothing = "every setting that saves memory is on: take a smaller model, shorter samples or more GPUs"
+        remedies = remedies or [nothing]
     else:  # more ranks or offloading would take it from the same host
-        rest = "a smaller model, shorter samples, or a machine with more memory"
-        remedies = [*_less_activations(config), ("otherwise", rest)]
-    return "\n".join(
+        remedies = [*activations, "otherwise: a smaller model, shorter samples, or a machine with more memory"]
+    return "\n  ".join(
         [
             f"out of {memory.where} memory {moment} on rank {rank}: {_wanted(error)}{taken}",
-            "  " + ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size > 0),
-            *(f"  {setting}: {effect}" for setting, effect in remedies),
+            ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size > 0),
+            *remedies,
         ]
     )
 
 
-def _remedies(
-    config: Config, distributed: Resolved, world_size: int, *, activations_first: bool
-) -> list[tuple[str, str]]:
-    """Settings and what each does, the most promising first."""
-    activations = list(_less_activations(config))
-    states = list(_less_states(config, distributed, world_size))
-    ordered = [*activations, *states] if activations_first else [*states, *activations]
-    return ordered or [("every setting that saves memory is on", "take a smaller model, shorter samples or more GPUs")]
-
-
-def _less_activations(config: Config) -> Iterator[tuple[str, str]]:
+def _less_activations(config: Config) -> Iterator[str]:
+    """Settings that shrink activations, each with its effect."""
     hparams = config.hparams
     size = hparams.per_gpu_batch_size
     if size > 1:
@@ -183,42 +161,40 @@ def _less_activations(config: Config) -> Iterator[tuple[str, str]]:
         smaller = max(divisor for divisor in range(1, size // 2 + 1) if size % divisor == 0)
         times = size // smaller
         yield (
-            f"hparams.per_gpu_batch_size={smaller}",
-            f"{times} times less activations, and the same updates: {times} times as many microbatches are accumulated",
+            f"hparams.per_gpu_batch_size={smaller}: {times} times less activations, and the same updates: "
+            f"{times} times as many microbatches are accumulated"
         )
     if not hparams.grad_checkpointing:
-        yield (
-            "hparams.grad_checkpointing=true",
-            "keeps each block's input only and computes the rest twice: about a third more time",
-        )
+        effect = "keeps each block's input only and computes the rest twice: about a third more time"
+        yield f"hparams.grad_checkpointing=true: {effect}"
     elif hparams.grad_checkpointing_policy is CheckpointingPolicy.selective:
         effect = "keeps no outputs of matrix products and attention, and computes them twice"
-        yield "hparams.grad_checkpointing_policy=full", effect
+        yield f"hparams.grad_checkpointing_policy=full: {effect}"
     positions = size * int(field_of(config.data, "seq_len") or 0)
     in_tiles = getattr(get_object(field_of(config.objective, "_target_")), "asks_for_loss", False)
     if field_of(config.model, "logprob_tile_tokens") == 0 and positions > _TILE_TOKENS and not in_tiles:
-        yield (
-            f"model.logprob_tile_tokens={_TILE_TOKENS}",
-            f"the head's logits for {_TILE_TOKENS} tokens at a time instead of {positions}",
-        )
+        effect = f"the head's logits for {_TILE_TOKENS} tokens at a time instead of {positions}"
+        yield f"model.logprob_tile_tokens={_TILE_TOKENS}: {effect}"
 
 
-def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iterator[tuple[str, str]]:
-    hparams, is_sharded = config.hparams, isinstance(distributed, FSDP)
-    if not is_sharded and world_size == 1:
-        yield "distributed=fsdp distributed.nproc_per_node=2", "half of weights, gradients and optimizer state per GPU"
-    elif not is_sharded or isinstance(distributed, HSDP):
-        yield "distributed=fsdp", f"weights, gradients and optimizer state are divided over all {world_size} ranks"
+def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iterator[str]:
+    """Settings that shrink this rank's weights, gradients and optimizer state, each with its effect."""
+    hparams, states = config.hparams, "weights, gradients and optimizer state"
     accumulates = hparams.global_batch_size > distributed.dp_size(world_size) * hparams.per_gpu_batch_size
-    if is_sharded and world_size > 1 and accumulates and distributed.gradient_sync is not GradientSync.every:
-        effect = "gradients are divided after each microbatch instead of kept whole for the window"
-        yield "distributed.gradient_sync=every", effect
-    if isinstance(distributed, FSDP) and not distributed.reshard_after_forward:
-        yield "distributed.reshard_after_forward=true", "gathered weights are freed between forward and backward"
+    if not isinstance(distributed, FSDP) and world_size == 1:
+        yield f"distributed=fsdp distributed.nproc_per_node=2: half of {states} per GPU"
+    elif not isinstance(distributed, FSDP) or isinstance(distributed, HSDP):
+        yield f"distributed=fsdp: {states} are divided over all {world_size} ranks"
+    if isinstance(distributed, FSDP):
+        if world_size > 1 and accumulates and distributed.gradient_sync is not GradientSync.every:
+            effect = "gradients are divided after each microbatch instead of kept whole for the window"
+            yield f"distributed.gradient_sync=every: {effect}"
+        if not distributed.reshard_after_forward:
+            yield "distributed.reshard_after_forward=true: gathered weights are freed between forward and backward"
     offloads = isinstance(distributed, FSDP) and distributed.cpu_offload
     if not offloads and config.precision.mode is not PrecisionMode.amp_float16:
         chosen = "" if isinstance(config.distributed, FSDP) else "distributed=fsdp "
-        yield f"{chosen}distributed.cpu_offload=true", "weights, gradients and optimizer state in host memory; slower"
+        yield f"{chosen}distributed.cpu_offload=true: {states} in host memory; slower"
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[Any]) -> int:

@@ -40,9 +40,7 @@ class Boundary(IntFlag):
     STOP_TERM = 8
     STOP_USR1 = 16
     STOP_USR2 = 32
-    COMPILE = 64
-    EAGER = 128
-    TIME = 256
+    TIME = 64
 
     @property
     def signum(self) -> signal.Signals | None:

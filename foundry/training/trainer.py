@@ -23,7 +23,7 @@ from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog, translate
 from foundry.training.best import Best
 from foundry.training.collection import CollectedBetweenSteps
-from foundry.training.compiling import Compiling
+from foundry.training.compiling import Recompilations
 from foundry.training.evaluation import Evaluation
 from foundry.training.guards import LossSpike
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
@@ -80,8 +80,9 @@ class Trainer:
         save_final: whether the end of the run is saved.
         explain_out_of_memory: what took the memory, given torch's error and the moment, such as "in step 3".
         profiler: records chosen steps.
-        compiling: compiles the model where that pays.
+        recompilations: warns of graphs that are compiled after the first steps.
         check_first_step: called before the first step; leaves everything as it is. None: nothing is checked.
+        check_run_dir: called on rank 0 before anything is written into the run directory; raises if that is lost.
     """
 
     step: TrainStep
@@ -108,8 +109,9 @@ class Trainer:
     save_final: bool
     explain_out_of_memory: Callable[[BaseException, str], str]
     profiler: StepProfiler
-    compiling: Compiling
+    recompilations: Recompilations
     check_first_step: Callable[[], None] | None = None
+    check_run_dir: Callable[[], None] = lambda: None
     observers: Sequence[Observer] = ()
     _loss: float | None = None
     _stop_reason: str | None = None
@@ -131,6 +133,7 @@ class Trainer:
             LossSpike: the loss jumped again and again after going back to a checkpoint, or there was none.
             SaveError: the run is done, but its last checkpoint could not be written.
             Stopped: a signal came; the run is saved.
+            RunDirectoryLostError: the run directory was deleted, moved or replaced.
         """
         self._tell("on_start", started)
         self._began = time.monotonic()
@@ -182,7 +185,6 @@ class Trainer:
             "ema": None if self.ema is None else self.ema.state_dict(),
             "stop_rules": {name: rule.state_dict() for name, rule in self.stop_rules.items()},
             "best": self.best.state_dict(),
-            "compiling": self.compiling.state_dict(),
             "stop_reason": self._stop_reason,
             **({} if self.max_seconds is None else {"seconds": self._seconds()}),
             "loss": self._loss if self._loss is not None and math.isfinite(self._loss) else None,
@@ -201,8 +203,6 @@ class Trainer:
             if name in states:
                 rule.load_state_dict(states[name])
         self.best.load_state_dict(state["best"])
-        if "compiling" in state:
-            self.compiling.load_state_dict(state["compiling"])
         self._loss, self._stop_reason = read_optional_number(state, "loss"), state["stop_reason"]
         self._seconds_before = read_optional_number({"seconds": 0.0, **state}, "seconds") or 0.0
 
@@ -218,7 +218,7 @@ class Trainer:
         )
         lr = self.schedule.lr(before, after)
         weight_decay = self.schedule.weight_decay(before, after)
-        with self.compiling.around(window):
+        with self.recompilations.around_step():
             result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
         self.watchdog.started()
         self.checkpoints.check_state()
@@ -248,7 +248,7 @@ class Trainer:
 
     def _keep(self, is_due: bool, measured: "_Measured", samples_before: int) -> "_Measured":
         """Save what is due, stop if a signal came, and end where the time is up; ranks agree on all of it."""
-        own = int(self.signals.flags) | self.compiling.flags
+        own = int(self.signals.flags)
         if self.checkpoints.is_time():
             own |= Boundary.SAVE
         if self.max_seconds is not None and self.world.is_main and self._seconds() >= self.max_seconds:
@@ -260,7 +260,6 @@ class Trainer:
             measured = measured if measured.metrics is not None else self._measure(samples_before)
             self._stop_reason = measured.stop_reason or _TIME_IS_UP
             return replace(measured, stop_reason=self._stop_reason)
-        self.compiling.obey(agreed)
         if is_due or measured.is_best or agreed & Boundary.SAVE:
             self._save(measured, wait=False)
         return measured
@@ -271,6 +270,7 @@ class Trainer:
 
     def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
         self._doing("saving a checkpoint")
+        self.check_run_dir()
         self.step.guard.check()
         metric = (measured.metrics or {}).get(self.metric or "")
         with self.throughput.pause():
@@ -330,7 +330,8 @@ class Trainer:
         self._loss = loss
         self.step.guard.check()
         rates = self.throughput.log(self.progress.steps, self.progress.samples, self.progress.tokens)
-        self.compiling.after_log(rates.step_seconds, self.budget.total_steps - self.progress.steps)
+        if self.world.is_main:
+            self.recompilations.warn()
         norms = {} if result.norms is None else result.norms.read()
         self._tell(
             "on_step",
@@ -352,6 +353,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Measure and draw with the averaged weights, where kept; ranks do it together. Names as in metrics.jsonl."""
         self._doing("evaluating")
+        self.check_run_dir()
         with self.throughput.pause(), nullcontext() if self.ema is None else self.ema.swapped_in():
             metrics, files = self.evaluation.run(self.progress.steps, self._doing)
         event = Evaluated(
@@ -392,5 +394,6 @@ class Trainer:
         self.watchdog.beat(self.progress.steps + 1, what)
 
     def _tell(self, name: str, event: object) -> None:
+        self.check_run_dir()
         for observer in self.observers:
             getattr(observer, name)(event)

@@ -12,19 +12,15 @@ from foundry.run_dir.checkpoints import find, list_checkpoints
 
 def save_forever(run_dir, pipe, asynchronous):
     import torch
-    from support.checkpoint_parts import ALONE, KNOWN
-
-    from foundry.checkpoint.saver import Checkpointer
+    from support.checkpoint_parts import KNOWN, saver
 
     torch.set_num_threads(1)
-    checkpointer = Checkpointer(
-        run_dir, ALONE, asynchronous=asynchronous, keep_last=2, keep_every_steps=None, strict=True
-    )
+    checkpointer = saver(run_dir, asynchronous=asynchronous, keep_last=2)
     step = max((int(folder.name[5:]) for folder in list_checkpoints(run_dir)), default=0)
     while True:
         step += 1
         tensors = {f"t{index}": torch.full((2000,), float(step)) for index in range(20)}
-        checkpointer.save(step, tensors=lambda given=tensors: given, manifest=KNOWN, rank_state={}, is_best=True)
+        checkpointer.write(step, tensors=lambda given=tensors: given, manifest=KNOWN, rank_state={}, is_best=True)
         if not checkpointer.pending:
             pipe.send(step)
 

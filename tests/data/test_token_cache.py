@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from foundry.core.errors import ConfigError
 from foundry.data.corpora.text import text_files
-from foundry.data.io import sealed_folder
+from foundry.data.io import cached_folder
 from foundry.run_dir.lock import lock
 
 FILES = ["train.npy", "validation.npy", "tokenizer.json", "statistics.json", "manifest.json"]
@@ -80,31 +80,31 @@ def test_a_damaged_file_is_made_again_with_a_line(made, caplog, name, kind, shar
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert tokens(load(made)) == whole
-    still_right = name == "manifest.json" and sealed_folder.find_damage(cached(made)) is None and not caplog.records
+    still_right = name == "manifest.json" and cached_folder.find_damage(cached(made)) is None and not caplog.records
     if not still_right:  # a flipped space of the manifest is none
         (record,) = caplog.records
         assert "the tokens are made again" in record.getMessage()
-    assert sealed_folder.find_damage(cached(made)) is None
+    assert cached_folder.find_damage(cached(made)) is None
     caplog.clear()
     load(made)
     assert not caplog.records
 
 
 def test_a_large_cache_is_summed_again_only_when_it_has_changed(made, monkeypatch):
-    monkeypatch.setattr(sealed_folder, "_ALWAYS_BYTES", 0)
+    monkeypatch.setattr(cached_folder, "_ALWAYS_BYTES", 0)
     folder, summed = cached(made), []
-    checksum = sealed_folder._checksum
-    monkeypatch.setattr(sealed_folder, "_checksum", lambda file: summed.append(file.name) or checksum(file))
+    checksum = cached_folder._checksum
+    monkeypatch.setattr(cached_folder, "_checksum", lambda file: summed.append(file.name) or checksum(file))
     (folder / ".verified").unlink(missing_ok=True)
     for _ in range(3):
-        assert sealed_folder.find_damage(folder) is None
+        assert cached_folder.find_damage(folder) is None
     assert len(summed) == 4
     content, status = (folder / "train.npy").read_bytes(), (folder / "train.npy").stat()
     (folder / "train.npy").write_bytes(zeroed(content, len(content) // 2))
     os.utime(folder / "train.npy", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert sealed_folder.find_damage(folder) == "train.npy is not as it was written"
+    assert cached_folder.find_damage(folder) == "train.npy is not as it was written"
     (folder / "train.npy").write_bytes(content)
-    assert sealed_folder.find_damage(folder) is None
+    assert cached_folder.find_damage(folder) is None
 
 
 def test_temporaries_of_dead_processes_are_swept_and_those_of_live_ones_stay(tmp_path):
@@ -117,18 +117,18 @@ def test_temporaries_of_dead_processes_are_swept_and_those_of_live_ones_stay(tmp
         os.utime(path, (1e9, 1e9))
     with ExitStack() as held:
         assert lock(live, held)
-        sealed_folder.sweep_temporaries(tmp_path)
+        cached_folder.sweep_temporaries(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {live.name, fresh.name, theirs.name}
 
 
 def test_two_that_publish_at_once_leave_one_whole_folder(tmp_path):
     for content in (b"first", b"second"):
-        temporary = sealed_folder.temporary_for(tmp_path / NAME)
+        temporary = cached_folder.temporary_for(tmp_path / NAME)
         (temporary / "file").write_bytes(content)
-        sealed_folder.seal(temporary, ("file",))
-        sealed_folder.publish(temporary, tmp_path / NAME)
+        cached_folder.seal(temporary, ("file",))
+        cached_folder.publish(temporary, tmp_path / NAME)
     assert (tmp_path / NAME / "file").read_bytes() == b"first"
-    assert sealed_folder.find_damage(tmp_path / NAME) is None
+    assert cached_folder.find_damage(tmp_path / NAME) is None
 
 
 def test_arrays_are_never_unpickled(made):
@@ -137,7 +137,7 @@ def test_arrays_are_never_unpickled(made):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"]["train.npy"] = {
         "bytes": (folder / "train.npy").stat().st_size,
-        "xxh3_128": sealed_folder._checksum(folder / "train.npy"),
+        "xxh3_128": cached_folder._checksum(folder / "train.npy"),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="Python objects"):

@@ -78,7 +78,8 @@ def save_all(world, root):
     """By layout and optimizer: this rank's part of what was saved, and of what it was one step later."""
     from functools import partial
 
-    from foundry.checkpoint.saver import Checkpointer
+    from support.checkpoint_parts import saver
+
     from foundry.checkpoint.tensors import collect
 
     results = {}
@@ -86,11 +87,9 @@ def save_all(world, root):
         for kind in OPTIMIZERS:
             parallel, ema, optimizers = parts = build(kind, config, world, seed=1)
             train(*parts, world, range(2))
-            checkpointer = Checkpointer(
-                root / f"{name}-{kind}", world, asynchronous=True, keep_last=None, keep_every_steps=None, strict=True
-            )
+            checkpointer = saver(root / f"{name}-{kind}", world, asynchronous=True)
             tensors = partial(collect, parallel.model, ema, optimizers)
-            checkpointer.save(2, tensors=tensors, manifest={"samples": 32}, rank_state={"rank": world.rank})
+            checkpointer.write(2, tensors=tensors, manifest={"samples": 32}, rank_state={"rank": world.rank})
             saved = own_parts(parts, world)
             train(*parts, world, [2])
             checkpointer.finish()

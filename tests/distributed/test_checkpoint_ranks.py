@@ -15,14 +15,13 @@ WRAPPERS = {"ddp": DDP(), "ddp_late": DDP(overlap_grad_reduce=False), "fsdp": FS
 
 
 def saver(run_dir, world, **options):
-    from foundry.checkpoint.saver import Checkpointer
+    from support import checkpoint_parts
 
-    default = {"asynchronous": True, "keep_last": None, "keep_every_steps": None, "strict": False}
-    return Checkpointer(run_dir, world, **default | options)
+    return checkpoint_parts.saver(run_dir, world, **{"asynchronous": True, "strict": False} | options)
 
 
 def save(checkpointer, step, tensors, world, **options):
-    checkpointer.save(step, tensors=tensors, manifest={}, rank_state={"rank": world.rank}, **options)
+    checkpointer.write(step, tensors=tensors, manifest={}, rank_state={"rank": world.rank}, **options)
 
 
 def save_wrapped(world, root):

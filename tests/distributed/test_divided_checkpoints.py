@@ -41,8 +41,8 @@ def build(world, config, seed):
 def save(world, root, config, name, source=None):
     """Two steps from scratch, or what `source` holds, as a checkpoint; and this rank's number of bytes."""
     import torch
+    from support.checkpoint_parts import saver
 
-    from foundry.checkpoint.saver import Checkpointer
     from foundry.checkpoint.tensors import collect, describe, restore_into
     from foundry.models.token_loss import TokenLoss
     from foundry.run_dir.checkpoints import find
@@ -59,12 +59,10 @@ def save(world, root, config, name, source=None):
             optimizer.step()
             optimizer.zero_grad()
         ema.update()
-    checkpointer = Checkpointer(
-        root / name, world, asynchronous=True, keep_last=None, keep_every_steps=None, strict=True
-    )
+    checkpointer = saver(root / name, world, asynchronous=True)
     manifest = {"samples": 32, "optimizer": describe(parallel.model, optimizers)}
     tensors = partial(collect, parallel.model, ema, optimizers)
-    checkpointer.save(2, tensors=tensors, manifest=manifest, rank_state={"rank": world.rank})
+    checkpointer.write(2, tensors=tensors, manifest=manifest, rank_state={"rank": world.rank})
     checkpointer.finish()
 
 

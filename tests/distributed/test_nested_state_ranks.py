@@ -52,15 +52,14 @@ def values(parallel, optimizers):
 def save_and_restore(world, root, config, kind):
     """What differs right after restoring, and after another step."""
     import torch
+    from support.checkpoint_parts import saver
 
-    from foundry.checkpoint.saver import Checkpointer
     from foundry.checkpoint.tensors import collect, describe, restore_into
     from foundry.run_dir.checkpoints import find
 
     first = build(config, world, 1, kind)
     train(*first, world, range(2))
-    checkpointer = Checkpointer(root, world, asynchronous=False, keep_last=None, keep_every_steps=None, strict=True)
-    checkpointer.save(
+    saver(root, world).write(
         2,
         tensors=lambda: collect(first[0].model, None, first[1]),
         manifest={"samples": 32, "optimizer": describe(first[0].model, first[1])},

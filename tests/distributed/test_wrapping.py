@@ -281,18 +281,13 @@ def test_a_compiled_block_is_one_graph_whatever_the_buckets():
 def train_compiled(world):
     import torch
 
-    from foundry.models.fsdp_block import find_blocks
-    from foundry.parallel.compilation import compile_blocks
-
     # Tracing through hooks and checkpoints is what wrapping can break; generating C++ would only take minutes.
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     results = {}
     reference = train(wrap(FSDP(), world), FP32, world)
     fsdp = replace(FSDP(), gradient_sync=GradientSync.last_keep_params)
-    for name, config, late in (("ddp", DDP(), 0), ("fsdp", fsdp, 0), ("late ddp", DDP(), 1), ("late fsdp", fsdp, 1)):
-        parallel = wrap(config, world, grad_checkpointing=config is fsdp, torchcompile=not late)
-        if late:
-            compile_blocks(find_blocks(parallel.inner))
+    for name, config in (("ddp", DDP()), ("fsdp", fsdp)):
+        parallel = wrap(config, world, grad_checkpointing=config is fsdp, torchcompile=True)
         trained = train(parallel, FP32, world)
         counts = count_collectives(lambda parallel=parallel: backward_window(parallel, FP32, world, 7, 4))
         names = [key for key, _ in parallel.inner.named_parameters()]
@@ -304,8 +299,8 @@ def train_compiled(world):
 def test_compiled_blocks_keep_numbers_names_and_deferral():
     for of_rank in spawn(train_compiled, 2, timeout_seconds=500.0):
         sharded = {"allgather_base": NUM_BLOCKS + 1, "reduce_scatter_base": NUM_BLOCKS + 1, "allreduce": 1}
-        assert of_rank["ddp"][1] == of_rank["late ddp"][1] == {"allreduce": 1}
-        assert of_rank["fsdp"][1] == of_rank["late fsdp"][1] == sharded
+        assert of_rank["ddp"][1] == {"allreduce": 1}
+        assert of_rank["fsdp"][1] == sharded
         for difference, _, names in of_rank.values():
             assert difference < 2e-6
             assert names == [name for name, _ in Toy().named_parameters()]

@@ -45,7 +45,7 @@ def make_run(folder, *overrides, ema=False):
             for parameter in model.parameters():
                 parameter.add_(1)
         average.update()
-    saver(folder).save(1, tensors=lambda: collect(model, average, []), manifest=KNOWN, rank_state={}, wait=True)
+    saver(folder).write(1, tensors=lambda: collect(model, average, []), manifest=KNOWN, rank_state={}, wait=True)
     return folder
 
 

@@ -51,10 +51,8 @@ def test_the_page_of_help_imports_no_rule_no_launcher_and_no_sweeper():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("torchcompile", ["false", "auto"])
-def test_one_process_imports_neither_compiler_nor_sharding_and_draws_after_its_first_step(torchcompile, tmp_path):
+def test_one_process_imports_neither_compiler_nor_sharding_and_draws_after_its_first_step(tmp_path):
     overrides = [*TINY_LM, *PLOTS, "tracking.mlflow=true", "tracking.log_every_n_steps=1"]
-    overrides += [f"hparams.torchcompile={torchcompile}"]
     (tmp_path / "script.py").write_text(_RUN.format(later=LATER, overrides=overrides))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     lines = [line.strip() for line in done.stdout.splitlines() if line.startswith("at the ")]

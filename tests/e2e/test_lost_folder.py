@@ -1,18 +1,19 @@
-"""A run directory that is deleted or moved while the run trains."""
+"""A run directory that is deleted, moved or replaced while the run trains."""
 
 import ctypes
+import json
 import shutil
 
 import pytest
-from support.outcome import losses, status
+from support.outcome import losses
 from support.small_text import RUN, SMALL, write_text
 
-from foundry.checkpoint.folder import problems
-from foundry.run_dir.checkpoints import find, list_checkpoints
+from foundry.run_dir.checkpoints import find
 
 STEPS = 1200  # so that a test that waits for its turn still finds the run training
 WORDS = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", "hydra.run.dir=run", "evaluation.write_samples=true"]
 TWO = ["distributed=fsdp", "distributed.nproc_per_node=2"]
+OTHERS = ["config.yaml", "metrics.jsonl", "result.json", "status.json"]
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 
@@ -29,53 +30,73 @@ def replaced(run_dir):
     """Put another folder in its place, in one call: between two the run would notice that there is none."""
     other = run_dir.with_name("moved")
     other.mkdir()
-    (other / "config.yaml").write_text("somebody else's")
+    for name in OTHERS:
+        (other / name).write_text("somebody else's")
     assert ctypes.CDLL(None).renameat2(AT_FDCWD, bytes(other), AT_FDCWD, bytes(run_dir), RENAME_EXCHANGE) == 0
 
 
+def emptied(run_dir):
+    moved(run_dir)
+    run_dir.mkdir()
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 CASES = {
-    "deleted": (deleted, [], "run"),
-    "moved": pytest.param((moved, ["checkpoint.asynchronous=false"], "run"), marks=pytest.mark.long),
-    "replaced": pytest.param((replaced, [], "run.rescued"), marks=pytest.mark.long),
-    "deleted under two ranks": pytest.param((deleted, TWO, "run"), marks=[pytest.mark.distributed, pytest.mark.long]),
+    "deleted": pytest.param((deleted, [], None), marks=pytest.mark.long),
+    "moved": pytest.param((moved, ["checkpoint.asynchronous=false"], None), marks=pytest.mark.long),
+    "emptied": pytest.param((emptied, [], []), marks=pytest.mark.long),
+    "replaced": (replaced, ["tracking.mlflow=true"], OTHERS),
+    "replaced under ranks": pytest.param((replaced, TWO, OTHERS), marks=[pytest.mark.distributed, pytest.mark.long]),
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_run_ends_with_its_weights_in_a_new_folder(shell, case):
-    lose, more, name = case
-    run_dir, fresh = shell.cwd / "run", shell.cwd / name
+def test_the_run_ends_with_one_line_and_writes_nowhere_else(shell, case):
+    lose, more, left = case
+    run_dir = shell.cwd / "run"
     overrides = [*WORDS, *more, write_text(shell.cwd)]
     process = shell.start(*overrides)
     shell.wait_for_steps(process, run_dir, 40)
     lose(run_dir)
-    stderr = shell.finish(process)[1]
+    _, stderr = shell.finish(process, code=1)
     assert "Traceback" not in stderr
-    (line,) = [line for line in stderr.splitlines() if "was deleted or moved while the run trains" in line]
-    assert f"continues in {fresh}," in line
-    assert status(fresh)["state"] == "finished"
-    assert find(fresh).name == f"step_{STEPS:08d}"
-    assert all(problems(folder) == [] for folder in list_checkpoints(fresh))
-    assert list(losses(fresh))[-1] == STEPS
-    assert (fresh / "result.json").is_file()
-    assert "run trains" in (fresh / "foundry.log").read_text()
-    shell.run(f"run={fresh}", "out=exported", module="foundry.export")
-    if name == "run":
-        assert "holds a finished run" in shell.run(*overrides)[1]
-    else:
-        assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
-        assert (run_dir / "config.yaml").read_text() == "somebody else's"
+    (line,) = [line for line in stderr.splitlines() if line.startswith(f"{run_dir} was deleted, moved or replaced")]
+    assert "move the directory back and give the same command again" in line
+    assert run_dir.exists() is (left is not None)
+    assert content(run_dir) == dict.fromkeys(left or [], b"somebody else's")
+    assert sorted(path.name for path in shell.cwd.glob("run*")) == ["run"][: run_dir.exists()]
 
 
 @pytest.mark.long
-def test_where_nothing_can_be_written_a_line_says_why(shell):
-    run_dir = shell.cwd / "deep" / "run"
-    overrides = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", f"hydra.run.dir={run_dir}", write_text(shell.cwd)]
+def test_a_directory_that_is_moved_back_is_resumed(shell):
+    run_dir = shell.cwd / "run"
+    overrides = [*WORDS, "checkpoint.interval=20 steps", write_text(shell.cwd)]
     process = shell.start(*overrides)
-    shell.wait_for_steps(process, run_dir, 40)
-    run_dir.parent.rename(shell.cwd / "elsewhere")
-    run_dir.parent.write_text("in the way")
-    stderr = shell.finish(process, code=1)[1]
-    assert f"SaveError: no checkpoint of step {STEPS}" in stderr
-    assert "NotADirectoryError" in stderr or "FileExistsError" in stderr
+    shell.wait_for_steps(process, run_dir, 60)
+    moved(run_dir)
+    shell.finish(process, code=1)
+    run_dir.with_name("moved").rename(run_dir)
+    saved = int(find(run_dir).name.removeprefix("step_"))
+    assert saved >= 20
+    assert "was deleted, moved or replaced" in (run_dir / "foundry.log").read_text()
+    shell.run(*overrides)
+    assert list(losses(run_dir))[-1] == STEPS
+    assert find(run_dir).name == f"step_{STEPS:08d}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["local", "sequential"])
+def test_other_jobs_of_a_sweep_continue(shell, launcher):
+    first, second = shell.cwd / "sweep" / "0", shell.cwd / "sweep" / "1"
+    jobs = ["-m", "hparams.seed=1,2", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep"]
+    process = shell.start(*RUN, *SMALL, "hparams.max_steps=200", *jobs, write_text(shell.cwd))
+    shell.wait_for_steps(process, first, 40)
+    deleted(first)
+    _, stderr = shell.finish(process, code=1)
+    assert "Traceback" not in stderr
+    assert "job 0 (hparams.seed=1): its run directory is gone" in stderr
+    assert not first.exists()
+    assert json.loads((second / "status.json").read_text())["state"] == "finished"

@@ -72,6 +72,22 @@ def numbered_interval(folder, interval):
     rewrite_manifest(checkpoint, config=recorded)
 
 
+def test_a_run_that_chose_itself_whether_to_compile_continues_without(run_command, stored):
+    config = stored / "config.yaml"
+    config.write_text(config.read_text().replace("torchcompile: false", "torchcompile: auto"))
+    checkpoint = stored / "checkpoints" / "latest"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["config"]["hparams"]["torchcompile"] = "auto"
+    state = manifest["state"] | {"compiling": {"compiled": True}}
+    rewrite_manifest(checkpoint, config=manifest["config"], state=state)
+    assert load_config(stored).hparams.torchcompile is False  # as a job of a sweep reads its settings
+    run_command(*WORDS, "hparams.max_steps=6")
+    assert "resumed with hparams.torchcompile: auto -> False" in (stored / "foundry.log").read_text()
+    found = [record["loss"] for record in records(stored) if "loss" in record]
+    assert found[4:] == pytest.approx(LOSSES, rel=2e-6)
+    assert "compiling" not in json.loads((checkpoint / "manifest.json").read_text())["state"]
+
+
 def evaluated(folder):
     return [record["step"] for record in records(folder) if "val_loss" in record]
 

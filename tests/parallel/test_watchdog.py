@@ -150,28 +150,52 @@ with Watchdog(0.3, rank=2, record=record) as dog:
     assert "in read_a_slow_file" in stack
 
 
-class Roll:
-    """What a roll call has found."""
-
-    def __init__(self, silent, answers):
-        self.silent, self.answers = silent, answers
-
-
 @pytest.mark.parametrize(
-    ("silent", "answers", "blamed", "message"),
+    ("world_size", "dumps", "blamed", "message"),
     [
-        ([1], {2: (5, "training")}, 1, "rank 1 gave no sign of life (stopped, or out of reach); rank 0 waited for"),
-        ([1, 3], {}, 1, "ranks 1, 3 gave no sign of life"),
-        ([], {1: (4, "reading samples"), 2: (5, "training")}, 1, "; rank 1 is at step 4, reading samples: ended"),
-        ([], {1: (5, "reading samples")}, 0, "; rank 1 is at step 5, reading samples: ended"),
-        ([], {1: (5, "training")}, 0, "rank 0 has not moved for 9 s"),
+        (3, {2: (5, "training")}, 1, "rank 1 gave no sign of life (stopped, busy, or out of reach); rank 0 waited for"),
+        (4, {2: (5, "training")}, 1, "ranks 1, 3 gave no sign of life"),
+        (3, {1: (4, "reading samples"), 2: (5, "training")}, 1, "; rank 1 is at step 4, reading samples: ended"),
+        (2, {1: (5, "reading samples")}, 0, "; rank 1 is at step 5, reading samples: ended"),
+        (2, {1: (5, "training")}, 0, "rank 0 has not moved for 9 s"),
+        (2, None, 0, "rank 0 has not moved for 9 s"),
     ],
 )
-def test_the_rank_that_is_missing_is_blamed_not_the_one_that_waits(silent, answers, blamed, message):
-    rank, line = Watchdog(9.0, rank=0, roll_call=Roll(silent, answers))._verdict(9.0, 5, "training")
+def test_the_rank_that_is_missing_is_blamed_not_the_one_that_waits(world_size, dumps, blamed, message):
+    dumps = None if dumps is None else {0: (5, "training"), **dumps}
+    rank, line = Watchdog(9.0, rank=0, world_size=world_size)._verdict(9.0, 5, "training", dumps)
     assert rank == blamed
     assert message in line
     assert "\n" not in line
+
+
+TWO = """
+import sys, time
+from pathlib import Path
+from functools import partial
+from foundry.parallel.watchdog import Watchdog
+from foundry.run_dir.ends import dump_stacks, read_positions
+folder, rank, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+read_dumps = partial(read_positions, folder, rank, 2, 1.0)
+dog = Watchdog(2.0, rank, world_size=2, dump=partial(dump_stacks, folder, rank), read_dumps=read_dumps)
+with dog:
+    for _ in range(int(seconds * 20)):
+        dog.beat(3, "reading samples")
+        time.sleep(0.05)
+    assert not dog.blame
+    dog.beat(4, "training")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("other", "says"), [(0.0, "rank 0 has not moved for"), (60.0, "rank 1 gave no sign of life")])
+def test_a_rank_that_does_not_wait_with_the_others_is_named(tmp_path, other, says):
+    commands = [[sys.executable, "-c", TWO, tmp_path, str(rank), str(busy)] for rank, busy in enumerate((0.0, other))]
+    with subprocess.Popen(commands[1]) as second:
+        first = subprocess.run(commands[0], capture_output=True, text=True, timeout=50, check=False)
+        second.kill()
+    assert first.stderr.startswith(says)
 
 
 def test_leaving_ends_the_watch():

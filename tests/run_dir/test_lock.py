@@ -1,8 +1,13 @@
+import errno
+import fcntl
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 
-from foundry.run_dir.lock import LOCK, is_held, lock
+import pytest
+
+from foundry.run_dir.lock import LOCK, RunDirectoryLostError, check_ours, is_held, lock
 
 LOOK = "import sys, pathlib, foundry.run_dir.lock as it; print(it.is_held(pathlib.Path(sys.argv[1])))"
 
@@ -54,3 +59,62 @@ def test_a_free_lock_of_another_machine_says_nothing(tmp_path):
         (tmp_path / LOCK).write_text("elsewhere")
         assert is_held(tmp_path) is True
     assert is_held(tmp_path) is None
+
+
+def moved(run_dir):
+    return run_dir.rename(run_dir.with_name("moved"))
+
+
+def made_anew(run_dir):
+    shutil.rmtree(run_dir)
+    run_dir.mkdir()
+
+
+def replaced_by_another_run(run_dir):
+    made_anew(run_dir)
+    (run_dir / LOCK).write_text("elsewhere")
+
+
+def replaced_by_a_file(run_dir):
+    shutil.rmtree(run_dir)
+    run_dir.write_text("a file")
+
+
+def replaced_by_a_link(run_dir):
+    moved(run_dir)
+    run_dir.symlink_to(run_dir.parent)
+
+
+LOST = [shutil.rmtree, moved, made_anew, replaced_by_another_run, replaced_by_a_file, replaced_by_a_link]
+
+
+@pytest.mark.parametrize("lose", LOST)
+def test_a_directory_that_is_lost_is_noticed(tmp_path, lose):
+    run_dir = tmp_path / "run"
+    with ExitStack() as stack:
+        assert lock(run_dir, stack)
+        check_ours(run_dir)
+        lose(run_dir)
+        with pytest.raises(RunDirectoryLostError, match=f"^{run_dir} was deleted, moved or replaced"):
+            check_ours(run_dir)
+
+
+def test_a_directory_that_was_moved_and_linked_is_the_same(tmp_path):
+    run_dir = tmp_path / "run"
+    with ExitStack() as stack:
+        assert lock(run_dir, stack)
+        run_dir.symlink_to(moved(run_dir))
+        check_ours(run_dir)
+
+
+def test_a_directory_of_a_file_system_without_locks_is_known(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with ExitStack() as stack:
+        assert lock(tmp_path, stack)
+        check_ours(tmp_path)
+        (tmp_path / LOCK).unlink()
+        with pytest.raises(RunDirectoryLostError):
+            check_ours(tmp_path)

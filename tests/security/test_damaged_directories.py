@@ -17,8 +17,8 @@ from foundry.commands.report import ReportOptions, print_report
 from foundry.core.errors import ConfigError
 from foundry.launch import slurm_unwatched
 from foundry.run_dir.status import write_status
+from foundry.sweeps.reading import Which
 from foundry.sweeps.report import report, watch
-from foundry.sweeps.results import Which
 from foundry.tracking.mlflow.destination import Destination
 from foundry.tracking.mlflow.queue import write_pending
 

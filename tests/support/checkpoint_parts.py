@@ -28,33 +28,16 @@ class Net(nn.Module):
         self.register_buffer("table", torch.randn(5))
 
 
-def saver(
-    run_dir,
-    *,
-    asynchronous=False,
-    keep_last=None,
-    keep_every_steps=None,
-    strict=True,
-    world=ALONE,
-    locate=None,
-    alive=None,
-):
-    return Checkpointer(
-        run_dir,
-        world,
-        asynchronous=asynchronous,
-        keep_last=keep_last,
-        keep_every_steps=keep_every_steps,
-        strict=strict,
-        locate=locate,
-        alive=alive,
-    )
+def saver(run_dir, world=ALONE, **options):
+    """A Checkpointer for `write`; its `save` would save a model without parameters."""
+    default = {"model": nn.Module(), "asynchronous": False, "keep_last": None, "keep_every_steps": None, "strict": True}
+    return Checkpointer(run_dir, world, **default | options)
 
 
 def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, state=None, source=None, **options):
     """Save one checkpoint and wait for it; returns its folder."""
     checkpointer = checkpointer or saver(run_dir)
-    checkpointer.save(
+    checkpointer.write(
         step,
         tensors=lambda: collect(model, ema, optimizers, source),
         manifest={**KNOWN, "state": state or {"position": step}, "optimizer": describe(model, optimizers)},

@@ -6,8 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 from support.sweep_dirs import SweepDir
 
-from foundry.sweeps.figure import spread, sweep_figure
-from foundry.sweeps.panels import Frame
+from foundry.sweeps.figure import Frame, spread, sweep_figure
 from foundry.sweeps.reading import read_sweep
 from foundry.tracking.plot_style import ORANGE, RED, save_figure
 

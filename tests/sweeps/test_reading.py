@@ -6,8 +6,7 @@ import pytest
 from support.sweep_dirs import SweepDir, held
 
 from foundry.core.errors import ConfigError
-from foundry.sweeps.reading import evaluations, read_sweep
-from foundry.sweeps.results import Which
+from foundry.sweeps.reading import Which, evaluations, read_sweep
 
 
 @pytest.fixture

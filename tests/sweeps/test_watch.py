@@ -10,8 +10,8 @@ from rich.console import Console
 from support.sweep_dirs import SweepDir, held
 
 from foundry.sweeps import report as module
+from foundry.sweeps.reading import Which
 from foundry.sweeps.report import report, watch
-from foundry.sweeps.results import Which
 
 
 @pytest.fixture

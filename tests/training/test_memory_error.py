@@ -28,21 +28,13 @@ from foundry.training.memory_error import (
 GIB = 2**30
 ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB")
 ACTIVATIONS = DeviceMemory(
-    weights=4 * GIB,
-    gradients=4 * GIB,
-    optimizer=8 * GIB,
-    ema=0,
-    frozen=0,
+    parts={"weights": 4 * GIB, "gradients": 4 * GIB, "optimizer state": 8 * GIB, "averaged weights": 0},
     allocated=76 * GIB,
     reserved=78 * GIB,
     capacity=79 * GIB,
 )
 STATES = DeviceMemory(
-    weights=18 * GIB,
-    gradients=18 * GIB,
-    optimizer=36 * GIB,
-    ema=0,
-    frozen=0,
+    parts={"weights": 18 * GIB, "gradients": 18 * GIB, "optimizer state": 36 * GIB},
     allocated=76 * GIB,
     reserved=76 * GIB,
     capacity=79 * GIB,
@@ -154,10 +146,10 @@ def test_parts_are_counted_on_their_device_only(monkeypatch):
     weights = 4 * (3 * 5 + 5)
     here = measure_device_memory(model, [optimizer], torch.device("cpu"), averages=[model.weight])
     # AdamW has two moments, and a step count of four bytes for each of the two parameters.
-    assert (here.weights, here.gradients, here.optimizer, here.ema) == (weights, weights, 2 * weights + 8, 60)
+    assert list(here.parts.values()) == [weights, weights, 2 * weights + 8, 60, 0]
     assert here.rest == 1000 - 4 * weights - 68
     other = measure_device_memory(model, [optimizer], torch.device("meta"))
-    assert (other.weights, other.gradients, other.optimizer, other.rest) == (0, 0, 0, 1000)
+    assert (list(other.parts.values()), other.rest) == ([0] * 5, 1000)
 
 
 def test_memory_in_use_on_a_gpu_is_what_tensors_hold_now(monkeypatch):
@@ -220,8 +212,8 @@ def test_of_a_cpu_the_message_says_what_the_process_holds_and_what_takes_less():
     model(torch.ones(2, 512)).sum().backward()
     optimizer.step()
     memory = measure_device_memory(model, [optimizer], torch.device("cpu"))
-    assert memory.weights == memory.gradients == 4 * 512 * 513
-    assert memory.weights + memory.gradients + memory.optimizer < memory.allocated < memory.capacity
+    assert memory.parts["weights"] == memory.parts["gradients"] == 4 * 512 * 513
+    assert sum(memory.parts.values()) < memory.allocated < memory.capacity
     try:
         ask_torch()
     except RuntimeError as error:
@@ -236,6 +228,7 @@ def test_of_a_cpu_the_message_says_what_the_process_holds_and_what_takes_less():
 def test_frozen_models_are_a_part():
     model, reference = nn.Linear(4, 8), nn.Linear(4, 8)
     memory = measure_device_memory(model, [], torch.device("cpu"), frozen=[reference])
-    assert memory.frozen == memory.weights == 4 * (4 * 8 + 8)
-    lines = explained(replace(ACTIVATIONS, frozen=2 * GIB), of=config(Single()))
+    assert memory.parts["frozen models"] == memory.parts["weights"] == 4 * (4 * 8 + 8)
+    parts = {**ACTIVATIONS.parts, "frozen models": 2 * GIB}
+    lines = explained(replace(ACTIVATIONS, parts=parts), of=config(Single()))
     assert "frozen models 2.00 GiB" in lines[1]

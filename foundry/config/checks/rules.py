@@ -246,7 +246,7 @@ def _packing(config: Config, launch: Launch) -> Iterator[Violation]:
         name = type(config.data).__name__
         message = f"is true but samples of {name} are all of data.seq_len tokens and fill a row each; set it to false"
         yield Violation("data.packing", message)
-    if config.hparams.torchcompile is True:
+    if config.hparams.torchcompile:
         message = "is true together with hparams.torchcompile, which would compile each packed row for itself"
         yield Violation("data.packing", f"{message}; set one of them to false")
 

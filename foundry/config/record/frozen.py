@@ -133,6 +133,8 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
         raise ConfigError(absent)
     if isinstance(evaluation := content.get("evaluation"), dict) and "interval" in evaluation:
         evaluation["interval"] = recorded_interval(evaluation["interval"])
+    if isinstance(hparams := content.get("hparams"), dict) and hparams.get("torchcompile") == "auto":
+        hparams["torchcompile"] = False  # of an earlier version, where the run chose
     nodes = {name: typed_group(path, name, content.get(name, {})) for name in groups}
     try:
         whole = OmegaConf.create(nodes)

@@ -1,19 +1,33 @@
-"""Folders of the cache: made once, and shared by every rank and run."""
+"""Folders of the cache: made once, shared by every rank and run, published whole, and verified before they are read."""
 
+import errno
+import json
 import logging
+import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import xxhash
 from filelock import FileLock
 
 from foundry.core.errors import ConfigError, Violation
-from foundry.data.io.sealed_folder import find_damage, publish, seal, sweep_temporaries, temporary_for
-from foundry.run_dir.lock import LOCK, lock
+from foundry.run_dir.files import read_text, sync_path, write_atomically
+from foundry.run_dir.lock import LOCK, is_held, lock
 
 _HEAD_START_SECONDS = 0.5
+_MANIFEST, _VERIFIED = "manifest.json", ".verified"
+_CHUNK_BYTES = 2**24
+_ALWAYS_BYTES = 2**28
+"""What is no larger is read in full whenever it is opened: a tenth of a second."""
+
+_STAMP_SECONDS = 24 * 3600.0
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.\w+(\.damaged)?")
+_ABANDONED_SECONDS = 7 * 24 * 3600.0
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +54,7 @@ def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, .
                 if (damage := find_damage(folder)) is not None:
                     if damage:
                         log.warning("%s: %s; the %s are made again", folder, damage, what)
-                    _publish(folder, fill)
+                    _make(folder, fill)
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"is {cache_dir}, where {what} cannot be kept: {reason}; set another, here or in FOUNDRY_CACHE"
@@ -56,7 +70,7 @@ def _give_way() -> None:
         time.sleep(_HEAD_START_SECONDS)
 
 
-def _publish(folder: Path, fill: Callable[[Path], tuple[str, ...]]) -> None:
+def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]]) -> None:
     """Make the folder; the lock is held."""
     sweep_temporaries(folder.parent)
     temporary = temporary_for(folder)
@@ -67,3 +81,104 @@ def _publish(folder: Path, fill: Callable[[Path], tuple[str, ...]]) -> None:
         temporary.chmod(0o755)
         (temporary / LOCK).unlink()
         publish(temporary, folder)
+
+
+def seal(folder: Path, names: tuple[str, ...]) -> None:
+    """Write down size and checksum of the files of a folder, and wait until all of it is on the disk."""
+    files = {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": _checksum(folder / name)} for name in names}
+    (folder / _MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
+    for path in (*(folder / name for name in (*names, _MANIFEST)), folder):
+        sync_path(path)
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a sealed folder: None where nothing is, "" where there is no folder.
+
+    Sizes are always compared, and for up to 256 MiB checksums too. For more these are computed, at about the speed of
+    the disk, once a day, and whenever a file has changed since by its inode and time of change, which no program sets.
+    """
+    try:
+        files = json.loads(read_text(folder / _MANIFEST))["files"]
+        stats = {name: (folder / name).stat() for name in files}
+        for name, entry in files.items():
+            if stats[name].st_size != entry["bytes"]:
+                return f"{name} has {stats[name].st_size} bytes, not {entry['bytes']}"
+        stamp = {name: [s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()}
+        is_large = sum(s.st_size for s in stats.values()) > _ALWAYS_BYTES
+        if is_large and _is_stamped(folder, stamp):
+            return None
+        for name, entry in files.items():
+            if _checksum(folder / name) != entry["xxh3_128"]:
+                return f"{name} is not as it was written"
+        if is_large:
+            _stamp(folder, stamp)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing" if folder.is_dir() else ""
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{_MANIFEST} is not as it was written"
+    return None
+
+
+def temporary_for(folder: Path) -> Path:
+    """A new folder beside `folder`, to be filled, sealed and published in its name."""
+    return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Give a sealed folder its name, in place of a damaged one that may have it; whoever reads that one keeps it."""
+    if folder.is_dir() and find_damage(folder):
+        damaged = temporary.with_name(f"{temporary.name}.damaged")
+        folder.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        temporary.rename(folder)
+    except OSError as error:
+        # Where locks do not reach, as on some network file systems, another machine may have been first.
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+    sync_path(folder.parent)
+
+
+def sweep_temporaries(parent: Path) -> None:
+    """Remove unpublished folders of processes that are gone; one that somebody is at work in stays.
+
+    Of a process on another machine nothing is known: what it left is removed a week after it was last written to.
+    """
+    for temporary in parent.iterdir():
+        if not _TEMPORARY.fullmatch(temporary.name) or temporary.is_symlink():
+            continue
+        held = is_held(temporary)
+        if held is False or (held is None and time.time() - _last_written(temporary) > _ABANDONED_SECONDS):
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _last_written(folder: Path) -> float:
+    try:
+        return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # it is being published or removed
+        return time.time()
+
+
+def _is_stamped(folder: Path, stamp: dict[str, Any]) -> bool:
+    try:
+        found = json.loads(read_text(folder / _VERIFIED))
+        return bool(found["files"] == stamp and 0 <= time.time() - found["time"] < _STAMP_SECONDS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _stamp(folder: Path, stamp: dict[str, Any]) -> None:
+    """Remember that everything was right; in a folder of another user's it is verified each time."""
+    try:
+        write_atomically(folder / _VERIFIED, json.dumps({"time": time.time(), "files": stamp}))
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def _checksum(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

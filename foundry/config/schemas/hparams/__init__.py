@@ -162,12 +162,7 @@ class HParams:
         "full: recompute all of a block; selective: keep the outputs of matrix products and attention",
         on_resume=OnResume.same,
     )
-    torchcompile: bool | str = setting(
-        False,
-        "compile each block with torch.compile; auto: after the first steps, where it saves more time than it takes",
-        parse=parse_auto,
-        on_resume=OnResume.same,
-    )
+    torchcompile: bool = setting(False, "compile each block with torch.compile", on_resume=OnResume.same)
     check_first_step: bool | str = setting(
         "auto",
         "before the first step run forward and backward passes of the largest shape, which train nothing, so that too "

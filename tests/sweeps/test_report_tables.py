@@ -10,10 +10,8 @@ import pytest
 from rich.console import Console
 from support.sweep_dirs import SweepDir, held
 
-from foundry.sweeps.reading import read_sweep
-from foundry.sweeps.report_files import write_csv, write_json
-from foundry.sweeps.results import Which
-from foundry.sweeps.table import metric_text, screen, show
+from foundry.sweeps.reading import Which, read_sweep
+from foundry.sweeps.report import metric_text, screen, show, write_csv, write_json
 
 
 @pytest.fixture
