@@ -16,12 +16,13 @@ __version__ = "0.1.0"
 _PLACES = {
     "Config": "foundry.config.schemas.root",
     "ConfigError": "foundry.core.errors",
+    "Objective": "foundry.core.protocols",
     "RunResult": "foundry.engine.train",
     "Stopped": "foundry.core.stopped",
     "compose": "foundry.commands.library",
     "run": "foundry.commands.library",
 }
-__all__ = ["Config", "ConfigError", "RunResult", "Stopped", "compose", "run"]
+__all__ = ["Config", "ConfigError", "Objective", "RunResult", "Stopped", "compose", "run"]
 
 
 def __getattr__(name: str) -> object:

@@ -23,6 +23,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.core.errors import ConfigError, Violation, format_reason, shown
 from foundry.core.foreign import ForeignData
+from foundry.core.protocols import with_defaults
 from foundry.core.tasks import run_files
 from foundry.data.corpora.tokenizer import count_ids, parse_tokenizer, usual_end
 from foundry.data.splits import DataSplits, RunFile
@@ -165,7 +166,8 @@ def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None 
     """
     try:
         with explained(f"the {group} of {CONFIG} cannot be built", config, group):
-            return build(getattr(config, group), offered=offered, **runtime)
+            part = build(getattr(config, group), offered=offered, **runtime)
+            return with_defaults(part) if group == "objective" else part
     except HydraException as error:
         message = f"the {group} of {CONFIG} cannot be built here: {' '.join(str(error).split())}"
         raise ConfigError(Violation("run", message)) from error

@@ -9,15 +9,14 @@ from foundry.config.build import build
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.protocols import Objective
+from foundry.core.protocols import Objective, with_defaults
 from foundry.parallel.process_group import World
 
 
 def build_objective(config: Config, world: World | None = None, tokenizer: Any = None) -> Objective:
     """What is minimised; given ranks, tokenizer, and if there are adapters where it takes it; no frozen models."""
     offered = {"world": world, "tokenizer": tokenizer, "has_adapters": isinstance(config.peft, LoRA)}
-    objective: Objective = build(config.objective, offered=offered)
-    return objective
+    return with_defaults(build(config.objective, offered=offered))
 
 
 def check_forward(objective: Objective, model: nn.Module, key: str = "model") -> None:
@@ -34,7 +33,7 @@ def check_forward(objective: Objective, model: nn.Module, key: str = "model") ->
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    if missing := [name for name in getattr(objective, "forward_keywords", ()) if name not in parameters]:
+    if missing := [name for name in objective.forward_keywords if name not in parameters]:
         needs = f"objective {type(objective).__name__} calls it with {' and '.join(missing)}"
         message = f"is {type(model).__name__}, whose forward() does not take what {needs}; pass it on to read_log_probs"
         raise ConfigError(Violation(key, message))
