@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType, MappingProxyType, MethodType
-from typing import Any, Protocol, cast, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from foundry.core.errors import ConfigError, Violation
 from foundry.core.moved_modules import find_moved
 from foundry.core.progress import Progress
 
@@ -186,28 +185,6 @@ class Objective(ABC):
         """Return a microbatch of completions with the shapes of training, for a plan."""
         tokens = torch.zeros(num_samples, seq_len, dtype=torch.int64)
         return {"tokens": tokens, "targets": tokens, "position": torch.arange(num_samples)}
-
-
-def with_defaults(part: Any) -> Objective:
-    """Return an object that has the methods of an objective; one of another class gets the defaults that it lacks.
-
-    Raises:
-        ConfigError: it has no `num_valid` or no `loss`, or takes no further attributes.
-    """
-    if isinstance(part, Objective):
-        return part
-    name, names = type(part).__name__, dir(part)
-    defaults = {key: value for key, value in vars(Objective).items() if not key.startswith("_") and key not in names}
-    if lacking := [f"{key}()" for key in defaults if key in Objective.__abstractmethods__]:
-        message = f"gives an object of type {name} without {' and '.join(lacking)}; derive it from foundry.Objective"
-        raise ConfigError(Violation("objective._target_", message))
-    try:
-        for key, value in defaults.items():
-            object.__setattr__(part, key, MethodType(value, part) if isinstance(value, FunctionType) else value)
-    except (AttributeError, TypeError) as error:
-        message = f"gives an object of type {name}, which takes no attributes; derive it from foundry.Objective"
-        raise ConfigError(Violation("objective._target_", message)) from error
-    return cast(Objective, part)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.core.errors import ConfigError, Violation, format_reason, shown
 from foundry.core.foreign import ForeignData
-from foundry.core.protocols import with_defaults
 from foundry.core.tasks import run_files
 from foundry.data.corpora.tokenizer import count_ids, parse_tokenizer, usual_end
 from foundry.data.splits import DataSplits, RunFile
@@ -33,6 +32,7 @@ from foundry.models.lora import add_adapters
 from foundry.parallel.device import choose_device
 from foundry.parallel.process_group import World
 from foundry.parts.model import add_log_probs, drawn, resolve_init_from, unfilled
+from foundry.parts.objective import with_defaults
 from foundry.planning.fake import build_fake
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text

@@ -11,8 +11,8 @@ import foundry
 from foundry.config.build import build
 from foundry.core import protocols
 from foundry.core.errors import ConfigError
-from foundry.core.protocols import LossSum, Objective, with_defaults
-from foundry.parts.objective import build_objective
+from foundry.core.protocols import LossSum, Objective
+from foundry.parts.objective import build_objective, with_defaults
 
 OPTIONAL = ("compare", "generate", "predict", "build_source")
 
@@ -40,6 +40,14 @@ class Drawing(Plain):
     @property
     def frozen_models(self):
         raise LookupError("read when a run starts")
+
+
+class Wrapper:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
 
 class PlainModule(nn.Module):
@@ -81,6 +89,13 @@ def test_a_plain_object_keeps_its_own_members():
     assert objective.compare is None
     with pytest.raises(LookupError):
         objective.frozen_models  # noqa: B018
+
+
+def test_a_wrapper_hands_over_the_members_of_the_objective_inside():
+    objective = with_defaults(Wrapper(foundry.NextToken()))
+    assert (objective.reads_log_probs, objective.columns) == (True, ())
+    assert objective.generate == objective.inner.generate
+    assert with_defaults(Wrapper(Plain())).generate is None
 
 
 @pytest.mark.parametrize(
