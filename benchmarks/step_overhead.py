@@ -25,7 +25,7 @@ from foundry.config.schemas.precision import PrecisionMode
 from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Budget
 from foundry.core.progress import Progress
-from foundry.core.protocols import LossSum, Microbatch, Window
+from foundry.core.protocols import LossSum, Microbatch, Objective, Window
 from foundry.data.dataset import Dataset
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
@@ -71,7 +71,7 @@ class Points(Dataset):
         return {"x": self.x[indices], "y": self.y[indices]}
 
 
-class SquaredError:
+class SquaredError(Objective):
     def num_valid(self, microbatch: Microbatch) -> int:
         return len(microbatch["x"])
 

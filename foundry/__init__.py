@@ -18,12 +18,13 @@ _PLACES = {
     "ConfigError": "foundry.core.errors",
     "DataSplits": "foundry.data.splits",
     "Dataset": "foundry.data.dataset",
+    "Objective": "foundry.core.protocols",
     "RunResult": "foundry.engine.train",
     "Stopped": "foundry.core.stopped",
     "compose": "foundry.commands.library",
     "run": "foundry.commands.library",
 }
-__all__ = ["Config", "ConfigError", "DataSplits", "Dataset", "RunResult", "Stopped", "compose", "run"]
+__all__ = ["Config", "ConfigError", "DataSplits", "Dataset", "Objective", "RunResult", "Stopped", "compose", "run"]
 
 
 def __getattr__(name: str) -> object:

@@ -359,7 +359,6 @@ def _build_evaluators(opened: "Restored", options: EvalOptions, judge: Any) -> d
     Raises:
         ConfigError: there is nothing to measure.
     """
-    from foundry.core.protocols import ComparingObjective
     from foundry.engine.restore import build_part
     from foundry.evaluators.exact_match import ExactMatch
     from foundry.evaluators.held_out import HeldOut
@@ -371,7 +370,7 @@ def _build_evaluators(opened: "Restored", options: EvalOptions, judge: Any) -> d
     offered = {"world": World(0, 0, 1, 1, opened.device), "tokenizer": data.tokenizer}
     objective = build_part(config, "objective", offered=offered)
     evaluators: dict[str, Any] = {}
-    if not isinstance(objective, ComparingObjective):
+    if objective.compare is None:
         evaluators["held_out"] = HeldOut(objective=objective, **common, torchmetrics=_torchmetrics(config, HELD_OUT))
     if data.prompts:
         evaluators["exact_match"] = ExactMatch(

@@ -150,7 +150,6 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     from foundry.engine.assembly import build_trainer
     from foundry.engine.trained import Setup
     from foundry.environments.judge import build_judge
-    from foundry.objectives.rollout import RolloutObjective
     from foundry.parallel.determinism import deterministic
     from foundry.parallel.precision import fp32_arithmetic
     from foundry.parallel.process_group import process_group
@@ -170,7 +169,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     ):
         data = build_data(config)
         objective = build_objective(config, world, data.tokenizer)
-        if isinstance(objective, RolloutObjective) and objective.rollouts is not None:
+        if objective.rollouts is not None:
             what = "learns from the model's own answers, whose loss says nothing of a rate; try some: -m hparams.lr=..."
             raise ConfigError(Violation("objective", f"{type(objective).__name__} {what}"))
         if (judge := build_judge(config.environment)) is not None:

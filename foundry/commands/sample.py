@@ -75,7 +75,7 @@ def sample(options: SampleOptions) -> Path:
     if options.image is not None:
         asked["image"] = _read_image(options.image, getattr(restored.model, "image_size", None))
     kind = type(objective).__name__
-    generate: Callable[..., Any] | None = getattr(objective, "generate", None)
+    generate: Callable[..., Any] | None = objective.generate
     if generate is None and restored.data.tokenizer is not None and not restored.data.kept:
         generate = continue_text
     if generate is None:

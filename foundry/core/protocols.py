@@ -1,14 +1,20 @@
 """What the trainer asks of the parts it is given."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
+from foundry.core.moved_modules import find_moved
 from foundry.core.progress import Progress
+
+__getattr__ = find_moved(__name__)
 
 Microbatch = dict[str, Tensor]
 """One rank's share of one forward pass; the first dimension of every tensor is the sample.
@@ -59,94 +65,126 @@ class Samples(Protocol):
         ...
 
 
-class Objective(Protocol):
-    """What is minimised: a sum over valid items, divided by their number over the whole global batch.
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Prompts with what the model has made of them, in host memory; completions of one prompt follow each other.
 
-    One that has `metrics`, the names of those in its `LossSum`, has settings that choose another refused at the start,
-    and may leave any of them out of a microbatch. Without `metrics`, every microbatch of every rank has the same ones.
-    One that has `forward_keywords` calls the model with these, and a model whose forward() lacks one is refused.
-    One whose `reads_log_probs` is true gets `foundry.models.token_log_probs.TokenLogProbs` of every model, also of one
-    that returns logits (`foundry.models.logits`).
-    One whose `asks_for_loss` is true leaves the sum over tokens to the model, by `foundry.models.token_loss`.
+    Attributes:
+        tokens: (completions, seq) int64, a prompt and its completion, padded on the right.
+        targets: (completions, seq) int64, the same one token later, -100 where that is no token of the completion.
+        group: (completions,) int64, the number of the prompt.
+        rewards: (completions,) float64, NaN where an answer could not be scored, or nothing scores answers.
+        is_truncated: (completions,) bool, whether a completion did not end by itself.
+        sampler: (completions, seq) float32, the log-probability with which a target was drawn; 0 where there is none.
+        recorded: (completions, seq) float32 by name, what the objective has recorded.
     """
 
+    tokens: Tensor
+    targets: Tensor
+    group: Tensor
+    rewards: Tensor
+    is_truncated: Tensor
+    sampler: Tensor
+    recorded: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What an objective makes of a rollout before it learns from it.
+
+    Attributes:
+        columns: (completions, ...) each, which microbatches have besides `tokens`, `targets` and `position`.
+        metrics: logged with each of the rollout's updates.
+    """
+
+    columns: Mapping[str, Tensor]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Objective(ABC):
+    """Base class of objectives: the loss that a run minimises.
+
+    An objective returns a sum over valid items, and the run divides it by their number over the whole global batch. A
+    subclass has `num_valid` and `loss`. Every other attribute and method has a default. An optional method is None if
+    the objective lacks it, so that callers ask `objective.generate is not None`.
+    """
+
+    metrics: tuple[str, ...] | None = None
+    """Names of the metrics in `LossSum`. Any of them may be missing from a microbatch, and settings that choose another
+    name are refused before the first step. None: every microbatch of every rank has the same metrics."""
+
+    reads_log_probs: bool = False
+    """Whether every model returns `foundry.models.token_log_probs.TokenLogProbs`, also a model of logits. Read from the
+    class."""
+
+    asks_for_loss: bool = False
+    """Whether the model sums the loss over tokens, by `foundry.models.token_loss`. Read from the class."""
+
+    forward_keywords: tuple[str, ...] = ()
+    """Keywords with which the model is called; a model whose forward() lacks one is refused before the first step."""
+
+    frozen_models: Mapping[str, Any] = MappingProxyType({})
+    """Models that do not learn, such as a reference or a teacher, which `compare` takes: by name, a configuration with
+    `_target_`, or None for a copy of the run's model with the weights with which the run started from scratch."""
+
+    columns: tuple[str, ...] = ()
+    """Names of the values that `precompute` returns. With columns the frozen models are called once for every sample,
+    before the first step, and do not stay in memory; microbatches have the columns under these names."""
+
+    rollouts: Any = None
+    """Settings of the completions to learn from, a `foundry.config.schemas.rollouts.Rollouts`; the run then calls
+    `record`, `prepare` and `example`. None: the objective learns from the samples of the data."""
+
+    recorded_models: tuple[str, ...] = ()
+    """Names of the frozen models that `record` calls; their weights are gathered for it."""
+
+    compare: Callable[[Mapping[str, nn.Module]], None] | None = None
+    """Take the frozen models by name, before the first step. Such a model is called like the run's model, in the run's
+    arithmetic. It is in evaluation mode, its parameters need no gradients, and it is sharded if the run's model is, so
+    every rank calls it together with the others."""
+
+    generate: Callable[..., Samples] | None = None
+    """Draw samples: `generate(model, data, device, **options)`, with the objective's own options. Every rank calls it
+    together, with the same result."""
+
+    predict: Callable[[nn.Module, Microbatch], tuple[Tensor, Tensor]] | None = None
+    """Return predictions and targets of the valid items of a microbatch, for metrics of torchmetrics: (items, classes)
+    scores or (items, ...) values; and (items,) int64 classes or (items, ...) values."""
+
+    build_source: "Callable[[SourceContext], WindowSource] | None" = None
+    """Return a source of this rank's windows, in place of the one that reads the training data."""
+
+    @abstractmethod
     def num_valid(self, microbatch: Microbatch) -> int:
-        """Number of valid items, known before the forward pass; the microbatch is still in host memory."""
-        ...
+        """Return the number of valid items, before the forward pass; the microbatch is still in host memory."""
 
+    @abstractmethod
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Run the model and sum the loss over the valid items."""
-        ...
-
-
-@runtime_checkable
-class GenerativeObjective(Protocol):
-    """An objective that can show what the model has learnt."""
-
-    def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> Samples:
-        """Draw samples; every rank calls it together, with the same result. Options are the objective's own."""
-        ...
-
-
-@runtime_checkable
-class PredictingObjective(Protocol):
-    """An objective that can say what the model predicts, which metrics of torchmetrics compare with what is right."""
-
-    def predict(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Run the model; of the valid items alone, none of padding.
-
-        Returns:
-            Predictions, (items, classes) scores or (items, ...) values; and targets, (items,) int64 classes or
-            (items, ...) values.
-        """
-        ...
-
-
-@runtime_checkable
-class ComparingObjective(Protocol):
-    """An objective that compares the model with others that do not learn, such as a reference or a teacher."""
-
-    @property
-    def frozen_models(self) -> Mapping[str, Any]:
-        """By a name, a model's configuration with `_target_`, or None: a copy of the run's model.
-
-        The copy has the weights with which the run started from scratch, also where the run is resumed.
-        """
-        ...
-
-    def compare(self, frozen: Mapping[str, nn.Module]) -> None:
-        """Take the models by name, before the first step.
-
-        Each is called like the run's model, in the run's arithmetic; it is in evaluation mode, its parameters need no
-        gradients, and it is sharded where the run's model is, so that every rank calls it together with the others.
-        """
-        ...
-
-
-@runtime_checkable
-class PrecomputingObjective(ComparingObjective, Protocol):
-    """An objective that may ask its frozen models about every sample once, before the first step.
-
-    What they answer is kept in the run directory and joined to the samples, so that the models need not stay.
-    """
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names under which microbatches have the answers; none: the frozen models stay and are asked each time."""
-        ...
+        """Call the model and sum the loss over the valid items."""
 
     def precompute(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """The columns of a microbatch, (batch, ...) each; called without gradients, after `compare`."""
-        ...
+        """Return the columns of a microbatch, (batch, ...) each; called without gradients, after `compare`.
 
+        Raises:
+            NotImplementedError: the objective has `columns` and no method to compute them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has columns, and no precompute()")
 
-@runtime_checkable
-class SourcingObjective(Protocol):
-    """An objective that brings a source of windows of its own, such as one that lets the model generate samples."""
+    def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return values of the models before a rollout's first update, (rows, seq) by name.
 
-    def build_source(self, context: "SourceContext") -> "WindowSource":
-        """Make the source of this rank's windows."""
-        ...
+        The method is called without gradients, in evaluation mode, as often as there are completions of this rank.
+        """
+        return {}
+
+    def prepare(self, rollout: Rollout) -> Prepared:
+        """Return the values that the updates need of a whole rollout, such as advantages; the same on every rank."""
+        return Prepared({})
+
+    def example(self, num_samples: int, seq_len: int) -> Microbatch:
+        """Return a microbatch of completions with the shapes of training, for a plan."""
+        tokens = torch.zeros(num_samples, seq_len, dtype=torch.int64)
+        return {"tokens": tokens, "targets": tokens, "position": torch.arange(num_samples)}
 
 
 @dataclass(frozen=True, kw_only=True)

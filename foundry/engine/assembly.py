@@ -24,7 +24,6 @@ from foundry.core.progress import Progress
 from foundry.core.protocols import (
     CheckpointManager,
     SourceContext,
-    SourcingObjective,
     StopRule,
     WindowSource,
 )
@@ -36,7 +35,6 @@ from foundry.engine.trained import Setup, Trained, build_trained, join_samples
 from foundry.evaluators.build import build_evaluators, build_stop_rules
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
-from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.device import describe_devices, device_name
 from foundry.parallel.flight_recorder import dump_collectives, dump_into
 from foundry.parallel.process_group import World, limit_waits
@@ -181,7 +179,7 @@ def _build_stop_rules(setup: Setup, trained: Trained) -> dict[str, StopRule]:
 def _build_source(setup: Setup, trained: Trained, beat: Callable[[str], None]) -> WindowSource:
     """Where windows come from: the training data, what the model generates, or the objective's own source."""
     world, objective = setup.world, trained.objective
-    if isinstance(objective, RolloutObjective) and objective.rollouts is not None:
+    if objective.rollouts is not None:
         return build_rollouts(
             objective,
             model=trained.parallel.model,
@@ -195,7 +193,7 @@ def _build_source(setup: Setup, trained: Trained, beat: Callable[[str], None]) -
             beat=beat,
             pack_tokens=trained.pack_tokens,
         )
-    if not isinstance(objective, SourcingObjective):
+    if objective.build_source is None:
         return _build_loader(setup, trained.budget, pack_tokens=trained.pack_tokens)
     context = SourceContext(
         model=trained.parallel.model,

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from foundry.core.protocols import PrecomputingObjective
+from foundry.core.protocols import Objective
 from foundry.data.dataset import Dataset, WrappedDataset
 from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
@@ -92,7 +92,7 @@ class ColumnContext:
 
 
 def join_columns(
-    objective: PrecomputingObjective,
+    objective: Objective,
     build_frozen: Callable[[], tuple[Mapping[str, nn.Module], str]],
     context: ColumnContext,
 ) -> DataSplits:
@@ -117,6 +117,7 @@ def join_columns(
         columns = _read_together(context.run_dir / COLUMNS, metadata, world)
         if columns is not None:
             return _joined(context.data, columns)
+        assert objective.compare is not None, "an objective with columns takes frozen models"
         objective.compare(frozen)
         columns = {split: _compute(objective, getattr(context.data, split), context) for split in _SPLITS}
         objective.compare({})
@@ -125,7 +126,7 @@ def join_columns(
     return _joined(context.data, columns)
 
 
-def _compute(objective: PrecomputingObjective, dataset: Dataset, context: ColumnContext) -> dict[str, Tensor]:
+def _compute(objective: Objective, dataset: Dataset, context: ColumnContext) -> dict[str, Tensor]:
     """The columns of a dataset; each rank computes its share, and gets all."""
     world, columns = context.world, dict[str, Tensor]()
     if world.is_main:

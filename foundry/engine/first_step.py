@@ -16,13 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from foundry.checkpoint.rng import rng_state, set_rng_state
 from foundry.config.schemas.distributed import GradientSync
 from foundry.core.errors import format_reason
-from foundry.core.protocols import Microbatch, SourcingObjective
+from foundry.core.protocols import Microbatch, Objective
 from foundry.core.sharded import local_part
 from foundry.data.conversations.examples import IGNORED_TARGET
 from foundry.data.dataset import Dataset
 from foundry.data.packing import find_bounds
 from foundry.engine.trained import Setup, Trained
-from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.device import synchronize
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
@@ -93,11 +92,11 @@ class FirstStepCheck:
 
         config, data, objective = self._setup.config, self._setup.data, self._trained.objective
         num_rows, pack_tokens = config.hparams.per_gpu_batch_size, self._trained.pack_tokens
-        if isinstance(objective, RolloutObjective) and objective.rollouts is not None:
+        if objective.rollouts is not None:
             longest = answer_tokens(config, data)
             assert longest is not None, "an objective with rollouts has prompts"
             return _packed_example(objective, num_rows, longest, pack_tokens)
-        if isinstance(objective, SourcingObjective):
+        if objective.build_source is not None:
             raise TypeError(f"{type(objective).__name__} builds its own window source, whose microbatches are unknown")
         if pack_tokens is not None:
             batch = _full_rows(data.train, num_rows, pack_tokens)
@@ -138,7 +137,7 @@ def _full_rows(dataset: Dataset, num_rows: int, pack_tokens: int) -> Microbatch:
     return {**batch, **find_bounds(batch["documents"])}
 
 
-def _packed_example(objective: RolloutObjective, num_rows: int, longest: int, pack_tokens: int | None) -> Microbatch:
+def _packed_example(objective: Objective, num_rows: int, longest: int, pack_tokens: int | None) -> Microbatch:
     """Completions of the largest shape, one in each row."""
     batch = objective.example(num_rows, pack_tokens or longest)
     if pack_tokens is None:

@@ -32,6 +32,7 @@ from foundry.models.lora import add_adapters
 from foundry.parallel.device import choose_device
 from foundry.parallel.process_group import World
 from foundry.parts.model import add_log_probs, drawn, resolve_init_from, unfilled
+from foundry.parts.objective import with_defaults
 from foundry.planning.fake import build_fake
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
@@ -165,7 +166,8 @@ def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None 
     """
     try:
         with explained(f"the {group} of {CONFIG} cannot be built", config, group):
-            return build(getattr(config, group), offered=offered, **runtime)
+            part = build(getattr(config, group), offered=offered, **runtime)
+            return with_defaults(part) if group == "objective" else part
     except HydraException as error:
         message = f"the {group} of {CONFIG} cannot be built here: {' '.join(str(error).split())}"
         raise ConfigError(Violation("run", message)) from error

@@ -21,12 +21,7 @@ from foundry.core.duration import Budget
 from foundry.core.ema import WeightAverage
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.model_hooks import hook
-from foundry.core.protocols import (
-    ComparingObjective,
-    Objective,
-    PrecomputingObjective,
-    Schedule,
-)
+from foundry.core.protocols import Objective, Schedule
 from foundry.data.corpora.tokenizer import check_same
 from foundry.data.splits import DataSplits
 from foundry.engine.columns import ColumnContext, join_columns
@@ -192,7 +187,7 @@ def _build_frozen(
     setup: Setup, objective: Objective, precision: PrecisionPolicy
 ) -> tuple[Mapping[str, nn.Module], bool]:
     """The models that the objective compares the run's with at each step, and whether they let samples share rows."""
-    if not isinstance(objective, ComparingObjective) or _are_precomputed(objective):
+    if objective.compare is None or objective.columns:
         return {}, True
     models = {name: _build_initial(setup, node, f"objective.{name}") for name, node in objective.frozen_models.items()}
     can_pack = [resolve_packing(setup.config, initial.model, name) is not None for name, initial in models.items()]
@@ -205,14 +200,10 @@ def _place_frozen(initial: InitialModel, precision: PrecisionPolicy, world: Worl
     return place_frozen(precision.prepare(initial.model), precision, world, fill=initial.fill)
 
 
-def _are_precomputed(objective: Objective) -> bool:
-    return isinstance(objective, PrecomputingObjective) and bool(objective.columns)
-
-
 def join_samples(setup: Setup, trained: Trained) -> DataSplits:
     """The data, with what the objective's frozen models make of every sample, where they are asked once."""
     objective, precision, world, origin = trained.objective, trained.precision, setup.world, setup.resume_point
-    if not (isinstance(objective, PrecomputingObjective) and objective.columns):
+    if not objective.columns:
         return setup.data
 
     def build_frozen() -> tuple[Mapping[str, nn.Module], str]:

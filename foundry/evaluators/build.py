@@ -10,7 +10,7 @@ from foundry.config.build import build
 from foundry.config.metrics import check_metrics, val_metric_names
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, first_line
-from foundry.core.protocols import Evaluator, GenerativeObjective, Objective, StopRule
+from foundry.core.protocols import Evaluator, Objective, StopRule
 from foundry.data.splits import DataSplits
 from foundry.environments.judge import Judge
 from foundry.evaluators.drawn_samples import DrawnSamples
@@ -45,7 +45,7 @@ def build_evaluators(
         evaluators[name] = evaluator
     if are_known and (wrong := list(check_metrics(config, dict.fromkeys(measured)))):
         raise ConfigError(wrong)
-    if config.evaluation.write_samples and isinstance(objective, GenerativeObjective):
+    if config.evaluation.write_samples and objective.generate is not None:
         if data.tokens_per_sample is not None and data.tokenizer is None:
             log.warning("no samples are drawn: the data has tokens and no tokenizer (data.tokenizer)")
             return evaluators

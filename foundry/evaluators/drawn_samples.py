@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from foundry.core.protocols import EvaluationContext, GenerativeObjective
+from foundry.core.protocols import EvaluationContext, Objective
 from foundry.generation.text_samples import TextSamples
 from foundry.parallel.whole_weights import gathered_if_they_fit
 from foundry.run_dir.files import make_folder
@@ -24,8 +24,9 @@ class DrawnSamples:
 
     metrics: tuple[str, ...] = ()
 
-    def __init__(self, *, objective: GenerativeObjective, data: Any) -> None:
-        self._objective, self._data = objective, data
+    def __init__(self, *, objective: Objective, data: Any) -> None:
+        assert objective.generate is not None, "the objective draws samples"
+        self._generate, self._data = objective.generate, data
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Draw; nothing is measured."""
@@ -34,7 +35,7 @@ class DrawnSamples:
             beats = whole.register_forward_pre_hook(lambda module, inputs: context.beat("drawing samples"))
             try:
                 with context.autocast():
-                    samples = self._objective.generate(whole, self._data, context.world.device)
+                    samples = self._generate(whole, self._data, context.world.device)
             finally:
                 beats.remove()
         if not context.world.is_main:

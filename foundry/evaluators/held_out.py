@@ -10,7 +10,7 @@ from foundry.config.configured import configured_by
 from foundry.config.metrics import declared_metrics
 from foundry.config.schemas.own_evaluators import HeldOut as HeldOutSettings
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.protocols import EvaluationContext, LossSum, Mean, Objective, PredictingObjective
+from foundry.core.protocols import EvaluationContext, LossSum, Mean, Objective
 from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
 from foundry.evaluators.torch_metrics import TorchMetrics
@@ -51,7 +51,7 @@ class HeldOut:
         self._own = None if own is None else tuple(dict.fromkeys((_LOSS, *own)))
         self.metrics = None if torchmetrics else self._own
         where = "evaluation.evaluators.held_out.torchmetrics"
-        if torchmetrics and not isinstance(objective, PredictingObjective):
+        if torchmetrics and objective.predict is None:
             message = f"is given but objective {type(objective).__name__} has no predict() that would feed it"
             raise ConfigError(Violation(where, message))
         self._torchmetrics = TorchMetrics(torchmetrics, where) if torchmetrics else None
@@ -80,7 +80,7 @@ class HeldOut:
             loss += part.loss
             add_metrics(metrics, {name: Mean(m.sum.double(), m.count) for name, m in part.metrics.items()}, num_valid)
             if self._torchmetrics is not None:
-                assert isinstance(self._objective, PredictingObjective)
+                assert self._objective.predict is not None
                 with context.autocast():
                     predictions, targets = self._objective.predict(model, on_device)
                 self._torchmetrics.add(predictions.float(), targets)

@@ -13,14 +13,14 @@ from foundry.config.schemas.objective import BetaSchedule, Prediction
 from foundry.config.schemas.objective import Diffusion as DiffusionSettings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
-from foundry.core.protocols import LossSum, Microbatch
+from foundry.core.protocols import LossSum, Microbatch, Objective
 from foundry.generation.image_samples import ImageSamples
 
 _MOST_CLASSES = 16
 """Of which images are drawn unless some are named."""
 
 
-class Diffusion:
+class Diffusion(Objective):
     """Mean squared error of the predicted noise (Ho et al., 2020) or velocity (Salimans and Ho, 2022).
 
     A microbatch holds `images`: (batch, channels, height, width) float32 in [-1, 1], `labels`: (batch,) int64 and

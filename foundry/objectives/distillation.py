@@ -10,20 +10,18 @@ from torch import Tensor, nn
 
 from foundry.config.configured import configured_by, from_settings
 from foundry.config.schemas.objective import Distillation as DistillationSettings
-from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.teacher import KEYS, resolve_teacher
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.protocols import LossSum, Mean, Microbatch
+from foundry.core.protocols import LossSum, Mean, Microbatch, Objective, Prepared, Rollout
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.divergence import TeacherLogProbs, divergence_from, keep_teacher
 from foundry.objectives.next_token import valid_targets
-from foundry.objectives.rollout import Prepared, Rollout
 from foundry.objectives.unpacking import document_keywords
 
 _TEACHER = "teacher"
 
 
-class Distillation:
+class Distillation(Objective):
     """Cross-entropy and divergence from a teacher at the same targets (Hinton et al., 2015).
 
     A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 where ignored, and `position`; where
@@ -36,16 +34,15 @@ class Distillation:
     reads_log_probs = True
     forward_keywords = ("read", "per_token")
     metrics: tuple[str, ...] = from_settings()
-    recorded_models = ()
-    """The teacher is called at each update, and not when answers are generated."""
 
     @configured_by(DistillationSettings)
     def __init__(self, settings: DistillationSettings) -> None:
         self.settings = settings
-        self.rollouts: Rollouts | None = settings if settings.generates else None
+        # The teacher is called at each update, and not when answers are generated.
+        self.rollouts = settings if settings.generates else None
 
     @cached_property
-    def frozen_models(self) -> Mapping[str, Any]:
+    def frozen_models(self) -> Mapping[str, Any]:  # type: ignore[override] # resolved when a run starts
         """The teacher, as it was recorded.
 
         Raises:
@@ -86,20 +83,11 @@ class Distillation:
         means = (Mean(cross_entropy.detach()), Mean(divergence.detach()))
         return LossSum(loss, dict(zip(self.settings.metrics, means, strict=True)))
 
-    def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Nothing: student and teacher are asked at each update."""
-        return {}
-
     def prepare(self, rollout: Rollout) -> Prepared:
         """The answers as they are, or those alone that ended by themselves."""
         if not self.settings.overlong_filtering:
             return Prepared({})
         return Prepared({"targets": rollout.targets.masked_fill(rollout.is_truncated[:, None], IGNORED_TARGET)})
-
-    def example(self, num_samples: int, seq_len: int) -> Microbatch:
-        """A microbatch of answers of that length."""
-        tokens = torch.zeros(num_samples, seq_len, dtype=torch.int64)
-        return {"tokens": tokens, "targets": tokens, "position": torch.arange(num_samples)}
 
     def _read_teacher(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """What is kept of (tokens, vocab) logits."""

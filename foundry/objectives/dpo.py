@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foundry.config.configured import configured_by, from_settings
 from foundry.config.schemas.objective import DPO as DPOSettings
 from foundry.config.schemas.objective import PreferenceLoss, Reference
-from foundry.core.protocols import LossSum, Mean, Microbatch
+from foundry.core.protocols import LossSum, Mean, Microbatch, Objective
 from foundry.models.lora import adapters_off
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.unpacking import document_keywords, unpack
@@ -20,7 +20,7 @@ from foundry.objectives.unpacking import document_keywords, unpack
 _REFERENCE = "reference"
 
 
-class DPO:
+class DPO(Objective):
     """Preference loss over pairs of responses, compared with a reference: the model with which the run started.
 
     A microbatch holds `tokens` and `targets`: (pairs, 2, seq) int64, the chosen response first, targets -100 for

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from foundry.config.configured import configured_by, from_settings
 from foundry.config.schemas.objective import GRPO as GRPOSettings
-from foundry.core.protocols import LossSum, Mean, Microbatch
+from foundry.core.protocols import LossSum, Mean, Microbatch, Objective, Prepared, Rollout
 from foundry.generation.sampling import filtered
 from foundry.models.lora import adapters_off
 from foundry.models.token_log_probs import IGNORED_TARGET
@@ -20,14 +20,13 @@ from foundry.objectives.policy_gradient import (
     positive_example_nll,
     sampling_mismatch,
 )
-from foundry.objectives.rollout import Prepared, Rollout
 from foundry.objectives.unpacking import document_keywords, unpack
 
 _REFERENCE = "reference"
 _MISMATCHES = ("mult_prob_error", "sampler_kl", "entropy")
 
 
-class GRPO:
+class GRPO(Objective):
     """Clipped policy gradient of completions by their advantages (Shao et al., 2024); see `policy_loss`.
 
     A microbatch holds `tokens` and `targets`: (completions, seq) int64, targets -100 for prompts and padding,
@@ -46,7 +45,7 @@ class GRPO:
 
     @configured_by(GRPOSettings)
     def __init__(self, settings: GRPOSettings, *, has_adapters: bool = False) -> None:
-        self.settings = self.rollouts = settings
+        self.settings, self.rollouts = settings, settings
         self._has_reference = settings.ref_policy_kl_penalty > 0
         self._is_within = has_adapters  # the model without its adapters is its own reference
         has_copy = self._has_reference and not has_adapters
@@ -166,8 +165,7 @@ class GRPO:
             columns[_REFERENCE] = per_token
         if self.settings.positive_example_nll_weight > 0:
             columns["nll_scale"] = per_sample
-        tokens = torch.zeros(num_samples, seq_len, dtype=torch.int64)
-        return {"tokens": tokens, "targets": tokens, "position": torch.arange(num_samples), **columns}
+        return {**super().example(num_samples, seq_len), **columns}
 
     def _log_probs(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
         """(completions, seq) float32: as the filters leave them, and without filters; None where there are none."""

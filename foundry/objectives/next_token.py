@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from foundry.config.configured import configured_by, from_settings
 from foundry.config.schemas.objective import NextToken as NextTokenSettings
-from foundry.core.protocols import LossSum, Mean, Microbatch
+from foundry.core.protocols import LossSum, Mean, Microbatch, Objective
 from foundry.generation.picture_answers import PictureAnswers
 from foundry.generation.text_samples import TextSamples, continue_text
 from foundry.models.token_log_probs import IGNORED_TARGET
@@ -14,7 +14,7 @@ from foundry.models.token_loss import TokenLoss, ask_for_loss
 from foundry.objectives.unpacking import document_keywords
 
 
-class NextToken:
+class NextToken(Objective):
     """Cross-entropy of the next token, with an optional z-loss (PaLM, Chowdhery et al., 2022, section 5).
 
     A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 where ignored, and `position`. The

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from foundry.config.configured import configured_by, from_settings
 from foundry.config.schemas.objective import SFT as SFTSettings
 from foundry.core.keyed_random import keyed_integers
-from foundry.core.protocols import LossSum, Mean, Microbatch
+from foundry.core.protocols import LossSum, Mean, Microbatch, Objective
 from foundry.generation.picture_answers import PictureAnswers
 from foundry.generation.text_samples import TextSamples, continue_text
 from foundry.models.token_log_probs import IGNORED_TARGET
@@ -17,7 +17,7 @@ from foundry.objectives.next_token import predict_tokens, valid_targets
 from foundry.objectives.unpacking import document_keywords
 
 
-class SFT:
+class SFT(Objective):
     """Cross-entropy of the tokens that the model is to say, with an optional z-loss as in pre-training.
 
     A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 for prompts and padding, and `position`.

@@ -1,7 +1,8 @@
 """The objective, and a check of the model's forward pass."""
 
 import inspect
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 from torch import nn
 
@@ -16,8 +17,30 @@ from foundry.parallel.process_group import World
 def build_objective(config: Config, world: World | None = None, tokenizer: Any = None) -> Objective:
     """What is minimised; given ranks, tokenizer, and if there are adapters where it takes it; no frozen models."""
     offered = {"world": world, "tokenizer": tokenizer, "has_adapters": isinstance(config.peft, LoRA)}
-    objective: Objective = build(config.objective, offered=offered)
-    return objective
+    return with_defaults(build(config.objective, offered=offered))
+
+
+def with_defaults(part: Any) -> Objective:
+    """Return an object that has the methods of an objective; one of another class gets the defaults that it lacks.
+
+    Raises:
+        ConfigError: it has no `num_valid` or no `loss`, or takes no further attributes.
+    """
+    if isinstance(part, Objective):
+        return part
+    name, names = type(part).__name__, dir(part)  # a property is among the names, and not read here
+    public = {key: value for key, value in vars(Objective).items() if not key.startswith("_")}
+    defaults = {key: value for key, value in public.items() if key not in names and not hasattr(part, key)}
+    if lacking := [f"{key}()" for key in defaults if key in Objective.__abstractmethods__]:
+        message = f"gives an object of type {name} without {' and '.join(lacking)}; derive it from foundry.Objective"
+        raise ConfigError(Violation("objective._target_", message))
+    try:
+        for key, value in defaults.items():
+            object.__setattr__(part, key, MethodType(value, part) if isinstance(value, FunctionType) else value)
+    except (AttributeError, TypeError) as error:
+        message = f"gives an object of type {name}, which takes no attributes; derive it from foundry.Objective"
+        raise ConfigError(Violation("objective._target_", message)) from error
+    return cast(Objective, part)
 
 
 def check_forward(objective: Objective, model: nn.Module, key: str = "model") -> None:
@@ -34,7 +57,7 @@ def check_forward(objective: Objective, model: nn.Module, key: str = "model") ->
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    if missing := [name for name in getattr(objective, "forward_keywords", ()) if name not in parameters]:
+    if missing := [name for name in objective.forward_keywords if name not in parameters]:
         needs = f"objective {type(objective).__name__} calls it with {' and '.join(missing)}"
         message = f"is {type(model).__name__}, whose forward() does not take what {needs}; pass it on to read_log_probs"
         raise ConfigError(Violation(key, message))

@@ -24,9 +24,8 @@ from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.core.errors import format_reason
-from foundry.core.protocols import ComparingObjective, Microbatch, Objective
+from foundry.core.protocols import Microbatch, Objective
 from foundry.models.lora import frozen_matrices
-from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.process_group import World
 from foundry.parallel.tensor_parallel import divided_dims, is_divisible
@@ -128,7 +127,7 @@ def estimate_memory(
     objective = build_objective(config, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer)
     frozen = _build_frozen(config, objective, fake, policy, world_size)
     generation, generation_note = 0, None
-    if isinstance(objective, RolloutObjective) and objective.rollouts is not None and answer_tokens is not None:
+    if objective.rollouts is not None and answer_tokens is not None:
         microbatch = objective.example(config.hparams.per_gpu_batch_size, pack_tokens or answer_tokens)
         asked = [layout, *(frozen[name][0] for name in objective.recorded_models)]
         whole = sum(each.ungathered(config.distributed.gradient_sync) for each in asked)
@@ -190,7 +189,7 @@ def _build_frozen(
 
     Of models that are asked before the first step only, there are none: without gradients they need less than a step.
     """
-    if not isinstance(objective, ComparingObjective):
+    if objective.compare is None:
         return {}
     is_sharded = isinstance(resolve_distributed(config.distributed, world_size), FSDP)
     num_parts = config.distributed.tensor_parallel if is_sharded else 1
@@ -200,7 +199,7 @@ def _build_frozen(
             model = fake.model if node is None else build_model(config, node)
         frozen[name] = _as_held(model, policy, num_parts=num_parts).requires_grad_(False).eval()
     objective.compare(frozen)
-    if getattr(objective, "columns", ()):
+    if objective.columns:
         return {}
     return {
         name: (

@@ -99,7 +99,7 @@ def complete(
         context: most tokens that the model reads.
         world: this rank and the others.
         autocast: a context for forward passes in the arithmetic of the run.
-        record: see `RolloutObjective`.
+        record: see `Objective`.
         tokenizer: makes text of the answers.
         beat: says what is being done, to a watchdog.
     """

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from foundry.config.schemas.rollouts import Rollouts
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.protocols import Microbatch, Window
+from foundry.core.protocols import Microbatch, Objective, Rollout, Window
 from foundry.core.state_values import read_count
 from foundry.data.conversations.prompts import RowNumbers
 from foundry.data.loader import Loader
@@ -23,7 +23,6 @@ from foundry.environments.judge import Judge, Judgement
 from foundry.generation.decoding import Decoding
 from foundry.generation.text_samples import context_of
 from foundry.models.token_log_probs import IGNORED_TARGET
-from foundry.objectives.rollout import Rollout, RolloutObjective
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.parallel.whole_weights import gathered
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def build_rollouts(
-    objective: RolloutObjective,
+    objective: Objective,
     *,
     model: nn.Module,
     frozen: Sequence[nn.Module],
@@ -113,7 +112,7 @@ class RolloutSource:
     def __init__(
         self,
         *,
-        objective: RolloutObjective,
+        objective: Objective,
         settings: Rollouts,
         model: nn.Module,
         frozen: Sequence[nn.Module],

@@ -107,9 +107,9 @@ def test_an_objective_measures_what_its_schema_declares(name, settings):
     root.objective = OmegaConf.merge(writable(OBJECTIVES[name]), settings)
     schema = OmegaConf.to_object(root.objective)
     objective = build(schema)
-    if hasattr(objective, "compare"):
+    if objective.compare is not None:
         objective.compare({"reference": Model(), "teacher": Model()})
-    batch = objective.example(2, 3) if hasattr(objective, "example") else microbatch(schema.wants)
+    batch = objective.example(2, 3) if objective.rollouts is not None else microbatch(schema.wants)
     returned = objective.loss(Model(), batch).metrics
     measured = val_metric_names(["loss", *returned])
     assert declared(schema) == measured, f"`metrics` of the schema {name} must be {tuple(returned)}"

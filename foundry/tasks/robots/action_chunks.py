@@ -1,6 +1,6 @@
 """Policies that answer what was observed with a chunk of actions: by diffusion, flow matching or regression."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from foundry.config.configured import configured_by, from_settings
 from foundry.config.schemas.objective import Prediction
 from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_uniform
-from foundry.core.protocols import LossSum, Microbatch
+from foundry.core.protocols import LossSum, Microbatch, Objective
 from foundry.objectives.diffusion import make_noise_schedule, prediction_target
 from foundry.tasks.robots.schemas import objective as schemas
 
@@ -18,7 +18,7 @@ _FLOW_TIMES = 100.0
 """What the model is told at the end of a path: it then tells times apart as it does timesteps of a noise schedule."""
 
 
-class ActionChunks(ABC):
+class ActionChunks(Objective):
     """Errors of actions, summed over those that are no padding; what the three objectives share.
 
     A microbatch holds `actions`: (batch, horizon, action_dim) float32 in [-1, 1], `is_padded`: (batch, horizon) bool,

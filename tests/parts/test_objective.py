@@ -1,0 +1,147 @@
+"""The base class of objectives, and objects of other classes that get its defaults."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import foundry
+from foundry.config.build import build
+from foundry.core import protocols
+from foundry.core.errors import ConfigError
+from foundry.core.protocols import LossSum, Objective
+from foundry.parts.objective import build_objective, with_defaults
+
+OPTIONAL = ("compare", "generate", "predict", "build_source")
+
+
+class Squared(Objective):
+    def num_valid(self, microbatch):
+        return len(microbatch["position"])
+
+    def loss(self, model, microbatch):
+        return LossSum(model(microbatch["x"]).square().sum())
+
+
+class Plain:
+    num_valid, loss = Squared.num_valid, Squared.loss
+
+
+class Drawing(Plain):
+    """Has some of the optional members, one of them a property."""
+
+    columns = ("reference",)
+
+    def generate(self, model, data, device):
+        return "drawn"
+
+    @property
+    def frozen_models(self):
+        raise LookupError("read when a run starts")
+
+
+class Wrapper:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class PlainModule(nn.Module):
+    num_valid, loss = Squared.num_valid, Squared.loss
+
+
+@dataclass(frozen=True)
+class Frozen:
+    num_valid, loss = Squared.num_valid, Squared.loss
+    metrics: tuple[str, ...] = ("error",)
+
+
+class Slotted:
+    __slots__ = ()
+    num_valid, loss = Squared.num_valid, Squared.loss
+
+
+@pytest.mark.parametrize("make", [Squared, Plain, PlainModule, Frozen])
+def test_every_member_has_a_default(make):
+    objective = with_defaults(make())
+    assert type(objective) is make
+    assert [getattr(objective, name) for name in OPTIONAL] == [None] * 4
+    assert (objective.columns, objective.forward_keywords, objective.recorded_models) == ((), (), ())
+    assert (objective.reads_log_probs, objective.asks_for_loss, objective.rollouts) == (False, False, None)
+    assert objective.metrics == (("error",) if make is Frozen else None)
+    assert dict(objective.frozen_models) == objective.record(None, None, None) == {}
+    assert objective.prepare(None).columns == {}
+    assert objective.example(2, 3)["tokens"].shape == (2, 3)
+    part = {"x": torch.ones(2), "position": torch.arange(2)}
+    assert (objective.num_valid(part), objective.loss(lambda x: 3 * x, part).loss) == (2, 18)
+    with pytest.raises(NotImplementedError, match=f"{make.__name__} has columns, and no precompute"):
+        objective.precompute(part)
+
+
+def test_a_plain_object_keeps_its_own_members():
+    objective = with_defaults(Drawing())
+    assert objective.generate(None, None, None) == "drawn"
+    assert objective.columns == ("reference",)
+    assert objective.compare is None
+    with pytest.raises(LookupError):
+        objective.frozen_models  # noqa: B018
+
+
+def test_a_wrapper_hands_over_the_members_of_the_objective_inside():
+    objective = with_defaults(Wrapper(foundry.NextToken()))
+    assert (objective.reads_log_probs, objective.columns) == (True, ())
+    assert objective.generate == objective.inner.generate
+    assert with_defaults(Wrapper(Plain())).generate is None
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (object(), "gives an object of type object without num_valid() and loss(); derive it from foundry.Objective"),
+        (SimpleNamespace(num_valid=len), "gives an object of type SimpleNamespace without loss(); derive it from"),
+        (Slotted(), "gives an object of type Slotted, which takes no attributes; derive it from foundry.Objective"),
+    ],
+)
+def test_other_objects_are_refused_in_a_line(part, message):
+    with pytest.raises(ConfigError) as error:
+        with_defaults(part)
+    assert f"objective._target_: {message}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_subclass_needs_a_loss():
+    class Half(Objective):
+        num_valid = Squared.num_valid
+
+    with pytest.raises(TypeError, match=r"abstract method '?loss"):
+        Half()
+
+
+def test_the_objective_of_a_configuration_has_the_defaults(monkeypatch):
+    monkeypatch.setattr("foundry.parts.objective.build", lambda node, offered: build({"_target_": node}))
+    for name, kind in (("Squared", Squared), ("Plain", Plain)):
+        config = SimpleNamespace(objective=f"{__name__}.{name}", peft=None)
+        assert type(objective := build_objective(config)) is kind
+        assert objective.build_source is None
+
+
+def test_foundrys_own_derive_from_the_base_class():
+    assert foundry.Objective is Objective is protocols.Objective
+    names = ("NextToken", "SFT", "DPO", "GRPO", "Distillation", "Diffusion", "DiffusionPolicy", "FlowPolicy")
+    assert all(issubclass(getattr(foundry, name), Objective) for name in (*names, "ActionRegression"))
+
+
+@pytest.mark.parametrize("kind", ["Comparing", "Generative", "Precomputing", "Predicting", "Sourcing"])
+def test_names_of_earlier_protocols_are_the_base_class(kind):
+    exec(f"from foundry.core.protocols import {kind}Objective as found", scope := {})
+    assert scope["found"] is Objective
+
+
+def test_the_room_of_rollouts_is_found_by_its_earlier_name():
+    exec("from foundry.objectives.rollout import Prepared, Rollout, RolloutObjective", scope := {})
+    assert scope["Rollout"] is protocols.Rollout
+    assert scope["RolloutObjective"] is Objective
