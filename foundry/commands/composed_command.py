@@ -10,7 +10,7 @@ from typing import TypeVar
 from hydra import main as hydra_main
 from omegaconf import DictConfig
 
-from foundry.commands.main import enter, in_run_dir
+from foundry.commands.train import enter, in_run_dir
 from foundry.config.checks.method import log_method
 from foundry.config.command import answer_alone, help_text, output_may_close, parse_options
 from foundry.config.composition.compose import CONFIG_NAME, config_dir

@@ -26,7 +26,8 @@ from foundry.tracking.mlflow.destination import (
 from foundry.tracking.mlflow.queue import read_pending, send_file, write_pending
 from foundry.tracking.mlflow.store import MlflowStore, resolve_file
 
-_HELP = """python -m foundry.sync key=value ...
+_HELP = """foundry sync key=value ...
+python -m foundry.sync key=value ...
 
 send to MLflow what it missed.
 

@@ -292,7 +292,12 @@ def help_text(schema: type[Any], name: str, doc: str, *, prefix: str = "") -> st
         doc: what it does.
         prefix: of the options' names.
     """
-    return "\n".join([f"python -m {name} key=value ...", "", doc, "", *option_lines(schema, prefix)]) + "\n"
+    return "\n".join([*usage(name), "", doc, "", *option_lines(schema, prefix)]) + "\n"
+
+
+def usage(name: str) -> list[str]:
+    """Return the lines of a page of help that say how a command is typed."""
+    return [f"{name.replace('.', ' ')} key=value ...", f"python -m {name} key=value ..."]
 
 
 def option_lines(schema: type[Any], prefix: str = "") -> list[str]:

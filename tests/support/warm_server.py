@@ -12,6 +12,7 @@ MODULES = (
     "diffusers",
     "foundry.checkpoint.saver",
     "foundry.commands.main",
+    "foundry.commands.train",
     "foundry.data.images.digits",
     "foundry.data.corpora.text",
     "foundry.diff",
