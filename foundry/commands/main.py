@@ -9,8 +9,9 @@ from foundry.config.diagnostics.flags import find_word
 
 COMMANDS = ("train", "plan", "lr_find", "eval", "sample", "export", "report", "diff", "sync", "new")
 """Modules of this package with a `main()`, in the order of the page of `--help`."""
-_COMPOSED = ("train", "plan", "lr_find")
-"""Commands that take the options of a run."""
+_COMPLETION = "completion"
+_COMPOSING = ("train", "plan", "lr_find", _COMPLETION)
+"""Modules that compose runs, for which the options of a project are meant."""
 _HELP = "help"
 _LIKE_A_COMMAND = 0.7
 """Least likeness, as of difflib, of a misspelt command."""
@@ -27,12 +28,17 @@ def main(config_dir: Path | None = None, config_name: str | None = None) -> None
         config_name: its primary configuration, as with `--config-name`; None: foundry's.
     """
     arguments = sys.argv[1:]
-    name = _take_command(arguments) or "train"
-    if name in _COMPOSED:
+    name = _COMPLETION if any(map(_is_query, arguments)) else _take_command(arguments) or "train"
+    if name in _COMPOSING:
         own = {"--config-dir": config_dir, "--config-name": config_name}
         arguments[:0] = [word for flag, value in own.items() if value is not None for word in (flag, str(value))]
     sys.argv[1:] = arguments
     import_module(f"foundry.commands.{name}").main()
+
+
+def _is_query(word: str) -> bool:
+    """Whether an argument asks for completions, after `-sc`."""
+    return word.startswith("query=")
 
 
 def _take_command(arguments: list[str]) -> str | None:

@@ -60,9 +60,16 @@ def write_csv(sweep: SweepReport) -> Path:
 
 
 def write_json(sweep: SweepReport) -> Path:
-    """The same for scripts, with the best job and the overrides of each."""
+    """Write `report_facts` and return the file."""
+    path = sweep.folder / JSON
+    write_atomically(path, encode(report_facts(sweep)) + "\n")
+    return path
+
+
+def report_facts(sweep: SweepReport) -> dict[str, Any]:
+    """Return the table as values of JSON, with the best job and the overrides of each."""
     best = sweep.best
-    content = {
+    return {
         "metric": sweep.metric,
         "direction": "minimize" if sweep.minimize else "maximize",
         "which": sweep.which.value,
@@ -91,9 +98,6 @@ def write_json(sweep: SweepReport) -> Path:
             for group in seed_groups(sweep)
         ],
     }
-    path = sweep.folder / JSON
-    write_atomically(path, encode(content) + "\n")
-    return path
 
 
 def write_picture(sweep: SweepReport) -> Path:

@@ -12,7 +12,7 @@ from foundry.commands.main import COMMANDS, main
 from foundry.config.diagnostics.flags import find_word
 
 PACKAGE = Path(entry.__file__).parent
-NO_COMMANDS = {"__init__", "composed_command", "library", "main", "model_card", "task_eval"}
+NO_COMMANDS = {"__init__", "completion", "composed_command", "data_eval", "library", "main", "model_card", "task_eval"}
 
 
 @pytest.fixture
