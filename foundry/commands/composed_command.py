@@ -1,18 +1,28 @@
 """Commands that take all options of a run, and some of their own under a prefix."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hydra import main as hydra_main
 from omegaconf import DictConfig
 
-from foundry.commands.main import enter, in_run_dir
+from foundry.commands.train import enter, in_run_dir
 from foundry.config.checks.method import log_method
-from foundry.config.command import answer_alone, help_text, output_may_close, parse_options
+from foundry.config.command import (
+    Outcome,
+    answer_alone,
+    facts_alone,
+    help_text,
+    output_may_close,
+    parse_options,
+    print_facts,
+    take_json,
+)
 from foundry.config.composition.compose import CONFIG_NAME, config_dir
 from foundry.config.composition.store import GROUPS
 from foundry.config.schemas.root import Config, to_config
@@ -23,7 +33,7 @@ Options = TypeVar("Options")
 
 def run_composed(
     schema: type[Options],
-    work: Callable[[Config, Options, Path], object],
+    work: Callable[[Config, Options, Path], Outcome | None],
     *,
     name: str,
     doc: str,
@@ -34,7 +44,8 @@ def run_composed(
     Args:
         schema: its own options as a frozen dataclass of `setting`s, which are typed as `plan.every` for `foundry.plan`,
             or as `every` if no group of a run has that name.
-        work: takes the composed configuration, these options, and the run directory that was made for it.
+        work: takes the composed configuration, these options, and the run directory that was made for it; returns
+            None on ranks above 0.
         name: as typed, for the help.
         doc: what it does, for the help.
         overrides_of: returns overrides of the run that these options imply; they follow those of the command line.
@@ -51,11 +62,8 @@ def run_composed(
     with output_may_close():
         if answer_alone(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):
             return
-    own, others = list[str](), list[str]()
-    for word in sys.argv[1:]:
-        is_own = word.startswith(prefix) or word.partition("=")[0] in bare
-        (own if is_own else others).append(word.removeprefix(prefix))
-    sys.argv[1:] = others
+    words, as_json = take_json(sys.argv[1:])
+    own, sys.argv[1:] = split_own(schema, prefix, words)
 
     def task() -> None:
         try:
@@ -66,15 +74,26 @@ def run_composed(
 
         @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
         def compose_and_work(composed: DictConfig) -> None:
-            in_run_dir(partial(_typed, composed, work, options))
+            outcomes.append(in_run_dir(partial(_typed, composed, work, options)))
 
-        compose_and_work()
+        outcomes = list[Outcome | None]()
+        with facts_alone() if as_json else nullcontext():
+            compose_and_work()
+        for outcome in filter(None, outcomes if as_json else ()):
+            print_facts(outcome.facts)
 
     enter(task, options={*bare, *(prefix + option for option in names)})
 
 
+def split_own(schema: type[Any], prefix: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words for a command's own options, without the prefix, and those for the run."""
+    bare = {option.name for option in fields(schema)}.difference(GROUPS)
+    own = [word for word in words if word.startswith(prefix) or word.partition("=")[0] in bare]
+    return [word.removeprefix(prefix) for word in own], [word for word in words if word not in own]
+
+
 def _typed(
-    composed: DictConfig, work: Callable[[Config, Options, Path], object], options: Options, run_dir: Path
-) -> None:
+    composed: DictConfig, work: Callable[[Config, Options, Path], Outcome | None], options: Options, run_dir: Path
+) -> Outcome | None:
     log_method(composed)
-    work(to_config(composed), options, run_dir)
+    return work(to_config(composed), options, run_dir)

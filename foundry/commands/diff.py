@@ -1,4 +1,4 @@
-"""`python -m foundry.diff RUN AGAINST`: two runs side by side: settings, plan, how far they are the same, and results.
+"""`foundry diff RUN AGAINST`: two runs side by side: settings, plan, how far they are the same, and results.
 
 Exit code 0: they are the same in all of that; 1: they are not. Only what their directories say is read, so either run
 may still be training, or be somebody else's.
@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_output, command, folder_option, print_path, quoted
+from foundry.config.command import Outcome, check_output, command, folder_option, print_path, quoted
 from foundry.config.record.frozen import read_recorded
 from foundry.config.record.resume_compat import Difference, differences
 from foundry.config.setting import setting
@@ -153,6 +153,18 @@ class Comparison:
         same = all(_equal(one, other) for _, one, other in self.results)
         return same and not self.settings and not self.plan and self.first_difference is None
 
+    def facts(self) -> dict[str, Any]:
+        """Return the comparison as values of JSON."""
+        first = self.first_difference
+        return {
+            "same": self.is_same,
+            "settings": [{"key": one.key, "run": one.was, "against": one.now} for one in self.settings],
+            "plan": [_pair(*entry) for entry in self.plan],
+            "common_steps": len(self.common_steps),
+            "first_difference": None if first is None else {"step": first[0], **_pair(*first[1:])},
+            "results": [_pair(*entry) for entry in self.results],
+        }
+
     def lines(self) -> Iterator[str]:
         """What to tell a person, line by line."""
         yield from _table("settings", [(one.key, one.was, one.now) for one in self.settings], "the same settings")
@@ -270,6 +282,10 @@ def _differing(
             yield name, one.get(name), other.get(name)
 
 
+def _pair(name: str, one: Any, other: Any) -> dict[str, Any]:
+    return {"key": name, "run": one, "against": other}
+
+
 def _equal(one: Any, other: Any) -> bool:
     """Whether two values are the same; NaN is like itself."""
     return bool(one == other) or (one != one and other != other)  # what is not itself is NaN
@@ -308,8 +324,8 @@ def _table(
     yield ""
 
 
-def print_differences(options: DiffOptions) -> None:
-    """Compare and leave with the exit code."""
+def print_differences(options: DiffOptions) -> Outcome:
+    """Compare and print."""
     picture = None if options.picture is None else folder_option("picture", options.picture)
     if picture is not None:
         check_output("picture", picture)
@@ -321,7 +337,7 @@ def print_differences(options: DiffOptions) -> None:
     if picture is not None:
         save_figure(curves_figure(compared), picture)
         print_path(picture, f"{'picture':<12}")
-    sys.exit(0 if compared.is_same else 1)
+    return Outcome(compared.facts(), 0 if compared.is_same else 1)
 
 
 def _named(words: Sequence[str]) -> list[str]:

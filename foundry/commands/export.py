@@ -1,11 +1,11 @@
-"""`python -m foundry.export run=DIR out=DIR`: one folder of safetensors that transformers loads, where it can."""
+"""`foundry export run=DIR out=DIR`: one folder of safetensors that transformers loads, where it can."""
 
 import sys
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import check_output_folder, command, folder_option, print_path
+from foundry.config.command import Outcome, check_output_folder, command, folder_option, print_path
 from foundry.config.schemas.device import KIND_DOC, DeviceKind
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
@@ -54,12 +54,11 @@ class ExportOptions:
         return None if self.dtype is None else getattr(torch, self.dtype.value)
 
 
-def export(options: ExportOptions) -> Path:
-    """Export a checkpoint, print the folder and return it; see `export_checkpoint`."""
-    export_checkpoint(options)
-    out = folder_option("out", options.out)
+def export(options: ExportOptions) -> Outcome:
+    """Export a checkpoint and print the folder; see `export_checkpoint`."""
+    checkpoint, out = export_checkpoint(options), folder_option("out", options.out)
     print_path(out)
-    return out
+    return Outcome({"out": str(out), "checkpoint": checkpoint.name})
 
 
 def export_checkpoint(options: ExportOptions) -> Path:

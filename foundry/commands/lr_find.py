@@ -1,4 +1,4 @@
-"""`python -m foundry.lr_find [overrides]`: a learning rate for a run, by a short training through all of them.
+"""`foundry lr_find [overrides]`: a learning rate for a run, by a short training through all of them.
 
 The rate grows from lr_find.min to lr_find.max by the same factor each step, on the run's own model, data, optimizer and
 ranks (the range test of Smith 2017, arXiv:1506.01186, with an exponential ramp). Suggested is the rate at which the
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foundry.commands.composed_command import run_composed
-from foundry.config.command import check_output, print_path
+from foundry.config.command import Outcome, check_output, print_path
 from foundry.config.environment import detect
 from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
@@ -256,6 +256,11 @@ def range_figure(found: RangeTest, run_name: str = "") -> "Figure":
     return figure
 
 
+def _find(config: Config, options: FindOptions, run_dir: Path) -> Outcome | None:
+    found = find(config, options, run_dir)
+    return None if found is None else Outcome(found.numbers())
+
+
 def main() -> None:
     """Find from the command line."""
-    run_composed(FindOptions, find, name="foundry.lr_find", doc=__doc__.split(": ", 1)[1].rstrip())
+    run_composed(FindOptions, _find, name="foundry.lr_find", doc=__doc__.split(": ", 1)[1].rstrip())

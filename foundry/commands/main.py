@@ -1,138 +1,68 @@
-"""`python -m foundry`: compose, check, run."""
+"""`foundry` and `python -m foundry`: a command by its name, or a run by its overrides."""
 
-import os
+import difflib
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from functools import partial
-from io import StringIO
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
 
-from hydra import main as hydra_main
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from foundry.config.diagnostics.flags import find_word
 
-from foundry.config.checks.method import log_method
-from foundry.config.command import output_may_close, versions
-from foundry.config.composition.choices import compose_with, keep_choices
-from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
-from foundry.config.composition.hydra_internals import compose_once, take_over, write_help
-from foundry.config.diagnostics.flags import arrange_flags, check_flags
-from foundry.config.diagnostics.help import list_groups, write_page, write_sweep_page
-from foundry.config.environment import detect
-from foundry.config.schemas.root import to_config
-from foundry.core.errors import ConfigError, format_reason
-from foundry.core.stopped import Stopped
-from foundry.launch.claim import Refused, describe_disk_error, run_job
-from foundry.launch.local import WorkerFailed, format_trace
-from foundry.run_dir.files import UnsafeFileError
-from foundry.run_dir.lock import RunDirectoryLostError
-from foundry.run_dir.log import log_to_file
-from foundry.run_dir.redact import one_line, printable
-from foundry.run_dir.strict_json import DamagedFileError
-from foundry.sweeps.plugins import register
-from foundry.sweeps.worker import start_job
-
-Result = TypeVar("Result")
-
-
-@hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
-def task(composed: DictConfig) -> float | None:
-    """Run one composed configuration; returns the metric that sweeps minimise."""
-    log_method(composed)
-    return in_run_dir(partial(start_job, to_config(composed))).metric
-
-
-def in_run_dir(work: Callable[[Path], Result]) -> Result:
-    """Do a job in the folder that Hydra made for it, which `foundry.launch.claim` gives back where it is refused."""
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    try:
-        return work(run_dir)
-    except ConfigError as error:
-        if HydraConfig.get().mode is RunMode.RUN:
-            raise Refused(error) from None
-        raise  # a sweep continues with its other jobs
-    except Stopped as stopped:
-        if detect().rank == 0:
-            with suppress(OSError):  # the terminal is gone, as after SIGHUP
-                sys.stderr.write(f"{stopped}{_how_to_resume(stopped)}\n")
-        raise  # its exit code is in it; a sweep ends too
-    except Exception as error:
-        log_to_file(f"failed:\n{format_trace(error)}")
-        raise
-
-
-def _how_to_resume(stopped: Stopped) -> str:
-    if stopped.checkpoint is None:
-        return ""
-    if stopped.state == "requeued":
-        return "; the job is queued again and resumes from there"
-    hydra = HydraConfig.get()
-    folder = f"run.dir={hydra.run.dir}" if hydra.mode is RunMode.RUN else f"sweep.dir={hydra.sweep.dir}"
-    return f"; the same command with hydra.{folder} resumes from there"
+COMMANDS = ("train", "plan", "lr_find", "eval", "sample", "export", "report", "diff", "sync", "new")
+"""Modules of this package with a `main()`, in the order of the page of `--help`."""
+_COMPLETION = "completion"
+_COMPOSING = ("train", "plan", "lr_find", _COMPLETION)
+"""Modules that compose runs, for which the options of a project are meant."""
+_HELP = "help"
+_LIKE_A_COMMAND = 0.7
+"""Least likeness, as of difflib, of a misspelt command."""
 
 
 def main(config_dir: Path | None = None, config_name: str | None = None) -> None:
-    """The entry point of a run, and of a project's own command.
+    """The entry point of commands and runs, and of a project's own command.
+
+    The first word without `=` is the name of a command; its arguments, before and after, are those of
+    `python -m foundry.NAME`. Without such a word the command is `train`.
 
     Args:
         config_dir: folder of the project's options, as with `--config-dir`; None: foundry's options alone.
         config_name: its primary configuration, as with `--config-name`; None: foundry's.
     """
-    own = {"--config-dir": config_dir, "--config-name": config_name}
-    sys.argv[1:1] = [word for flag, value in own.items() if value is not None for word in (flag, str(value))]
-    if "--version" not in sys.argv[1:]:
-        enter(task)
-        return
-    with output_may_close():
-        sys.stdout.write(f"{versions()}\n")
+    arguments = sys.argv[1:]
+    name = _COMPLETION if any(map(_is_query, arguments)) else _take_command(arguments) or "train"
+    if name in _COMPOSING:
+        own = {"--config-dir": config_dir, "--config-name": config_name}
+        arguments[:0] = [word for flag, value in own.items() if value is not None for word in (flag, str(value))]
+    sys.argv[1:] = arguments
+    import_module(f"foundry.commands.{name}").main()
 
 
-@contextmanager
-def _masked_output() -> Iterator[None]:
-    """Print without secrets what `--cfg job --resolve` prints: the values of environment variables are in it."""
-    with redirect_stdout(StringIO()) as printed:
-        yield
-    sys.stdout.write(printable(printed.getvalue()))
+def _is_query(word: str) -> bool:
+    """Whether an argument asks for completions, after `-sc`."""
+    return word.startswith("query=")
 
 
-def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
-    """Compose and do a task: exit code 2 and a line for each config error, 1 if the task failed.
+def _take_command(arguments: list[str]) -> str | None:
+    """Remove the name of a command from the arguments and return it; None if they name none.
+
+    `help NAME` becomes `--help` of that command.
 
     Args:
-        task: composes what is in `sys.argv`, and does it.
-        options: keys of the command's own, which are no settings of a run.
+        arguments: after the name of the program.
+
+    Raises:
+        SystemExit: the name is misspelt; its line is printed.
     """
-    try:
-        check_flags(sys.argv[1:], options)
-        sys.argv[1:] = arrange_flags(sys.argv[1:])
-        install(alone=True)
-        register()
-        take_over(run_job, list_groups)
-        keep_choices()
-        compose_once(compose_with)
-        write_help(CONFIG_NAME, write_page, write_sweep_page)
-        if detect().rank > 0:
-            sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
-        with output_may_close(), _masked_output() if "--resolve" in sys.argv else nullcontext():
-            task()
-    except (ConfigError, Refused) as error:
-        sys.stderr.write(f"{error}\n")
+    place = find_word(arguments)
+    if place is None:
+        return None
+    word = arguments[place]
+    if word == _HELP:
+        arguments[place] = "--help"
+        return _take_command(arguments)
+    if word in COMMANDS:
+        del arguments[place]
+        return word
+    if near := difflib.get_close_matches(word.lower(), COMMANDS, n=1, cutoff=_LIKE_A_COMMAND):
+        sys.stderr.write(f"{word}: is no command; did you mean {near[0]}? (commands: {', '.join(COMMANDS)})\n")
         sys.exit(2)
-    except (HydraException, OmegaConfBaseException, UnsafeFileError, DamagedFileError) as error:
-        message = str(error) or format_reason(error.__cause__ or error)  # Hydra may raise without a message
-        sys.stderr.write(f"{one_line(message)}\n")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except RunDirectoryLostError as error:
-        sys.stderr.write(f"{one_line(str(error))}\n")
-        sys.exit(1)
-    except Exception as error:
-        line = describe_disk_error(error)
-        sys.stderr.write(printable(format_trace(error)) if line is None else f"{line}\n")
-        sys.exit(error.exit_code if isinstance(error, WorkerFailed) else 1)
+    return None

@@ -1,4 +1,4 @@
-"""`python -m foundry.new DIR`: a project of your own with a model, a dataset, options and a test that run."""
+"""`foundry new DIR`: a project of your own with a model, a dataset, options and a test that run."""
 
 import keyword
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from foundry.config.command import check_output_folder, command, folder_option, quoted
+from foundry.config.command import Outcome, check_output_folder, command, folder_option, quoted
 from foundry.config.packages import INSTALL_PROJECT
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation
@@ -87,4 +87,9 @@ def main() -> None:
     if len(places) == 1:
         words[places[0]] = f"dir={quoted(words[places[0]])}"
         sys.argv[1:] = words
-    command(NewOptions, new, name="foundry.new", doc=__doc__.split(": ", 1)[1])
+    command(
+        NewOptions,
+        lambda options: Outcome({"dir": str(new(options))}),
+        name="foundry.new",
+        doc=__doc__.split(": ", 1)[1],
+    )

@@ -1,4 +1,4 @@
-"""`python -m foundry.plan [overrides]`: say what a run would do, without doing it."""
+"""`foundry plan [overrides]`: say what a run would do, without doing it."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from typing import Any
 from hydra.utils import to_absolute_path
 
 from foundry.commands.composed_command import run_composed
-from foundry.config.command import check_output
+from foundry.config.command import Outcome, check_output
 from foundry.config.composition.resolvers import world_size
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import resolve_distributed
@@ -287,7 +287,7 @@ def main() -> None:
     """Plan from the command line."""
     run_composed(
         PlanOptions,
-        plan,
+        lambda config, options, run_dir: Outcome(plan(config, options, run_dir)),
         name="foundry.plan",
         doc=__doc__.split(": ", 1)[1],
         overrides_of=PlanOptions.overrides,

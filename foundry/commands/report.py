@@ -1,17 +1,16 @@
-"""`python -m foundry.report dir=DIR`: a sweep's jobs as a table, a picture, a CSV and a JSON file.
+"""`foundry report dir=DIR`: a sweep's jobs as a table, a picture, a CSV and a JSON file.
 
 Exit code 0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
 """
 
-import sys
 from dataclasses import dataclass
 
 from rich.console import Console
 
-from foundry.config.command import command, folder_option
+from foundry.config.command import Outcome, command, folder_option
 from foundry.config.setting import setting
 from foundry.sweeps.reading import Which, read_sweep
-from foundry.sweeps.report import PICTURE, read_settled, report, show, watch
+from foundry.sweeps.report import PICTURE, read_settled, report_facts, show, show_and_write, watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +24,16 @@ class ReportOptions:
     seconds: float = setting(2.0, "between two looks of watch", gt=0)
 
 
-def print_report(options: ReportOptions) -> None:
-    """Report and leave with the exit code."""
+def print_report(options: ReportOptions) -> Outcome:
+    """Print how a sweep stands, and write its files unless Ctrl-C has ended the watching."""
     console, folder = Console(), folder_option("dir", options.dir)
     if options.watch and not watch(folder, console, which=options.which, seconds=options.seconds):
         sweep = read_sweep(folder, options.which)
         show(sweep, console)
-        sys.exit(sweep.exit_code)
-    read_settled(folder, options.which)
-    sys.exit(report(folder, console, which=options.which, picture=options.picture))
+    else:
+        sweep = read_settled(folder, options.which)
+        show_and_write(sweep, console, picture=options.picture)
+    return Outcome(report_facts(sweep), sweep.exit_code)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`python -m foundry.sample run=DIR`: text continuations or pictures from a checkpoint."""
+"""`foundry sample run=DIR`: text continuations or pictures from a checkpoint."""
 
 import inspect
 import sys
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foundry.config.command import check_output, check_writable, command, folder_option, print_path
+from foundry.config.command import Outcome, check_output, check_writable, command, folder_option, print_path
 from foundry.config.composition.store import group_schemas
 from foundry.config.schemas.device import KIND_DOC, DeviceKind
 from foundry.config.schemas.precision import WeightsDtype
@@ -47,7 +47,12 @@ class SampleOptions(*_SAMPLING, _OwnOptions):  # type: ignore[misc] # as many ba
 
 
 def sample(options: SampleOptions) -> Path:
-    """Draw, write and return the file.
+    """Draw, write and return the file; see `draw`."""
+    return Path(draw(options).facts["file"])
+
+
+def draw(options: SampleOptions) -> Outcome:
+    """Draw, write and print samples.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or an option is not of this run's objective.
@@ -102,7 +107,7 @@ def sample(options: SampleOptions) -> Path:
     if hasattr(drawn, "text"):
         sys.stdout.write(f"{drawn.text}\n")
     print_path(file)
-    return file
+    return Outcome({"file": str(file), "texts": list(drawn.texts) if isinstance(drawn, TextSamples) else None})
 
 
 def _save_beside_others(drawn: Any, stem: Path) -> Path:
@@ -144,4 +149,4 @@ def _read_image(file: str, size: int | None) -> Any:
 
 def main() -> None:
     """Sample from the command line."""
-    command(SampleOptions, sample, name="foundry.sample", doc=__doc__.split(": ", 1)[1])
+    command(SampleOptions, draw, name="foundry.sample", doc=__doc__.split(": ", 1)[1])

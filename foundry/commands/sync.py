@@ -1,16 +1,17 @@
-"""`python -m foundry.sync dir=RUN_DIR`: send to MLflow what it missed."""
+"""`foundry sync dir=RUN_DIR`: send to MLflow what it missed."""
 
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from foundry.config.command import answer_alone
+from foundry.config.command import answer_alone, facts_alone, help_text, print_facts, take_json
 from foundry.config.composition.start_dir import check_start_dir
+from foundry.config.setting import setting
 from foundry.core.errors import ConfigError
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.names import MLFLOW, MLFLOW_PENDING
@@ -26,13 +27,13 @@ from foundry.tracking.mlflow.destination import (
 from foundry.tracking.mlflow.queue import read_pending, send_file, write_pending
 from foundry.tracking.mlflow.store import MlflowStore, resolve_file
 
-_HELP = """python -m foundry.sync key=value ...
 
-send to MLflow what it missed.
+@dataclass(frozen=True, kw_only=True)
+class SyncOptions:
+    """The command's options."""
 
-  dir              run directory (required)
-  uri              tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default (default null)
-"""
+    dir: str = setting("???", "run directory")
+    uri: str | None = setting(None, "tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default")
 
 
 def send_pending(run_dir: Path, uri: str | None = None) -> int:
@@ -143,7 +144,8 @@ def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """The command; 0 when nothing is pending any more, 1 when MLflow did not take it, 2 for an error."""
-    if answer_alone(arguments, lambda: _HELP):
+    arguments, as_json = take_json(arguments)
+    if answer_alone(arguments, lambda: help_text(SyncOptions, "foundry.sync", "send to MLflow what it missed.")):
         return 0
     try:
         check_start_dir()
@@ -154,17 +156,21 @@ def run(arguments: Sequence[str]) -> int:
     run_dir = Path(given.get("dir", "").replace("\0", ""))
     if not given.get("dir") or not given.keys() <= {"dir", "uri"} or not run_dir.is_dir():
         text = one_line(" ".join(arguments)) or "nothing"
-        sys.stderr.write(f"{text}: give an existing run directory: python -m foundry.sync dir=RUN_DIR [uri=URI]\n")
+        sys.stderr.write(f"{text}: give an existing run directory: foundry sync dir=RUN_DIR [uri=URI]\n")
         return 2
     try:
-        sent = send_pending(run_dir, given.get("uri") or None)
+        with facts_alone() if as_json else nullcontext():
+            sent = send_pending(run_dir, given.get("uri") or None)
     except (ValueError, UnsafeFileError, PermissionError) as error:
         sys.stderr.write(f"nothing is sent: {one_line(str(error))}\n")
         return 2
     except Exception as error:
         sys.stderr.write(f"not sent, everything is kept: {type(error).__name__}: {one_line(str(error))[:300]}\n")
         return 1
-    sys.stdout.write(f"{sent} records sent\n")
+    if as_json:
+        print_facts({"sent": sent})
+    else:
+        sys.stdout.write(f"{sent} records sent\n")
     return 0
 
 

@@ -1,14 +1,19 @@
-"""What `foundry.eval tasks=[...]` measures: tasks of lm_eval, EleutherAI's evaluation harness, of a language model."""
+"""`foundry eval run=DIR tasks=[...]`: tasks of lm_eval, EleutherAI's evaluation harness, of a language model."""
 
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from foundry.commands.eval import EvalOptions
 from foundry.config.packages import missing_message
+from foundry.config.schemas.peft import LoRA
+from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation, format_reason, nearest
 
 if TYPE_CHECKING:
@@ -17,6 +22,66 @@ if TYPE_CHECKING:
 
 _HEAD = ("task", "samples", "shots", "metric", "value", "stderr")
 _STDERR = "_stderr"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(EvalOptions):
+    """Options of the evaluation by tasks of lm_eval."""
+
+    tasks: list[str] = setting(
+        "???", "the tasks: names of lm_eval's, YAML files of one's own, or folders of them; needs lm_eval"
+    )
+    max_samples: int | None = setting(None, "samples of each task; null: all", ge=1)
+    num_fewshot: int | None = setting(None, "examples before each question; null: as each task says", ge=0)
+    chat: bool = setting(False, "put what is asked into the model's chat template")
+
+
+def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose: object) -> dict[str, Any]:
+    """Measure the export of a run, as `foundry.export` writes it, by lm_eval, so that others measure the same.
+
+    Args:
+        path: of the run, or a folder of transformers.
+        options: of the command.
+        overrides: none.
+        compose: not used.
+
+    Raises:
+        ConfigError: there is no such run, checkpoint or task; lm_eval is missing, or the model is none of transformers.
+    """
+    check_installed()
+    tasks = find_tasks(options.tasks, trust=options.trust)
+    import torch
+
+    from foundry.commands.export import ExportOptions, export_checkpoint
+    from foundry.config.record.frozen import load_config
+    from foundry.parallel.device import choose_device
+    from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
+
+    device, batch_size, amp, tf32 = choose_device(options.device), options.batch_size or 1, None, False
+    with TemporaryDirectory(prefix="foundry-eval-") as temporary:
+        folder, checkpoint = path, path.name
+        if not (path / "config.json").is_file():
+            config = load_config(path, trust=options.trust)
+            precision = PrecisionPolicy.from_config(config.precision, device)
+            amp, tf32 = precision.compute_dtype if precision.is_amp else None, config.precision.tf32
+            batch_size = options.batch_size or config.hparams.per_gpu_batch_size
+            folder = Path(temporary) / "export"
+            wanted = ExportOptions(
+                run=str(path),
+                out=str(folder),
+                which=options.which,
+                ema=options.ema,
+                trust=options.trust,
+                device=options.device,
+                merge=True if isinstance(config.peft, LoRA) else None,
+            )
+            checkpoint = export_checkpoint(wanted).name
+        if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+            message = f"are for language models that transformers loads with a tokenizer, and {path} has none"
+            raise ConfigError(Violation("tasks", message))
+        with torch.no_grad(), fp32_arithmetic(tf32=tf32):
+            found = evaluate_tasks(folder, tasks, options, device=device, amp=amp, batch_size=batch_size)
+    return {"checkpoint": checkpoint, "lm_eval": lm_eval_version(), "tasks": found}
 
 
 def check_installed() -> None:
@@ -72,25 +137,21 @@ def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list
 def evaluate_tasks(
     folder: Path,
     tasks: "tuple[TaskManager, list[str]]",
+    options: TaskOptions,
     *,
     device: "torch.device",
     amp: "torch.dtype | None",
     batch_size: int,
-    max_samples: int | None,
-    num_fewshot: int | None,
-    chat: bool,
 ) -> dict[str, Any]:
     """Have lm_eval measure a folder of transformers, as its `hf` model does, with its own seeds.
 
     Args:
         folder: with weights and tokenizer.
         tasks: from `find_tasks`.
+        options: of the command.
         device: where the model computes.
         amp: compute type of autocast; None: as the weights are.
         batch_size: requests at a time.
-        max_samples: of each task, the first ones; None: all.
-        num_fewshot: examples before each question; None: as each task says.
-        chat: put what is asked into the model's chat template.
 
     Returns:
         By task: `num_samples`, `num_fewshot`, `version`, and `metrics`, by their names in lm_eval, with `_stderr`.
@@ -116,8 +177,8 @@ def evaluate_tasks(
         raise ConfigError(Violation("tasks", f"{', '.join(names)} cannot be read: {format_reason(error)}")) from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
-        if own is None or (own and num_fewshot is not None):  # lm_eval keeps a 0 that a task says itself
-            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        if own is None or (own and options.num_fewshot is not None):  # lm_eval keeps a 0 that a task says itself
+            task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     model = HFLM(
         pretrained=str(folder), device=str(device), dtype="auto", mixed_precision_dtype=amp, batch_size=batch_size
@@ -126,8 +187,8 @@ def evaluate_tasks(
         measured = evaluate(
             model,
             loaded,
-            limit=max_samples,
-            apply_chat_template=chat,
+            limit=options.max_samples,
+            apply_chat_template=options.chat,
             fewshot_as_multiturn=True,
             log_samples=False,
         )

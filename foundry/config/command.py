@@ -1,16 +1,17 @@
 """The other commands' `key=value` arguments: the same grammar, types and errors as a run's."""
 
 import errno
+import json
 import os
 import platform
 import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,13 +24,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry import __version__
 from foundry.config.composition.start_dir import check_start_dir
-from foundry.config.diagnostics.flags import Flag, split_flags
+from foundry.config.diagnostics.flags import JSON, Flag, split_flags
 from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
 from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation, nearest
 from foundry.run_dir.outputs import Recognizer, folder_refusal, refusal
 from foundry.run_dir.redact import one_line, printable
+from foundry.run_dir.strict_json import encode
 
 Options = TypeVar("Options")
 
@@ -51,11 +53,21 @@ _OF_THE_PATH = (
 """Errors that another path would not have had, so that the command was wrong; any other is the machine's."""
 
 
-def command(schema: type[Options], run: Callable[[Options], object], *, name: str, doc: str) -> None:
-    """Run a command with the arguments after its name; exit code 2 and a line for each error in them.
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a command.
 
-    A file that cannot be read or written is a line, too: exit code 2 where the path is to blame, else 1. The
-    traceback of any other exception is printed without secrets.
+    Attributes:
+        facts: printed with `--json`; values of JSON, of which NaN and infinite numbers become strings.
+        exit_code: of the command.
+    """
+
+    facts: Mapping[str, Any]
+    exit_code: int = 0
+
+
+def command(schema: type[Options], run: Callable[[Options], Outcome], *, name: str, doc: str) -> None:
+    """Run a command with the arguments after its name, as `run_words`.
 
     Args:
         schema: the options as a frozen dataclass of `setting`s.
@@ -63,12 +75,32 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
         name: as typed, for the help.
         doc: what it does, for the help.
     """
-    overrides = sys.argv[1:]
+    run_words(
+        lambda words: run(parse_options(schema, words)), name=name, write_help=lambda: help_text(schema, name, doc)
+    )
+
+
+def run_words(run: Callable[[list[str]], Outcome], *, name: str, write_help: Callable[[], str]) -> None:
+    """Run a command with the arguments after its name; exit code 2 and a line for each error in them.
+
+    A file that cannot be read or written is a line, too: exit code 2 where the path is to blame, else 1. The
+    traceback of any other exception is printed without secrets.
+
+    Args:
+        run: takes the arguments, without `--json`.
+        name: as typed, for messages.
+        write_help: makes the page of `--help`.
+    """
+    words, as_json = take_json(sys.argv[1:])
     try:
         with output_may_close():
-            if not answer_alone(overrides, lambda: help_text(schema, name, doc)):
-                check_start_dir()
-                run(parse_options(schema, overrides))
+            if answer_alone(words, write_help):
+                return
+            check_start_dir()
+            with facts_alone() if as_json else nullcontext():
+                outcome = run(words)
+            if as_json:
+                print_facts(outcome.facts)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
@@ -80,6 +112,32 @@ def command(schema: type[Options], run: Callable[[Options], object], *, name: st
     except Exception:
         sys.stderr.write(printable(traceback.format_exc()))
         sys.exit(1)
+    if outcome.exit_code:
+        sys.exit(outcome.exit_code)
+
+
+def take_json(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the arguments without `--json`, and whether it is among them."""
+    return [word for word in arguments if word != JSON], JSON in arguments
+
+
+@contextmanager
+def facts_alone() -> Iterator[None]:
+    """Send to standard error what is printed meanwhile, by other processes too, so that facts stand alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def print_facts(facts: Mapping[str, Any]) -> None:
+    """Print facts as one JSON object, without secrets."""
+    sys.stdout.write(f"{printable(json.dumps(json.loads(encode(facts)), indent=2))}\n")
 
 
 @contextmanager
@@ -101,27 +159,15 @@ def output_may_close() -> Iterator[None]:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def refuse_given(options: Any, names: Sequence[str], why: str) -> None:
-    """Say of options of a command that they would be ignored.
+def parse_options(
+    schema: type[Options], overrides: list[str], *, elsewhere: Mapping[str, str] | None = None
+) -> Options:
+    """Read `key=value` arguments.
 
     Args:
-        options: of the command.
-        names: of these options.
-        why: completes the message `is VALUE but ...`.
-
-    Raises:
-        ConfigError: one has another value than its default.
-    """
-    defaults = type(options)(run=options.run)
-    given = [name for name in names if getattr(options, name) != getattr(defaults, name)]
-    if given:
-        values = {name: getattr(options, name) for name in given}
-        shown = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
-        raise ConfigError(Violation(name, f"is {value} but {why}") for name, value in shown.items())
-
-
-def parse_options(schema: type[Options], overrides: list[str]) -> Options:
-    """Read `key=value` arguments.
+        schema: of the options.
+        overrides: the arguments.
+        elsewhere: options and groups that this schema lacks, and why; completes the message `is VALUE but ...`.
 
     Raises:
         ConfigError: with every error in them.
@@ -132,7 +178,7 @@ def parse_options(schema: type[Options], overrides: list[str]) -> Options:
     names = [item.name for item in fields(schema)]  # type: ignore[arg-type] # a dataclass, by contract
     flags, overrides = split_flags(overrides)
     for flag in flags:
-        message = f"is no argument; {_write(flag, names)}"
+        message = f"is no argument; {_write(flag, [*names, *(elsewhere or ())])}"
         violations.append(Violation(flag.text, message))
     for text in overrides:
         try:
@@ -140,7 +186,7 @@ def parse_options(schema: type[Options], overrides: list[str]) -> Options:
         except HydraException:
             violations.append(Violation(text, "is not of the form key=value; quote values that hold spaces or commas"))
             continue
-        if (wrong := _check_override(override, names)) is not None:
+        if (wrong := _check_override(override, names, elsewhere or {})) is not None:
             violations.append(wrong)
             continue
         try:
@@ -167,9 +213,12 @@ def _write(flag: Flag, names: Sequence[str]) -> str:
     return f"options are given as key=value{nearest(flag.key, names)} (options: {', '.join(names)})"
 
 
-def _check_override(override: Override, names: Sequence[str]) -> Violation | None:
+def _check_override(override: Override, names: Sequence[str], elsewhere: Mapping[str, str]) -> Violation | None:
     """What is wrong with an override that Hydra's grammar knows, whatever the types of the options."""
     key = override.key_or_group
+    if key not in names and (reason := elsewhere.get(key, elsewhere.get(key.partition(".")[0]))) is not None:
+        value = override.value()
+        return Violation(key, f"is {value if isinstance(value, str) else override.get_value_string()} but {reason}")
     if key not in names:
         return Violation(key, f"is no option{nearest(key, names)} (options: {', '.join(names)})")
     if override.type is not OverrideType.CHANGE or override.package is not None:
@@ -292,17 +341,23 @@ def help_text(schema: type[Any], name: str, doc: str, *, prefix: str = "") -> st
         doc: what it does.
         prefix: of the options' names.
     """
-    return "\n".join([f"python -m {name} key=value ...", "", doc, "", *option_lines(schema, prefix)]) + "\n"
+    return "\n".join([*usage(name), "", doc, "", *option_lines(schema, prefix)]) + "\n"
 
 
-def option_lines(schema: type[Any], prefix: str = "") -> list[str]:
+def usage(name: str) -> list[str]:
+    """Return the lines of a page of help that say how a command is typed."""
+    return [f"{name.replace('.', ' ')} key=value ... [--json]", f"python -m {name} key=value ... [--json]"]
+
+
+def option_lines(schema: type[Any], prefix: str = "", without: Container[str] = ()) -> list[str]:
     """A line or more for each option: what it means, and its default as it would be typed.
 
     Args:
         schema: of the options.
         prefix: of their names.
+        without: names of options to leave out.
     """
-    shown = [item for item in fields(schema) if "doc" in item.metadata]
+    shown = [item for item in fields(schema) if "doc" in item.metadata and item.name not in without]
     width = max(16, *(len(prefix + item.name) for item in shown)) + 3
     lines = list[str]()
     for item in shown:

@@ -33,8 +33,15 @@ def leave_current_folder() -> None:
 
 
 def run_command(name: str) -> None:
-    """Call `main()` of a module of foundry.commands, once the current folder has left the import path."""
+    """Call `main()` of a module of foundry.commands, once the current folder has left the import path.
+
+    If the current folder contains a checkout called `foundry`, Python may have taken that folder for the package, and
+    found this module through the installed one; the package is imported again then.
+    """
     leave_current_folder()
+    if getattr(sys.modules["foundry"], "__file__", None) is None:
+        for module in [module for module in sys.modules if module.partition(".")[0] == "foundry"]:
+            del sys.modules[module]
     from importlib import import_module
 
     import_module(f"foundry.commands.{name}").main()

@@ -44,20 +44,20 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEvaluation:
-    """An evaluation by `foundry.eval` in place of losses and answers.
+    """An evaluation by `foundry.eval`, with options of its own.
 
     Attributes:
         measure: function of the run directory, the command's options, the overrides and `compose`, which composes
             overrides; returns the measurements by name.
-        options: frozen dataclass of `setting`s, which the command takes in addition.
-        file: in run directories that are evaluated like this.
+        options: frozen dataclass of `setting`s; the command adds those of every evaluation, such as `run` and `which`.
+        file: in run directories that are evaluated like this; empty for an evaluation that is chosen otherwise.
         groups: config groups that the command line may override in this evaluation.
         described: completes "is VALUE but is ... " in messages, such as "of policies in a simulator".
     """
 
     measure: str
     options: str
-    file: str
+    file: str = ""
     groups: tuple[str, ...] = ()
     described: str
 

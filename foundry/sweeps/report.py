@@ -63,6 +63,16 @@ def report(folder: Path, console: Console, *, which: Which = Which.last, picture
         ConfigError: there are no jobs in the folder, or a file of the report's name that no report has written.
     """
     sweep = read_sweep(folder, which)
+    show_and_write(sweep, console, picture=picture)
+    return sweep.exit_code
+
+
+def show_and_write(sweep: SweepReport, console: Console, *, picture: bool = True) -> None:
+    """Print how a sweep stands and write its picture, CSV and JSON into its directory, if they can be written there.
+
+    Raises:
+        ConfigError: a file of the report's name that no report has written.
+    """
     show(sweep, console)
     try:
         files = write_files(sweep, picture=picture)
@@ -73,8 +83,7 @@ def report(folder: Path, console: Console, *, which: Which = Which.last, picture
     except Exception as error:  # somebody else's numbers, which no picture can show
         _say(console, f"not all files written: {type(error).__name__}: {error}")
     else:
-        _say(console, f"in {folder}: {', '.join(file.name for file in files)}")
-    return sweep.exit_code
+        _say(console, f"in {sweep.folder}: {', '.join(file.name for file in files)}")
 
 
 def _say(console: Console, line: str) -> None:
@@ -397,9 +406,16 @@ def write_csv(sweep: SweepReport) -> Path:
 
 
 def write_json(sweep: SweepReport) -> Path:
-    """The same for scripts, with the best job and the overrides of each."""
+    """Write `report_facts` and return the file."""
+    path = sweep.folder / JSON
+    write_atomically(path, encode(report_facts(sweep)) + "\n")
+    return path
+
+
+def report_facts(sweep: SweepReport) -> dict[str, Any]:
+    """Return the table as values of JSON, with the best job and the overrides of each."""
     best = sweep.best
-    content = {
+    return {
         "metric": sweep.metric,
         "direction": "minimize" if sweep.minimize else "maximize",
         "which": sweep.which.value,
@@ -428,9 +444,6 @@ def write_json(sweep: SweepReport) -> Path:
             for group in seed_groups(sweep)
         ],
     }
-    path = sweep.folder / JSON
-    write_atomically(path, encode(content) + "\n")
-    return path
 
 
 def write_picture(sweep: SweepReport) -> Path:

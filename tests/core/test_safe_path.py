@@ -166,3 +166,37 @@ def test_a_copy_of_the_code_has_files_from_which_a_run_imports(tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", [str(tmp_path), "/lib"])
     assert "torch.py" in snapshot._tracked()
     assert snapshot.copied_folders(tmp_path / "code") == []
+
+
+FINDER = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import spec_from_file_location
+
+PACKAGE = {package!r}
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "foundry":
+            return spec_from_file_location(name, PACKAGE + "/__init__.py")
+        return PathFinder.find_spec(name, path=[PACKAGE]) if name.rpartition(".")[0] == "foundry" else None
+
+sys.path[:] = [entry for entry in sys.path if entry != {root!r}]
+sys.meta_path.append(Finder)
+"""
+
+
+@pytest.mark.parametrize("module", ["foundry", "foundry.report"])
+def test_the_folder_around_a_checkout_is_not_taken_for_the_package(module, tmp_path):
+    """An editable install appends such a finder, so that a folder `foundry` here is a namespace package before it."""
+    (tmp_path / "here/foundry/foundry").mkdir(parents=True)
+    (tmp_path / "site").mkdir()
+    finder = FINDER.format(package=str(PACKAGE), root=str(PACKAGE.parent))
+    (tmp_path / "site/sitecustomize.py").write_text(finder)
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment["PYTHONPATH"] = str(tmp_path / "site")
+    command = [sys.executable, "-m", module, "--version"]
+    ended = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"foundry {foundry.__version__} ")

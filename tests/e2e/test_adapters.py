@@ -10,12 +10,12 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from support.composition import configure
+from support.evaluated import evaluate
 from support.samples import read_samples
 from support.tiny import SMALL_LM, TINY_DIT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foundry.checkpoint.folder import read_manifest
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
 from foundry.commands.sample import SampleOptions, sample
 from foundry.core.errors import ConfigError
@@ -223,7 +223,7 @@ def test_it_is_sampled_and_measured_as_any_other(base, adapted, tmp_path):
     likeliest = sampled(adapted, tmp_path / "likeliest")
     assert sampled(adapted, tmp_path / "first", top_k=1) == likeliest
     assert sampled(adapted, tmp_path / "nucleus", top_p=1e-6) == likeliest
-    found = evaluate(EvalOptions(run=str(adapted), out=str(tmp_path / "eval.json"), max_samples=4))
+    found = evaluate(run=str(adapted), out=str(tmp_path / "eval.json"), max_samples=4)
     assert 0 < found["loss"] < 20
     with pytest.raises(ConfigError, match=r"^merge: is True but .* has no adapters; leave it out$"):
         export(ExportOptions(run=str(base), out=str(tmp_path / "out"), merge=True))

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from support.composition import configure
+from support.evaluated import evaluate
 from support.small_text import RUN, SMALL, write_text
 
 import foundry.checkpoint.tensor_index
@@ -12,7 +13,6 @@ import foundry.commands.library
 import foundry.engine.restore
 import foundry.run_dir.checkpoints
 from foundry.checkpoint.retention import remove
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export_checkpoint
 from foundry.core.errors import ConfigError
 from foundry.engine.restore import restore
@@ -67,7 +67,7 @@ def deleted_at(training, monkeypatch):
 READERS = {
     "restore": lambda run, which: restore(run, which, ema=True).checkpoint.name,
     "export": lambda run, which: export_checkpoint(ExportOptions(run=str(run), out=f"{run}-hf", which=which)).name,
-    "eval": lambda run, which: evaluate(EvalOptions(run=str(run), which=which, max_samples=1))["checkpoint"],
+    "eval": lambda run, which: evaluate(run=str(run), which=which, max_samples=1)["checkpoint"],
 }
 STAGES = {
     "the link is read": (foundry.run_dir.checkpoints, "linked_step"),
@@ -92,7 +92,7 @@ def test_newer_checkpoint_is_read_if_the_run_deletes_the_first_when(training, de
 def test_eval_on_other_data_needs_no_checkpoint_after_the_weights_are_read(finished, training, deleted_at):
     deleted_at(foundry.commands.library, "compose")
     data = ["data=text", f"data.path={finished.parent / 'text.txt'}", "data.seq_len=16"]
-    assert evaluate(EvalOptions(run=str(training[0]), max_samples=1), data)["checkpoint"] == "step_00000002"
+    assert evaluate(data, run=str(training[0]), max_samples=1)["checkpoint"] == "step_00000002"
 
 
 @pytest.mark.parametrize("reader", ["restore", "export"])

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 from support.composition import configure
+from support.evaluated import evaluate
 from support.samples import read_samples
 from support.tiny import SMALL_LM, TINY_DIT
 
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
 from foundry.commands.sample import SampleOptions, sample
 from foundry.core.errors import ConfigError
@@ -41,7 +41,7 @@ def result_of(run_dir):
 
 @pytest.mark.parametrize("name", ["base", "sft"])
 def test_it_measures_what_the_run_measured(runs, name, capsys):
-    measured = evaluate(EvalOptions(run=str(runs / name), ema=False))
+    measured = evaluate(run=str(runs / name), ema=False)
     result = result_of(runs / name)
     assert measured["loss"] == pytest.approx(result["val_loss"], rel=1e-6)
     assert measured["perplexity"] == pytest.approx(math.exp(measured["loss"]))
@@ -58,7 +58,7 @@ def test_it_measures_what_the_run_measured(runs, name, capsys):
 
 def test_a_mean_squared_error_has_no_perplexity(tmp_path):
     train(configure(*TINY_DIT, *QUIET, "hparams.max_steps=1"), tmp_path / "run")
-    measured = evaluate(EvalOptions(run=str(tmp_path / "run")))
+    measured = evaluate(run=str(tmp_path / "run"))
     assert measured["loss"] > 0
     assert "perplexity" not in measured
 
@@ -67,18 +67,18 @@ def test_a_run_is_measured_without_its_base_and_where_the_data_lies_now(runs, tm
     moved = shutil.copytree(runs / "sft", tmp_path / "sft", symlinks=True)
     settings = (moved / "config.yaml").read_text()
     (moved / "config.yaml").write_text(settings.replace(str(runs / "base"), "/nowhere"))
-    before = evaluate(EvalOptions(run=str(runs / "sft")))
-    assert evaluate(EvalOptions(run=str(moved), out=str(tmp_path / "own.json"))) == before
+    before = evaluate(run=str(runs / "sft"))
+    assert evaluate(run=str(moved), out=str(tmp_path / "own.json")) == before
     other = ["data=chats", f"data.path={runs / 'chats.jsonl'}", "data.seq_len=32", "data.held_out=0.25"]
-    assert evaluate(EvalOptions(run=str(moved), max_samples=7), other)["num_prompts"] == 7
+    assert evaluate(other, run=str(moved), max_samples=7)["num_prompts"] == 7
     on_text = ["data=text", f"data.path={runs / 'text.txt'}", "data.seq_len=32", "objective=next_token"]
-    assert "exact_match" not in evaluate(EvalOptions(run=str(moved)), on_text)
+    assert "exact_match" not in evaluate(on_text, run=str(moved))
 
 
 def test_an_environment_scores_the_answers_of_any_run(runs):
-    plain = evaluate(EvalOptions(run=str(runs / "sft")))
+    plain = evaluate(run=str(runs / "sft"))
     scored = ["environment=exact_match", "environment.pattern='It is (.*)'", "+environment.weights.format=0.5"]
-    measured = evaluate(EvalOptions(run=str(runs / "sft"), max_new_tokens=8), scored)
+    measured = evaluate(scored, run=str(runs / "sft"), max_new_tokens=8)
     assert plain.items() <= measured.items()
     assert measured["reward_missing"] == 0.0
     assert measured["reward"] == measured["reward_correct"] + 0.5 * measured["reward_format"]
@@ -87,10 +87,10 @@ def test_an_environment_scores_the_answers_of_any_run(runs):
 def test_a_folder_of_transformers_is_measured_as_the_run_that_it_came_from(runs, tmp_path):
     export(ExportOptions(run=str(runs / "sft"), out=str(tmp_path / "hf")))
     with pytest.raises(ConfigError, match=r"^data: is needed: .* is a folder of transformers, which names none"):
-        evaluate(EvalOptions(run=str(tmp_path / "hf")))
+        evaluate(run=str(tmp_path / "hf"))
     data = ["data=chats", f"data.path={runs / 'chats.jsonl'}", "data.seq_len=32", "objective=sft"]
-    measured = evaluate(EvalOptions(run=str(tmp_path / "hf")), data)
-    was = evaluate(EvalOptions(run=str(runs / "sft")))
+    measured = evaluate(data, run=str(tmp_path / "hf"))
+    was = evaluate(run=str(runs / "sft"))
     assert measured["loss"] == pytest.approx(was["loss"], rel=2e-3)  # in bf16, by another model's code
     assert measured["num_prompts"] == was["num_prompts"]
 
@@ -114,7 +114,7 @@ def test_errors_are_lines(runs, options, overrides, message):
 
     given = {"run": "BASE"} | options
     with pytest.raises(ConfigError) as refused:
-        evaluate(EvalOptions(**{name: meant(value) for name, value in given.items()}), [meant(o) for o in overrides])
+        evaluate([meant(o) for o in overrides], **{name: meant(value) for name, value in given.items()})
     assert str(refused.value).startswith(meant(message))
 
 

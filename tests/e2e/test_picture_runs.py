@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from support.evaluated import evaluate
 from support.reach import Reach
 
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
 from foundry.commands.library import compose, run
 from foundry.commands.sample import SampleOptions, sample
@@ -93,8 +93,7 @@ def test_a_run_may_start_from_its_weights(settings, finished):
 
 def test_it_is_measured_on_its_scenes_again(finished, tmp_path, monkeypatch):
     monkeypatch.setenv("FOUNDRY_CACHE", str(tmp_path / "cache"))
-    options = EvalOptions(run=str(finished), out=str(tmp_path / "found.json"), max_new_tokens=4, trust=True)
-    found = evaluate(options)
+    found = evaluate(run=str(finished), out=str(tmp_path / "found.json"), max_new_tokens=4, trust=True)
     result = json.loads((finished / "result.json").read_text())
     assert found["loss"] == pytest.approx(result["val_loss"], rel=1e-6)
     assert 0 <= found["exact_match"] <= 1

@@ -5,10 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
+from support.evaluated import evaluate
 from support.lerobot_parts import write_by_hand
 from support.reach import Reach
 
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
 from foundry.commands.library import compose, run
 from foundry.core.errors import ConfigError
@@ -55,7 +55,7 @@ def test_a_run_is_opened_with_its_statistics_and_without_its_demonstrations(fini
 
 
 def test_a_policy_is_measured_without_its_demonstrations(finished, tmp_path):
-    result = evaluate(EvalOptions(run=str(finished), trust=True, episodes=3, out=str(tmp_path / "found.json")))
+    result = evaluate(run=str(finished), trust=True, episodes=3, out=str(tmp_path / "found.json"))
     assert 0 <= result["success"] <= 1
     assert not (finished.parent / "cache").exists()
 
@@ -105,14 +105,13 @@ def test_other_episodes_are_measured_in_the_units_that_the_policy_knows(tmp_path
     run(compose([*SMALL, *common, f"data.path={tmp_path / 'own'}"]), tmp_path / "run")
     losses = {}
     for name in ("own", "shifted"):
-        options = EvalOptions(run=str(tmp_path / "run"), out=str(tmp_path / f"{name}.json"))
         words = [
             "data=lerobot",
             f"data.path={tmp_path / name}",
             "data.horizon=8",
             "data.held_out=0.3",
         ]
-        losses[name] = evaluate(options, words)["loss"]
+        losses[name] = evaluate(words, run=str(tmp_path / "run"), out=str(tmp_path / f"{name}.json"))["loss"]
     assert losses["shifted"] > 100 * losses["own"]
 
 

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 from support import policy_parts
 from support.composition import configure
+from support.evaluated import evaluate
 from support.policy_parts import REACH_POLICY
 from support.reach import Reach
 
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.core.errors import ConfigError
 from foundry.engine.train import train
 from foundry.tasks.robots.evaluators.rates import sign_test, wilson_interval
@@ -73,30 +73,26 @@ def test_eval_runs_the_episodes_of_the_run_again_without_its_demonstrations(runs
 
     monkeypatch.setattr(policy_parts, "demonstrations", lost)
     moved = shutil.copytree(runs / "good", tmp_path / "good", symlinks=True)
-    measured = evaluate(EvalOptions(run=str(moved), which="best", trust=True))
+    measured = evaluate(run=str(moved), which="best", trust=True)
     result = result_of(runs / "good")
     names = ("success", "success_low", "success_high", "episode_length")
     assert {name: measured[name] for name in names} == {name: result[f"val_{name}"] for name in names}
     assert (measured["checkpoint"], measured["num_episodes"]) == ("step_00000060", 10)
     assert json.loads((moved / "eval.json").read_text()) == measured
     assert f"success        {measured['success']:.6g}\n" in capsys.readouterr().out
-    more = evaluate(EvalOptions(run=str(moved), which="20", trust=True, episodes=25, batch_size=8))
+    more = evaluate(run=str(moved), which="20", trust=True, episodes=25, batch_size=8)
     assert (more["num_episodes"], more["checkpoint"]) == (25, "step_00000020")
     assert more["success"] < measured["success"]
     for first, folder in ((0, "whole"), (6, "later")):
-        evaluate(
-            EvalOptions(
-                run=str(moved), trust=True, episodes=10 - first, first_episode=first, record=str(tmp_path / folder)
-            )
-        )
+        evaluate(run=str(moved), trust=True, episodes=10 - first, first_episode=first, record=str(tmp_path / folder))
     assert lines(tmp_path / "later/rollouts.jsonl")[:4] == lines(tmp_path / "whole/rollouts.jsonl")[6:10]
 
 
 @pytest.mark.long
 def test_two_policies_are_compared_on_the_same_episodes(runs, tmp_path):
     options = {"run": str(runs / "good"), "trust": True, "episodes": 24, "out": str(tmp_path / "eval.json")}
-    measured = evaluate(EvalOptions(**options, against=str(runs / "poor"), record=str(tmp_path / "films")))
-    alone = evaluate(EvalOptions(**options))
+    measured = evaluate(**options, against=str(runs / "poor"), record=str(tmp_path / "films"))
+    alone = evaluate(**options)
     assert alone.items() <= measured.items()
     record = lines(tmp_path / "films/rollouts.jsonl")
     pairs = [(one["success"], one["against_success"]) for one in record]
@@ -113,7 +109,7 @@ def test_two_policies_are_compared_on_the_same_episodes(runs, tmp_path):
     with Image.open(tmp_path / "films" / films[0]) as picture:
         assert picture.size == (2 * 166, 166)
         assert picture.n_frames > 5
-    same = evaluate(EvalOptions(**options, against=str(runs / "good"), against_which="best"))
+    same = evaluate(**options, against=str(runs / "good"), against_which="best")
     assert (same["difference"], same["p_value"]) == (0.0, 1.0)
 
 
@@ -154,15 +150,15 @@ def taught(tmp_path_factory):
 def test_a_policy_of_recordings_acts_in_a_simulator_that_is_named(taught, tmp_path):
     options = {"episodes": 10, "out": str(tmp_path / "eval.json"), "config_dir": OWN_OPTIONS}
     blind, seeing = (str(taught / name) for name in ("blind", "seeing"))
-    measured = evaluate(EvalOptions(run=blind, **options, against=seeing), ["simulator=reach"])
+    measured = evaluate(["simulator=reach"], run=blind, **options, against=seeing)
     assert measured["success"] > measured["against_success"]
     assert (measured["num_episodes"], measured["checkpoint"]) == (10, "step_00000060")
-    short = evaluate(EvalOptions(run=blind, **options), ["simulator=reach", "simulator.max_steps=2"])
+    short = evaluate(["simulator=reach", "simulator.max_steps=2"], run=blind, **options)
     assert (short["success"], short["episode_length"]) == (0.0, 2.0)
     with pytest.raises(
         ConfigError, match=r"where nothing is simulated: its simulator is none; choose one, .* data=lerobot"
     ):
-        evaluate(EvalOptions(run=blind))
+        evaluate(run=blind)
 
 
 @needs_parquet
@@ -187,7 +183,7 @@ def test_a_policy_of_recordings_acts_in_a_simulator_that_is_named(taught, tmp_pa
 def test_a_simulator_that_does_not_fit_is_a_line(taught, overrides, message):
     run = str(taught / "blind")
     with pytest.raises(ConfigError) as refused:
-        evaluate(EvalOptions(run=run, config_dir=OWN_OPTIONS), overrides)
+        evaluate(overrides, run=run, config_dir=OWN_OPTIONS)
     assert str(refused.value).startswith(message.replace("RUN", run).replace("CONF", OWN_OPTIONS))
     assert len(str(refused.value).splitlines()) == 1
 
@@ -195,10 +191,8 @@ def test_a_simulator_that_does_not_fit_is_a_line(taught, overrides, message):
 @pytest.mark.long
 def test_a_run_acts_in_another_simulator_than_its_own(runs, tmp_path):
     options = {"run": str(runs / "good"), "trust": True, "out": str(tmp_path / "eval.json"), "config_dir": OWN_OPTIONS}
-    assert evaluate(EvalOptions(**options), ["simulator=reach"]) == evaluate(
-        EvalOptions(**options | {"config_dir": None})
-    )
-    longer = evaluate(EvalOptions(**options, against=str(runs / "poor")), ["simulator=reach", "simulator.max_steps=60"])
+    assert evaluate(["simulator=reach"], **options) == evaluate(**options | {"config_dir": None})
+    longer = evaluate(["simulator=reach", "simulator.max_steps=60"], **options, against=str(runs / "poor"))
     assert longer["episode_length"] <= longer["against_episode_length"] <= 60
 
 
@@ -208,7 +202,7 @@ def test_foundrys_own_policies_need_no_trust(tmp_path):
     few = ["evaluation.evaluators.success.episodes=2", "evaluation.evaluators.success.at_a_time=2"]
     train(configure("hparams=policy", *QUIET, *small, *few, "evaluation.interval=null"), tmp_path / "run")
     shutil.rmtree(tmp_path / "cache")
-    measured = evaluate(EvalOptions(run=str(tmp_path / "run"), record=str(tmp_path / "films")))
+    measured = evaluate(run=str(tmp_path / "run"), record=str(tmp_path / "films"))
     assert measured["success"] == result_of(tmp_path / "run")["val_success"]
     assert not (tmp_path / "cache").exists()
     assert (tmp_path / "run/plots/rollouts.gif").is_file() == (tmp_path / "films/episode_00000.gif").is_file()
@@ -222,7 +216,7 @@ def test_foundrys_own_policies_need_no_trust(tmp_path):
         ({"against": "RUNS/nowhere"}, "against: RUNS/nowhere is not a run directory: it has no config.yaml"),
         ({"against": "RUNS/poor", "against_which": "7"}, "against_which: RUNS/poor has no checkpoint '7'"),
         ({"against_which": "best"}, "against_which: is best but is given without against"),
-        ({"max_samples": 3}, "max_samples: is 3 but is of data, and RUNS/good has a policy; give episodes"),
+        ({"max_samples": 3}, "max_samples: is 3 but is of data, and RUNS/good is of policies in a simulator"),
         (
             {"first_episode": 2**32 - 5, "episodes": 6},
             "episodes: is 6 but leads to episode 4294967296; the last one is 4294967295",
@@ -254,9 +248,7 @@ def test_errors_are_lines(runs, options, message):
             (runs / name / "config.yaml").write_text(settings)
     given = {"run": "RUNS/good", "trust": True} | options
     with pytest.raises(ConfigError) as refused:
-        evaluate(
-            EvalOptions(**{k: v.replace("RUNS", str(runs)) if isinstance(v, str) else v for k, v in given.items()})
-        )
+        evaluate(**{k: v.replace("RUNS", str(runs)) if isinstance(v, str) else v for k, v in given.items()})
     assert str(refused.value).startswith(meant(message))
 
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 from support.composition import configure
+from support.evaluated import evaluate
 from support.tiny import SMALL_LM
 
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
 from foundry.commands.task_eval import table
 from foundry.config.packages import pip_command
@@ -65,7 +65,7 @@ def test_a_run_is_measured_as_lm_eval_measures_its_export(run_dir, tasks, tmp_pa
     from lm_eval.tasks import TaskManager
 
     options = {"run": str(run_dir), "out": str(tmp_path / "own.json"), "max_samples": 8}
-    measured = evaluate(EvalOptions(**options, tasks=[str(tasks)], trust=True))
+    measured = evaluate(**options, tasks=[str(tasks)], trust=True)
     printed = capsys.readouterr().out
     assert json.loads((tmp_path / "own.json").read_text()) == measured
     assert printed.endswith(f"{table(measured['tasks'])}\n{tmp_path / 'own.json'}\n")
@@ -88,7 +88,7 @@ def test_a_run_is_measured_as_lm_eval_measures_its_export(run_dir, tasks, tmp_pa
             assert own[key + mark if name == "say" else key] == theirs[name][key + mark]
 
     folder = {"run": str(tmp_path / "hf"), "trust": True}
-    again = evaluate(EvalOptions(**options | folder, tasks=[str(tasks / "sums.yaml")]))
+    again = evaluate(**options | folder, tasks=[str(tasks / "sums.yaml")])
     assert again["tasks"] == {"sums": measured["tasks"]["sums"]}, "the folder is measured as it is"
     assert not list(run_dir.glob("*eval*")), "out says where to write"
 
@@ -114,7 +114,7 @@ def test_a_task_that_is_none_is_a_line(run_dir, tasks, tmp_path, monkeypatch, na
     (tasks / "lost.yaml").write_text(SUMS + COMMON.format(rows=tmp_path / "nowhere.jsonl"))
     names = [name.replace("TASKS", str(tasks)) for name in names]
     with pytest.raises(ConfigError, match=message):
-        evaluate(EvalOptions(run=str(run_dir), tasks=names, trust=True))
+        evaluate(run=str(run_dir), tasks=names, trust=True)
     assert not (run_dir / "eval_tasks.json").exists()
 
 
@@ -126,19 +126,19 @@ def test_files_of_tasks_run_no_code_without_trust(run_dir, tasks, tmp_path):
         with pytest.raises(
             ConfigError, match=f"tasks: has {name}, whose functions and .* if it is yours, say trust=true"
         ):
-            evaluate(EvalOptions(run=str(run_dir), tasks=[str(name)]))
+            evaluate(run=str(run_dir), tasks=[str(name)])
     assert not (tmp_path / "ran").exists()
 
 
 def test_what_does_not_fit_is_a_line(run_dir, monkeypatch):
     def refused(overrides=(), **options):
         with pytest.raises(ConfigError) as error:
-            evaluate(EvalOptions(run=str(run_dir), **options), overrides)
+            evaluate(overrides, run=str(run_dir), **options)
         return str(error.value)
 
-    assert refused(num_fewshot=2).startswith("num_fewshot: is 2 but is of tasks of lm_eval; give tasks=[...]")
-    assert refused(tasks=["x"], max_new_tokens=9).startswith("max_new_tokens: is 9 but is not for tasks")
-    assert refused(["data=text"], tasks=["x"]).startswith("data: is text but tasks bring their own data")
+    assert refused(num_fewshot=2).startswith("num_fewshot: is 2 but is of tasks of lm_eval, tasks=[...], and ")
+    assert refused(tasks=["x"], max_new_tokens=9).startswith("max_new_tokens: is 9 but is of data, and tasks ")
+    assert refused(["data=text"], tasks=["x"]).startswith("data: is text but is of data, and tasks bring their own")
     monkeypatch.setattr("foundry.commands.task_eval.find_spec", lambda name: None)
     said = f"tasks: needs lm_eval, which is not installed; {pip_command('lm_eval', 'lm_eval')}"
     assert refused(tasks=["x"]) == said

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.evaluated import evaluate
 
 from foundry.checkpoint.init_from import init_from
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
 from foundry.commands.library import compose, run
 from foundry.commands.sample import SampleOptions, sample
@@ -179,17 +179,15 @@ def test_it_is_measured_again_without_demonstrations_and_backbone(finished, fold
     for name, path in gone.items():
         path.rename(tmp_path / name)
     try:
-        found = evaluate(EvalOptions(run=str(finished), trust=True, out=str(tmp_path / "own.json")))
+        found = evaluate(run=str(finished), trust=True, out=str(tmp_path / "own.json"))
         result = json.loads((finished / "result.json").read_text())
         assert found["success"] == result["val_success"]
         other = evaluate(
-            EvalOptions(
-                run=str(finished),
-                trust=True,
-                instruction="other",
-                record=str(tmp_path / "films"),
-                out=str(tmp_path / "other.json"),
-            )
+            run=str(finished),
+            trust=True,
+            instruction="other",
+            record=str(tmp_path / "films"),
+            out=str(tmp_path / "other.json"),
         )
         assert other["instruction"] == "other"
         lines = [json.loads(line) for line in (tmp_path / "films/rollouts.jsonl").read_text().splitlines()]

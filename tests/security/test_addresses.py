@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.composition import compose
+from support.evaluated import evaluate
 from support.examples import examples
 
 from foundry.commands.diff import DiffOptions
 from foundry.commands.diff import print_differences as diff
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
 from foundry.commands.plan import PlanOptions, plan
 from foundry.commands.report import ReportOptions
@@ -76,10 +76,10 @@ def test_setting_that_names_a_folder_refuses_an_address(name):
 
 
 OPTIONS = {
-    "eval run": lambda: evaluate(EvalOptions(run=ADDRESS)),
-    "eval out": lambda: evaluate(EvalOptions(run="run", out=ADDRESS)),
-    "eval record": lambda: evaluate(EvalOptions(run="run", record=ADDRESS)),
-    "eval against": lambda: evaluate(EvalOptions(run="run", against=ADDRESS)),
+    "eval run": lambda: evaluate(run=ADDRESS),
+    "eval out": lambda: evaluate(run="run", out=ADDRESS),
+    "eval record": lambda: evaluate(run="run", record=ADDRESS),
+    "eval against": lambda: evaluate(run="run", against=ADDRESS),
     "sample run": lambda: sample(SampleOptions(run=ADDRESS)),
     "sample out": lambda: sample(SampleOptions(run="run", out=ADDRESS)),
     "export run": lambda: export(ExportOptions(run=ADDRESS, out="new")),

@@ -5,10 +5,10 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from support.evaluated import evaluate
 
 from foundry.commands.diff import DiffOptions
 from foundry.commands.diff import print_differences as diff
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.export import ExportOptions, export
 from foundry.commands.sample import SampleOptions, sample
 from foundry.core.errors import ConfigError
@@ -18,8 +18,8 @@ from foundry.run_dir.outputs import folder_refusal, has_columns, has_keys, is_pi
 from foundry.sweeps.report import report
 
 COMMANDS = {
-    "eval out": lambda run, path: evaluate(EvalOptions(run=run, out=path)),
-    "eval record": lambda run, path: evaluate(EvalOptions(run=run, record=path)),
+    "eval out": lambda run, path: evaluate(run=run, out=path),
+    "eval record": lambda run, path: evaluate(run=run, record=path),
     "sample out": lambda run, path: sample(SampleOptions(run=run, out=path)),
     "export out": lambda run, path: export(ExportOptions(run=run, out=path)),
     "diff picture": lambda run, path: diff(DiffOptions(run=run, against=run, picture=path)),

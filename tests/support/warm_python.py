@@ -1,4 +1,4 @@
-"""A `python` for PATH, whose `-m foundry...` commands fork from a process that has imported everything.
+"""`python` and `foundry` for PATH, whose commands of foundry fork from a process that has imported everything.
 
 The first command in a `WarmPython` and the first of each module of foundry in this process start cold; all other calls
 of `python` are the interpreter's own.
@@ -55,7 +55,10 @@ class WarmPython:
         self._server.listen()
         client = self.folder / "python"
         client.write_text(_CLIENT.format(python=sys.executable, address=address), encoding="utf-8")
-        client.chmod(0o700)
+        console_script = self.folder / "foundry"
+        console_script.write_text(f'#!/bin/sh\nexec {client} -m foundry "$@"\n', encoding="utf-8")
+        for program in (client, console_script):
+            program.chmod(0o700)
         threading.Thread(target=self._serve, daemon=True).start()
         return self
 

@@ -14,6 +14,7 @@ MODULES = (
     "diffusers",
     "foundry.checkpoint.saver",
     "foundry.commands.main",
+    "foundry.commands.train",
     "foundry.data.images.digits",
     "foundry.data.corpora.text",
     "foundry.diff",

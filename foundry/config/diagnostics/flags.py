@@ -1,6 +1,7 @@
 """Refusal of arguments in the style of other programs, such as `--lr 3e-4`, with the override to type."""
 
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,9 @@ HYDRA_FLAGS = {
 }
 """The flags of Hydra's command line, and whether a value follows; `--info` may do without."""
 
+JSON = "--json"
+"""The flag of commands that print facts."""
+
 _FOLDERS = ("--config-path", "-cp", "--config-dir", "-cd")
 _OPTIONAL_VALUE = ("--info", "-i")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -60,6 +64,29 @@ class Flag:
     text: str
     key: str
     value: str
+
+
+def find_word(arguments: Sequence[str]) -> int | None:
+    """Return the index of the first argument that is no override, flag or value of a flag; None if there is none.
+
+    Args:
+        arguments: after the name of the program.
+    """
+    ahead, known = deque(enumerate(arguments)), {**HYDRA_FLAGS, JSON: 0}
+    while ahead:
+        index, word = ahead.popleft()
+        name, assigned, _ = word.partition("=")
+        if not _is_flag(word):
+            if not assigned and not word.startswith(("-", "+", "~")):
+                return index
+        elif assigned:
+            continue
+        elif (flag := _of_hydra(name, known)) is None:  # the words behind it are its values
+            while ahead and not _is_flag(ahead[0][1]) and not _ASSIGNMENT.match(ahead[0][1]):
+                ahead.popleft()
+        elif ahead and (known[flag] or (flag in _OPTIONAL_VALUE and ahead[0][1] in _INFO)):
+            ahead.popleft()
+    return None
 
 
 def split_flags(arguments: Sequence[str], known: Collection[str] = ()) -> tuple[list[Flag], list[str]]:

@@ -28,13 +28,14 @@ _WITHOUT_SCHEMA = {
 }
 _HIDDEN = ("hydra", "local", "schema")
 _INDENT, _WIDTH = 20, 116
-_SWEEPS = """python -m foundry -m key=value,value ...
+_SWEEPS = """foundry -m key=value,value ...
+python -m foundry -m key=value,value ...
 
 a sweep: a job for every combination of what is swept; all jobs are checked before the first starts.
 
 What is swept: any key or group with several values, key=1e-3,2e-3, key=range(1,5) or, for a search, key=interval(1,2);
 ready sweeps are hparams_search={ready}. Jobs go to hydra.sweep.dir (default multirun/TIME).
-`python -m foundry.report dir=DIR` shows a sweep as a table and a picture.
+`foundry report dir=DIR` shows a sweep as a table and a picture.
 """
 
 

@@ -1,6 +1,7 @@
 """Hints for unknown keys: a name of another system, a setting of another group, or a misspelt setting."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -8,7 +9,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig
 
-from foundry.config.composition.store import group_schemas
+from foundry.config.composition.store import GROUPS, group_schemas
 from foundry.config.diagnostics.elsewhere import Options, hint, own_options
 from foundry.config.schemas.root import Config
 
@@ -49,6 +50,20 @@ def did_you_mean(
         path = next((path for path in paths if path.startswith(f"{group}.")), paths[0])
         return f"; did you mean {path}?{_brief(meanings().get(path, ''))}"
     return _spelt_alike(key, settings, groups)
+
+
+def override_for(word: str) -> str:
+    """`; did you mean hparams=x?` for the name of an option or a setting that stands alone, or nothing."""
+    if not re.fullmatch(r"[A-Za-z][\w./-]*", word):
+        return ""
+    groups = ("hparams", *GROUPS, "experiment", "debug", "hparams_search")
+    choices = {option: group for group in reversed(groups) for option in own_options(group)}
+    if word in meanings() or word in GROUPS:
+        return f"; write {word}=..."
+    if word not in choices and (told := did_you_mean(word, meanings(), GROUPS)):
+        return told
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=_LIKE_A_GROUP)
+    return f"; did you mean {choices[near[0]]}={near[0]}?" if near else ""
 
 
 def _spelt_alike(key: str, settings: Collection[str], groups: Collection[str]) -> str:

@@ -33,14 +33,15 @@ from foundry.config.diagnostics.file_errors import (
     describe_yaml_error,
     in_file,
 )
-from foundry.config.diagnostics.names import did_you_mean, leaves, meanings
+from foundry.config.diagnostics.names import did_you_mean, leaves, meanings, override_for
 from foundry.config.diagnostics.wanted import accepted_options, wanted
 from foundry.config.schemas.model import Base
 from foundry.config.schemas.root import Config
 from foundry.core.errors import Violation, first_line, nearest, shown
 
 _SEARCHPATH = "hydra.searchpath"
-_NO_OVERRIDE = "is not of the form key=value; put a value with spaces, commas, = or special characters into quotes"
+_NO_OVERRIDE = "is not of the form key=value"
+_QUOTES = "; put a value with spaces, commas, = or special characters into quotes"
 
 
 def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> bool:
@@ -270,9 +271,9 @@ def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
             if override.key_or_group:
                 parsed.append(override)
             else:
-                violations.append(Violation(shown(line) or "''", _NO_OVERRIDE))
+                violations.append(Violation(shown(line) or "''", f"{_NO_OVERRIDE}{override_for(line) or _QUOTES}"))
         except HydraException:
-            violations.append(Violation(shown(line) or "''", _NO_OVERRIDE))
+            violations.append(Violation(shown(line) or "''", f"{_NO_OVERRIDE}{override_for(line) or _QUOTES}"))
         except Exception as error:  # numbers of too many digits, brackets within brackets without end
             violations.append(Violation(shown(line), f"cannot be read: {first_line(str(error))}"))
     return parsed, violations

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.build import field_of
-from foundry.config.command import check_output_folder, folder_option, refuse_given
+from foundry.config.command import check_output_folder, folder_option
 from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
+from foundry.core.errors import ConfigError, Violation
 from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, Told
 
 Compose = Callable[[Sequence[str]], Config]
@@ -43,10 +44,9 @@ def measure(path: Path, options: Any, simulator: Sequence[str], compose: Compose
     Raises:
         ConfigError: there is no such run or checkpoint, or the simulator is not for this model.
     """
-    refuse_given(options, ("max_samples", "max_new_tokens"), f"is of data, and {path} has a policy; give episodes")
     against = None if options.against is None else folder_option("against", options.against)
-    if against is None:
-        refuse_given(options, ("against_which",), "is given without against")
+    if against is None and options.against_which is not None:
+        raise ConfigError(Violation("against_which", f"is {options.against_which} but is given without against"))
     record = None if options.record is None else folder_option("record", options.record)
     if record is not None:
         check_output_folder("record", record)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from support.composition import configure
+from support.evaluated import evaluate
 from support.tiny import SMALL_LM
 
-from foundry.commands.eval import EvalOptions, evaluate
 from foundry.commands.sync import send_metrics
 from foundry.core.errors import ConfigError
 from foundry.engine.train import train
@@ -68,12 +68,12 @@ def test_a_finished_run_has_a_model_that_mlflow_loads(with_database, monkeypatch
     answers = mlflow.pyfunc.load_model(f"models:/{output.model_id}").predict(["Count the dogs"])
     assert answers[0].startswith("Count the dogs")
 
-    measured = evaluate(EvalOptions(run=str(run_dir), max_samples=4))
+    measured = evaluate(run=str(run_dir), max_samples=4)
     values = client.get_run(destination.run_id).data.metrics
     assert {values[f"eval/{name}"] for name in ("loss", "perplexity")} == {measured["loss"], measured["perplexity"]}
     (point,) = client.get_metric_history(destination.run_id, "eval/loss")
     assert point.step == 3
-    evaluate(EvalOptions(run=str(run_dir), max_samples=4), [*text[:3], "data.seq_len=32", "objective=next_token"])
+    evaluate([*text[:3], "data.seq_len=32", "objective=next_token"], run=str(run_dir), max_samples=4)
     assert "eval/text/loss" in client.get_run(destination.run_id).data.metrics
     assert client.get_run(destination.run_id).info.status == "FINISHED"
     kept_files = [path for path in with_database.rglob("*") if path.is_file()]

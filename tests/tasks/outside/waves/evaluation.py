@@ -1,8 +1,4 @@
-from foundry.config.command import refuse_given
-
-
 def measure(path, options, overrides, compose):
-    refuse_given(options, ("max_new_tokens",), "is of text")
     import torch
 
     from foundry.engine.restore import restore

@@ -1,0 +1,124 @@
+"""`foundry -sc query=SHELL`: words for tab completion: commands, their options, and what Hydra completes of a run.
+
+Hydra's functions for bash, zsh and fish, which `foundry -sc install=SHELL` prints, call it with the line in COMP_LINE.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from enum import EnumType
+from importlib import import_module
+from io import StringIO
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from foundry.commands.composed_command import split_own
+from foundry.config.diagnostics.flags import HYDRA_FLAGS, JSON, find_word
+
+OPTIONS = {
+    "train": None,
+    "plan": "PlanOptions",
+    "lr_find": "FindOptions",
+    "eval": "EvalOptions",
+    "sample": "SampleOptions",
+    "export": "ExportOptions",
+    "report": "ReportOptions",
+    "diff": "DiffOptions",
+    "sync": "SyncOptions",
+    "new": "NewOptions",
+}
+"""Each command with the class of its options in its module; None for the command that has none of its own."""
+_FLAGS = ("--help", "--version", JSON)
+_WHICH = ("last", "best")
+_HIDDEN = ("schema/", "local")
+"""Groups of foundry's that no user chooses."""
+
+
+def main() -> None:
+    """Print the words that may stand where the line ends, in the form that the shell takes."""
+    shell = next(word.partition("=")[2] for word in sys.argv if word.startswith("query="))
+    found = sorted(set(complete(os.environ.get("COMP_LINE", ""))))
+    sys.stdout.write(("\n" if shell == "fish" else " ").join(found) + "\n")
+
+
+def complete(line: str) -> Iterator[str]:
+    """Yield the words that may stand where a line of `foundry` ends.
+
+    Args:
+        line: from the name of the program to the cursor.
+    """
+    words = line.split()[1:]
+    last = "" if line.endswith(" ") or not words else words.pop()
+    place = find_word(words)
+    name = None if place is None else words.pop(place)
+    if last.startswith("-"):
+        yield from _starting(last, _FLAGS if name else HYDRA_FLAGS)
+    elif name is None:
+        yield from _starting(last, OPTIONS)
+        yield from _of_a_run(words, last)
+    elif name in OPTIONS:
+        yield from _of_command(name, words, last)
+
+
+def _starting(last: str, words: Iterable[str]) -> Iterator[str]:
+    return (word for word in words if word.startswith(last))
+
+
+def _of_command(name: str, words: list[str], last: str) -> Iterator[str]:
+    """Yield the options of a command, and the overrides that it takes."""
+    module, schema = import_module(f"foundry.commands.{name}"), OPTIONS[name]
+    if name == "eval":
+        options, groups = module.options_for(words)
+        yield from _of_options(options, last)
+        yield from _starting(last, ["tasks="])
+        overrides = [word for word in words if module.group_of(word) in groups]
+        yield from (word for word in _of_a_run(overrides, last) if module.group_of(word) in groups)
+    elif schema is None:
+        yield from _of_a_run(words, last)
+    elif hasattr(module, "run_composed"):
+        options, prefix = getattr(module, schema), f"{name}."
+        yield from _of_options(options, last.removeprefix(prefix), prefix if last.startswith(prefix) else "")
+        yield from _of_a_run(split_own(options, prefix, words)[1], last)
+    else:
+        yield from _of_options(getattr(module, schema), last)
+
+
+def _of_options(schema: type[Any], last: str, prefix: str = "") -> Iterator[str]:
+    """Yield the names of options, or values of the option that `last` begins with."""
+    key, assigned, value = last.partition("=")
+    hints = get_type_hints(schema)
+    if not assigned:
+        yield from (f"{prefix}{name}=" for name in _starting(key, hints))
+    elif key in hints:
+        yield from (f"{prefix}{key}={one}" for one in _starting(value, _values(key, hints[key], value)))
+
+
+def _values(key: str, hint: Any, value: str) -> list[str]:
+    """Return values of an option: of an enumeration or truth value all, of a text the files that begin like it."""
+    kinds = get_args(hint) or (hint,)
+    if bool in kinds:
+        return ["true", "false"]
+    if options := [member.name for kind in kinds if isinstance(kind, EnumType) for member in kind]:
+        return options
+    if key.endswith("which"):
+        return list(_WHICH)
+    if str not in kinds:
+        return []
+    folder = Path(value if value.endswith("/") else os.path.dirname(value))  # noqa: PTH120 (`a/.` stays)
+    start = value[: value.rfind("/") + 1]
+    with suppress(OSError):
+        return [f"{start}{path.name}{'/' if path.is_dir() else ''}" for path in folder.iterdir()]
+    return []
+
+
+def _of_a_run(words: Sequence[str], last: str) -> list[str]:
+    """Return what Hydra completes of the overrides of a run."""
+    from foundry.commands.train import main as train
+
+    before, os.environ["COMP_LINE"] = sys.argv[1:], " ".join(["foundry", *words, last])
+    sys.argv[1:] = [word for word in before if not word.startswith("query=")] + ["query=bash"]
+    with redirect_stdout(StringIO()) as found, redirect_stderr(StringIO()), suppress(SystemExit):
+        train()
+    sys.argv[1:] = before
+    return [word for word in found.getvalue().split() if not word.startswith(_HIDDEN)]
