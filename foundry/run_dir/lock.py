@@ -1,4 +1,4 @@
-"""`.lock` in a directory: held by the process that trains or runs a sweep there, to be looked at by others."""
+"""`.lock` in a directory: a lock file held by the process that trains or runs a sweep there."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ from pathlib import Path
 from foundry.run_dir.files import open_regular
 
 LOCK = ".lock"
-"""The file; it holds the name of the machine that locked it last."""
+"""Name of the lock file; it contains the host name of the machine that locked it last."""
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -32,13 +32,16 @@ class RunDirectoryLostError(RuntimeError):
 
 
 def lock(folder: Path, held: ExitStack) -> bool:
-    """Make a directory if need be and lock it until `held` is closed or this process ends; whether that could be done.
+    """Create a directory if necessary and lock it until `held` is closed or this process ends.
 
-    By a POSIX lock, which no forked process inherits: those that read data outlive this one by seconds if it is killed.
-    Where the file system has no locks, the work continues without one.
+    Uses a POSIX lock because forked processes do not inherit it: data workers can outlive a killed parent by seconds.
+    If the file system does not support locks, the function logs a warning and succeeds without one.
+
+    Returns:
+        Whether the directory was locked; False if this or another process holds the lock.
 
     Raises:
-        UnsafeFileError: `.lock` is no regular file.
+        UnsafeFileError: `.lock` is not a regular file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (resolved := folder.resolve()) in _ours:
@@ -77,9 +80,9 @@ def check_ours(folder: Path) -> None:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process holds a directory; None where this machine cannot know.
+    """Return whether a process holds the lock of a directory; None if this machine cannot tell.
 
-    A lock that another machine took may not be seen from here, so its absence says nothing about that machine.
+    A lock taken on another machine may not be visible here, so its absence proves nothing if that machine locked last.
     """
     if folder.resolve() in _ours:  # to look would be to let go: a POSIX lock ends when any handle to the file is closed
         return True
